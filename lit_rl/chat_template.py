@@ -90,7 +90,8 @@ class _Watch:
 
 _raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _watch = _Watch()
-os.register_at_fork(after_in_child=_watch.__init__)  # where no thread of the parent is, to give its lock back
+if hasattr(os, "register_at_fork"):  # a child has no thread of the parent, to give its lock back
+    os.register_at_fork(after_in_child=_watch.__init__)
 
 
 def _place(tokenizer: Any) -> str:

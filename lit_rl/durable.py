@@ -1,5 +1,5 @@
-"""Files and folders that are there whole or not at all: what is not whole yet has a name of its own, and is flushed
-before it gets its real one."""
+"""Files and folders that are there whole or not at all: what is not whole yet has a name of its own. What a run goes on
+from, or says at its end, is flushed before it gets its real one."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def flush_tree(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, partial: str | None = None) -> Iterator[Path]:
-    """Write a file under another name, which becomes `path` when the block ends, and is removed where it fails.
+    """Write a file under another name, which becomes `path` when the block ends, and is removed where it fails. What
+    has to survive a power cut flushes it in the block: that takes some 10 ms, much where it is done in each step.
 
     Args:
         path: In a folder that is there.

@@ -14,7 +14,8 @@ call of compiled code first comes back.
 
 Ranks have to leave the work together: one that is gone would let the others wait for it in a collective. So with
 several of them work is given up only where they agree afterwards (`agreed`), and no collective may be inside
-`may_be_given_up`: a rank leaves its work, comes to the place where all agree, and there all raise `Interrupted`.
+`may_be_given_up`, nor between such work and the place where all agree: a rank leaves its work, comes to that place, and
+there all raise `Interrupted`.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def ends_the_run() -> Iterator[None]:
         run.works = run.agreed = run.hooks = 0  # whatever the signal came in between: from now on nothing is left
         end()
     finally:
-        run.hooks = max(0, run.hooks - 1)
+        run.hooks -= run.hooks > 0  # no call, after which the handler of a signal might run
 
 
 @contextmanager
@@ -125,7 +126,7 @@ def agreed() -> Iterator[None]:
     try:
         yield
     finally:
-        _run.agreed = max(0, _run.agreed - 1)
+        _run.agreed -= _run.agreed > 0
 
 
 @contextmanager
@@ -148,7 +149,7 @@ def may_be_given_up(*, alone: bool = True) -> Iterator[None]:
         yield
         _look(run)  # what is inside may have caught everything
     finally:
-        run.works = max(0, run.works - 1)
+        run.works -= run.works > 0
 
 
 def _look(run: _Run) -> None:

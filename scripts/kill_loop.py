@@ -145,19 +145,19 @@ class Run:
             while os.getpgid(child) == os.getpgrp():  # until it has left our group
                 time.sleep(0)
             return child
-        os.setsid()
-        log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for descriptor in (1, 2):
-            os.dup2(log, descriptor)
-        sys.argv = ["train.py"]
-        os.environ[SIGN] = str(_sign(folder)) if rank == 0 else os.devnull
-        if self.ranks > 1:
-            told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
-            told |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            told |= {"TORCHELASTIC_RUN_ID": "kill_loop", "TORCHELASTIC_RESTART_COUNT": 0}
-            os.environ.update({name: str(value) for name, value in told.items()})
         code = 1
         try:
+            os.setsid()
+            log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            for descriptor in (1, 2):
+                os.dup2(log, descriptor)
+            sys.argv = ["train.py"]
+            os.environ[SIGN] = str(_sign(folder)) if rank == 0 else os.devnull
+            if self.ranks > 1:
+                told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
+                told |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                told |= {"TORCHELASTIC_RUN_ID": "kill_loop", "TORCHELASTIC_RESTART_COUNT": 0}
+                os.environ.update({name: str(value) for name, value in told.items()})
             code = cli.run([*self.command, f"run_dir={folder}", "ckpt_path=last"])
         finally:
             os._exit(code)

@@ -17,6 +17,7 @@ Leaves with 1 where a run grows, or ends with an error.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -138,10 +139,17 @@ def _of_children() -> float:
     """KiB that the worker processes hold, together."""
     total = 0.0
     for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            status = Path(f"/proc/{child}/status").read_text()
-            total += sum(map(int, re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB", status, re.M)))
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended in between
+            for child in (task / "children").read_text().split():
+                total += _of(child)
     return total
+
+
+def _of(child: str) -> float:
+    with contextlib.suppress(FileNotFoundError):  # it has ended in between
+        status = Path(f"/proc/{child}/status").read_text()
+        return float(sum(map(int, re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB", status, re.M))))
+    return 0.0
 
 
 # ---------------------------------------------------------------------- what the looks say

@@ -7,9 +7,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import pytest
+import torch.distributed as dist
 
 from lit_rl import interruption
 from lit_rl.algorithms.ranks import Ranks
@@ -43,6 +45,12 @@ def waits(seconds: float = 30.0) -> None:
     time.sleep(seconds)
 
 
+def is_told() -> None:
+    """Is told to stop, here."""
+    os.kill(os.getpid(), signal.SIGUSR2)
+    time.sleep(0)
+
+
 def test_a_wait_ends_at_once_and_the_run_with_it(several: bool) -> None:
     began = time.monotonic()
     with pytest.raises(Ended), ends_the_run(), agreed(), may_be_given_up():
@@ -58,14 +66,14 @@ def test_where_ranks_do_not_agree_afterwards_work_goes_on(several: bool, work: C
             waits()
         return
     with ends_the_run(), work():
-        waits(0.5)
+        is_told()
         done.append(True)
     assert done and interruption.asked()
 
 
 def test_a_hook_that_may_not_be_left_is_not_left(several: bool) -> None:
     with agreed(), may_be_given_up():
-        waits(0.5)
+        is_told()
     assert interruption.asked()
     with pytest.raises(Ended), ends_the_run(), agreed(), may_be_given_up():
         raise AssertionError("it was asked before")
@@ -84,6 +92,58 @@ def test_what_catches_everything_is_told_again_and_left_at_its_end(several: bool
                 caught.append(error)
     watch.end()
     assert [type(each) for each in caught] == [Interrupted] * 2 and time.monotonic() - began < 20
+
+
+@contextmanager
+def job() -> Iterator[None]:
+    """What ranks have found each other by, of one process."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_signal_reaches_a_rank_that_was_started_for_the_second_job_of_a_sweep() -> None:
+    """Rank 0 has had a training before, in the same process; both ranks are threads of this one."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    try:
+        with job():
+            SignalWatch(lambda: None, ranks=2, rank=0).end()
+        with job():
+            watches = [
+                SignalWatch(lambda: signal.SIGUSR2, ranks=2, rank=0),
+                SignalWatch(lambda: heard[0] if heard else None, ranks=2, rank=1),
+            ]
+            until = time.monotonic() + 20
+            while not heard and time.monotonic() < until:
+                time.sleep(0.05)
+            for watch in watches:
+                watch.end()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert heard == [signal.SIGUSR2]
+
+
+def test_what_another_rank_was_told_and_the_same_signal_here_are_one_and_the_next_is_the_second() -> None:
+    """Ctrl-C goes to every rank: both may come before either was known here."""
+    told, known = threading.Event(), threading.Event()
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: told.set())
+    try:
+        watch = SignalWatch(lambda: signal.SIGUSR2 if known.is_set() else None, ranks=1)
+        watch._heard = lambda: None if told.is_set() else signal.SIGUSR2  # pyright: ignore
+        watch.begin()
+        assert told.wait(20) and watch._sent
+        known.set()
+        until = time.monotonic() + 20
+        while watch._sent and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not watch.was_sent_here()
+        watch.end()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_a_thread_beside_goes_on(several: bool) -> None:
@@ -109,6 +169,17 @@ def test_a_rank_that_has_done_its_work_gives_it_up_where_it_was_asked(several: b
             time.sleep(0.1)
         with may_be_given_up():
             raise AssertionError
+
+
+def test_what_a_wait_was_given_up_for_is_waited_for_again(several: bool) -> None:
+    ahead, go_on = Ahead(), threading.Event()
+    drawn = Drawn(None)  # pyright: ignore
+    ahead.start((1, (1,)), lambda: [go_on.wait(30), drawn][1])
+    with pytest.raises(Ended), ends_the_run(), agreed(), may_be_given_up():
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        ahead.wait()
+    threading.Timer(0.5, go_on.set).start()
+    assert ahead.take() == ((1, (1,)), drawn)
 
 
 def test_what_is_drawn_ahead_is_waited_for_as_long_as_it_is_said() -> None:

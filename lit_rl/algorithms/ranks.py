@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rl.algorithms.signatures import arguments_for
+from lit_rl.generation.ranks import gather_objects
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,7 @@ class Ranks:
 
     def objects(self, mine: Any) -> list[Any]:
         """What every rank gives, in the order of ranks; anything that can be pickled."""
-        if self.world_size == 1:
-            return [mine]
-        parts: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(parts, mine)
-        return parts
+        return gather_objects(mine) if self.world_size > 1 else [mine]
 
     def names(self, mine: Iterable[str]) -> list[str]:
         """The names that any rank has, in one order for all: what one rank logs, another may not know."""

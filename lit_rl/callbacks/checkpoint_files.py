@@ -83,8 +83,8 @@ def newest_whole(paths: list[Path]) -> tuple[Path | None, list[Path]]:
 
 
 def step_of(path: Path) -> int:
-    """The optimizer step in the name of a checkpoint; -1 where none is."""
-    numbers = re.findall(r"\d+", path.stem)
+    """The optimizer step in the name of a checkpoint, or else the last number in it; -1 where none is."""
+    numbers = re.findall(r"step[_=](\d+)", path.stem) or re.findall(r"\d+", path.stem)
     return int(numbers[-1]) if numbers else -1
 
 

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.types import _PATH
 from torch.utils._pytree import tree_leaves
 
 from lit_rl.callbacks.checkpoint_files import fault_of_contents, newest_whole, unusable, verify_once
-from lit_rl.durable import PARTIAL, check_room, flush, tried_again
+from lit_rl.durable import PARTIAL, check_room, flush, replacing, tried_again
 from lit_rl.errors import StorageError
 
 
@@ -62,18 +62,16 @@ def _what_is_left(target: str) -> str:
 
 
 def _write(checkpoint: dict[str, Any], target: str) -> None:
-    folder, partial = os.path.dirname(target) or ".", f"{target}{PARTIAL}{os.getpid()}"
+    folder, partial = os.path.dirname(target) or ".", f"{os.path.basename(target)}{PARTIAL}{os.getpid()}"
     os.makedirs(folder, exist_ok=True)
     check_room(folder, size_of(checkpoint))
     try:
-        with open(partial, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
+        with replacing(Path(target), partial) as unfinished:
+            with unfinished.open("wb") as file:
+                torch.save(checkpoint, file)
+            flush(unfinished)
         flush(folder)
     except (OSError, RuntimeError) as error:
-        Path(partial).unlink(missing_ok=True)
         if isinstance(error.__context__, OSError):  # torch's writer, which cannot end its file then, hides it
             raise error.__context__ from error
         raise

@@ -52,17 +52,17 @@ class GracefulStop(L.Callback):
         self._watch: SignalWatch | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._place, self._failed, self.gave_up, self.saved = None, False, False, None
+        self.signum, self._place, self._failed, self.gave_up, self.saved = None, None, False, False, None
         if threading.current_thread() is not threading.main_thread():
             return
         interruption.listen(lambda: self._give_up(trainer), several=trainer.world_size > 1)
-        self._watch = SignalWatch(lambda: self.signum, trainer.world_size)
+        self._watch = SignalWatch(lambda: self.signum, trainer.world_size, trainer.global_rank)
         for signum in signals_of(trainer):
             self._before[signum] = signal.signal(signum, lambda number, frame: self._on_signal(trainer, number))
 
     def _on_signal(self, trainer: L.Trainer, number: int) -> None:
         assert self._watch is not None
-        again = self._watch.was_sent_here() and self.signum is not None
+        again = self.signum is not None and self._watch.was_sent_here()
         if again or number == self.signum == signal.SIGHUP:  # a shell that ends and the kernel both send one
             return interruption.ask()
         if self.signum is not None:
@@ -135,8 +135,8 @@ class GracefulStop(L.Callback):
             self._requeue(trainer)
 
     def _take_down(self, trainer: L.Trainer) -> None:
-        """Where the loops and the data stand: a rollout that cannot be drawn begins by moving them on. And the random
-        generators, of which a reward function may draw."""
+        """Where the loops and the data stand: a rollout that cannot be drawn begins by moving them on. And torch's
+        random generators, of which a reward function may draw."""
         self._place = {
             "epoch": trainer.current_epoch,
             "fit_loop": trainer.fit_loop.state_dict(),
@@ -200,6 +200,7 @@ class GracefulStop(L.Callback):
             said = signum == self.signum == signal.SIGHUP
             signal.signal(signum, signal.SIG_IGN if said else handler)
         self._before = {}
+        self._watch = None  # with its store: the next job of a sweep is to find nothing of this one
 
 
 def signals_of(trainer: L.Trainer) -> list[int]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import _thread
-import itertools
 import signal
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
-
 from lit_rl import interruption
+from lit_rl.callbacks.rank_store import own_store
 
 EVERY = 0.5
 """Seconds between two looks: so long does a signal take to the other ranks."""
@@ -21,8 +18,8 @@ EVERY = 0.5
 AGAIN = 2.0
 """Seconds after which work that is still not given up is told again: it may have caught what it was told."""
 
-_fits = itertools.count()
-"""Numbers the trainings of this process, the same on every rank: each has a word of its own in the ranks' store."""
+_WORD = "signal"
+"""Of the signal's number in the store."""
 
 
 class SignalWatch:
@@ -35,13 +32,14 @@ class SignalWatch:
     Args:
         came: The signal that this process knows of; None while it knows of none.
         ranks: How many there are.
+        rank: Ours.
     """
 
-    def __init__(self, came: Callable[[], int | None], ranks: int) -> None:
+    def __init__(self, came: Callable[[], int | None], ranks: int, rank: int = 0) -> None:
         self._came, self._sent, self._over = came, 0, False
         self._began = False
-        self._store: Any = _get_default_store() if ranks > 1 and dist.is_initialized() else None
-        self._word, self._told = f"lit_rl/signal/{next(_fits)}", False
+        self._store: Any = own_store("signal", rank) if ranks > 1 else None
+        self._told = False
         self._ended = False
         if self._store is not None:
             self.begin()
@@ -67,7 +65,7 @@ class SignalWatch:
 
     def _run(self) -> None:
         try:
-            asked_at = time.monotonic()
+            asked_at, known = time.monotonic(), False
             while not self._over:
                 time.sleep(EVERY)
                 number = self._came()
@@ -75,6 +73,8 @@ class SignalWatch:
                     asked_at, number = time.monotonic(), self._heard()
                     self._send(number)
                     continue
+                if not known:  # the handler has run, for what was sent or for the user's own of the same moment
+                    known, self._sent = True, 0
                 self._tell(number)
                 if interruption.is_working() and time.monotonic() - asked_at > AGAIN:
                     asked_at = time.monotonic()
@@ -85,15 +85,15 @@ class SignalWatch:
             self._ended = True
 
     def _heard(self) -> int | None:
-        if self._store is None or not self._store.check([self._word]):
+        if self._store is None or not self._store.check([_WORD]):
             return None
         self._told = True
-        return int(self._store.get(self._word))
+        return int(self._store.get(_WORD))
 
     def _tell(self, number: int) -> None:
         if self._store is not None and not self._told:
             self._told = True
-            self._store.set(self._word, str(number))
+            self._store.set(_WORD, str(number))
 
     def _send(self, number: int | None) -> None:
         if number is not None and not self._over:

@@ -24,9 +24,9 @@ from typing import Any
 import lightning as L
 import torch
 from torch.distributed import DistError
-from torch.distributed.constants import default_pg_timeout
 
 from lit_rl.algorithms import ranks
+from lit_rl.callbacks.rank_store import own_store
 from lit_rl.errors import BackendError, in_range
 
 _SHARE = 0.9
@@ -37,10 +37,11 @@ _ANSWER = 10.0
 """Seconds that ranks have to say where they stand."""
 _LAST = 30.0
 """Seconds until a rank ends whose collective does not fail, though the others are gone."""
+_TO_END = 2.0
+"""Seconds that the end of the run waits for the thread, which may be asking the others."""
 _FRAMES = 12
 """Of the stack of a rank that did not come, the innermost."""
 _TORCH = str(Path(torch.__file__).parent)
-_distributed: Any = torch.distributed
 
 
 class Watchdog(L.Callback):
@@ -62,11 +63,8 @@ class Watchdog(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._end()
-        if trainer.world_size > 1 and _distributed.is_available() and _distributed.is_initialized():
-            store = _distributed.distributed_c10d._get_default_store().clone()  # the training's own may be waited on
-            # Counted in the store: in the second job of a sweep rank 0 has counted one already, and others have not.
-            turn = store.add(f"lit_rl/watchdog/turns/{trainer.global_rank}", 1)
-            store = _distributed.PrefixStore(f"lit_rl/watchdog/{turn}", store)
+        store = own_store("watchdog", trainer.global_rank) if trainer.world_size > 1 else None
+        if store is not None:
             self._watch = _Watch(trainer, store, self.limit or _SHARE * _timeout(trainer))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -96,7 +94,7 @@ class Watchdog(L.Callback):
 
     def _end(self) -> None:
         if self._watch is not None:
-            self._watch.over.set()
+            self._watch.end()
             self._watch = None
 
 
@@ -113,7 +111,13 @@ class _Watch:
         self._tick = min(_LOOK_EVERY, limit / 10)
         self._stood: tuple[Any, float] = None, 0.0
         self._round, self._answered = 0, False
-        threading.Thread(target=self._run, name="lit_rl-watchdog", daemon=True).start()
+        self._looks = threading.Thread(target=self._run, name="lit_rl-watchdog", daemon=True)
+        self._looks.start()
+
+    def end(self) -> None:
+        """Look no more. What the thread holds of the store goes with it."""
+        self.over.set()
+        self._looks.join(_TO_END)
 
     def _run(self) -> None:
         try:
@@ -231,6 +235,8 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _timeout(trainer: L.Trainer) -> float:
+    from torch.distributed.constants import default_pg_timeout
+
     given: Any = getattr(trainer.strategy, "_timeout", None)
     return (given or default_pg_timeout).total_seconds()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_rl.callbacks.text import visible
-from lit_rl.durable import replacing
+from lit_rl.durable import flush, replacing
 from lit_rl.errors import StorageError
 
 
@@ -60,5 +60,6 @@ def write(target: Path, text: str) -> None:
     try:
         with replacing(target) as partial:
             partial.write_text(text, encoding="utf-8")
+            flush(partial)
     except OSError as error:
         raise StorageError(f"{target} could not be written: {error.strerror}.") from error

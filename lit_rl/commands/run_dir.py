@@ -18,7 +18,7 @@ from lit_rl.callbacks.checkpoint_files import newest_whole
 from lit_rl.callbacks.record import FILES, record_files
 from lit_rl.commands import folder_state
 from lit_rl.commands.run_lock import NAME, RunLock
-from lit_rl.durable import PARTIAL, replacing
+from lit_rl.durable import PARTIAL, flush, replacing
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.export.checked_folder import unpublished
 
@@ -265,6 +265,7 @@ def finite(node: Any) -> Any:
 def _replace(path: Path, text: str) -> None:
     with replacing(path) as partial:
         partial.write_text(text)
+        flush(partial)
 
 
 def redact(node: Any, key: str = "") -> Any:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.callbacks.checkpoint_files import is_whole
+from lit_rl.callbacks.checkpoint_files import is_whole, step_of
 from lit_rl.callbacks.graceful_stop import GracefulStop, signals_of
 from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.terminal import Terminal, let_go_of_the_terminal
@@ -271,9 +271,10 @@ def _not_generated(run: Run, summary: dict[str, Any]) -> None:
 def _go_on(run: Run) -> str:
     """What is saved, and how to go on from it. With nothing saved the same command begins anew."""
     step, command = run.trainer.global_step, f"\n  {run.command} ckpt_path=last"
-    newest = max((int(path.stem[len("step_") :]) for path in run.run_dir.checkpoints.glob("step_*.ckpt")), default=None)
+    newest = max((step_of(path) for path in run.run_dir.checkpoints.glob("*.ckpt")), default=None)
     if newest is not None:
-        saved = f"at step {step}, saved" if newest == step else f"What is saved is step {newest}"
+        known = f"step {newest}" if newest >= 0 else "a checkpoint whose name has no step"
+        saved = f"at step {step}, saved" if newest == step else f"What is saved is {known}"
         return f"Stopped{' ' if newest == step else '. '}{saved}. Go on with:{command}"
     if run.trainer.checkpoint_callback is None:
         return f"Stopped at step {step}. Nothing is saved: the run writes no checkpoints. Begin anew with:{command}"

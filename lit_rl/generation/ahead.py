@@ -106,24 +106,25 @@ class _Request:
     def __init__(self, name: Name, drawn: Drawn | None = None) -> None:
         self.name, self.drawn = name, drawn
         self.error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._done = threading.Event()
+        if drawn is not None:
+            self._done.set()
 
     def begin(self, draw: Callable[[], Drawn], before: _Request | None) -> None:
-        self._thread = threading.Thread(
-            target=self._work, args=(draw, before), name=f"rollout {self.name[0]}", daemon=True
-        )
-        self._thread.start()
+        name = f"rollout {self.name[0]}"
+        threading.Thread(target=self._work, args=(draw, before), name=name, daemon=True).start()
 
     def _work(self, draw: Callable[[], Drawn], before: _Request | None) -> None:
-        if before is not None:
-            before.wait()
-            self.error = before.error
-        if self.error is None:
-            try:
+        try:
+            if before is not None:
+                before.wait()
+                self.error = before.error
+            if self.error is None:
                 self.drawn = draw()
-            except BaseException as error:  # raised by `take`, where the run can end in order
-                self.error = error
+        except BaseException as error:  # raised by `take`, where the run can end in order
+            self.error = error
+        finally:
+            self._done.set()
 
     def wait(self, seconds: float | None = None) -> None:
-        if self._thread is not None:
-            self._thread.join(seconds)
+        self._done.wait(seconds)  # a thread whose `join` was interrupted counts as ended

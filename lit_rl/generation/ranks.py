@@ -28,7 +28,7 @@ def rank() -> int:
 
 
 def gather_objects(mine: Any) -> list[Any]:
-    """What every rank gives, in the order of ranks. A collective; plain values only."""
+    """What every rank gives, in the order of ranks; anything that can be pickled. A collective."""
     if world_size() == 1:
         return [mine]
     said: list[Any] = [None] * world_size()

@@ -29,6 +29,7 @@ from lit_rl.generation.ahead import Ahead
 from lit_rl.generation.ahead import Drawn as DrawnAhead
 from lit_rl.generation.base import EngineLost, Gap
 from lit_rl.generation.native import NativeGenerator
+from lit_rl.interruption import Interrupted
 from lit_rl.models.policy.forward import score
 from lit_rl.rewards import Rewards, exact_match
 from lit_rl.rollout import Completions, Prompts, Sampling
@@ -405,8 +406,21 @@ def test_the_only_completions_ahead_of_an_earlier_versions_checkpoint_are_taken(
     kept.source._ahead.put((3, (1, 2)), DrawnAhead(completions([1], 1)))
     (only,) = kept.source.state(Ranks())["ahead"]
     earlier = {name: value for name, value in only.items() if name != "gap"}
+    module.source._ahead.put((9, (9,)), DrawnAhead(completions([1], 1)))  # of an earlier run in this process
     module.source.load_state({"ahead": earlier}, torch.device("cpu"), lambda row: None, lambda: None)
     assert module.source.state(Ranks())["ahead"][0]["rows"] == [1, 2] and module.source._ahead.names == [(3, (1, 2))]
+
+
+def test_what_is_there_is_kept_where_another_rank_gives_up_its_wait():
+    class OtherIsTold(Ranks):
+        def counts(self, count: int) -> list[int]:
+            return [count, 3]
+
+    module, name, asked = module_of(), (0, (1,)), None
+    module.source._ahead.put(name, DrawnAhead(completions([1], 1)))
+    with pytest.raises(Interrupted):
+        module.source.take_ahead(asked, OtherIsTold(), oldest=1)
+    assert module.source._ahead.names == [name]
 
 
 @pytest.mark.all

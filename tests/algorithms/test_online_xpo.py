@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from online_modules import completions, gradient_by_hand, rollout_of, step_of, sums_by_hand, with_policies
-from small_rollouts import EachBatch, trainer
+from small_rollouts import EachBatch, batch, trainer
 from torch.nn.functional import logsigmoid
 
+from lit_rl import interruption
 from lit_rl.algorithms import XPO, Constant
 from lit_rl.algorithms.optim.optimizers import AdamW
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy, shards
 from lit_rl.algorithms.preflight.judged import opponent_can_draw_alone
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
@@ -142,6 +145,26 @@ def test_learns_the_sums(tmp_path: Path) -> None:
     print(f"xpo: {first:.3f} -> {last:.3f}")
     assert last > first + 0.05
     assert fit.callback_metrics["train/alpha"] == pytest.approx(1e-5)
+
+
+def test_ranks_agree_before_they_gather_the_opponents_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank has given its own completions up, and would not come to the gathering."""
+
+    def ends() -> NoReturn:
+        raise InterruptedError
+
+    module = module_of()
+    monkeypatch.setattr(XPO, "world_size", 2)
+    monkeypatch.setattr(XPO, "trainer", SimpleNamespace(strategy=FSDP2Strategy()), raising=False)
+    monkeypatch.setattr(XPO, "generate", lambda *asked, **more: completions(LENGTHS))
+    monkeypatch.setattr(Ranks, "any", lambda ranks, flag: True)
+    module.reference.scoring = None  # pyright: ignore
+    interruption.listen(ends, several=True)
+    try:
+        with pytest.raises(InterruptedError), interruption.ends_the_run():
+            module.draw_now(batch([0, 1]))
+    finally:
+        interruption.forget()
 
 
 def test_dynamic_groups_are_refused_where_an_opponent_cannot_write_for_one_rank_alone():

@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from small_rollouts import batch, completions, scores, trainer
 
+from lit_rl import interruption
 from lit_rl.algorithms import (
     BCO,
     CPO,
@@ -233,6 +234,25 @@ def test_the_judge_is_asked_and_seats_change(tmp_path: Path):
     module.judge = Longer()
     found = measured(module, tmp_path, prompts(val_batch_size=24))
     assert found["win_rate"] == pytest.approx(0.5) and found["win_rate_ties"] == 0.0
+
+
+def test_a_comparison_is_given_up_where_the_run_is_asked_to_stop(tmp_path: Path):
+    class Asks(Longer):
+        def __call__(self, *asked: Any, **columns: Any) -> list[float | None]:
+            interruption.ask()
+            raise AssertionError("it goes on")
+
+    def ends() -> NoReturn:
+        raise InterruptedError
+
+    module = grpo()
+    module.judge = Asks()
+    interruption.listen(ends, several=False)
+    try:
+        with pytest.raises(InterruptedError):
+            measured(module, tmp_path)
+    finally:
+        interruption.forget()
 
 
 def test_verdicts_that_fail_are_counted(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
 from huggingface_hub import ModelCard
 
@@ -24,8 +25,10 @@ def test_a_card_says_how_good_it_is_and_what_to_cite() -> None:
     assert CITATION in text and "eprint = {2402.03300}" in text
 
 
-def test_a_base_that_is_on_no_hub_is_not_in_the_header() -> None:
-    for name in ("tiny", "./runs/a", "../a", "/a/b"):
+def test_a_base_that_is_on_no_hub_is_not_in_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "./runs/a", "../a", "/a/b", "models/mine"):
         text = model_card(card_facts(name, "sft", "sums", {"after": SUMMARY["after"]}))
         assert ModelCard(text).data.base_model is None and f"`{name}` trained with" in text
         assert "| 0.800 [0.700, 0.900] |" in text and "@misc" not in text

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -80,7 +81,8 @@ def test_whatever_kills_a_run_it_ends_as_if_nothing_had(how, root):
     script = [sys.executable, str(root / "scripts" / "kill_loop.py"), *how]
     said = subprocess.run(script, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert said.returncode == 0 and f" {how[1]} equal, 0 not." in said.stdout, said.stdout + said.stderr
-    assert said.stdout.count("killed: ") == int(how[1]) and "| times |" in said.stdout
+    assert said.stdout.count("killed: ") == int(how[1]) and ", 0 kills" not in said.stdout
+    assert "--engine" not in how or re.search(r"\| engine sync \| [1-9]", said.stdout), said.stdout
 
 
 @pytest.mark.all
@@ -161,6 +163,7 @@ def test_a_second_signal_ends_at_once(process, tmp_path):
         time.sleep(0.05)
     output, _ = child.communicate(timeout=60)
     assert child.returncode == 130, output
+    assert json.loads((run_dir / "summary.json").read_text())["status"] != "stopped", "nothing was saved any more"
 
 
 @pytest.mark.all

@@ -144,7 +144,7 @@ def test_a_rank_that_hangs_in_a_reward_ends_the_run_which_says_where_it_stands(
     folder, fn = tmp_path / "run", Path(__file__).with_name("hanging_rewards.py")
     monkeypatch.setenv("HANGS_ON_RANK", str(rank))
     rewarded = ["reward=function", f"reward.fn={fn}:hangs", "reward.timeout=null"]
-    rewarded += ["callbacks.watchdog.limit=12"]
+    rewarded += ["callbacks.watchdog.limit=40"]
     child = process(*TWO, *rewarded, "trainer.max_steps=8", f"run_dir={folder}")
     output, _ = child.communicate(timeout=300)  # the pipe is closed when both have ended
     assert child.returncode == 8, output
@@ -168,6 +168,6 @@ def test_ranks_that_wait_for_each_other_and_one_that_cannot_answer(
     monkeypatch.setenv("MET", str(tmp_path))
     monkeypatch.setenv("FAULT_1", fault)
     faulty = ["generator._target_=failing_generators.Faulty", "allow_targets=[failing_generators]"]
-    child = process(*TWO, *faulty, "callbacks.watchdog.limit=12", f"run_dir={tmp_path / 'run'}")
+    child = process(*TWO, *faulty, "callbacks.watchdog.limit=40", f"run_dir={tmp_path / 'run'}")
     output, _ = child.communicate(timeout=300)  # the pipe is closed when both have ended
     assert child.returncode == 8 and said in output, output

@@ -99,8 +99,8 @@ def test_a_rollout_of_minutes_is_given_up(train, whole, kind, tmp_path, monkeypa
 @pytest.mark.all
 def test_a_server_that_does_not_answer_is_waited_for_no_longer(train, tmp_path, capsys) -> None:
     """Before the first step: there is nothing to save, and it says so."""
-    with standing_in(hangs(60.0)) as server:
-        waits = ["generator=vllm_server", f"generator.urls=[{server.url}]", "generator.answer_deadline=120"]
+    with standing_in(hangs(150.0)) as server:
+        waits = ["generator=vllm_server", f"generator.urls=[{server.url}]", "generator.answer_deadline=300"]
         sends = threading.Thread(target=_send_when_asked, args=(server,))
         sends.start()
         code = train(*RUN, *waits, "trainer.limit_val_batches=0", f"run_dir={tmp_path / 'run'}")

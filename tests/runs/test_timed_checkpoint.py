@@ -14,6 +14,7 @@ from runs_helpers import SMALL, assert_same_run, interrupted
 from torch.utils.data import DataLoader
 
 from lit_rl.callbacks import GracefulStop, TimedCheckpoint, timed_checkpoint
+from lit_rl.callbacks.checkpoint_files import step_of
 from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.errors import ConfigError
 
@@ -170,6 +171,26 @@ def test_a_run_that_is_stopped_and_goes_on_keeps_the_newest_alone(tmp_path):
         [*theirs, "own/step_00000009.ckpt", "own/step_00000010.ckpt"]
     ), "that a run which began elsewhere has saved more is not known to it"
     assert stopped_at(tmp_path, 20, own / "step_00000010.ckpt")[-1] == "own/step_00000020.ckpt"
+
+
+def test_the_signal_of_one_fit_does_not_end_the_next(tmp_path):
+    """Of a notebook, with one callback for both."""
+    stop = GracefulStop()
+    for told, ends in ((2, 2), (99, 5)):
+        trainer = L.Trainer(
+            accelerator="cpu", max_steps=5, default_root_dir=tmp_path, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, callbacks=[Stops(stop, told), stop],
+        )  # fmt: skip
+        trainer.fit(Line(TurnedClock(0.0)), DataLoader(torch.ones(40, 1)))
+        assert trainer.global_step == ends
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("step_00000003", 3), ("step_00000003-v1", 3), ("epoch=2-step=41", 41), ("best_7", 7), ("last", -1)],
+)
+def test_the_step_in_a_checkpoints_name(name, step):
+    assert step_of(Path(f"{name}.ckpt")) == step
 
 
 def test_several_are_kept_where_several_are_asked_for(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -21,10 +22,11 @@ from lit_rl.algorithms.preflight import judged as preflight
 from lit_rl.algorithms.preflight.sampling import sampling_teaches
 from lit_rl.algorithms.rollouts.opponents import policy_rows, without_opponent
 from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.algorithms.rollouts.source import failing_together
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.interruption import may_be_given_up
 from lit_rl.rewards.judges.base import Judge, check_verdicts
-from lit_rl.rollout import Completions, Rollout, select
+from lit_rl.rollout import Completions, PromptBatch, Rollout, select
 
 WIN_RATE = "judge/win_rate"
 """Column of the samples: how often each completion wins against the others of its prompt, None where unjudged."""
@@ -79,9 +81,19 @@ class JudgedModule(OnPolicyModule, ABC):
         if stage == "fit" and (data := getattr(self.trainer, "datamodule", None)) is not None:
             self.judge.bind(getattr(data, "columns", []))
         if stage == "fit" and self.opponent_writes:
-            together = self.world_size > 1 and (shards(self.trainer.strategy) or not self.generator.exact)
-            preflight.opponent_can_draw_alone(type(self).__name__, self.groups, ranks_draw_together=together)
+            name, together = type(self).__name__, self._ranks_draw_together
+            preflight.opponent_can_draw_alone(name, self.groups, ranks_draw_together=together)
         super().setup(stage)
+
+    @property
+    def _ranks_draw_together(self) -> bool:
+        return self.world_size > 1 and (shards(self.trainer.strategy) or not self.generator.exact)
+
+    def own_of_duels(self, batch: PromptBatch) -> Completions:
+        """The policy's completion of each prompt, to which an opponent's comes next."""
+        # The opponent's weights are gathered by all ranks, or none. Ranks that draw alone may not be waited for here.
+        with failing_together(self.ranks) if self._ranks_draw_together else nullcontext():
+            return self.generate(batch, group_size=1)
 
     def judged(self, scored: Scored) -> Scored:
         """The rollout with a win rate for each completion: the judge compares those of a prompt, each with each."""

@@ -282,7 +282,8 @@ class GeneratingModule(PolicyModule):
         table = sample_table(self.global_step, batch, texts, completions, scores, advantages=None)
         wins, against = None, self.evaluation.win_rate_against
         if against is not None and not self.trainer.predicting:
-            theirs, wins = self._compared(against, replace(batch, rollout=-1 - dataloader_idx), texts, scores)
+            with ends_the_run(), may_be_given_up(alone=False):
+                theirs, wins = self._compared(against, replace(batch, rollout=-1 - dataloader_idx), texts, scores)
             table = {"opponent": theirs, "win": wins.tolist()} | table
         of_tokens = self.said_by_policy(completions) if self.evaluation.log_policy else {}
         self._evaluated[dataloader_idx].add(batch, completions, scores, wins, of_tokens)

@@ -250,7 +250,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         with failing_together(self.ranks):
             completions = self.generate_to_score(batch, greedy, group_size=1)
-        total = self.reward(batch, completions).total
+        total = self.reward_together(batch, completions).total
         return total.to(completions.response_ids.device).repeat_interleave(self.group_size)
 
     @property

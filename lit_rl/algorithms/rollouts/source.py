@@ -221,6 +221,8 @@ class RolloutSource:
                 error = failed
         worst = max(ranks.counts(_how_bad(error)))
         if worst == _how_bad(Interrupted()):
+            if found is not None:
+                self._ahead.put_first(*found)
             raise Interrupted
         if worst == 2:
             raise error or _other_rank()
@@ -285,6 +287,7 @@ class RolloutSource:
         processor: Callable[[], Processor | None],
     ) -> None:
         """The counterpart of `state`; `see` and `processor` are those of `state.made`."""
+        self._ahead.forget()  # of another run in this process, which ended early
         ahead = saved.get("ahead", [])
         for each in [ahead] if isinstance(ahead, dict) else ahead:  # earlier versions wrote the only one
             completions = state.made(state.completions_of(each["completions"], device), see, processor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lit_rl.errors import ConfigError
@@ -51,7 +52,7 @@ def model_card(
     header = [
         "---",
         # JSON strings are YAML strings, so nothing in a name can break the header
-        *([f"base_model: {json.dumps(base)}"] if _HUB_ID.fullmatch(base) and base[0] != "." else []),
+        *([f"base_model: {json.dumps(base)}"] if _is_hub_id(base) else []),
         "library_name: transformers",
         f"pipeline_tag: {pipeline}",
         f"tags: {json.dumps(['lit_rl', 'reinforcement-learning', algorithm, *([f'arxiv:{paper}'] if paper else [])])}",
@@ -75,6 +76,11 @@ _HOW_TO_LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = "path/to/this/folder"
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)"""
+
+
+def _is_hub_id(base: str) -> bool:
+    """Whether a model's name is one of the hub's, and not a folder here."""
+    return _HUB_ID.fullmatch(base) is not None and base[0] != "." and not Path(base).is_dir()
 
 
 def _of_paper(arxiv: str, algorithm: str) -> str:
