@@ -248,9 +248,9 @@ MUTATIONS = [
     Mutation(
         "full-disk",
         "what is half-written stays where the disk is full",
-        "lit_rl/callbacks/checkpoint_io.py",
-        "        Path(partial).unlink(missing_ok=True)\n",
-        "",
+        "lit_rl/durable.py",
+        "            unfinished.unlink()\n",
+        "            pass\n",
         "tests/runs/test_full_disk.py",
     ),
     Mutation(
