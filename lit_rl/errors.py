@@ -93,7 +93,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     mixed = (choice for choice in lowered if sorted(choice) == sorted(typed))
     short = len(typed) < _SHORT
     as_long = [choice for choice in lowered if not short or abs(len(choice) - len(typed)) < 2]
-    similar = difflib.get_close_matches(typed, as_long, n=1, cutoff=0.75 if short else 0.72)
+    similar = difflib.get_close_matches(typed, as_long, n=1, cutoff=0.75 if short else 0.7)
     longer = sorted((choice for choice in lowered if len(typed) > 2 and choice.startswith(typed)), key=len)
     numbered = [choice for choice in lowered if _number(typed) and _number(choice) == _number(typed)]
     numbered = [choice for choice in numbered if choice[0] == typed[0]]
