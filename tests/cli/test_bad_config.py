@@ -172,7 +172,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
 
 
 QUICK_ROWS = {"key", "key-elsewhere", "choice", "choice-nested", "type-int", "group_size1", "lr-nan", "clip-low"}
-QUICK_ROWS |= {"penalty", "endless", "no-path", "precision", "fp16-weights"}
+QUICK_ROWS |= {"endless", "no-path", "precision", "fp16-weights"}
 """One of each way to be refused: by a schema, by a missing choice, by a constructor, by what the machine lacks."""
 
 
