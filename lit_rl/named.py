@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from lit_rl.errors import BackendError, ConfigError, did_you_mean
+from lit_rl.errors import ConfigError, did_you_mean
 
 FUNCTION_FORM = "allowed are 'package.module:name' and './file.py:name'"
+
+MODEL_FILES = ("config.json", "adapter_config.json")
+"""What a folder that can be read as a model or as an adapter holds one of."""
+
+_PAGE = re.compile(r"https?://[^/]+/([^/?#]+/[^/?#]+)")
+"""A model's page on the hub."""
+
+_LOCAL = re.compile(r"[./~\\]|[A-Za-z]:\\")
+"""How a name begins that can only mean a folder."""
 
 _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -77,17 +87,28 @@ def _makes_names(tree: ast.Module) -> bool:
     return bool(words & (named | _bound(tree))) or "*" in _bound(tree)
 
 
-def check_model(name: str, key: str) -> None:
-    """Refuse a path where no folder is; a hub id is not looked for.
+def local_model(key: str, name: str) -> Path | None:
+    """The folder of a model; None where the name can only be one of the hub's.
 
     Raises:
-        BackendError: names what was given.
+        ConfigError: it is empty, a file, an address, or written as a path where no folder is.
     """
-    looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_like_a_path and not Path(name).expanduser().exists():
-        raise no_model(name, key)
+    if not name.strip():
+        raise ConfigError(f"{key}={name!r} is empty. Give a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct.")
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.exists():
+        what = "GGUF, made for inference: give a folder with safetensors" if folder.suffix == ".gguf" else ""
+        raise ConfigError(f"{key}={name!r} is a file{f' of {what}' if what else '. Give the folder that holds it'}.")
+    if page := _PAGE.match(name):
+        raise ConfigError(f"{key}={name!r} is an address. Give the hub id {page[1]!r}, or a folder.")
+    if _LOCAL.match(name) or name.count("/") > 1:
+        near = did_you_mean(folder.name, _models_in(folder.parent))
+        raise ConfigError(f"{key}={name!r} is written as a path, and there is no such folder.{near}")
+    return None
 
 
-def no_model(name: str, key: str) -> BackendError:
-    """What is said of a name that is neither a folder nor can be a hub id."""
-    return BackendError(f"{key}={name!r} is no folder and cannot be a hub id, which reads owner/model.")
+def _models_in(parent: Path) -> set[str]:
+    """Names of folders with a model: no other is worth suggesting, least of all one of the system's own."""
+    return {file.parent.name for name in MODEL_FILES for file in parent.glob(f"*/{name}")}

@@ -13,7 +13,7 @@ from lit_rl.cli.whereabouts import folder_of, is_launched, is_sweep, writes_noth
 from lit_rl.commands import folder_state
 from lit_rl.data.sources import local_path
 from lit_rl.errors import ConfigError
-from lit_rl.named import check_function, check_model
+from lit_rl.named import check_function, local_model
 
 TELL_THE_DATA = {"data", "algo", "experiment", "data.prompt_key"}
 """Keys with which the columns of a file choose nothing, or not before Hydra composes."""
@@ -39,14 +39,14 @@ def check(config: DictConfig) -> None:
     if config.task in _OF_A_RUN and config.run_dir:
         folder_state.check_is_folder(Path(str(config.run_dir)).expanduser())
     if config.task in _OF_ROWS:
-        if str(_at(config, "data._target_")).startswith("lit_rl.data."):
+        if str(_at(config, "data._target_")).startswith("lit_rl.data.") and _at(config, "data.task") is None:
             check_data(_texts(_at(config, "data.path")))
         if _at(config, "reward._target_") == "lit_rl.rewards.from_paths":
             for path in _texts(_at(config, "reward.fn")):
                 check_function(path, "reward.fn")
     if config.task in _OF_A_MODEL:
         for name in _texts(_at(config, "model.name")):
-            check_model(name, "model.name")
+            local_model("model.name", name)
     if is_launched():
         return
     if config.task in _OF_ROWS and config.ckpt_path not in (None, "last"):

@@ -28,7 +28,7 @@ REFUSED = {
     "data=jsonl data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder."),
     "reward=./nowhere.py:score": (2, "reward.fn: there is no file"),
     "reward=./mine.py:scor": (2, "reward.fn='./mine.py:scor': there is no 'scor'. There are: score."),
-    "model=./nowhere": (8, "model.name='./nowhere' is no folder and cannot be a hub id"),
+    "model=./nowhere": (2, "model.name='./nowhere' is written as a path, and there is no such folder"),
     "ckpt_path=none.ckpt": (2, "ckpt_path=none.ckpt does not exist."),
     "run_dir=mine.py": (7, "run_dir=mine.py is a file"),
     "run_dir=finished": (2, "run_dir=finished holds a finished run."),

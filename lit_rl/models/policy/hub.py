@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lit_rl.errors import BackendError, ConfigError, LitRLError, StorageError, did_you_mean
+from lit_rl.errors import BackendError, ConfigError, LitRLError, StorageError
+from lit_rl.named import local_model
 from lit_rl.offline import read_the_cache_alone_where_there_is_no_hub
 
 TINY = Path(__file__).parents[1] / "tiny"
@@ -22,12 +22,6 @@ DIGITS = Path(__file__).parents[1] / "digits"
 SHIPPED = {"tiny": TINY, "digits": DIGITS}
 """Policies that come with the package, by their names."""
 
-_MODEL_FILES = ("config.json", "adapter_config.json")
-"""What a folder that can be read as a model or as an adapter holds one of."""
-
-_PAGE = re.compile(r"https?://[^/]+/([^/?#]+/[^/?#]+)")
-"""A model's page on the hub."""
-
 _LFS = b"version https://git-lfs"
 _CONFIG_ERRORS = {"StrictDataclassFieldValidationError", "StrictDataclassClassValidationError"}
 """Of huggingface_hub, for fields of a config."""
@@ -38,9 +32,6 @@ _JSON_FILES = (
 )  # fmt: skip
 _JSON_ERRORS = {"JSONDecodeError", "UnicodeDecodeError", "AttributeError", "TypeError"}
 """What reading one of them may raise: its values are asked for as if it were an object."""
-
-_LOCAL = re.compile(r"[./~\\]|[A-Za-z]:\\")
-"""How a name begins that can only mean a folder."""
 
 
 def copy_without_hub(name: str) -> Path:
@@ -60,29 +51,13 @@ def resolve(key: str, name: str, revision: str | None = None) -> str:
     Raises:
         ConfigError: ``name`` is empty, or is written as a path and no such folder exists.
     """
-    if not name.strip():
-        raise ConfigError(f"{key}={name!r} is empty. Give a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct.")
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return str(folder.resolve())
-    if folder.exists():
-        what = "GGUF, made for inference: give a folder with safetensors" if folder.suffix == ".gguf" else ""
-        raise ConfigError(f"{key}={name!r} is a file{f' of {what}' if what else '. Give the folder that holds it'}.")
-    if page := _PAGE.match(name):
-        raise ConfigError(f"{key}={name!r} is an address. Give the hub id {page[1]!r}, or a folder.")
-    if _LOCAL.match(name) or name.count("/") > 1:
-        near = did_you_mean(folder.name, _models_in(folder.parent))
-        raise ConfigError(f"{key}={name!r} is written as a path, and there is no such folder.{near}")
+    if folder := local_model(key, name):
+        return str(folder)
     copy = copy_without_hub(name)
     if revision is None and (copy / "config.json").is_file():
         return str(copy)
     read_the_cache_alone_where_there_is_no_hub()
     return name
-
-
-def _models_in(parent: Path) -> set[str]:
-    """Names of folders with a model: no other is worth suggesting, least of all one of the system's own."""
-    return {file.parent.name for name in _MODEL_FILES for file in parent.glob(f"*/{name}")}
 
 
 def refuse_pickle(key: str, path: str, stem: str) -> None:
