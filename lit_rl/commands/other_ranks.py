@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
+
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
 from lit_rl.errors import LitRLError
 
@@ -40,6 +43,17 @@ def wait_for_those_started(launcher: Any, seconds: float = _LAST) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         for process in _started(launcher):
             process.wait(seconds)
+
+
+def let_this_one_end() -> None:
+    """Keep Lightning from killing this process, where it has failed and ends by itself.
+
+    A thread of Lightning's does that within five seconds of the end of a process that was started and failed: with
+    that one's failure this one has failed too, and has its own to say and to write down.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            thread._child_processes = []  # it looks at none, and has nothing else to do
 
 
 def end_those_started(launcher: Any, grace: float = _GRACE) -> None:
