@@ -125,6 +125,11 @@ class Sampling:
         off |= {"bad_words": (), "logit_bias": {}, "structured": None}
         return [name for name, value in off.items() if getattr(self, name) != value]
 
+    @property
+    def unscored(self) -> list[str]:
+        """Those in force that training's log-probs know nothing of."""
+        return [name for name in self.reshaped if name in ("bad_words", "logit_bias", "structured")]
+
 
 @dataclass
 class PromptBatch:

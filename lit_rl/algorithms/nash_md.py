@@ -73,7 +73,7 @@ class NashMD(JudgedModule):
         """Duels: of each prompt a completion of the policy, and one of the mixture."""
         scoring = partial(self.reference.scoring, self.policy, self.reference_policy)
         mixture = GeometricMixture(self.policy, scoring, self.at_epoch(self.mixture_coef))
-        own = self.own_of_duels(batch)
+        own = self.own_completions(batch)
         return duels(self.source, self.request(batch, group_size=1), own, mixture, self.reference_policy)
 
     def advantages(

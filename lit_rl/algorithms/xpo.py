@@ -64,7 +64,7 @@ class XPO(JudgedPairs):
 
     def draw_now(self, batch: PromptBatch) -> Completions:
         """Duels: of each prompt a completion of the policy, and one of the reference."""
-        own = self.own_of_duels(batch)
+        own = self.own_completions(batch)
         with self.reference.scoring(self.policy, self.reference_policy) as reference:
             return duels(self.source, self.request(batch, group_size=1), own, reference, self.reference_policy)
 

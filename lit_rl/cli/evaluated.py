@@ -36,8 +36,8 @@ def is_over_a_run(task: str, run_dir: str | None) -> bool:
         return False
     try:
         folder = Path(str(run_dir)).expanduser()
-        whole = folder_state.read_config(folder)
-        return (folder / "config.yaml").is_file() and (not whole or folder_state.holds_a_run(folder))
+        found = folder_state.read_config(folder)
+        return (folder / "config.yaml").is_file() and (not found or folder_state.is_of_a_run(found))
     except (OSError, RuntimeError):  # no name of a folder, which is said where it is opened
         return False
 

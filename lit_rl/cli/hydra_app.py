@@ -49,7 +49,12 @@ from lit_rl.cli.whereabouts import (
 )
 from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, run_report, train
 from lit_rl.commands.carried_files import carry, say_finished, take_over
-from lit_rl.commands.other_ranks import OtherRankFailed, end_those_started, let_this_one_end, wait_for_those_started
+from lit_rl.commands.other_ranks import (
+    OtherRankFailed,
+    end_those_started,
+    stop_lightnings_observer,
+    wait_for_those_started,
+)
 from lit_rl.commands.place import place_of
 from lit_rl.commands.rendezvous import Rendezvous
 from lit_rl.commands.run_dir import RunDir, Start, redact
@@ -183,7 +188,7 @@ def _run(
                 wait_for_those_started(job.trainer.strategy.launcher)
                 return code
             except Exception as error:
-                let_this_one_end()
+                stop_lightnings_observer()
                 around.callback(end_those_started, job.trainer.strategy.launcher)
                 if not job.dry:
                     where = {"rank": job.trainer.global_rank, "step": job.trainer.global_step}

@@ -37,7 +37,7 @@ def said(key: str) -> str:
 def near(name: str) -> str:
     """The same of a name of TRL that was mistyped."""
     found = nearest(name, _tables()["TRL"]) if len(name) > 5 else None
-    return "" if found is None else f" Did you mean{said(found).replace(' is TRL', ', TRL', 1)}"
+    return "" if found is None else f" Did you mean {found!r}?{said(found)}"
 
 
 def _told(name: str, library: str, answer: str) -> str:

@@ -225,11 +225,7 @@ def dots(title: str, columns: Sequence[tuple[str, Sequence[float]]]) -> str:
         short = label if len(label) <= longest else f"{label[: longest - 1]}\u2026"
         parts.append(f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="middle">{safe(short)}</text>')
     said = "; ".join(f"{label}: {', '.join(map(number, each))}" for label, each in columns)
-    return (
-        f'<figure class="chart"><figcaption><span class="name">{safe(title)}</span></figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{safe(title)}: {safe(said)}">{"".join(parts)}'
-        "</svg></figure>\n"
-    )
+    return _figure(title, said, HEIGHT, parts)
 
 
 # ---------------------------------------------------------------------- histograms
@@ -266,11 +262,7 @@ def histograms(title: str, rows: Sequence[tuple[str, Sequence[float]]], bins: in
         x = left + (WIDTH - left - _RIGHT) * (value - low) / (high - low)
         parts.append(f'<text x="{x:.1f}" y="{height - 5}" text-anchor="middle">{_tick(value)}</text>')
     said = "; ".join(f"{label}: {len(values)} numbers, mean {sum(values) / len(values):.3g}" for label, values in rows)
-    return (
-        f'<figure class="chart"><figcaption><span class="name">{safe(title)}</span></figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{safe(title)}: {safe(said)}">{"".join(parts)}'
-        "</svg></figure>\n"
-    )
+    return _figure(title, said, height, parts)
 
 
 def counted(values: Sequence[float], low: float, high: float, bins: int) -> list[int]:
@@ -279,3 +271,12 @@ def counted(values: Sequence[float], low: float, high: float, bins: int) -> list
     for value in values:
         counts[min(bins - 1, int(bins * (value - low) / (high - low)))] += 1
     return counts
+
+
+def _figure(title: str, said: str, height: int, parts: Sequence[str]) -> str:
+    """A picture without a legend; `said` is what it shows, for who cannot see it."""
+    return (
+        f'<figure class="chart"><figcaption><span class="name">{safe(title)}</span></figcaption>'
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{safe(title)}: {safe(said)}">{"".join(parts)}'
+        "</svg></figure>\n"
+    )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.commands.doctor_advice import Compared, Findings, Planned, Sides, Update, scored, unscored
+from lit_rl.commands.doctor_advice import Compared, Findings, Planned, Sides, Update, scored
 from lit_rl.commands.doctor_report import say, say_versions
 from lit_rl.data.templates import encode_prompt
 from lit_rl.errors import GenerationError, NumericError, in_range
@@ -95,7 +95,7 @@ def _examine(job: Doctor, policy: Any) -> Findings:
     seconds = time.perf_counter() - before
     sides = _sides(job, policy)
     compared = {name: _compare(job, policy, completions, scope) for name, scope in _trainers(job, policy).items()}
-    if not unscored(job.sampling):
+    if not job.sampling.unscored:
         _judge(job, compared[sides.trainer], sides, 0)
     moved = _move(job, policy, completions)
     second = _sync(job, policy, 1)

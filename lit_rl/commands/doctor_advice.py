@@ -104,17 +104,12 @@ class Findings:
 
 def scored(sampling: Sampling) -> Sampling:
     """The settings without those that the training does not score by."""
-    return replace(sampling, **{name: getattr(Sampling(), name) for name in unscored(sampling)})
-
-
-def unscored(sampling: Sampling) -> list[str]:
-    """The settings in force by which a generator draws and the training does not score."""
-    return [name for name in sampling.reshaped if name in ("bad_words", "logit_bias", "structured")]
+    return replace(sampling, **{name: getattr(Sampling(), name) for name in sampling.unscored})
 
 
 def advice(found: Findings) -> Iterator[str]:
     """Settings, each with the measured number that leads to it."""
-    if names := unscored(found.sampling):
+    if names := found.sampling.unscored:
         weighed = "validation alone may use it" if found.exact else "algo/correction weighs for it"
         yield (
             f"The generator draws by sampling.{', sampling.'.join(names)} and the training does not score by it, so "
@@ -148,7 +143,7 @@ def _dtype(found: Findings) -> str:
 def _correction(found: Findings) -> str:
     own = found.compared[found.sides.trainer]
     if found.exact:
-        own = found.after if unscored(found.sampling) else own
+        own = found.after if found.sampling.unscored else own
         return (
             f"algo/correction=none (what auto takes): drawn by the policy itself, mean difference {own.mean:.2g} nats."
         )

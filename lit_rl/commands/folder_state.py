@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,12 @@ def is_finished(folder: Path) -> bool:
 
 def holds_a_run(folder: Path) -> bool:
     """Whether config.yaml is one that a run wrote: it is there before anything else of the run is."""
-    return read_config(folder).keys() >= _CONFIG_KEYS
+    return is_of_a_run(read_config(folder))
+
+
+def is_of_a_run(config: Mapping[str, Any]) -> bool:
+    """Whether a run wrote this; another program's config.yaml has other keys."""
+    return config.keys() >= _CONFIG_KEYS
 
 
 def read_config(folder: Path) -> dict[str, Any]:

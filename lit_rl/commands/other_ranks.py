@@ -45,11 +45,11 @@ def wait_for_those_started(launcher: Any, seconds: float = _LAST) -> None:
             process.wait(seconds)
 
 
-def let_this_one_end() -> None:
+def stop_lightnings_observer() -> None:
     """Keep Lightning from killing this process, where it has failed and ends by itself.
 
-    A thread of Lightning's does that within five seconds of the end of a process that was started and failed: with
-    that one's failure this one has failed too, and has its own to say and to write down.
+    A thread of Lightning's looks every five seconds, and kills this process once one that it started has failed. By
+    then this one has failed too, and is writing down why.
     """
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver):

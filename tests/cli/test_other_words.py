@@ -85,7 +85,10 @@ def test_beta_of_rloo_is_another_one():
         ("eval_strategy=no", "Here: trainer.val_check_interval=..."),
         ("algo.scale_rewards=none", "Here: algo/advantage=group_normalized"),
         ("use_peft=true", "Here: model.lora.r=..."),
-        ("remove_unused_column=1", "Did you mean remove_unused_columns, TRL's name. Here: not needed ("),
+        (
+            "remove_unused_column=1",
+            "Did you mean 'remove_unused_columns'? remove_unused_columns is TRL's name. Here: not needed (",
+        ),
         ("actor_rollout_ref.rollout.n=4", "n is verl's key. Here: algo.group_size=.... More: docs/from-verl.md"),
         ("algorithm.adv_estimator=gae", "Here: grpo: algo=grpo; gae: algo=ppo;"),
         ("trainer.total_epochs=2", "Here: trainer.max_epochs=..."),

@@ -89,7 +89,7 @@ class JudgedModule(OnPolicyModule, ABC):
     def _ranks_draw_together(self) -> bool:
         return self.world_size > 1 and (shards(self.trainer.strategy) or not self.generator.exact)
 
-    def own_of_duels(self, batch: PromptBatch) -> Completions:
+    def own_completions(self, batch: PromptBatch) -> Completions:
         """The policy's completion of each prompt, to which an opponent's comes next."""
         # The opponent's weights are gathered by all ranks, or none. Ranks that draw alone may not be waited for here.
         with failing_together(self.ranks) if self._ranks_draw_together else nullcontext():

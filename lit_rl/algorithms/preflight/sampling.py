@@ -9,9 +9,6 @@ from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator
 from lit_rl.rollout import Sampling
 
-_UNSCORED = ("bad_words", "logit_bias", "structured")
-"""Settings of `Sampling` that change what is drawn and that training's log-probs know nothing of."""
-
 _CUTTING = ("top_p", "top_k", "min_p")
 """Settings that rule out tokens by their probability: engine and training may not rule out the same ones."""
 
@@ -35,9 +32,8 @@ def sampling_teaches(sampling: Sampling, generator: Generator, *, weighted: bool
         )
     # A weight is the ratio of the training's distribution to the one that was drawn from, whatever made the two differ.
     accounted_for = weighted and not generator.exact
-    unscored = [name for name in sampling.reshaped if name in _UNSCORED]
-    if unscored and not accounted_for:
-        keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in unscored)
+    if sampling.unscored and not accounted_for:
+        keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in sampling.unscored)
         raise ConfigError(
             f"{keys}: tokens would be drawn from a distribution that the log-probs of training are not taken under: "
             f"the importance ratio would be wrong. Switch it off for training{_weights_would_do(generator)}."
