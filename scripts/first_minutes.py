@@ -1,11 +1,12 @@
 """The first ten minutes of five people, played in a fresh clone under a pseudo-terminal, as a table.
 
-    python scripts/first_minutes.py                         # clones, sets up, plays all: some twelve minutes
+    python scripts/first_minutes.py                         # clones, sets up, plays all: some fifteen minutes
     python scripts/first_minutes.py --venv .venv            # with an environment that is there
     python scripts/first_minutes.py --venv .venv --only typo            # a word of who types, or of the command
     python scripts/first_minutes.py --venv .venv --page docs/first-minutes.md   # writes its table into that page
 
-A row is a command: seconds until its first line, seconds until it ended, its exit code, its last line.
+A row is a command: seconds until its first line, seconds until it ended, its exit code, what was slow, its last line.
+Slow is a first line after 2 s or an error after 5 s. Which command is being played is said on stderr.
 The script leaves with 1 where an exit code is not the expected one or where a traceback was printed.
 """
 
@@ -33,6 +34,10 @@ ROOT = Path(__file__).resolve().parents[1]
 COLUMNS, LINES = 100, 40
 LONGEST = 900.0
 """Seconds after which a command is killed."""
+FIRST_LINE, FIRST_ERROR = 2.0, 5.0
+"""Seconds after which a first line, and an error that is the first, is slow."""
+ERROR = re.compile(rb"(?m)^(?:\w+Error: |[^\n]*: error: )")
+"""Where a line begins that says what is wrong."""
 
 DRAWN = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]")
 """What moves the cursor of a terminal or colours it."""
@@ -40,17 +45,24 @@ DRAWN = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 @dataclass(frozen=True)
 class Typed:
-    """A command, who types it, the exit code that is right, and the lines typed while it runs."""
+    """A command, who types it, the exit code that is right, and the lines typed while it runs.
+
+    They are typed one by one when the command is quiet; or, with `after`, as soon as the screen has shown that text.
+    """
 
     who: str
     command: str
     code: int = 0
     lines: tuple[str, ...] = ()
+    after: str = ""
 
 
 NEWCOMER, TYPOS, TRL, LIGHTNING, GPUS = "newcomer", "typos", "from TRL", "from Lightning", "with GPUs"
 
 SHORT = "trainer.max_steps=2 logger=none"
+CTRL_C = "\x03"
+STOPPED = "python train.py run_dir=runs/stopped trainer.max_steps=40 logger=none"
+OWN_CLI = "--model.model tiny --model.reward lit_rl.rewards.exact_match --data.task lit_rl.data.tasks.Addition"
 
 STEPS = (
     Typed(NEWCOMER, "make demo run_dir=runs/demo"),
@@ -67,6 +79,15 @@ STEPS = (
     Typed(NEWCOMER, f"python train.py reward=./my_reward.py:score {SHORT}"),
     Typed(NEWCOMER, f"python train.py data.path=mine.jsonl data.prompts_per_rollout=2 {SHORT}"),
     Typed(NEWCOMER, f"python train.py data.path=pairs.jsonl {SHORT}"),
+    Typed(NEWCOMER, f"python train.py reward.fn=./my_reward.py:score {SHORT}"),
+    Typed(NEWCOMER, "lit-rl --help"),
+    Typed(NEWCOMER, "lit-rl train --help"),
+    Typed(NEWCOMER, "lit-rl eval run_dir=runs/demo"),
+    Typed(NEWCOMER, STOPPED, code=130, lines=(CTRL_C,), after=" reward="),
+    Typed(NEWCOMER, f"{STOPPED} ckpt_path=last"),
+    Typed(NEWCOMER, "lit-rl compare runs/demo runs/stopped"),
+    Typed(NEWCOMER, "lit-rl export run_dir=runs/stopped"),
+    Typed(NEWCOMER, f"python train.py --config-dir my_conf algo/loss=plain 'allow_targets=[my_losses]' {SHORT}"),
     Typed(TYPOS, "python train.py algo=gropo", code=2),
     Typed(TYPOS, "python train.py modle=tiny", code=2),
     Typed(TYPOS, "python train.py algo.group_siez=4", code=2),
@@ -76,15 +97,25 @@ STEPS = (
     Typed(TYPOS, "python train.py algo=dpo data.path=mine.jsonl", code=2),
     Typed(TYPOS, "python train.py model=path/to/no/model", code=2),
     Typed(TYPOS, "lit-rl caht run_dir=runs/demo", code=2),
+    Typed(TYPOS, "lit-rl eval run_dir=runs/dmeo", code=2),
+    Typed(TYPOS, "python train.py --config-dir my_cnof algo/loss=plain", code=2),
+    Typed(TYPOS, "python train.py beta=", code=2),
     Typed(TRL, f"python train.py learning_rate=5e-4 num_generations=8 beta=0.04 {SHORT}"),
+    Typed(TRL, f"python train.py lr=5e-4 {SHORT}"),
+    Typed(TRL, f"python train.py beta=0.04 {SHORT}"),
+    Typed(TRL, f"python train.py batch_size=8 {SHORT}", code=2),
     Typed(TRL, f"python train.py per_device_train_batch_size=8 {SHORT}", code=2),
     Typed(TRL, f"python train.py loss_type=dapo {SHORT}", code=2),
     Typed(TRL, f"python train.py algo=dpo data.path=pairs.jsonl {SHORT}"),
     Typed(TRL, f"python train.py algo=sft data.path=texts.jsonl {SHORT}"),
+    Typed(TRL, f"python train.py algo=dpo data=jsonl data.path=pairs.jsonl {SHORT}", code=2),
+    Typed(TRL, f"python train.py algo=sft data=jsonl data.path=texts.jsonl {SHORT}", code=2),
+    Typed(LIGHTNING, "python train.py trainer.max_epochs=1 trainer.max_steps=20 logger=none"),
     Typed(LIGHTNING, "lit-rl fit --config conf/lightning/addition.yaml --trainer.max_steps 2"),
     Typed(LIGHTNING, "lit-rl fit --config conf/lightning/additon.yaml", code=2),
     Typed(LIGHTNING, "lit-rl fit --config conf/lightning/addition.yaml --trainer.max_stpes 2", code=2),
     Typed(LIGHTNING, "python constructors.py"),
+    Typed(LIGHTNING, f"python cli.py fit {OWN_CLI} --model.sampling.max_new_tokens 6 --trainer.max_steps 2"),
     Typed(GPUS, "lit-rl plan model=qwen0.5b data=gsm8k", code=8),
     Typed(GPUS, f"python train.py strategy=ddp trainer.devices=2 trainer.accelerator=cpu {SHORT}"),
     Typed(GPUS, "python train.py trainer.accelerator=gpu", code=8),
@@ -96,6 +127,16 @@ STEPS = (
 )
 
 FILES = {
+    "cli.py": (
+        "from lightning.pytorch.cli import LightningCLI\n\n"
+        "from lit_rl import GRPO, RolloutDataModule\n\n"
+        "LightningCLI(GRPO, RolloutDataModule)\n"
+    ),
+    "my_losses.py": (
+        "def plain(logprobs, old_logprobs, advantages, mask, *, scale=1.0):\n"
+        "    return -scale * advantages[:, None] * logprobs.masked_fill(~mask, 0.0), {}\n"
+    ),
+    "my_conf/algo/loss/plain.yaml": "_target_: my_losses.plain\n_partial_: true\nscale: 1.0\n",
     "mine.jsonl": "".join(
         f'{{"prompt": "{a}+{b}=", "answer": "{a + b}"}}\n' for a, b in ((17, 25), (30, 1), (5, 5), (8, 14))
     ),
@@ -131,6 +172,16 @@ class Played:
     seconds: float
     code: int
     text: str
+    error: float | None = None
+    """Seconds until the first line that says what is wrong, if there is one."""
+
+    @property
+    def slow(self) -> str:
+        """What kept the person waiting, or nothing."""
+        waits = {f"first line {self.first:.1f} s": self.first > FIRST_LINE}
+        if self.error is not None:
+            waits[f"error {self.error:.1f} s"] = self.error > FIRST_ERROR
+        return ", ".join(said for said, long in waits.items() if long)
 
     @property
     def last_line(self) -> str:
@@ -163,6 +214,7 @@ def main() -> int:
         else:
             _lend(given.venv.resolve(), clone)
         for name, text in FILES.items():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
             (clone / name).write_text(text)
         played = list(_all_played(steps, clone))
     if given.page is not None:
@@ -176,7 +228,8 @@ def main() -> int:
 
 def _all_played(steps: list[Typed], clone: Path) -> Iterator[Played]:
     print("\n".join(HEAD), flush=True)
-    for step in steps:
+    for number, step in enumerate(steps, 1):
+        print(f"[{number} of {len(steps)}] $ {step.command}", file=sys.stderr, flush=True)
         one = play(step, clone)
         print(row(one), flush=True)
         yield one
@@ -196,7 +249,8 @@ def play(typed: Typed, cwd: Path, *, longest: float = LONGEST) -> Played:
         os.chdir(cwd)
         os.execve("/bin/bash", ["bash", "-c", typed.command], _environment(cwd))
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-    text, first, waiting = b"", None, list(typed.lines)
+    text, first, error, waiting = b"", None, None, list(typed.lines)
+    after = typed.after.encode()
     while True:
         ready, _, _ = select.select([terminal], [], [], 1.0)
         now = time.monotonic() - started
@@ -210,7 +264,11 @@ def play(typed: Typed, cwd: Path, *, longest: float = LONGEST) -> Played:
             text += read
             if first is None and any(shown(text.decode(errors="replace"))):
                 first = now
-        elif waiting and first is not None:  # it is quiet: it waits for the person
+            if error is None and ERROR.search(text, max(0, text.rfind(b"\n", 0, -len(read)))):
+                error = now
+            if after and waiting and after in text:
+                os.write(terminal, waiting.pop(0).encode())
+        elif not after and waiting and first is not None:  # it is quiet: it waits for the person
             os.write(terminal, (waiting.pop(0).rstrip("\n") + "\n").encode())
         if now > longest:
             os.kill(pid, 9)
@@ -224,6 +282,7 @@ def play(typed: Typed, cwd: Path, *, longest: float = LONGEST) -> Played:
         seconds,
         os.waitstatus_to_exitcode(status),
         text.decode(errors="replace"),
+        error,
     )
 
 
@@ -245,7 +304,7 @@ def _says_something(line: str) -> bool:
     return any(character.isalnum() for character in line)
 
 
-HEAD = ("| who | command | first line (s) | seconds | exit | last line |", "|---|---|---:|---:|---:|---|")
+HEAD = ("| who | command | first line (s) | seconds | exit | slow | last line |", "|---|---|---:|---:|---:|---|---|")
 
 
 def row(played: Played) -> str:
@@ -253,7 +312,7 @@ def row(played: Played) -> str:
     last = (last if len(last) <= 90 else last[:87] + "...").replace("|", "\\|").replace("`", "'")
     command = played.typed.command.replace("|", "\\|")
     numbers = f"{played.first:.1f} | {played.seconds:.1f} | {played.code}"
-    return f"| {played.typed.who} | `{command}` | {numbers} | `{last}` |"
+    return f"| {played.typed.who} | `{command}` | {numbers} | {played.slow} | `{last}` |"
 
 
 def table(played: list[Played]) -> str:
