@@ -1,4 +1,4 @@
-"""Write docs/errors.md: every class of error with its exit code and what it means.
+"""Write docs/errors.md: every class of error with its exit code and what it means, and its messages.
 
 python scripts/errors_reference.py
 python scripts/errors_reference.py --check    # whether the page is what it would be
@@ -7,7 +7,11 @@ python scripts/errors_reference.py --check    # whether the page is what it woul
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from lit_rl import errors
@@ -27,6 +31,121 @@ All of them are `LitRLError`. Anything else is a defect of lit_rl and keeps its 
 
 """
 
+SAID = """
+## Messages
+
+Search this page for the first words of what you see that name nothing of yours; `<...>` stands for what differs from
+run to run. On the left is what is wrong, then what to do about it, and last the module of `lit_rl` that says so.
+
+The list is read from the source. Not in it is a message that
+
+- begins with a key of the config or an argument, as `sampling.stop=...`: look the key up in
+  [configuration](configuration.md), which says what is allowed;
+- has fewer than three words that are always the same, since its words are another library's;
+- is of a part that is there only where you asked for it: <LEFT_OUT>.
+  Their pages explain them.
+"""
+OPTIONAL = {
+    "algorithms/preflight/deepspeed": "DeepSpeed",
+    "algorithms/optim/zero": "DeepSpeed",
+    "environments": "environments",
+    "callbacks/alarms": "alarms",
+    "data/image": "images and videos",
+    "data/videos": "images and videos",
+    "images": "images and videos",
+    "tasksets": "task sets of verifiers",
+    "generation": "generators",
+    "rewards/builtin": "rewards that are shipped",
+    "rewards/judges": "judges",
+    "rewards/scorers": "scorers",
+    "models/scoring": "scorers",
+}
+"""What begins so, below `lit_rl`, is of such a part."""
+
+KEY = re.compile(r"(?:<[a-z_.]+>)?(?:[a-z_0-9]+[./][a-z_./0-9<]+|[a-z_0-9]+=)|<[a-z_.]+>(?:[.=]|: <error>)")
+"""How a message begins that the page leaves out: with a key."""
+WORD = re.compile(r"(?<![<_.\w])[A-Za-z]{2,}(?![>_.]\w)")
+ADVICE = re.compile(
+    r"(?<=[.;:?]) (?=(?:add|allowed|build|call|check|choose|free|get|give|go|install|leave|load|look|lower|make|move|"
+    r"name|pass|pip install|put|raise|remove|rename|repair|resume|say|see|set|start|take|type|use|wait|write)\b)",
+    re.IGNORECASE,
+)
+"""Between what is wrong and what to do."""
+
+
+@dataclass(frozen=True, order=True)
+class Message:
+    """What one `raise` says: its class, the file below `lit_rl` and the text, with `<name>` for what differs."""
+
+    kind: str
+    module: str
+    text: str
+
+    @property
+    def usual(self) -> bool:
+        """Whether the page has it; the page says the rule."""
+        if KEY.match(self.text) or self.module.startswith(tuple(OPTIONAL)):
+            return False
+        return len(WORD.findall(self.text)) > 2
+
+    @property
+    def row(self) -> str:
+        wrong, *advice = ADVICE.split(self.text, maxsplit=1)
+        return f"| {_cell(wrong)} | {_cell(''.join(advice))} | {self.module} |"
+
+
+def messages() -> list[Message]:
+    """Of every `raise` of one of the classes whose message is written there, by class, module and text."""
+    found = set()
+    for path in (ROOT / "lit_rl").rglob("*.py"):
+        module = path.relative_to(ROOT / "lit_rl").with_suffix("").as_posix()
+        found |= {Message(kind, module, text) for kind, text in raised(path.read_text())}
+    return sorted(found)
+
+
+def raised(source: str) -> Iterator[tuple[str, str]]:
+    """The class and the text of every message that a module's text raises; variables are `<name>`."""
+    kinds = {kind.__name__ for kind in classes()}
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=kind), args=[said, *_])) if kind in kinds:
+                yield kind, " ".join(_text(said).split())
+
+
+def _text(node: ast.expr) -> str:
+    """A literal as it is, what is joined as its parts, and everything else as the last name in it."""
+    match node:
+        case ast.Constant(value=str(value)):
+            return value
+        case ast.JoinedStr(values=values):
+            return "".join(map(_text, values))
+        case ast.FormattedValue(value=value):
+            return _text(value)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _text(left) + _text(right)
+        case ast.Call(func=ast.Name(id="did_you_mean")):
+            return ""
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return f"<{name.strip('_').lower()}>"
+        case ast.Call(args=[first, *_]) if not isinstance(first, ast.GeneratorExp | ast.ListComp):
+            return _text(first)
+    return "<...>"
+
+
+def _cell(text: str) -> str:
+    return "" if not text else f"`{text.strip().replace('`', chr(39)).replace('|', chr(92) + '|')}`"
+
+
+def message_tables() -> str:
+    """The section of the messages: a table a class."""
+    parts = [SAID.replace("<LEFT_OUT>", ", ".join(dict.fromkeys(OPTIONAL.values())))]
+    usual = [message for message in messages() if message.usual]
+    for kind in classes():
+        rows = [message.row for message in usual if message.kind == kind.__name__]
+        head = f"### {kind.__name__}: exit code {kind.exit_code}"
+        parts.append("\n".join([head, "", "| what is wrong | what to do | module |", "|---|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
 
 def page() -> str:
     """The whole document."""
@@ -39,7 +158,7 @@ def page() -> str:
         f"A signal that ends a run gives {errors.SIGNALLED} and its number: {errors.INTERRUPTED} for SIGINT, "
         f"{errors.TERMINATED} for SIGTERM.",
     ]
-    return HEAD + "\n".join([*rows, *signals]) + "\n"
+    return HEAD + "\n".join([*rows, *signals]) + "\n" + message_tables()
 
 
 def classes() -> list[type[errors.LitRLError]]:

@@ -30,6 +30,34 @@ def test_the_page_of_errors_is_up_to_date(root: Path) -> None:
     reference = script(root, "errors_reference")
     assert reference.DOCUMENT.read_text() == reference.page(), "run: python scripts/errors_reference.py"
     assert {"ConfigError", "StorageError"} <= {kind.__name__ for kind in reference.classes()}
+    assert len(reference.page().splitlines()) < 410, "state a rule that leaves more out"
+    assert {message.kind for message in reference.messages() if message.usual} == {
+        kind.__name__ for kind in reference.classes()
+    }
+
+
+def test_the_messages_of_errors_are_read_from_the_source(root: Path) -> None:
+    reference = script(root, "errors_reference")
+    source = """
+def f(path, one):
+    raise DataError(f"The file {path.name} is empty: take another one." + one + did_you_mean("a", b))
+    raise ValueError("not ours")
+    raise ConfigError(elsewhere(3))
+"""
+    assert list(reference.raised(source)) == [
+        ("DataError", "The file <name> is empty: take another one.<one>"),
+        ("ConfigError", "<...>"),
+    ]
+    kept = reference.Message("DataError", "data/x", "The file <name> is empty: take a|b.")
+    assert kept.usual and kept.row == "| `The file <name> is empty:` | `take a\\|b.` | data/x |"
+    for left_out in (
+        "data.path=<path> has no rows in it.",
+        "<path>: <error>.",
+        "path=3 is no file here.",
+        "data.<key> has to be set.",
+    ):
+        assert not reference.Message("DataError", "data/x", left_out).usual
+    assert not reference.Message("DataError", "environments/x", kept.text).usual
 
 
 def test_the_names_on_the_pages_of_the_api_are_up_to_date(root: Path) -> None:
