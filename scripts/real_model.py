@@ -229,10 +229,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axes.plot(seconds / 60, reward, color=color, lw=0.5, alpha=0.35)
         axes.plot(seconds[width - 1 :] / 60, smooth, color=color, label=f"{name}, {found['steps'][name]} steps")
     before = found["accuracy"]["as it came"]["sampled"][0]
-    axes.axhline(before, color=GREY, lw=1, ls=":")
-    axes.annotate("as it came, held out", (0, before), (0, 3), textcoords="offset points", color=GREY, size=7)
+    axes.axhline(before, color=GREY, lw=1, ls=":", label="held out, before training")
     axes.set_xlabel("minutes of training")
-    axes.set_ylabel("right replies, 64 a step")
+    axes.set_ylabel("share of right replies\n(64 a step; thick: running mean)")
     axes.set_ylim(0, 1)
     axes.legend(frameon=False, loc="center right")
     axes.spines[["top", "right"]].set_visible(False)
