@@ -12,6 +12,7 @@ A checkpoint that is written between an optimizer step and a validation that is 
 
 from __future__ import annotations
 
+import _thread
 import signal
 import threading
 from pathlib import Path
@@ -31,6 +32,12 @@ from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.terminal import let_go_of_the_terminal
 from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.errors import GenerationError
+
+
+def _say(text: str) -> None:
+    """From a handler, which may have come in the middle of a write: a second write to the same stream is refused from
+    the same thread, and waits from another. Of `_thread`, whose start needs no lock that the main thread might hold."""
+    _thread.start_new_thread(rank_zero_info, (text,))
 
 
 class GracefulStop(L.Callback):
@@ -74,7 +81,7 @@ class GracefulStop(L.Callback):
             let_go_of_the_terminal()
         self._watch.begin()
         what = "stopping and saving" if _folder_of(trainer) else "stopping; nothing is saved, as checkpoints are off"
-        rank_zero_info(f"{signal.Signals(number).name}: {what}. Once more to stop at once.")
+        _say(f"{signal.Signals(number).name}: {what}. Once more to stop at once.")
         interruption.ask()
 
     def on_train_batch_end(

@@ -283,6 +283,15 @@ def _go_on(run: Run) -> str:
     return f"Stopped before the first optimizer step was over: nothing is saved. Begin anew with:{command}"
 
 
+def _after_signal(run: Run, number: int) -> None:
+    if not run.trainer.is_global_zero:
+        return
+    if not run.dry:
+        Console(stderr=True).print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
+    if number == requeue_signal(run.trainer):
+        requeue()
+
+
 @contextlib.contextmanager
 def _signals(run: Run) -> Iterator[GracefulStop]:
     """The callback that catches signals while the policy trains (one that never saw any, where there is none).
@@ -290,13 +299,12 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
     Around the training, in a validation or an export, a signal ends the process at once: all that is trained is saved.
     """
 
+    came: list[int] = []
+
     def leave(number: int, frame: Any) -> None:
         if number == signal.SIGHUP:
             let_go_of_the_terminal()
-        if run.trainer.is_global_zero and not run.dry:
-            Console(stderr=True).print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
-        if number == requeue_signal(run.trainer) and run.trainer.is_global_zero:
-            requeue()
+        came.append(number)
         raise SystemExit(SIGNALLED + number)
 
     found = [callback for callback in run.trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
@@ -308,6 +316,8 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
     try:
         yield found[0] if found else GracefulStop()
     finally:
-        sys.stdout, sys.stderr = streams
         for number, handler in before.items():
             signal.signal(number, handler)
+        if came:  # told here and not by the handler, which may have come in the middle of a write
+            _after_signal(run, came[0])
+        sys.stdout, sys.stderr = streams
