@@ -60,6 +60,16 @@ def _shares_with_its_file(item: pytest.Item) -> bool:
     return any(each[-1].scope == "module" and each[-1].baseid == item.location[0] for each in made if each)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_earlier_files_left_is_not_gone_through_again() -> None:
+    """Modules imported late, composed configs and the like, which stay: what is garbage is gone before.
+
+    transformers' continuous batching looks at all objects twice a call, and a conversation is 40 calls of it.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The checkout."""

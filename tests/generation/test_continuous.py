@@ -119,7 +119,8 @@ def test_an_error_in_the_engines_thread_is_raised_here_and_leaves_nothing(policy
         run(engine, model, ask(), Sampling(max_new_tokens=3))
     hook.remove()
     assert threading.active_count() == threads
-    assert (log.level, gc.get_freeze_count()) == (level, frozen)
+    assert log.level == level
+    assert 0.9 * frozen < gc.get_freeze_count() <= frozen, "what was frozen stays so, less what is freed meanwhile"
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training and not hasattr(model, "_cached_continuous_batching_manager")
     assert len(run(engine, model, ask(), Sampling(max_new_tokens=3))) == 15
