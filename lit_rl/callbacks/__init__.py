@@ -24,6 +24,7 @@ from lit_rl.callbacks.rollouts import Rollouts as Rollouts
 from lit_rl.callbacks.rollouts import SavedRollout as SavedRollout
 from lit_rl.callbacks.samples import Samples as Samples
 from lit_rl.callbacks.timed_checkpoint import TimedCheckpoint as TimedCheckpoint
+from lit_rl.callbacks.token_samples import TokenSamples as TokenSamples
 from lit_rl.callbacks.trackio_logger import TrackioLogger as TrackioLogger
 from lit_rl.callbacks.unwritten import let_loggers_fail as let_loggers_fail
 from lit_rl.callbacks.unwritten import not_written as not_written
