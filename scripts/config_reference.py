@@ -133,6 +133,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
     ("eval", "", ["Evaluation"]),
     ("callbacks.samples", "", ["Samples"]),
     ("callbacks.token_samples", "", ["TokenSamples"]),
+    ("callbacks.hub_samples", "", ["HubSamples"]),
     ("callbacks.rollouts", "", ["Rollouts"]),
     ("callbacks.progress", "", ["Progress"]),
     ("callbacks.histograms", "", ["Histograms"]),

@@ -15,6 +15,7 @@ from lit_rl.callbacks.ema import EMAWeights as EMAWeights
 from lit_rl.callbacks.export import Export as Export
 from lit_rl.callbacks.graceful_stop import GracefulStop as GracefulStop
 from lit_rl.callbacks.histograms import Histograms as Histograms
+from lit_rl.callbacks.hub_samples import HubSamples as HubSamples
 from lit_rl.callbacks.jsonl import JsonlLogger as JsonlLogger
 from lit_rl.callbacks.merge import MergedWeights as MergedWeights
 from lit_rl.callbacks.preference_sets import PreferenceSets as PreferenceSets
