@@ -132,6 +132,8 @@ KEYS: list[tuple[str, str, list[str]]] = [
     ("scheduler", "", ["Linear", "Cosine", "Constant", "ScheduleByPath"]),
     ("eval", "", ["Evaluation"]),
     ("callbacks.samples", "", ["Samples"]),
+    ("callbacks.token_samples", "", ["TokenSamples"]),
+    ("callbacks.hub_samples", "", ["HubSamples"]),
     ("callbacks.rollouts", "", ["Rollouts"]),
     ("callbacks.progress", "", ["Progress"]),
     ("callbacks.histograms", "", ["Histograms"]),

@@ -15,6 +15,7 @@ from lit_rl.callbacks.ema import EMAWeights as EMAWeights
 from lit_rl.callbacks.export import Export as Export
 from lit_rl.callbacks.graceful_stop import GracefulStop as GracefulStop
 from lit_rl.callbacks.histograms import Histograms as Histograms
+from lit_rl.callbacks.hub_samples import HubSamples as HubSamples
 from lit_rl.callbacks.jsonl import JsonlLogger as JsonlLogger
 from lit_rl.callbacks.merge import MergedWeights as MergedWeights
 from lit_rl.callbacks.preference_sets import PreferenceSets as PreferenceSets
@@ -24,6 +25,7 @@ from lit_rl.callbacks.rollouts import Rollouts as Rollouts
 from lit_rl.callbacks.rollouts import SavedRollout as SavedRollout
 from lit_rl.callbacks.samples import Samples as Samples
 from lit_rl.callbacks.timed_checkpoint import TimedCheckpoint as TimedCheckpoint
+from lit_rl.callbacks.token_samples import TokenSamples as TokenSamples
 from lit_rl.callbacks.trackio_logger import TrackioLogger as TrackioLogger
 from lit_rl.callbacks.unwritten import let_loggers_fail as let_loggers_fail
 from lit_rl.callbacks.unwritten import not_written as not_written

@@ -24,6 +24,8 @@ _STEP = "[0-9]" * 8
 SAMPLE_FILES = (
     f"step_{_STEP}.parquet",
     f"step_{_STEP}-{_STEP}.parquet",
+    f"tokens_{_STEP}.parquet",
+    f"tokens_{_STEP}-{_STEP}.parquet",
     f"val_{_STEP}_t*.parquet",
     f"val_{_STEP}-{_STEP}_t*.parquet",
 )
@@ -40,7 +42,7 @@ class SampleTable:
     """The completions of one rollout, validation or replay, in a file of its own or in a joined one."""
 
     name: str
-    """As a file of its own is called, without the ending: `step_00000042`, `val_00000010_t0`."""
+    """As a file of its own is called, without the ending: `step_00000042`, `tokens_00000040`, `val_00000010_t0`."""
     path: Path
     """The file."""
     place: int | None = None
@@ -101,14 +103,14 @@ class _Kind(NamedTuple):
     """What the name of a file says."""
 
     series: tuple[str, str]
-    """Rollouts, or the validations of one set and decoding."""
+    """Rollouts, their tokens, or the validations of one set and decoding."""
     first: int
     last: int
     joined: bool
 
     @classmethod
     def of(cls, stem: str) -> _Kind | None:
-        match = re.fullmatch(r"(step|val)_(\d{8})(?:-(\d{8}))?(_t.*)?", stem, re.DOTALL)
+        match = re.fullmatch(r"(step|tokens|val)_(\d{8})(?:-(\d{8}))?(_t.*)?", stem, re.DOTALL)
         if match is None:
             return None
         name, first, last, validation = match.groups()

@@ -126,6 +126,8 @@ TARGETS = {
     "LLMJudge": "lit_rl.rewards.judges.language_model.LLMJudge",
     "PairRMJudge": "lit_rl.rewards.judges.pair_ranker.PairRMJudge",
     "Samples": "lit_rl.callbacks.Samples",
+    "TokenSamples": "lit_rl.callbacks.TokenSamples",
+    "HubSamples": "lit_rl.callbacks.HubSamples",
     "Rollouts": "lit_rl.callbacks.Rollouts",
     "Progress": "lit_rl.callbacks.Progress",
     "GracefulStop": "lit_rl.callbacks.GracefulStop",

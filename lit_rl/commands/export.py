@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,8 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
         model: Name or hub id of what the run began with.
         algorithm: Name of the algorithm.
         dataset: What it learned from.
-        summary: What the run wrote down of itself: rewards `before` and `after`, and which prompts.
+        summary: What the run wrote down of itself: rewards `before` and `after`, which prompts, and its `command`,
+            of which the card leaves out the folder of the run.
     """
     versions = {name: importlib.metadata.version(name) for name in ("lit-rl", "torch", "transformers", "lightning")}
     results = {
@@ -79,7 +81,13 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
         "versions": versions,
     }
     facts |= {"paper": PAPERS[algorithm]} if algorithm in PAPERS else {}
+    facts |= {"command": _anywhere(summary["command"])} if summary.get("command") else {}
     return facts | ({"prompts": summary["prompts"]} if summary.get("prompts") else {})
+
+
+def _anywhere(command: str) -> str:
+    """A command that trains likewise in a folder of the reader's own."""
+    return shlex.join(word for word in shlex.split(command) if not word.startswith("run_dir="))
 
 
 PAPERS = {

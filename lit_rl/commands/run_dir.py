@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -266,6 +267,14 @@ def _replace(path: Path, text: str) -> None:
     with replacing(path) as partial:
         partial.write_text(text)
         flush(partial)
+
+
+def redact_command(command: str) -> str:
+    """A command line whose words are redacted as a config is: `group.key=value` by the name of its key."""
+    words = (word.partition("=") for word in shlex.split(command))
+    return shlex.join(
+        key + equals + redact(value, key.rpartition(".")[2]) if equals else redact(key) for key, equals, value in words
+    )
 
 
 def redact(node: Any, key: str = "") -> Any:

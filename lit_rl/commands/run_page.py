@@ -235,6 +235,7 @@ _COLOURS = {
     "ratio": "ratio",
     "kl": "KL to the reference",
     "entropy": "entropy",
+    "value": "value (critic)",
     "mask": "why it is (not) learned from",
     "none": "nothing",
 }
@@ -274,15 +275,20 @@ _NO_SAMPLES = '<p class="dim">This run wrote no samples (callbacks.samples write
 
 
 def _by_tokens(run: RunFiles, written: SampleFiles) -> str:
-    """What gives colours that no file here has, where there is a rollout to take them from."""
+    """Why no file here has some colours, and what gives them, where there is a rollout to take them from."""
     held = {name for each in written.files for row in each["rows"] for name in row.get("t", ())}
     missing = [_COLOURS[name] for name in ("logprob", "ratio", "kl", "entropy", "mask") if name not in held]
-    if not missing or not any((run.path / "rollouts").glob("step_*.pt")):
+    saved = any((run.path / "rollouts").glob("step_*.pt"))
+    if not missing or not (saved or any(table.name.startswith("tokens_") for table in run.samples)):
         return ""
-    return (
-        f'<p class="dim">No file here holds, token by token: {", ".join(missing)}. '
+    replay = (
         "<code>lit-rl replay run_dir=... replay.losses=[run]</code> writes them of the newest rollout (a KL where the "
-        "objective has one), and <code>lit-rl report run_dir=...</code> then shows them.</p>"
+        "objective has one), and <code>lit-rl report run_dir=...</code> then shows them."
+    )
+    return (
+        f'<p class="dim">No file here holds, token by token: {", ".join(missing)}. A run writes what its loss computes '
+        "(<code>callbacks.token_samples</code>): a KL where <code>algo.beta</code> is above 0, an entropy where "
+        f"<code>algo.log_entropy</code> is on. {replay if saved else ''}</p>"
     )
 
 

@@ -146,6 +146,7 @@ const kinds = {
   ratio: [x => Math.log(Math.max(x, 1e-9)), GREEN, RED, 'above 1 green, below 1 red'],
   kl: [x => x, AMBER, BLUE, 'the further from the reference, the stronger'],
   entropy: [x => x, AMBER, AMBER, 'the higher, the stronger'],
+  value: [x => x, GREEN, RED, 'above 0 green, below 0 red'],
 };
 const masks = {
   '': ['learned from', BLUE, .3],
@@ -304,7 +305,9 @@ function legend() {
   } else if (kinds[by]) {
     const top = { ratio: Math.exp(full[by]), logprob: -full[by] }[by] ?? full[by];
     const whole = tokens.length ? '' : ' (of the whole completion: this file has no tokens)';
-    node.textContent = `${by}: ${kinds[by][3]}; full colour at ${short(top)}${whole}`;
+    const row = row_at(order[chosen]);
+    const missing = row && row.t && !row.t[by] ? ' (not computed of this completion when it was learned from)' : '';
+    node.textContent = `${by}: ${kinds[by][3]}; full colour at ${short(top)}${whole}${missing}`;
   }
 }
 

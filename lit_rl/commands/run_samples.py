@@ -15,8 +15,8 @@ from lit_rl.commands.transcript_record import Recorded, Tokens, read_table, spre
 from lit_rl.episodes import words_of
 from lit_rl.errors import StorageError
 
-ROLLOUTS, ROWS, CHARACTERS, TOKENS = 4, 48, 4000, 800
-"""At most: rollouts, completions of one of them, characters of a text, tokens of a completion."""
+ROLLOUTS, BY_TOKENS, ROWS, CHARACTERS, TOKENS = 4, 4, 48, 4000, 800
+"""At most: rollouts, rollouts by tokens, completions of one of them, characters of a text, tokens of a completion."""
 
 SIZE = 3_000_000
 """Characters and numbers of all samples together, beyond which no further completion is taken."""
@@ -45,7 +45,8 @@ class SampleFiles:
 
 
 def samples_of(run: RunFiles) -> SampleFiles:
-    """The first and the last validation of each set and decoding, rollouts from the first to the last, and replays."""
+    """The newest replay, rollouts and tokens from the first to the last, the first and the last validation of each set
+    and decoding."""
     there = run.samples
     chosen, total = chosen_tables(there), len(there)
     found = SampleFiles()
@@ -71,9 +72,11 @@ def chosen_tables(tables: Sequence[SampleTable]) -> list[SampleTable]:
         if (validation := validation_of(table)) is not None:
             validations.setdefault(validation, []).append(table)
     rollouts = [table for table in tables if re.fullmatch(r"step_\d+", table.name)]
+    by_tokens = [table for table in tables if re.fullmatch(r"tokens_\d+", table.name)]
     replays = [table for table in tables if re.fullmatch(r"replay_\d+", table.name)]
     ends = [table for found in validations.values() for table in dict.fromkeys((found[-1], found[0]))]
-    return [*replays[-1:], *spread(rollouts, ROLLOUTS)[::-1], *ends]
+    drawn = [*spread(rollouts, ROLLOUTS)[::-1], *spread(by_tokens, BY_TOKENS)[::-1]]
+    return [*replays[-1:], *drawn, *ends]
 
 
 def _add(found: SampleFiles, table: SampleTable, room: int, cut: bool) -> int:
@@ -121,6 +124,8 @@ def label(table: SampleTable, step: int) -> str:
         return f"{name}, step {step}"
     if table.name.startswith("replay_"):
         return f"replayed rollout of step {step}, by tokens"
+    if table.name.startswith("tokens_"):
+        return f"rollout of step {step}, by tokens"
     return f"rollout of step {step}"
 
 
@@ -173,7 +178,7 @@ def _tokens(each: Recorded, tokens: Tokens, mask_cut: bool) -> dict[str, list[An
 
 def measures(tokens: Tokens) -> dict[str, list[float]]:
     """Of each token what the file allows: `ratio` of the policy now, or when it was trained, to the one that drew it;
-    `kl` to the reference by k3; `entropy`."""
+    `kl` to the reference by k3; `entropy`; `value`."""
     found: dict[str, list[float]] = {}
     now = tokens.logprobs or tokens.old_logprobs
     before = (tokens.old_logprobs or tokens.sampler_logprobs) if tokens.logprobs else tokens.sampler_logprobs
@@ -184,6 +189,8 @@ def measures(tokens: Tokens) -> dict[str, list[float]]:
         found["kl"] = [_exp(ref - new) - (ref - new) - 1 for ref, new in zip(tokens.ref_logprobs, policy)]
     if tokens.entropies:
         found["entropy"] = tokens.entropies
+    if tokens.values:
+        found["value"] = tokens.values
     return found
 
 

@@ -26,7 +26,7 @@ from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.callbacks.unwritten import not_written
 from lit_rl.commands import report, run_report
 from lit_rl.commands.export import card_facts
-from lit_rl.commands.run_dir import RunDir
+from lit_rl.commands.run_dir import RunDir, redact_command
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.step_memory import out_of_memory, peak_memory
 from lit_rl.errors import SIGNALLED, ConfigError, GenerationError, is_out_of_memory
@@ -85,6 +85,8 @@ def train(run: Run) -> int:
     started = time.time()
     summary = run.run_dir.read_summary() if run.ckpt_path else {}
     earlier = summary.get("seconds", 0.0)
+    if run.command:
+        summary["command"] = redact_command(run.command)
     with _signals(run) as stop, report.told_what_is_missing(run.trainer):
         _announce(run)
         if "before" not in summary and not run.dry:

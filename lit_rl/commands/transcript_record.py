@@ -37,11 +37,13 @@ class Tokens:
     old_logprobs: list[float] | None
     """Of the policy that drew them, as training scores them; None where the run took none."""
     logprobs: list[float] | None = None
-    """Of another policy, that `lit-rl replay` scored them with; None in what a run wrote itself."""
+    """Of the policy that learned from them last, or that `lit-rl replay` scored them with; None where nobody did."""
     ref_logprobs: list[float] | None = None
     """Likewise of the reference."""
     entropies: list[float] | None = None
     """Likewise of that policy's next-token distributions, in nats."""
+    values: list[float] | None = None
+    """Likewise of the critic."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -261,4 +263,5 @@ def _tokens(row: Mapping[str, Any]) -> Tokens:
         logprobs=row.get("tokens/logprobs"),
         ref_logprobs=row.get("tokens/ref_logprobs"),
         entropies=row.get("tokens/entropies"),
+        values=row.get("tokens/values"),
     )

@@ -12,7 +12,7 @@ The token that is scored is never ruled out: the policy that drew it could draw 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,11 +40,19 @@ class History:
     """The first column of each text that holds each token; s where none does. None without a penalty."""
     is_end: Bool[Tensor, " v"] | None = None
     """The tokens of `ends`. None where there are none."""
+    made: dict[int, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict, compare=False, repr=False)
+    """`first` and `is_end` by the size of the vocabulary: made once for all blocks of the same texts."""
 
     def over(self, vocabulary: int) -> History:
         """The same for so many logits: with `first`, which is small beside the logits of whole texts, and `is_end`."""
         if self.first is not None or self.is_end is not None:
             return self
+        if vocabulary not in self.made:
+            self.made[vocabulary] = self._over(vocabulary)
+        first, is_end = self.made[vocabulary]
+        return replace(self, first=first, is_end=is_end)
+
+    def _over(self, vocabulary: int) -> tuple[Tensor | None, Tensor | None]:
         first, is_end, device = None, None, self.texts.device
         if self.penalty != 1:
             r, s = self.texts.shape
@@ -54,7 +62,7 @@ class History:
             first = never.scatter_reduce_(1, tokens, columns, "amin")[:, :vocabulary]
         if len(self.ends):
             is_end = torch.isin(torch.arange(vocabulary, device=device), self.ends)
-        return replace(self, first=first, is_end=is_end)
+        return first, is_end
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> History:
         """The same positions in another shape, or some of them."""

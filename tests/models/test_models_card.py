@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from lit_rl.commands.export import PAPERS, card_facts
+from lit_rl.commands.run_dir import redact_command
 from lit_rl.models.export.card import CITATION, model_card
 
 SUMMARY = {
@@ -23,6 +26,19 @@ def test_a_card_says_how_good_it_is_and_what_to_cite() -> None:
     assert card.data.base_model == "me/base" and "arxiv:2402.03300" in card.data.tags
     assert "| reward, held-out, greedy | 0.800 [0.700, 0.900] after, 0.500 [0.400, 0.600] before (95 % interv" in text
     assert CITATION in text and "eprint = {2402.03300}" in text
+
+
+def test_a_card_has_the_command_without_its_folder_and_without_secrets() -> None:
+    typed = ["python", "train.py", "reward=[format,exact_match]", "data.path=my data.jsonl", "run_dir=/home/ann/x"]
+    secrets = ["+judge.api_key=k1", "model.name=ann:pw@hub", "reward.url=https://ann:pw@host/v1", "x=hf_" + "a" * 24]
+    command = redact_command(shlex.join([*typed, *secrets, "model.revision=" + "ab" * 20, "y=```"]))
+    text = model_card(card_facts("me/base", "grpo", "sums", SUMMARY | {"command": command}))
+    (told,) = re.findall(r"## How it was trained\n\n````bash\n(.*)\n````\n", text)
+    assert shlex.split(told) == [
+        *typed[:-1], "+judge.api_key=<redacted>", "model.name=ann:pw@hub", "reward.url=https://<redacted>host/v1",
+        "x=<redacted>", "model.revision=" + "ab" * 20, "y=```",
+    ]  # fmt: skip
+    assert "How it was trained" not in model_card(card_facts("me/base", "grpo", "sums", SUMMARY))
 
 
 def test_a_base_that_is_on_no_hub_is_not_in_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

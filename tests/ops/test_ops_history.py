@@ -157,3 +157,13 @@ def test_no_float32_tensor_of_the_size_of_the_logits(monkeypatch: pytest.MonkeyP
     with Watch():
         score_tokens(logits, ids, history=past)[0].sum().backward()
     assert 32 <= largest <= 64
+
+
+def test_blocks_of_the_same_texts_share_what_is_made_of_them():
+    whole = history()
+    blocks = [whole.at((slice(None), part)) for part in (slice(0, 1), slice(1, T))]
+    first, later = (block.over(V) for block in blocks)
+    assert first.first is not None and first.first is later.first and first.is_end is later.is_end
+    apart = history().over(V)
+    assert apart.first is not None and torch.equal(first.first, apart.first) and first.over(V) is first
+    assert whole.over(V + 1).first is not first.first, "of another vocabulary"

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import dist_equal
 
-from lit_rl.callbacks import Samples
+from lit_rl.callbacks import Samples, TokenSamples
 
 
 def run(folder: Path, devices: int) -> None:
     """Two rollouts of 16 completions, and a validation of 3 prompts, which do not divide over two processes."""
     few = ["data.task.max_operand=5", "data.task.val_rows=3", "data.prompts_per_rollout=4", "algo.group_size=4"]
+    few += ["algo.skip_zero_advantages=false"]
     module, data = dist_equal.parts(*few)
-    trainer = dist_equal.trainer(folder, devices, max_steps=2, callbacks=[Samples(print=0)])
+    callbacks = [Samples(print=0), TokenSamples(completions=16 // devices, every=1)]
+    trainer = dist_equal.trainer(folder, devices, max_steps=2, callbacks=callbacks)
     trainer.fit(module, datamodule=data)
     trainer.limit_val_batches = 1.0
     trainer.validate(module, datamodule=data, verbose=False)

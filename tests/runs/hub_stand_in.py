@@ -28,7 +28,12 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._say(404, {"error": "Not found"})
+        repository, _, rest = self.path.removeprefix("/api/datasets/").partition("/tree/")
+        if not rest:
+            self._say(404, {"error": "Not found"})
+            return
+        files = self.stand_in.files.get(repository, {})
+        self._say(200, [{"type": "file", "path": path, "size": len(files[path]), "oid": "1"} for path in files])
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -42,7 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
             files = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in asked]
             self._say(200, {"files": files})
         elif "/commit/" in self.path:
-            repository = self.path.removeprefix("/api/models/").split("/commit/")[0]
+            repository = self.path.split("/", 3)[3].split("/commit/")[0]
             self._keep(repository, [json.loads(line) for line in body.splitlines()])
             self._say(200, {"commitUrl": f"{self.stand_in.url}/{repository}/commit/1", "commitOid": "1"})
         else:
@@ -56,8 +61,10 @@ class _Handler(BaseHTTPRequestHandler):
             elif line["key"] == "file":
                 kept = self.stand_in.files.setdefault(repository, {})
                 kept[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "deletedFile":
+                del self.stand_in.files[repository][value["path"]]
 
-    def _say(self, code: int, answer: dict[str, Any]) -> None:
+    def _say(self, code: int, answer: Any) -> None:
         text = json.dumps(answer).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")

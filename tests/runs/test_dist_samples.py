@@ -9,6 +9,7 @@ import pytest
 
 from lit_rl.callbacks.sample_files import tables_in
 
+BY_TOKENS = ["tokens_00000000", "tokens_00000001"]
 pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
@@ -18,10 +19,15 @@ def test_rows_of_all_ranks_are_in_the_files(two_ranks: Path, tmp_path: Path) -> 
         {each.name: each.read().to_pydict() for each in tables_in(f / "samples")}
         for f in (tmp_path, two_ranks / "samples")
     )
-    assert list(one) == list(two) == ["step_00000000", "step_00000001", "val_00000002_t0"]
+    assert list(one) == list(two) == ["step_00000000", "step_00000001", *BY_TOKENS, "val_00000002_t0"]
     for name in one:
         assert list(one[name]) == list(two[name])
-        for column in ("step", "prompt", "completion", "reward", "answer"):
+        for column in ("step", "prompt", "completion", "reward", *(() if name in BY_TOKENS else ("answer",))):
             assert one[name][column] == two[name][column], (name, column)
     assert two["step_00000000"]["rank"] == [0] * 8 + [1] * 8 and set(one["step_00000000"]["rank"]) == {0}
     assert two["val_00000002_t0"]["rank"] == [0, 1, 0]
+    for name in BY_TOKENS:
+        assert two[name]["rank"] == [0] * 8 + [1] * 8
+        for column in ("ids", "learned", "advantages", "logprobs", "entropies"):
+            for ours, theirs in zip(one[name][f"tokens/{column}"], two[name][f"tokens/{column}"]):
+                assert ours == pytest.approx(theirs, abs=1e-4), (name, column)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,8 @@ def test_a_stopped_run_gets_the_export_that_it_lacks(run, train, tmp_path):
     assert train("task=export", f"run_dir={stopped}") == 0
     assert_same(weights(stopped / "hf"), weights(run / "hf"))
     assert (stopped / "hf" / "README.md").read_text() == (run / "hf" / "README.md").read_text()
+    card = (run / "hf" / "README.md").read_text()
+    assert f" {shlex.join([*RUN, 'callbacks.checkpoint.save_top_k=-1'])} " in card and "run_dir" not in card
     adapter = Path("adapter") / "adapter_model.safetensors"
     assert_same(load_file(stopped / "hf" / adapter), load_file(run / "hf" / adapter))
 

@@ -164,6 +164,32 @@ def test_what_the_first_objective_saw_of_each_token_is_a_file_that_the_page_show
     assert {"ratio", "entropy", "mask", "advantage", "logprob", "text"} == shown["rows"][0]["t"].keys()
 
 
+def test_what_a_run_writes_of_tokens_is_what_a_replay_of_its_last_update_computes(finished, compare):
+    """Two passes over each rollout, in two micro-batches: the last pass over the rollout of step 4 is by policy 5."""
+    shape = ("algo.iterations=2", "algo.beta=0.1", "trainer.accumulate_grad_batches=2")
+    folder = finished(*shape, "callbacks.token_samples.every=1", "callbacks.token_samples.completions=6")
+    assert [path.stem[-1] for path in sorted((folder / "samples").glob("tokens_*.parquet"))] == ["0", "2", "4"]
+    (own,) = [
+        each for each in samples_of(run_files.read(folder)).files if each["name"] == "rollout of step 4, by tokens"
+    ]
+    colours = {"ratio", "kl", "entropy", "mask", "advantage", "logprob", "text"}
+    assert {frozenset(row["t"]) for row in own["rows"]} == {frozenset(colours)}, "no replay was needed"
+
+    compare(folder, "run", ckpt_path=folder / "checkpoints" / "step_00000005.ckpt")
+    mine, replayed = (
+        pyarrow.parquet.read_table(folder / "samples" / f"{name}_00000004.parquet").to_pylist()
+        for name in ("tokens", "replay")
+    )
+    by_row = {(row["prompt"], tuple(row["tokens/ids"])): row for row in replayed}
+    found = [(row, by_row[row["prompt"], tuple(row["tokens/ids"])]) for row in mine]
+    for name in (*_OF_TOKENS, "ref_logprobs", "sampler_logprobs"):
+        for row, other in found:
+            assert row[f"tokens/{name}"] == pytest.approx(other[f"tokens/{name}"], rel=1e-3, abs=1e-5), name
+    assert [row["reward"] for row, _ in found] == [other["reward"] for _, other in found] and len(found) == 6
+    ratios = [math.exp(a - b) for row in mine for a, b in zip(row["tokens/logprobs"], row["tokens/old_logprobs"])]
+    assert max(ratios) > 1.001, "not those of the first pass, where every ratio is 1"
+
+
 _OF_TOKENS = ("ids", "learned", "logprobs", "old_logprobs", "entropies", "advantages")
 
 

@@ -139,19 +139,64 @@ def test_a_browser_runs_the_script_to_its_end_and_builds_nothing_of_what_a_run_s
     nasty: Path, tmp_path: Path
 ) -> None:
     report(nasty)
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
-    command = [str(CHROMIUM), *options, "--enable-logging=stderr", "--dump-dom", (nasty / "report.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert 'data-ready="1"' in done.stdout.partition(">")[2][:200], done.stderr
-    assert not re.findall(r"CONSOLE.*", done.stderr)
-    page = Page(done.stdout)
+    dom = dumped(nasty / "report.html", tmp_path)
+    page = Page(dom)
     assert "img" not in {tag for tag, _ in page.tags} and len(page.scripts) == 2
     chosen = [attributes for _, attributes in page.tags if attributes.get("role") == "option"]
     assert [each.get("aria-selected") for each in chosen] == ["true", None], "the script has built the list"
-    assert "<title>run: report</title>" in done.stdout, "no script of the run's has run"
+    assert "<title>run: report</title>" in dom, "no script of the run's has run"
 
 
 # ---------------------------------------------------------------------- runs of every kind
+
+
+@pytest.mark.all
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_a_browser_colours_the_tokens_that_a_run_wrote_by_what_is_there(tmp_path: Path) -> None:
+    """Two tokens with a ratio of 2 and 1; no reference, so that no KL is offered; the other row was not computed."""
+    columns: dict[str, list[Any]] = {
+        "ids": [[1, 2]] * 2, "text": [["4", "2"]] * 2, "turn": [[0, 0]] * 2, "by_policy": [[True, True]] * 2,
+        "learned": [[True, True]] * 2, "sampler_logprobs": [[-1.0, -1.0]] * 2, "advantages": [[0.5, 0.5], [0.0, 0.0]],
+        "logprobs": [[-1.0 + math.log(2), -1.0], None], "values": [[0.25, -0.5], None],
+    }  # fmt: skip
+    folder = run_folder(tmp_path / "run", [{"step": 1, "train/reward": 0.5}], None, {"status": "finished"})
+    prefixed = {f"tokens/{name}": values for name, values in columns.items()}
+    samples(folder, "tokens_00000000", ["40+2="] * 2, [1.0, 1.0], said="42", advantage=[0.5, 0.0], **prefixed)
+    page = page_of(folder)
+    (told,) = [text for text in page.texts if text.startswith("No file here holds, token by token")]
+    assert "KL to the reference, entropy." in told, "and why"
+    (file,) = page.samples
+    assert [set(row["t"]) - {"text", "mask", "advantage", "logprob"} for row in file["rows"]] == [
+        {"ratio", "value"},
+        set(),
+    ]
+
+    path = folder / "report.html"
+    script = "at('by').value = 'ratio'; show(); document.documentElement.dataset.ready"
+    text = path.read_text(encoding="utf-8").replace("document.documentElement.dataset.ready", script)
+    path.write_text(re.sub(r"script-src 'sha256-[^']*'", "script-src 'unsafe-inline'", text), encoding="utf-8")
+    dom = dumped(path, tmp_path)
+    options = {
+        a["value"]: "disabled" in a for tag, a in Page(dom).tags if tag == "option" and str(a["value"]).isalpha()
+    }
+    assert {name for name in _BY if not options[name]} == {"advantage", "logprob", "ratio", "value", "mask", "none"}
+    shown = re.findall(r'<i title="([^"]*)"( style="[^"]*")?>([^<]*)</i>', dom)
+    assert [(title.split("ratio ")[1].split(",")[0], bool(style), text) for title, style, text in shown] == [
+        ("2", True, "4"), ("1", False, "2"),
+    ]  # fmt: skip
+
+
+_BY = ("advantage", "logprob", "ratio", "kl", "entropy", "value", "mask", "none")
+
+
+def dumped(page: Path, folder: Path) -> str:
+    """The page as it is once its script has run to its end."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}"]
+    command = [str(CHROMIUM), *options, "--enable-logging=stderr", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert 'data-ready="1"' in done.stdout.partition(">")[2][:200], done.stderr
+    assert not re.findall(r"CONSOLE.*", done.stderr)
+    return done.stdout
 
 
 def test_training_and_validations_of_one_name_are_one_picture(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ SHAPES = {
         "trainer.accumulate_grad_batches=2",
         "algo.beta=0.1",
         "data.task.max_operand=3",
+        "callbacks.token_samples.every=1",
     ],
     # dropout draws from the global generator
     "dropout": ["+model.init_kwargs.attention_dropout=0.1", "algo.minibatches=2"],
@@ -43,6 +44,8 @@ def test_resume_from_any_step_equals_the_uninterrupted_run(shape, train, tmp_pat
     assert train(*overrides, f"run_dir={whole}") == 0
     steps = sorted(int(p.stem[5:]) for p in (whole / "checkpoints").glob("*.ckpt"))
     assert steps == list(range(1, 13))
+    by_tokens = [int(p.stem[7:]) for p in sorted((whole / "samples").glob("tokens_*.parquet"))]
+    assert by_tokens == ([0, 4, 8] if shape == "mid-rollout" else [0, 10])
 
     for step in (1, 3, 6, 8, 11) if shape == "mid-rollout" else (3, 8):
         again = tmp_path / f"from_{step}"

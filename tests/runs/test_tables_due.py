@@ -9,7 +9,7 @@ import pytest
 from runs_helpers import SMALL, interrupted
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lit_rl.callbacks import Histograms, Samples
+from lit_rl.callbacks import Histograms, Samples, TokenSamples
 from lit_rl.callbacks.due import Due
 from lit_rl.errors import ConfigError
 
@@ -37,7 +37,7 @@ def test_two_of_them_are_never_further_apart_than_the_setting_and_a_rollout(ever
     assert {step // every for step in range(0, 1000, steps)} == {step // every for step in at}
 
 
-@pytest.mark.parametrize("callback", [Samples, Histograms])
+@pytest.mark.parametrize("callback", [Samples, TokenSamples, Histograms])
 def test_zero_is_refused(callback):
     with pytest.raises(ConfigError, match=r"callbacks\.\w+\.every=0"):
         callback(every=0)

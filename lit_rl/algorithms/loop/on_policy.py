@@ -26,6 +26,7 @@ from lit_rl.algorithms.preflight.sampling import weights_are_copied
 from lit_rl.algorithms.records import Records
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import (
+    SeenRows,
     frozen_logprobs,
     micro_batch,
     rows_of_slots,
@@ -84,6 +85,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.plan: BatchPlan | None = None
         self.rollout: Rollout | None = None
         self.scored: Scored | None = None
+        self.seen: SeenRows | None = None
+        """The last micro-batch that was learned from, for callbacks."""
         self._slot, self._counts = -1, torch.zeros(0)
         self._dealt: tuple[Rollout, list[Tensor], list[dict[Width, slice]]] | None = None
         self._step_tokens: StepTokens | None = None
@@ -191,6 +194,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         shares = self.plan.accumulate * self.plan.world_size
         self._records.add({"loss": (loss, loss.new_tensor(1 / shares)), **metrics})
         self.after_micro_batch(micro, scores, self._step_tokens)
+        self.seen = SeenRows.of(self._rows_of(batch), scores)
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
         return self.with_blind_rows(loss * shares)
 
@@ -505,10 +509,16 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def _micro_batch(self, batch: PromptBatch, ahead: int = 0) -> Rollout:
         """The rows of this slot, or of one further on. How a rollout is dealt out is worked out once."""
+        rollout, rows, used = self._dealt_out(batch)
+        return micro_batch(rollout, rows[batch.slot + ahead], used[batch.slot + ahead])
+
+    def _rows_of(self, batch: PromptBatch) -> Tensor:
+        return self._dealt_out(batch)[1][batch.slot]
+
+    def _dealt_out(self, batch: PromptBatch) -> tuple[Rollout, list[Tensor], list[dict[Width, slice]]]:
         if self._dealt is None:
             self._dealt = self._deal(batch.rollout)
-        rollout, rows, used = self._dealt
-        return micro_batch(rollout, rows[batch.slot + ahead], used[batch.slot + ahead])
+        return self._dealt
 
     def _deal(self, index: int) -> tuple[Rollout, list[Tensor], list[dict[Width, slice]]]:
         """What is learned from, the rows of each slot, and the columns that they use.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from lit_rl.algorithms.rollouts.plan import BatchPlan, mix
-from lit_rl.models.policy.forward import response_logprobs
+from lit_rl.models.policy.forward import TokenScores, response_logprobs
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.options import DEFAULT, ForwardOptions
 from lit_rl.ops.masking import masked_mean, masked_sum
@@ -124,6 +125,23 @@ def totals_of(counts: Tensor, plan: BatchPlan) -> StepTotals:
         weights=WeightTotals(tokens, unmasked, token_weights, sequence_weights),
         better_tokens=better_tokens,
     )
+
+
+@dataclass(frozen=True)
+class SeenRows:
+    """Rows that were learned from, and what the policy said of their tokens then, without gradient."""
+
+    rows: Tensor
+    """Long `(m,)`: which of the rollout."""
+    scores: TokenScores
+    """Of these rows, as wide as the longest of them."""
+
+    @classmethod
+    def of(cls, rows: Tensor, scores: TokenScores) -> SeenRows:
+        """A micro-batch, once its loss is computed."""
+        per_token = {"logprobs": scores.logprobs, "entropy": scores.entropy, "values": scores.values}
+        kept = {name: values if values is None else values.detach() for name, values in per_token.items()}
+        return cls(rows, replace(scores, aux_loss=None, **kept))
 
 
 @torch.no_grad()

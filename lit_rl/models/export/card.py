@@ -10,7 +10,7 @@ from typing import Any
 
 from lit_rl.errors import ConfigError
 
-_FACTS = ("base_model", "algorithm", "results", "versions", "dataset", "title", "prompts", "paper")
+_FACTS = ("base_model", "algorithm", "results", "versions", "dataset", "title", "prompts", "paper", "command")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 CITATION = """@software{lit_rl,
   title = {{lit_rl: PyTorch Lightning modules for RL post-training of language models}},
@@ -31,12 +31,13 @@ def model_card(
     pipeline: str = "text-generation",
     how_to_load: str | None = None,
 ) -> str:
-    """A model card: YAML header, how to load, results, versions.
+    """A model card: YAML header, how to load, how it was trained, results, versions.
 
     Args:
         facts: ``base_model`` (hub id or short name) and ``algorithm`` are needed. ``results`` and ``versions`` map
             names to values, ``dataset`` and ``title`` are text, ``prompts`` is a `PromptForm`, ``paper`` the arXiv id
-            of the method's paper. A ``base_model`` that is no ``owner/name`` stands in the text alone.
+            of the method's paper, ``command`` the command line of the run. A ``base_model`` that is no ``owner/name``
+            stands in the text alone.
         loaded_by: The class of transformers that loads the model.
         pipeline: The hub's word for what the model does.
         how_to_load: The lines of Python that load it. None: those of the class `loaded_by`.
@@ -64,6 +65,7 @@ def model_card(
         f"`{_cell(base)}` trained with `{_cell(algorithm)}`{data}, by lit_rl.",
         *([_PROMPTS[facts["prompts"]]] if "prompts" in facts else []),
         _section(how_to_load) if how_to_load else _how_to_load(loaded_by),
+        *([_training(str(facts["command"]))] if "command" in facts else []),
         *_table("Results", "metric", facts.get("results", {})),
         *_table("Versions", "package", facts.get("versions", {})),
         f"## Citation\n\n```bibtex\n{CITATION}{_of_paper(str(paper), algorithm) if paper else ''}\n```",
@@ -93,6 +95,13 @@ def _of_paper(arxiv: str, algorithm: str) -> str:
 
 def _section(lines: str) -> str:
     return f"## How to load\n\n```python\n{lines}\n```"
+
+
+def _training(command: str) -> str:
+    fence = "```"
+    while fence in command:  # as a word of it may be
+        fence += "`"
+    return f"## How it was trained\n\n{fence}bash\n{command}\n{fence}"
 
 
 def _how_to_load(loaded_by: str) -> str:

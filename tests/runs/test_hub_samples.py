@@ -1,0 +1,110 @@
+"""`callbacks.hub_samples`: the hub's own client sends the files of `samples/`, and no failure of it ends a run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from hub_stand_in import HubStandIn, hub
+from huggingface_hub import constants
+from runs_helpers import SMALL
+
+from lit_rl.callbacks import HubSamples
+from lit_rl.callbacks.hub_samples import CARD
+from lit_rl.callbacks.sample_files import write_parquet
+from lit_rl.errors import ConfigError
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch):
+    with hub(token="hf_of_a_test") as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+        yield found
+
+
+def trainer(folder: Path, **changes: Any) -> Any:
+    fields = {"default_root_dir": str(folder), "is_global_zero": True, "fast_dev_run": False, "global_step": 3}
+    return SimpleNamespace(**fields | changes)
+
+
+def put(folder: Path, *names: str) -> None:
+    (folder / "samples").mkdir(parents=True, exist_ok=True)
+    for name in names:
+        write_parquet({"step": [0], "prompt": [name], "reward": [0.0]}, folder / "samples" / name)
+
+
+BATCH: Any = (None, None, None, 0)
+
+
+def held(stand_in: HubStandIn) -> set[str]:
+    return set(stand_in.files.get("ann/said", {}))
+
+
+def test_what_is_new_is_sent_what_was_joined_is_removed_and_files_of_others_stay(stand_in, tmp_path):
+    run, callback = tmp_path / "x", HubSamples("ann/said")
+    stand_in.files["ann/said"] = {"README.md": b"mine", "other/step_00000000.parquet": b"", "x/notes.txt": b"",
+                                  "x/step_00000009.parquet": b"of a later step"}  # fmt: skip
+    put(run, "step_00000000.parquet", "step_00000001.parquet", "mine.parquet")
+    callback.teardown(trainer(run), None, "fit")  # pyright: ignore
+    theirs = {"README.md", "other/step_00000000.parquet", "x/notes.txt"}
+    assert held(stand_in) == theirs | {"x/step_00000000.parquet", "x/step_00000001.parquet"}
+    (made,) = stand_in.made
+    assert made["type"] == "dataset" and "private" in (made.get("visibility"), *made)
+    assert stand_in.files["ann/said"]["README.md"] == b"mine" and stand_in.messages == ["lit_rl, x, step 3"]
+
+    (run / "samples" / "step_00000000.parquet").rename(run / "samples" / "step_00000000-00000000.parquet")
+    callback.teardown(trainer(run), None, "fit")  # pyright: ignore
+    assert held(stand_in) == theirs | {"x/step_00000000-00000000.parquet", "x/step_00000001.parquet"}
+    callback.teardown(trainer(run), None, "fit")  # pyright: ignore
+    assert len(stand_in.messages) == 2 and len(stand_in.made) == 1, "nothing was new"
+
+
+def test_it_is_sent_when_the_minutes_are_over_and_by_rank_0_alone(stand_in, tmp_path):
+    put(tmp_path / "x", "step_00000000.parquet")
+    later, now = HubSamples("ann/said"), HubSamples("ann/said", minutes=1e-9)
+    later.on_train_batch_end(trainer(tmp_path / "x"), *BATCH)
+    now.on_train_batch_end(trainer(tmp_path / "x", is_global_zero=False), *BATCH)
+    HubSamples().teardown(trainer(tmp_path / "x"), None, "fit")  # pyright: ignore
+    assert not stand_in.made
+    now.on_train_batch_end(trainer(tmp_path / "x"), *BATCH)
+    assert held(stand_in) == {"README.md", "x/step_00000000.parquet"}
+    assert stand_in.files["ann/said"]["README.md"].decode() == CARD
+    told = yaml.safe_load(CARD.split("---")[1])["configs"]
+    assert [each["config_name"] for each in told] == ["rollouts", "tokens", "validations"]
+
+
+@pytest.mark.all
+def test_a_run_whose_hub_refuses_it_ends_well_and_its_next_part_sends_all(stand_in, train, tmp_path, monkeypatch):
+    words = [*SMALL, "callbacks.hub_samples.repo=ann/said", "callbacks.hub_samples.private=false"]
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+    with pytest.warns(UserWarning, match="HubSamples failed in sending samples to ann/said") as warned:
+        assert train(*words, "trainer.max_steps=1", f"run_dir={tmp_path / 'run'}") == 0
+    assert len([each for each in warned if "HubSamples" in str(each.message)]) == 1 and not stand_in.files
+    assert re.search("HubSamples, [0-9]+ calls failed", (tmp_path / "run" / "summary.json").read_text())
+
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+    assert train(*words, "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}", "ckpt_path=last") == 0
+    sent = {path.removeprefix("run/"): content for path, content in stand_in.files["ann/said"].items()}
+    del sent["README.md"]
+    assert sent == {path.name: path.read_bytes() for path in (tmp_path / "run" / "samples").iterdir()}
+    assert any(name.startswith("val_00000002") for name in sent), "the validation behind the training too"
+    assert "private" not in (
+        stand_in.made[-1].get("visibility"),
+        *(k for k, v in stand_in.made[-1].items() if v is True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"minutes": 0}, r"callbacks\.hub_samples\.minutes=0"), ({"repo": "a/b/c"}, r"repo='a/b/c' .*Write user/name")],
+)
+def test_what_cannot_be_sent_to_is_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        HubSamples(**settings)
