@@ -283,8 +283,9 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
         run_dir.write_config(yaml.safe_dump(redact(tree), sort_keys=False))
     options = {name: tree[name] for name in ("reward_test", "plan")}
     options["env_check"] = {"settings": tree["env"], **tree["env_check"]}
-    what = _command(run_dir), data_choice.name_of(tree["data"])
-    return Run(module, data, trainer, run_dir, config.ckpt_path, *what, options, lock)
+    command = _command(run_dir)
+    what = command, data_choice.name_of(tree["data"]), options, evaluated.command_over(tree, run_dir, command)
+    return Run(module, data, trainer, run_dir, config.ckpt_path, *what, lock)
 
 
 def _reserved(path: Path) -> tuple[RunDir, list[Path]]:
