@@ -81,7 +81,9 @@ _FLAGS = (
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
     *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
 )
+_SHORT_FLAGS = ("-h", "-c", "-p", "-r", "-m", "-s", "-i", "-cp", "-cn", "-cd")
 """Hydra's."""
+_MAY_BE_REMOVED = ("callbacks", "logger", "debug", "experiment")
 _PLAIN = re.compile(r"[\w./~-]+")
 _ELSEWHERE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 
@@ -98,9 +100,12 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     choices = _choices(words)
     out: list[str] = []
     new: list[str] = []
+    check_spaces(words)
     for word in words:
         key, equals, value = word.partition("=")
-        if word.startswith("--") and key not in _FLAGS:
+        if word.startswith("~"):
+            _check_removed(key[1:], found)
+        if word.startswith("-") and key not in (*_FLAGS, *_SHORT_FLAGS):
             raise ConfigError(_dashed(key))
         if not equals or word.startswith("-"):
             out.append(word)
@@ -121,6 +126,33 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
             _check(key, value, found, choices)
         out += read
     return out, new
+
+
+def check_spaces(words: Sequence[str]) -> None:
+    """Refuse `key = value`, which a shell makes several words of, and a key or a group alone.
+
+    Raises:
+        ConfigError: says what to type.
+    """
+    for before, word, after in zip(["", *words], words, [*words[1:], ""]):
+        if before.startswith("-") or word.startswith(("-", "~")):
+            continue
+        if word.endswith("=") and after and "=" not in after and not after.startswith("-"):
+            raise ConfigError(f"{word} {after} are two words: write {word}{after}, without a space.")
+        if after.startswith("=") and "=" not in word:
+            rest = after[1:] or next(iter(words[words.index(after) + 1 :]), "...")
+            raise ConfigError(f"{word} {after} are two words: write {word}={rest}, without spaces.")
+        if "=" not in word and (word.partition(".")[0] in {*groups([conf_folder()]), *MEANS, *keys()}):
+            raise ConfigError(f"{word} alone says nothing: write {word}=...")
+
+
+def _check_removed(key: str, found: Mapping[str, Mapping[str, str]]) -> None:
+    """Refuse to take away a group that the algorithm is made of."""
+    if key in found and "/" not in key and key not in _MAY_BE_REMOVED:
+        raise ConfigError(
+            f"~{key} takes the whole group away, and others refer to it. Choose another: {key}=NAME. There are: "
+            f"{', '.join(found[key])}."
+        )
 
 
 def _choices(words: Sequence[str]) -> dict[str, str]:
