@@ -1,4 +1,4 @@
-"""`lit-rl eval` over the folder of a run: the run's own settings, under what was typed."""
+"""`lit-rl eval` and `best-of-n` over the folder of a run: the run's own settings, under what was typed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lit_rl.commands.config_changes import between
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.errors import ConfigError
 
-TASKS = ("eval", "validate", "test", "predict")
+TASKS = ("eval", "validate", "test", "predict", "best_of_n")
 
 PARTS = ("seed", "model", "data", "reward", "env", "judge", "reference", "sampling", "eval", "algo")
 """What is the run's where nothing was typed. What computes and writes is the command's: Trainer, generator, loggers."""
@@ -84,10 +84,19 @@ def with_settings_of_the_run(config: DictConfig) -> tuple[DictConfig, str]:
         for key in typed:
             if key.partition(".")[0] in taken:
                 OmegaConf.update(made, key, OmegaConf.select(config, key), merge=False, force_add=True)
+        if config.task == "best_of_n" and "data" in taken and "data.path" in typed:
+            _take_all_rows(made.data, typed)
     changed = between(_compared(run), _compared(redact(plain(made))))
     said = "; ".join(f"{key} is {ours}, and was {theirs}" for key, theirs, ours in changed)
     how = f"but other than in the run: {said}" if changed else "for model, data, algorithm and reward"
     return made, f"Settings of {path}, {how}." if taken else ""
+
+
+def _take_all_rows(data: DictConfig, typed: list[str]) -> None:
+    """All rows of a typed file are asked, as without a run, unless others were typed."""
+    if not {"data.val_path", "data.val_split"} & {*typed}:
+        whole = data.get("split") is not None
+        data.val_path, data.val_split = (None, data.split) if whole else (data.path, None)
 
 
 def command_over(tree: dict[str, Any], run_dir: RunDir, command: str) -> str:

@@ -86,6 +86,15 @@ def test_a_run_on_own_rows_is_scored_on_them_and_other_words_are_named(command, 
     assert as_told.code == 0 and "for model, data, algorithm and reward" in as_told.out, as_told.err
     result(cwd / "run")
 
+    best = ["best-of-n", *EVAL[1:], "eval.group_size=2", "eval.temperature=1"]
+    own = command(*best)
+    assert own.code == 0 and "2 completions of 8 prompts" in own.out, own.err
+    (rows,) = (cwd / "run").glob("best_of_n_*/best_of_n.jsonl")
+    assert {json.loads(line)["prompt"] for line in rows.read_text().splitlines()} <= {row["prompt"] for row in ROWS}
+    write_jsonl(cwd / "others.jsonl", ROWS[:3])
+    others = command(*best, "data.path=others.jsonl")
+    assert others.code == 0 and "2 completions of 3 prompts" in others.out, others.err
+
     refused(command(EVAL[0], "-m", *EVAL[1:], "eval.limit=2,4"), 2, "takes no sweep (-m)")
 
     _hostile(command, cwd)
@@ -101,7 +110,8 @@ def _hostile(command, cwd: Path) -> None:
     code = {"functions": {"f": {"_target_": "lit_rl.rewards.FunctionFromPath", "path": f"{cwd}/theirs.py:f"}}}
     theirs = {**tree["reward"], **code}
     config.write_text(yaml.safe_dump({**tree, "reward": theirs, "algo": {**tree["algo"], "reward": theirs}}))
-    refused(command(*EVAL), 2, "FunctionFromPath", "trust_run=true")
+    for words in (EVAL, ["best-of-n", *EVAL[1:]]):
+        refused(command(*words), 2, "FunctionFromPath", "trust_run=true")
     config.write_text(yaml.safe_dump({**tree, "algo": {**tree["algo"], "reward": theirs}}))
     refused(command(*EVAL), 2, "algo.reward", "trust_run=true")
     assert not list(cwd.glob("*.canary"))
