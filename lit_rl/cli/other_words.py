@@ -52,30 +52,20 @@ _BATCH = (
     "data.batch_size the rows of a step of methods that learn from a data set; both over all devices "
     "(docs/batch-arithmetic.md)"
 )
-_CHECKPOINTS = "callbacks.checkpoint.every_n_train_steps counts steps; callbacks.checkpoint.every_seconds is time"
 AMBIGUOUS = {
     "batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
-    "gradient_accumulation_steps": "trainer.accumulate_grad_batches cuts a batch, and changes no step "
-    "(docs/batch-arithmetic.md)",
     "loss_type": "a loss is a preset, algo=NAME (docs/from-trl.md), or algo/loss=NAME, algo/preference=[NAME]",
     "bf16": "trainer.precision=bf16-true or bf16-mixed",
     "fp16": "trainer.precision=16-mixed, on a GPU",
-    "use_vllm": "generator=vllm, or generator=vllm_server",
-    "report_to": "logger=[tensorboard,wandb]",
     "wandb": "logger=[tensorboard,wandb]",
     "kl_coef": "algo.beta, the KL in the loss, or algo.reward_beta, the KL in the reward",
-    "push_to_hub": "lit-rl export run_dir=... export.push_to_hub=user/name, after the run",
-    "save_steps": _CHECKPOINTS,
-    "eval_steps": "trainer.val_check_interval counts slots of the loop (docs/batch-arithmetic.md)",
-    "logging_steps": "trainer.log_every_n_steps",
-    "epsilon": "algo.loss.clip_low and algo.loss.clip_high",
-    "epsilon_high": "algo.loss.clip_high",
     "max_prompt_length": "data.max_prompt_tokens; longer prompts are left out, not cut (data.overlong)",
     "reward_funcs": "reward=NAME, or reward=./mine.py:score",
     "dataset": "data=NAME (lit-rl list data), or data.path=FILE",
 }
-"""Names of TRL and others that are more than one key here, or another unit, with what to type."""
+"""Names of TRL and others that are more than one key here, or another unit, with what to type: those of which the table
+of `other_names.yaml`, which answers every other name of TRL, has no row or says less."""
 
 _FLAGS = (
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
