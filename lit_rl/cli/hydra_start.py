@@ -144,6 +144,8 @@ def _check(config: DictConfig) -> None:
     choices.check(config)
     if isinstance(config.seed, int):  # here, because data and algorithm take it by names of their own
         seed_in_range("seed", config.seed)
+    elif isinstance(config.seed, str):
+        raise ConfigError(f"seed={config.seed!r} is no whole number, such as seed=1.")
 
 
 @contextlib.contextmanager

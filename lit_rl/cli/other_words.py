@@ -182,6 +182,9 @@ def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices
     """Refuse what needs no look at the config: a choice that its group lacks, and a key that no choice has."""
     if key in found and _PLAIN.fullmatch(value) and value != "null" and value not in found[key]:
         raise ConfigError(no_choice(key, value, list(found[key])))
+    for word in value[1:-1].split(",") if key in found and re.fullmatch(r"\[[\w,. -]+\]", value) else ():
+        if word.strip() not in found[key]:
+            raise ConfigError(no_choice(key, word.strip(), list(found[key])))
     head, dot, rest = key.partition(".")
     tops = {group for group in found if "/" not in group}
     known = {*tops, *keys()} - {"hydra"}

@@ -27,6 +27,7 @@ REFUSED = {
     "trainer.max_steps=few": (2, "trainer.max_steps: Value 'few'"),
     "algo.loss=cispo": (2, "write algo/loss=cispo"),
     "seed=-1": (2, "seed=-1 is out of range"),
+    "seed=abc": (2, "seed='abc' is no whole number"),
     "data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder. Did you mean 'nine.jsonl'?"),
     "data=jsonl data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder."),
     "reward=./nowhere.py:score": (2, "reward.fn: there is no file"),

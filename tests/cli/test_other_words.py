@@ -62,6 +62,8 @@ def test_beta_of_rloo_is_another_one():
         ("algo=GRPO", "algo=GRPO is not a choice. Did you mean 'grpo'?"),
         ("algo=what", "algo=what is not a choice. algo has: alphapo, "),
         ("algo/loss=cipso", "Did you mean 'cispo'"),
+        ("logger=[tensorboard,wandbb]", "logger=wandbb is not a choice. Did you mean 'wandb'?"),
+        ("algo/preference=[sigmoidd]", "algo/preference=sigmoidd is not a choice. Did you mean 'sigmoid'?"),
         ("trianer.max_steps=3", "trianer.max_steps is not a key. Did you mean 'trainer'"),
         ("modle=tiny", "modle is not a key. Did you mean 'model'"),
         ("algo.group_siez=4", "algo.group_siez is not a key. Did you mean 'group_size'"),
@@ -145,7 +147,8 @@ def test_what_is_no_setting_says_how_one_is_written(words, told):
 
 
 def test_words_that_end_in_nothing_or_follow_an_option_are_left_alone():
-    for words in (["run_dir=", "seed=1"], ["--config-dir", "data", "seed=1"], ["~logger", "~callbacks.samples"]):
+    removed = ["~logger", "~callbacks.samples", "logger=[csv, wandb]"]
+    for words in (["run_dir=", "seed=1"], ["--config-dir", "data", "seed=1"], removed):
         assert translated(words) == (words, [])
 
 
