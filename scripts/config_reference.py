@@ -1,5 +1,6 @@
 """Write docs/configuration/, a page for each group, and the tables of docs/configuration.md, from the YAML files of
-`conf/` and the docstrings of the classes; and lit_rl/cli/schema_keys.yaml, what each schema has.
+`conf/` and the docstrings of the classes; and lit_rl/cli/schema_keys.yaml, what each schema has
+and what constructors allow.
 
     python scripts/config_reference.py
 
@@ -18,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from lit_rl.cli import key_names, listing, schemas, stored_schemas
+from lit_rl.cli import key_names, listing, range_calls, schemas, stored_schemas
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -305,9 +306,10 @@ def document() -> str:
 def schema_keys() -> str:
     """lit_rl/cli/schema_keys.yaml as it should be."""
     lines = [
-        "# The keys of every schema, each with its type and default. `python scripts/config_reference.py` writes this",
-        f"# file: do not edit by hand.\n_versions_: {in_a_line(stored_schemas.versions())}",
+        "# The keys of every schema, each with its type and default; and what constructors allow. Do not edit by hand:",
+        f"# `python scripts/config_reference.py` writes this file.\n_versions_: {in_a_line(stored_schemas.versions())}",
     ]
+    lines += ["_allowed_:", *(f"  {path}: {in_a_line(found)}" for path, found in range_calls.every().items())]
     lines += [f"{name}: {in_a_line(stored_schemas.stored(node))}" for name, node in sorted(schemas.every().items())]
     return "\n".join(lines) + "\n"
 

@@ -62,8 +62,8 @@ def run(arguments: list[str]) -> int:
 
     if command in LIGHT:
         return reported(lambda: _light(command, rest, commands))
-    if rest and not rest[0].startswith("-") and "=" not in rest[0] and not rest[0].startswith("~"):
-        return reported(lambda: usage(rest[0], commands))
+    if rest and not rest[0].startswith(("-", "~")) and "=" not in rest[0]:
+        return reported(lambda: usage(rest, () if command else commands))
     return reported(lambda: _hydra(command, rest))
 
 

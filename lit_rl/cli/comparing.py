@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lit_rl.commands.folder_state import nearest_run
 from lit_rl.errors import ConfigError
 
 
@@ -23,7 +24,9 @@ def run(words: Sequence[str]) -> int:
     first, second = (Path(word).expanduser() for word in words)
     for folder in (first, second):
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder: give the folders of two runs, such as runs/a runs/b.")
+            raise ConfigError(
+                f"{folder} is no folder: give the folders of two runs, such as runs/a runs/b.{nearest_run(folder)}"
+            )
     if "torch" not in sys.modules:
         sys.stderr.write("lit-rl compare: loading torch, lightning and transformers ...\n")
         sys.stderr.flush()

@@ -1,4 +1,5 @@
-"""What names a file or a folder that is not there is refused before torch is loaded, in the words of who needs it."""
+"""What is out of range, or names a file that is not there, is refused before torch is loaded, in the words of who needs
+it."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lit_rl.cli import allowed
 from lit_rl.cli.whereabouts import folder_of, is_launched, is_sweep, writes_nothing
 from lit_rl.commands import folder_state
 from lit_rl.data.sources import local_path
@@ -17,16 +19,21 @@ from lit_rl.named import check_function, local_model
 
 TELL_THE_DATA = {"data", "algo", "experiment", "data.prompt_key"}
 """Keys with which the columns of a file choose nothing, or not before Hydra composes."""
-_OF_A_RUN = ("report",)
+_OF_A_RUN = ("report", "transcripts")
 """Tasks that need a folder with a run in it, and nothing else."""
+_OF_ITS_CONFIG = ("replay", "export", "chat")
+"""Tasks that need a run's settings."""
 _OF_ROWS = ("fit", "eval", "validate", "test", "predict", "plan", "reward_test", "data_check", "env_check", "best_of_n")
 """Tasks that read data."""
+_OF_A_TRAINER = ("fit", "eval", "validate", "test", "predict", "plan", "reward_test", "env_check", "best_of_n")
+"""Tasks that build all that the config says."""
 _OF_A_MODEL = ("fit", "eval", "validate", "test", "predict", "plan", "best_of_n", "doctor")
 """Tasks that load the policy of the config."""
 
 
 def check(config: DictConfig) -> None:
-    """Refuse files and folders that are missing, in every process alike: none may wait for one that has left.
+    """Refuse numbers out of range, and files and folders that are missing, in every process alike: none may wait for
+    one that has left.
 
     What rank 0 alone decides, the folder and the checkpoint of the run, is looked at where it is alone so far.
 
@@ -36,8 +43,9 @@ def check(config: DictConfig) -> None:
     Raises:
         LitRLError: as whoever reads it would raise it.
     """
-    if config.task in _OF_A_RUN and config.run_dir:
-        folder_state.check_is_folder(Path(str(config.run_dir)).expanduser())
+    allowed.check(config, whole=config.task in _OF_A_TRAINER)
+    if config.run_dir:
+        _check_run(config, Path(str(config.run_dir)).expanduser())
     if config.task in _OF_ROWS:
         if str(_at(config, "data._target_")).startswith("lit_rl.data.") and _at(config, "data.task") is None:
             check_data(_texts(_at(config, "data.path")))
@@ -47,11 +55,27 @@ def check(config: DictConfig) -> None:
     if config.task in _OF_A_MODEL:
         for name in _texts(_at(config, "model.name")):
             local_model("model.name", name)
-    if is_launched():
-        return
+    if not is_launched():
+        _check_start(config)
+
+
+def _check_run(config: DictConfig, folder: Path) -> None:
+    """Refuse what is no folder of a run, where one is read. A model that was exported can be talked to without more."""
+    if config.task in _OF_A_RUN:
+        folder_state.check_is_folder(folder)
+    if config.task in _OF_ITS_CONFIG and not (config.task == "chat" and (folder / "hf").is_dir()):
+        folder_state.check_has_config(folder)
+
+
+def _check_start(config: DictConfig) -> None:
+    """Refuse a checkpoint that is not there, and a folder that a new run cannot have."""
     if config.task in _OF_ROWS and config.ckpt_path not in (None, "last"):
         check_checkpoint(str(config.ckpt_path))
-    if config.task == "fit" and config.run_dir and not is_sweep():
+    if is_sweep():
+        return
+    if config.task in _OF_ROWS and config.task not in ("fit", "data_check") and config.ckpt_path == "last":
+        folder_state.check_has_checkpoint(folder_of(config))
+    if config.task == "fit" and config.run_dir:
         _check_folder(config)
 
 

@@ -1,8 +1,9 @@
-"""`lit-rl eval` over the folder of a run: the run's own settings, under what was typed."""
+"""`lit-rl eval` and `best-of-n` over the folder of a run: the run's own settings, under what was typed."""
 
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,26 @@ from lit_rl.commands.config_changes import between
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.errors import ConfigError
 
-TASKS = ("eval", "validate", "test", "predict")
+TASKS = ("eval", "validate", "test", "predict", "best_of_n")
 
 PARTS = ("seed", "model", "data", "reward", "env", "judge", "reference", "sampling", "eval", "algo")
 """What is the run's where nothing was typed. What computes and writes is the command's: Trainer, generator, loggers."""
 
 _OF_THE_COMMAND = ("generator", "optimizer", "scheduler")
 """Parts of `algo` that are no settings of an evaluation."""
+
+_NOT_OF_THE_RUN = ("generator", "trainer.", "strategy", "logger", "allow_targets=", "hydra.searchpath=")
+"""How words begin that say what the command itself computes with: they are typed again for an evaluation."""
+
+_OF_TRAINING = (
+    *(f"trainer.{name}=" for name in ("max_steps", "max_epochs", "max_time", "val_check_interval")),
+    *("trainer.accumulate_grad_batches=", "trainer.gradient_clip_val=", "trainer.log_every_n_steps="),
+    *("optimizer=", "optimizer.", "scheduler=", "scheduler."),
+)
+"""How words begin that no evaluation reads."""
+
+_FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+"""Options of Hydra's that bring groups of the user's; the next word is theirs."""
 
 _NAMED = ("model", "data", "reward", "env", "judge", "reference", "sampling", "algo")
 """What changes a number's meaning, where it is not as the run had it."""
@@ -70,10 +84,39 @@ def with_settings_of_the_run(config: DictConfig) -> tuple[DictConfig, str]:
         for key in typed:
             if key.partition(".")[0] in taken:
                 OmegaConf.update(made, key, OmegaConf.select(config, key), merge=False, force_add=True)
+        if config.task == "best_of_n" and "data" in taken and "data.path" in typed:
+            _take_all_rows(made.data, typed)
     changed = between(_compared(run), _compared(redact(plain(made))))
     said = "; ".join(f"{key} is {ours}, and was {theirs}" for key, theirs, ours in changed)
     how = f"but other than in the run: {said}" if changed else "for model, data, algorithm and reward"
     return made, f"Settings of {path}, {how}." if taken else ""
+
+
+def _take_all_rows(data: DictConfig, typed: list[str]) -> None:
+    """All rows of a typed file are asked, as without a run, unless others were typed."""
+    if not {"data.val_path", "data.val_split"} & {*typed}:
+        whole = data.get("split") is not None
+        data.val_path, data.val_split = (None, data.split) if whole else (data.path, None)
+
+
+def command_over(tree: dict[str, Any], run_dir: RunDir, command: str) -> str:
+    """What evaluates the run that this config makes: short, since the command reads the run's own settings.
+
+    Args:
+        tree: The run's config, in plain values.
+        run_dir: Where it writes.
+        command: What the user typed. Repeated whole where an experiment was chosen, or where the run has a secret,
+            which is written down nowhere.
+    """
+    words, parts = shlex.split(command), {part: tree[part] for part in PARTS if part in tree}
+    redacted = redact(parts)
+    if any(word.startswith("experiment=") for word in words) or "<redacted>" in "".join(_texts(redacted)):
+        kept = [word for word in words if not word.startswith(_OF_TRAINING)]
+        return shlex.join([*kept, "task=eval", "ckpt_path=last"])
+    trust = ["trust_run=true"] if run_trust.code_in(parts, tree["allow_targets"]) else []
+    own = [word for word in words if word.startswith(_NOT_OF_THE_RUN) and not word.startswith(_OF_TRAINING)]
+    options = [word for at, word in enumerate(words) if {word, words[at - 1]} & {*_FOLDERS}]
+    return shlex.join(["lit-rl", "eval", *options, f"run_dir={run_dir.path}", "ckpt_path=last", *trust, *own])
 
 
 def _linked(run: dict[str, Any]) -> dict[str, Any]:

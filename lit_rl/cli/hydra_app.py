@@ -47,7 +47,7 @@ from lit_rl.cli.whereabouts import (
     is_sweep,
     writes_nothing,
 )
-from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, run_report, train
+from lit_rl.commands import best_of_n, env_check, evaluate, folder_state, plan, reward_test, run_report, train
 from lit_rl.commands.carried_files import carry, say_finished, take_over
 from lit_rl.commands.other_ranks import (
     OtherRankFailed,
@@ -98,8 +98,8 @@ def run(config: DictConfig) -> int:
     if evaluated.is_over_a_run(config.task, config.run_dir):
         if is_sweep():
             raise ConfigError(
-                f"lit-rl {config.task} over the run of {config.run_dir} takes no sweep (-m): start it once for each "
-                "setting. Each start writes a folder of its own there."
+                f"lit-rl {config.task.replace('_', '-')} over the run of {config.run_dir} takes no sweep (-m): start "
+                "it once for each setting. Each start writes a folder of its own there."
             )
         config, note = evaluated.with_settings_of_the_run(config)
     else:
@@ -283,8 +283,9 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
         run_dir.write_config(yaml.safe_dump(redact(tree), sort_keys=False))
     options = {name: tree[name] for name in ("reward_test", "plan")}
     options["env_check"] = {"settings": tree["env"], **tree["env_check"]}
-    what = _command(run_dir), data_choice.name_of(tree["data"])
-    return Run(module, data, trainer, run_dir, config.ckpt_path, *what, options, lock)
+    command = _command(run_dir)
+    what = command, data_choice.name_of(tree["data"]), options, evaluated.command_over(tree, run_dir, command)
+    return Run(module, data, trainer, run_dir, config.ckpt_path, *what, lock)
 
 
 def _reserved(path: Path) -> tuple[RunDir, list[Path]]:
@@ -314,10 +315,7 @@ def _checkpoint(config: DictConfig, run_dir: RunDir) -> str | None:
             "what this run has recorded."
         )
     if last is None and config.task != "fit":
-        raise StorageError(
-            f"ckpt_path=last: there is no whole checkpoint in {run_dir.checkpoints}. Set run_dir to the run that is "
-            "meant, or ckpt_path to a file."
-        )
+        raise folder_state.no_checkpoint(run_dir.path)
     if is_main():
         if last is None:
             sys.stdout.write(f"No checkpoint in {run_dir.checkpoints}: starting anew.\n")

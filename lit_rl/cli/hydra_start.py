@@ -23,7 +23,7 @@ TASKS = (
     "serve", "doctor", "transcripts", "report", "export", "replay",
 )  # fmt: skip
 """What `task=` may be."""
-_READ_A_RUN = ("replay", "chat", "export", "eval", "validate", "test", "predict")
+_READ_A_RUN = ("replay", "chat", "export", "eval", "validate", "test", "predict", "best_of_n")
 """Those that take settings from the folder of a run."""
 _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", TOLD_FOLDER, TOLD_CHECKPOINT)
 
@@ -131,7 +131,8 @@ def _check(config: DictConfig) -> None:
         raise ConfigError("trust_run is taken from the command line only: a file must not vouch for another.")
     if config.trust_run and config.task not in _READ_A_RUN:
         raise ConfigError(
-            "trust_run is a key of lit-rl replay, chat, export and eval: no other command reads a run's config."
+            "trust_run is a key of lit-rl replay, chat, export, eval and best-of-n: no other command reads a run's "
+            "config."
         )
     if config.task == "replay":
         return
@@ -143,6 +144,8 @@ def _check(config: DictConfig) -> None:
     choices.check(config)
     if isinstance(config.seed, int):  # here, because data and algorithm take it by names of their own
         seed_in_range("seed", config.seed)
+    elif isinstance(config.seed, str):
+        raise ConfigError(f"seed={config.seed!r} is no whole number, such as seed=1.")
 
 
 @contextlib.contextmanager

@@ -10,11 +10,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from lit_rl.cli.listing import no_choice
 from lit_rl.cli.other_processes import of_other_processes
-from lit_rl.cli.other_words import meaning
+from lit_rl.cli.other_words import check_spaces, meaning
 from lit_rl.durable import is_full
 from lit_rl.errors import (
     INTERRUPTED,
@@ -28,8 +29,13 @@ from lit_rl.errors import (
 )
 
 
-def usage(word: str, commands: Sequence[str]) -> int:
-    """Refuse a word that is neither a command nor `key=value`."""
+def usage(words: Sequence[str], commands: Sequence[str]) -> int:
+    """Refuse a command line whose first word is neither `key=value` nor one of these commands."""
+    check_spaces(words)
+    word = words[0]
+    if not commands:
+        folder = f" Did you mean run_dir={word}?" if Path(word).is_dir() else ""
+        raise ConfigError(f"{word!r} is no setting: settings are written key=value.{folder}")
     raise ConfigError(
         f"{word!r} is neither a command ({', '.join(commands)}) nor key=value.{did_you_mean(word, commands)}"
     )

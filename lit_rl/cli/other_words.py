@@ -52,36 +52,28 @@ _BATCH = (
     "data.batch_size the rows of a step of methods that learn from a data set; both over all devices "
     "(docs/batch-arithmetic.md)"
 )
-_CHECKPOINTS = "callbacks.checkpoint.every_n_train_steps counts steps; callbacks.checkpoint.every_seconds is time"
 AMBIGUOUS = {
     "batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
-    "gradient_accumulation_steps": "trainer.accumulate_grad_batches cuts a batch, and changes no step "
-    "(docs/batch-arithmetic.md)",
     "loss_type": "a loss is a preset, algo=NAME (docs/from-trl.md), or algo/loss=NAME, algo/preference=[NAME]",
     "bf16": "trainer.precision=bf16-true or bf16-mixed",
     "fp16": "trainer.precision=16-mixed, on a GPU",
-    "use_vllm": "generator=vllm, or generator=vllm_server",
-    "report_to": "logger=[tensorboard,wandb]",
     "wandb": "logger=[tensorboard,wandb]",
     "kl_coef": "algo.beta, the KL in the loss, or algo.reward_beta, the KL in the reward",
-    "push_to_hub": "lit-rl export run_dir=... export.push_to_hub=user/name, after the run",
-    "save_steps": _CHECKPOINTS,
-    "eval_steps": "trainer.val_check_interval counts slots of the loop (docs/batch-arithmetic.md)",
-    "logging_steps": "trainer.log_every_n_steps",
-    "epsilon": "algo.loss.clip_low and algo.loss.clip_high",
-    "epsilon_high": "algo.loss.clip_high",
     "max_prompt_length": "data.max_prompt_tokens; longer prompts are left out, not cut (data.overlong)",
     "reward_funcs": "reward=NAME, or reward=./mine.py:score",
     "dataset": "data=NAME (lit-rl list data), or data.path=FILE",
 }
-"""Names of TRL and others that are more than one key here, or another unit, with what to type."""
+"""Names of TRL and others that are more than one key here, or another unit, with what to type: those of which the table
+of `other_names.yaml`, which answers every other name of TRL, has no row or says less."""
 
 _FLAGS = (
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
     *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
 )
+_SHORT_FLAGS = ("-h", "-c", "-p", "-r", "-m", "-s", "-i", "-cp", "-cn", "-cd")
 """Hydra's."""
+_MAY_BE_REMOVED = ("callbacks", "logger", "debug", "experiment")
 _PLAIN = re.compile(r"[\w./~-]+")
 _ELSEWHERE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 
@@ -98,9 +90,12 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     choices = _choices(words)
     out: list[str] = []
     new: list[str] = []
+    check_spaces(words)
     for word in words:
         key, equals, value = word.partition("=")
-        if word.startswith("--") and key not in _FLAGS:
+        if word.startswith("~"):
+            _check_removed(key[1:], found)
+        if word.startswith("-") and key not in (*_FLAGS, *_SHORT_FLAGS):
             raise ConfigError(_dashed(key))
         if not equals or word.startswith("-"):
             out.append(word)
@@ -121,6 +116,33 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
             _check(key, value, found, choices)
         out += read
     return out, new
+
+
+def check_spaces(words: Sequence[str]) -> None:
+    """Refuse `key = value`, which a shell makes several words of, and a key or a group alone.
+
+    Raises:
+        ConfigError: says what to type.
+    """
+    for before, word, after in zip(["", *words], words, [*words[1:], ""]):
+        if before.startswith("-") or word.startswith(("-", "~")):
+            continue
+        if word.endswith("=") and after and "=" not in after and not after.startswith("-"):
+            raise ConfigError(f"{word} {after} are two words: write {word}{after}, without a space.")
+        if after.startswith("=") and "=" not in word:
+            rest = after[1:] or next(iter(words[words.index(after) + 1 :]), "...")
+            raise ConfigError(f"{word} {after} are two words: write {word}={rest}, without spaces.")
+        if "=" not in word and (word.partition(".")[0] in {*groups([conf_folder()]), *MEANS, *keys()}):
+            raise ConfigError(f"{word} alone says nothing: write {word}=...")
+
+
+def _check_removed(key: str, found: Mapping[str, Mapping[str, str]]) -> None:
+    """Refuse to take away a group that the algorithm is made of."""
+    if key in found and "/" not in key and key not in _MAY_BE_REMOVED:
+        raise ConfigError(
+            f"~{key} takes the whole group away, and others refer to it. Choose another: {key}=NAME. There are: "
+            f"{', '.join(found[key])}."
+        )
 
 
 def _choices(words: Sequence[str]) -> dict[str, str]:
@@ -160,6 +182,9 @@ def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices
     """Refuse what needs no look at the config: a choice that its group lacks, and a key that no choice has."""
     if key in found and _PLAIN.fullmatch(value) and value != "null" and value not in found[key]:
         raise ConfigError(no_choice(key, value, list(found[key])))
+    for word in value[1:-1].split(",") if key in found and re.fullmatch(r"\[[\w,. -]+\]", value) else ():
+        if word.strip() not in found[key]:
+            raise ConfigError(no_choice(key, word.strip(), list(found[key])))
     head, dot, rest = key.partition(".")
     tops = {group for group in found if "/" not in group}
     known = {*tops, *keys()} - {"hydra"}

@@ -22,6 +22,7 @@ from lit_rl.callbacks.rollouts import SavedRollout, saved_rollouts
 from lit_rl.cli import run_trust
 from lit_rl.cli.build import build, plain
 from lit_rl.cli.precision import AUTO, automatic_on
+from lit_rl.commands import folder_state
 from lit_rl.commands.replay import Replay, replay
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.data.datamodule import RolloutDataModule
@@ -134,10 +135,11 @@ def _preset(name: str, run: dict[str, Any], allow: list[str]) -> dict[str, Any]:
 
 def config_of(run_dir: RunDir) -> dict[str, Any]:
     path = run_dir.path / "config.yaml"
+    folder_state.check_has_config(run_dir.path)
     try:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"run_dir={run_dir.path} holds no config.yaml: give the folder of a run.") from error
+        raise StorageError(f"{path} cannot be read: {error.strerror}.") from error
     except yaml.YAMLError as error:
         raise StorageError(f"{path} is damaged: {error}.") from error
     if not isinstance(tree, dict) or not {"algo", "sampling", "trainer"} <= tree.keys():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from omegaconf import DictConfig
@@ -44,17 +44,26 @@ def check(parts: dict[str, Any], config: DictConfig) -> None:
     Raises:
         ConfigError: names the key, and how to trust the run.
     """
-    allowed = (*ALLOWED, *(f"{name}." for name in config.allow_targets))
-    found = {key: check_target(key, target, allowed) for key, target in targets(parts)}
+    found = code_in(parts, config.allow_targets)
     if config.trust_run:
         return
-    named = ((key, made) for key, made in found.items() if f"{made}.".startswith(_NAMES_CODE))
-    code = [(key, made) for key, made in named if not f"{made}.".startswith(_BUILTIN)]
-    for key, what in (*code, *_remote_code(parts)):
+    for key, what in found:
         raise ConfigError(
             f"{key}={what} of the run's config.yaml runs code, or asks a server or a model, that the run's author "
             "chose. Where you trust the run, say trust_run=true."
         )
+
+
+def code_in(parts: dict[str, Any], allow_targets: Iterable[str]) -> list[tuple[str, Any]]:
+    """Keys, and their values, with which a run's author has chosen code that runs.
+
+    Raises:
+        ConfigError: a part may not be built at all.
+    """
+    allowed = (*ALLOWED, *(f"{name}." for name in allow_targets))
+    found = {key: check_target(key, target, allowed) for key, target in targets(parts)}
+    named = ((key, made) for key, made in found.items() if f"{made}.".startswith(_NAMES_CODE))
+    return [*((key, made) for key, made in named if not f"{made}.".startswith(_BUILTIN)), *_remote_code(parts)]
 
 
 def _remote_code(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:

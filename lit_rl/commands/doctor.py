@@ -88,6 +88,7 @@ def _examine(job: Doctor, policy: Any) -> Findings:
     if isinstance(generator, EngineGenerator):
         generator.probe = "every_sync"  # a run may leave it out; this is what it is looked at for
     generator.prepare(job.model)
+    exact = generator.exact
     prompts = _prompts(job)
     first = _sync(job, policy, 0)
     before = time.perf_counter()
@@ -95,17 +96,20 @@ def _examine(job: Doctor, policy: Any) -> Findings:
     seconds = time.perf_counter() - before
     sides = _sides(job, policy)
     compared = {name: _compare(job, policy, completions, scope) for name, scope in _trainers(job, policy).items()}
-    if not job.sampling.unscored:
+    unscored = _unscored(job)
+    if not unscored:
         _judge(job, compared[sides.trainer], sides, 0)
     moved = _move(job, policy, completions)
     second = _sync(job, policy, 1)
+    own = _leave_out_its_own(generator)
     after = _compare(job, policy, _generate(job, prompts, scored(job.sampling)), job.fabric.autocast)
-    _judge(job, after, sides, 1)
+    if not own:
+        _judge(job, after, sides, 1)
     return Findings(
         sides=sides,
-        exact=generator.exact,
+        exact=exact,
         engine=isinstance(generator, EngineGenerator),
-        sampling=job.sampling,
+        unscored=unscored,
         compared=compared,
         moved=moved,
         after=after,
@@ -115,6 +119,26 @@ def _examine(job: Doctor, policy: Any) -> Findings:
         policy=policy,
         device=job.fabric.device,
     )
+
+
+def _unscored(job: Doctor) -> tuple[str, ...]:
+    """Keys in force by which the generator draws and the training does not score."""
+    own = (f"generator.generation_kwargs.{name}" for name in job.generator.reshaped_by)
+    return *(f"sampling.{name}" for name in job.sampling.unscored), *own
+
+
+def _leave_out_its_own(generator: Generator) -> tuple[str, ...]:
+    """Have it draw without the settings of its own that the training does not score by.
+
+    Returns:
+        Those that cannot be left out, of a user's generator that holds them elsewhere.
+    """
+    kwargs: dict[str, Any] | None = getattr(generator, "generation_kwargs", None)
+    if kwargs is None:
+        return generator.reshaped_by
+    for name in generator.reshaped_by:
+        kwargs.pop(name, None)
+    return ()
 
 
 def _prompts(job: Doctor) -> Prompts:

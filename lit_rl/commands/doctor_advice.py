@@ -89,7 +89,8 @@ class Findings:
     exact: bool
     engine: bool
     """Whether the generator has an engine with weights of its own."""
-    sampling: Sampling
+    unscored: tuple[str, ...]
+    """Keys in force by which the generator draws and the training does not score."""
     compared: dict[str, Compared]
     """By the type in which the trainer computes, its own first."""
     moved: float
@@ -109,10 +110,10 @@ def scored(sampling: Sampling) -> Sampling:
 
 def advice(found: Findings) -> Iterator[str]:
     """Settings, each with the measured number that leads to it."""
-    if names := found.sampling.unscored:
+    if found.unscored:
         weighed = "validation alone may use it" if found.exact else "algo/correction weighs for it"
         yield (
-            f"The generator draws by sampling.{', sampling.'.join(names)} and the training does not score by it, so "
+            f"The generator draws by {', '.join(found.unscored)} and the training does not score by it, so "
             f"the difference is not the engine's alone; {weighed}. Completions after the move were drawn without."
         )
     if found.engine:
@@ -143,7 +144,7 @@ def _dtype(found: Findings) -> str:
 def _correction(found: Findings) -> str:
     own = found.compared[found.sides.trainer]
     if found.exact:
-        own = found.after if found.sampling.unscored else own
+        own = found.after if found.unscored else own
         return (
             f"algo/correction=none (what auto takes): drawn by the policy itself, mean difference {own.mean:.2g} nats."
         )

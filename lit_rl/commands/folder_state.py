@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.errors import ConfigError, StorageError, nearest
 
 _CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
 
@@ -29,10 +29,47 @@ def check_is_folder(folder: Path) -> None:
     """Refuse what is no folder, where a run has to be.
 
     Raises:
-        ConfigError: names it.
+        ConfigError: names it, and the nearest run that stands beside it.
     """
     if not folder.is_dir():
-        raise ConfigError(f"run_dir={folder} is no folder: give the folder of a run, such as runs/...")
+        raise ConfigError(
+            f"run_dir={folder} is no folder: give the folder of a run, such as runs/...{nearest_run(folder)}"
+        )
+
+
+def check_has_config(folder: Path) -> None:
+    """Refuse what has no config.yaml, where a run's settings are read.
+
+    Raises:
+        ConfigError: names it, and the nearest run that stands beside it.
+    """
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"run_dir={folder} holds no config.yaml: give the folder of a run.{nearest_run(folder)}")
+
+
+def check_has_checkpoint(folder: Path) -> None:
+    """Refuse what has no checkpoint at all, where the newest one is asked for.
+
+    Raises:
+        StorageError: names the folder that is empty, and the nearest run that stands beside it.
+    """
+    if not any((folder / "checkpoints").glob("*.ckpt")):
+        raise no_checkpoint(folder)
+
+
+def no_checkpoint(folder: Path) -> StorageError:
+    """What is said where a command reads the newest checkpoint of a run, and there is no whole one."""
+    return StorageError(
+        f"ckpt_path=last: there is no whole checkpoint in {folder / 'checkpoints'}. Set run_dir to the run that is "
+        f"meant, or ckpt_path to a file.{nearest_run(folder)}"
+    )
+
+
+def nearest_run(folder: Path) -> str:
+    """``" Did you mean 'runs/x'?"``, of the runs in the same folder; empty where none is near, or it is one itself."""
+    runs = {file.parent.name for file in folder.parent.glob("*/config.yaml")}
+    near = None if folder.name in runs else nearest(folder.name, runs)
+    return "" if near is None else f" Did you mean {str(folder.with_name(near))!r}?"
 
 
 def held(folder: Path, state: str) -> ConfigError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +20,6 @@ from lit_rl.rollout import PromptForm
 
 PHASES = ("generate", "reward", "update")
 """Of a rollout; a run that learns from a data set has updates only."""
-
-_OF_TRAINING = (
-    *(f"trainer.{name}=" for name in ("max_steps", "max_epochs", "max_time", "val_check_interval")),
-    *("trainer.accumulate_grad_batches=", "trainer.gradient_clip_val=", "trainer.log_every_n_steps="),
-    *("optimizer=", "optimizer.", "scheduler=", "scheduler."),
-)
-"""How words of a command begin that no evaluation reads."""
 
 MEASURED = tuple(f"{name}{end}" for name in ("reward", "win_rate") for end in ("", "_low", "_high"))
 """What the closing table shows of a validation: names behind the set's."""
@@ -127,7 +119,7 @@ def _interval(numbers: dict[str, float] | None, measure: str) -> str:
 
 def closing_lines(
     run_dir: Path,
-    command: str,
+    evaluation: str,
     export: str | None,
     logged: bool,
     loaded_by: str = "AutoModelForCausalLM",
@@ -136,6 +128,8 @@ def closing_lines(
     """Where everything is, and the commands to go on with.
 
     Args:
+        run_dir: The run's folder.
+        evaluation: The command that evaluates the run.
         loaded_by: transformers' class for the export.
         prompts: What the run learned to answer.
     """
@@ -155,14 +149,8 @@ def closing_lines(
         how = {"text": "  (each line is a prompt, as in training)", "messages": "  (a conversation)", None: ""}[prompts]
         lines.append(f"talk to it    lit-rl chat run_dir={_quoted(run_dir)}{how}")
     sampled = " eval.group_size=8 eval.temperature=1" if writes else ""
-    lines.append(f"evaluate it   {_of_evaluation(command)} task=eval ckpt_path=last{sampled}")
+    lines.append(f"evaluate it   {evaluation}{sampled}")
     return lines
-
-
-def _of_evaluation(command: str) -> str:
-    """The command without what only a training reads: how long it is, and how it steps."""
-    words = shlex.split(command)
-    return shlex.join(word for word in words if not word.startswith(_OF_TRAINING))
 
 
 def _quoted(path: Path) -> str:

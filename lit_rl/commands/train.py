@@ -48,6 +48,8 @@ class Run:
     dataset: str
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of single commands, by the command's name."""
+    evaluation: str = ""
+    """The command that evaluates the run once it has ended."""
     lock: RunLock | None = None
     """What keeps other runs out of the folder. None: nothing is written, or another rank holds it."""
 
@@ -142,7 +144,7 @@ def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -
         logged = any(isinstance(logger, TensorBoardLogger) for logger in run.trainer.loggers)
         prompts = summary.get("prompts")
         for line in report.closing_lines(
-            run.run_dir.path, run.command, summary["export"], logged, run.module.loaded_by, prompts
+            run.run_dir.path, run.evaluation, summary["export"], logged, run.module.loaded_by, prompts
         ):
             Console().print(line, soft_wrap=True, markup=False, highlight=False)
 

@@ -51,7 +51,8 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("type-seed", ["seed=x"], 2, ["seed", "'x'", "Integer"]),
     ("type-group", ["data=[addition,jsonl]"], 2, ["data"]),
     # group size
-    *[(f"group_size{n}", [f"algo.group_size={n}"], 2, [f"algo.group_size={n}", "2 or more"]) for n in (1, 0, -1)],
+    ("group_size1", ["algo.group_size=1"], 2, ["algo.group_size=1", "2 or more"]),
+    *[(f"group_size{n}", [f"algo.group_size={n}"], 2, [f"algo.group_size={n}", "[1, inf]"]) for n in (0, -1)],
     ("group_size-rloo", ["algo=rloo", "algo.group_size=1"], 2, ["algo.group_size=1", "RLOO", "2 or more"]),
     ("group_size-eval", ["eval.group_size=0"], 2, ["eval.group_size=0"]),
     # numbers that cannot be learnt with
@@ -64,7 +65,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("clip_val", ["trainer.gradient_clip_val=nan"], 2, ["trainer.gradient_clip_val=nan"]),
     ("clip_val-negative", ["trainer.gradient_clip_val=-1"], 2, ["trainer.gradient_clip_val=-1"]),
     ("clip_val-word", ["trainer.gradient_clip_val=abc"], 2, ["gradient_clip_val", "abc"]),
-    ("devices-word", ["trainer.devices=word"], 2, ["trainer: `devices`"]),
+    ("devices-word", ["trainer.devices=word"], 2, ["trainer.devices='word'", "how many (2)"]),
     ("devices-negative", ["trainer.devices=-2"], 2, ["trainer: `devices`"]),
     ("never-saved", ["callbacks.checkpoint.every_n_train_steps=0"], 2, ["every_n_train_steps=0", "[1, inf]"]),
     ("long-name", ["run_dir=" + "x" * 300], 7, ["run_dir='x", "File name too long"]),

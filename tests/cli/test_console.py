@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import shlex
 
 from cli_helpers import QUICK, Command, contents, refused, write_jsonl
 
 from lit_rl.callbacks.progress import _fitting
-from lit_rl.commands.report import closing_lines
 
 RUN = [word for word in QUICK if not word.startswith("trainer.max_steps")]
 
@@ -49,12 +47,3 @@ def test_a_start_that_fails_leaves_no_folder(command: Command, cwd, tmp_path):
     (cwd / "mine" / "notes.txt").write_text("of the user")
     command(f"data.path={rows}", "run_dir=mine")
     assert (cwd / "mine" / "notes.txt").exists()
-
-
-def test_the_line_that_evaluates_holds_what_an_evaluation_reads(tmp_path):
-    words = ["python", "train.py", "model=tiny", "trainer.max_steps=9", "optimizer=adamw_8bit", "optimizer.lr=1e-5"]
-    command = shlex.join([*words, "scheduler.warmup_steps=2", "trainer.devices=2", "data.path=my file.jsonl"])
-    *_, line = closing_lines(tmp_path, f"{command} run_dir={tmp_path}", None, False)
-    kept = ["python", "train.py", "model=tiny", "trainer.devices=2", "data.path=my file.jsonl", f"run_dir={tmp_path}"]
-    typed = ["task=eval", "ckpt_path=last", "eval.group_size=8", "eval.temperature=1"]
-    assert shlex.split(line.removeprefix("evaluate it")) == [*kept, *typed]

@@ -74,6 +74,12 @@ def test_settings_that_training_does_not_score_by_are_named(command: Command):
     ours, _, after = numbers(outcome, "mean |difference|, nats")
     assert ours > 1e-2 > 1e-5 > after
     assert "sampling.logit_bias" in outcome.out
+    outcome = command(*CPU, "generator=hf", "+generator.generation_kwargs.no_repeat_ngram_size=1")
+    assert outcome.code == 0, outcome.err
+    ours, _, after = numbers(outcome, "mean |difference|, nats")
+    assert ours > 1e-2 > 1e-5 > after, "it is drawn without it after the move"
+    words = " ".join(outcome.out.split())
+    assert "draws by generator.generation_kwargs.no_repeat_ngram_size and" in words and "correction weighs" in words
     assert command(*CPU, "sampling.temperature=0").code == 0
 
 

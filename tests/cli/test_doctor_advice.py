@@ -10,7 +10,6 @@ import torch
 
 from lit_rl.commands.doctor_advice import Compared, Findings, Planned, Sides, Update, advice
 from lit_rl.models import LanguageModel
-from lit_rl.rollout import Sampling
 
 NEAR = Compared(32, 640, mean=0.02, max=0.2, k3=1e-3, beyond=0.5, share=0.98, within=1.0)
 
@@ -26,7 +25,7 @@ def advised(policy, trainer: str, engine: str, compared: Compared = NEAR, *, exa
         sides=Sides(trainer, engine, "cpu"),
         exact=exact,
         engine=not exact,
-        sampling=Sampling(),
+        unscored=(),
         compared={trainer: compared},
         moved=0.5,
         after=compared,

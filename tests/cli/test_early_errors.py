@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from lit_rl.cli import early, hydra_app, hydra_start, schemas, stored_schemas
-from lit_rl.errors import ConfigError, DataError
+from lit_rl.cli import allowed, early, hydra_app, hydra_start, key_names, schemas, stored_schemas
+from lit_rl.errors import ConfigError, DataError, LitRLError
 from lit_rl.named import check_function
 from lit_rl.rewards.functions.by_path import load_function
 
@@ -24,6 +27,7 @@ REFUSED = {
     "trainer.max_steps=few": (2, "trainer.max_steps: Value 'few'"),
     "algo.loss=cispo": (2, "write algo/loss=cispo"),
     "seed=-1": (2, "seed=-1 is out of range"),
+    "seed=abc": (2, "seed='abc' is no whole number"),
     "data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder. Did you mean 'nine.jsonl'?"),
     "data=jsonl data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder."),
     "reward=./nowhere.py:score": (2, "reward.fn: there is no file"),
@@ -33,6 +37,14 @@ REFUSED = {
     "run_dir=mine.py": (7, "run_dir=mine.py is a file"),
     "run_dir=finished": (2, "run_dir=finished holds a finished run."),
     "report run_dir=nowhere": (2, "run_dir=nowhere is no folder"),
+    "algo.group_size=0": (2, "algo.group_size=0 is out of range: allowed is [1, inf]."),
+    "sampling.temperature=-1": (2, "sampling.temperature=-1.0 is out of range: allowed is [0, inf)."),
+    "algo.loss.clip_low=2": (2, "algo.loss.clip_low=2.0 is out of range: allowed is (0, 1]."),
+    "trainer.devices=two": (2, "trainer.devices='two' is no number of devices. Allowed is auto, how many (2), or"),
+    "doctor trainer.precision=bf61": (2, "trainer.precision='bf61' is unknown: allowed is auto, 64, 32, 16,"),
+    "transcripts run_dir=finishd": (2, "run_dir=finishd is no folder: give the folder of a run, such as runs/... Did"),
+    "chat run_dir=finishd": (2, "run_dir=finishd holds no config.yaml: give the folder of a run. Did you mean 'finis"),
+    "eval run_dir=finishd ckpt_path=last": (7, "no whole checkpoint in finishd/checkpoints. Set run_dir to the run th"),
 }
 """A command line, with its exit code and what it says."""
 
@@ -74,6 +86,49 @@ def test_what_needs_no_torch_is_refused_without_it(root: Path, tmp_path: Path) -
         assert (ended, words in said) == (code, True), f"{line}: {ended}: {said}"
         assert "composing the config ..." in said and "loading torch" not in said
     assert {path.name for path in tmp_path.iterdir()} == {"mine.py", "nine.jsonl", "finished"}
+
+
+def test_what_is_refused_early_the_constructor_refuses_in_the_same_words() -> None:
+    """Of every constructor that needs nothing else; and no default is refused."""
+    asked = 0
+    for path, found in key_names.schema_keys()["_allowed_"].items():
+        target: Any = get_object(path)
+        defaults = {parameter.name: parameter.default for parameter, _ in schemas.parameters(target)}
+        for name, calls in found.items():
+            allowed._check(defaults[name], calls)
+            wrong = "nonsense" if "allowed" in calls[0] else max(calls[0]["low"], -9) - 1
+            if calls[0].get("low") == -math.inf:
+                wrong = math.nan
+            with pytest.raises(ConfigError) as early_refusal:
+                allowed._check(wrong, calls)
+            if path.startswith("lit_rl.") and ".ops." not in path and _needs_nothing(target):
+                with pytest.raises(ConfigError) as refusal:
+                    target(**{name: wrong})
+                assert str(refusal.value) == str(early_refusal.value)
+                asked += 1
+    assert asked > 70
+
+
+@functools.cache
+def _needs_nothing(target: Any) -> bool:
+    try:
+        return target() is not None
+    except (TypeError, LitRLError):
+        return False
+
+
+def test_what_a_config_may_say_is_let_through() -> None:
+    trainer = {"_target_": "lightning.Trainer", "strategy": {"_target_": "mine.Own"}}
+    for devices in ("auto", 2, "2", "-1", [0, 1], "0, 1", None):
+        for precision in ("bf16-true", 32, "32", None):
+            config = OmegaConf.create({"trainer": {**trainer, "devices": devices, "precision": precision}})
+            allowed.check(config, whole=True)
+    for devices in ("two", "0 1", [0, "a"]):
+        with pytest.raises(ConfigError, match="is no number of devices"):
+            allowed.check(OmegaConf.create({"trainer": {**trainer, "devices": devices}}), whole=False)
+    config = OmegaConf.create({"trainer": trainer})
+    config.data = {"_target_": "lit_rl.data.datamodule.RolloutDataModule", "prompts_per_rollout": "${nowhere}"}
+    allowed.check(config, whole=True)  # who builds it says so
 
 
 def test_beside_other_processes_the_run_s_folder_and_checkpoint_are_left_to_where_they_meet(

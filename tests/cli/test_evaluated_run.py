@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from cli_helpers import QUICK, refused, write_jsonl
 
-from lit_rl.cli.evaluated import is_over_a_run
+from lit_rl.cli.evaluated import command_over, is_over_a_run
+from lit_rl.commands.run_dir import RunDir
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": "no number"} for n in range(8)]
 EVAL = ["eval", "run_dir=run", "ckpt_path=last", "logger=none", "trainer.accelerator=cpu", "trainer.devices=1"]
@@ -34,6 +37,27 @@ def test_what_is_no_folder_of_a_run_has_no_settings(tmp_path: Path) -> None:
     assert not is_over_a_run("eval", str(tmp_path))
 
 
+def test_the_line_that_evaluates_types_again_what_is_not_the_run_s(tmp_path: Path) -> None:
+    tree = {"allow_targets": [], "model": {"name": "tiny"}, "data": {"path": "a.jsonl"}, "algo": {"beta": 0.1}}
+    own = ["trainer.devices=2", "generator=vllm", "logger=none"]
+    words = ["model=tiny", "trainer.max_steps=9", "optimizer.lr=1e-5", "data.path=a.jsonl", *own]
+
+    def told(tree: dict[str, Any], *words: str) -> list[str]:
+        command = shlex.join(["python", "train.py", *words, f"run_dir={tmp_path}"])
+        return shlex.split(command_over(tree, RunDir(tmp_path), command))
+
+    short = ["lit-rl", "eval", f"run_dir={tmp_path}", "ckpt_path=last"]
+    assert told(tree, *words) == [*short, *own]
+    code = {"functions": {"f": {"_target_": "lit_rl.rewards.FunctionFromPath", "path": "./mine.py:f"}}}
+    assert told({**tree, "reward": code}, *words) == [*short, "trust_run=true", *own]
+    groups = ["--config-dir", "my conf"]
+    assert told(tree, *groups, "algo=mine") == [*short[:2], *groups, *short[2:]]
+    # What the run cannot say, or an experiment would choose anew, is typed again as a whole.
+    for run, word in (({**tree, "data": {"token": "s3cret"}}, "data=x"), (tree, "experiment=guess")):
+        kept = ["python", "train.py", word, f"run_dir={tmp_path}"]
+        assert told(run, word, "optimizer.lr=1") == [*kept, "task=eval", "ckpt_path=last"]
+
+
 def test_a_run_on_own_rows_is_scored_on_them_and_other_words_are_named(command, cwd):
     """The default data are sums that this policy gets right at times; the run's own rows have no right answer."""
     write_jsonl(cwd / "rows.jsonl", ROWS)
@@ -56,9 +80,20 @@ def test_a_run_on_own_rows_is_scored_on_them_and_other_words_are_named(command, 
         assert word in line
     assert "data" not in line and "algo" not in line and "eval" not in line
 
-    typed_again = command(*EVAL[:1], *QUICK, *own, *EVAL[2:])  # what a run's last line says
-    assert typed_again.code == 0 and "for model, data, algorithm and reward" in typed_again.out
+    (last,) = (line for line in trained.out.splitlines() if line.startswith("evaluate it"))
+    assert shlex.split(last)[2:6] == ["lit-rl", "eval", "run_dir=run", "ckpt_path=last"] and "data" not in last
+    as_told = command(*shlex.split(last)[3:])
+    assert as_told.code == 0 and "for model, data, algorithm and reward" in as_told.out, as_told.err
     result(cwd / "run")
+
+    best = ["best-of-n", *EVAL[1:], "eval.group_size=2", "eval.temperature=1"]
+    own = command(*best)
+    assert own.code == 0 and "2 completions of 8 prompts" in own.out, own.err
+    (rows,) = (cwd / "run").glob("best_of_n_*/best_of_n.jsonl")
+    assert {json.loads(line)["prompt"] for line in rows.read_text().splitlines()} <= {row["prompt"] for row in ROWS}
+    write_jsonl(cwd / "others.jsonl", ROWS[:3])
+    others = command(*best, "data.path=others.jsonl")
+    assert others.code == 0 and "2 completions of 3 prompts" in others.out, others.err
 
     refused(command(EVAL[0], "-m", *EVAL[1:], "eval.limit=2,4"), 2, "takes no sweep (-m)")
 
@@ -75,7 +110,8 @@ def _hostile(command, cwd: Path) -> None:
     code = {"functions": {"f": {"_target_": "lit_rl.rewards.FunctionFromPath", "path": f"{cwd}/theirs.py:f"}}}
     theirs = {**tree["reward"], **code}
     config.write_text(yaml.safe_dump({**tree, "reward": theirs, "algo": {**tree["algo"], "reward": theirs}}))
-    refused(command(*EVAL), 2, "FunctionFromPath", "trust_run=true")
+    for words in (EVAL, ["best-of-n", *EVAL[1:]]):
+        refused(command(*words), 2, "FunctionFromPath", "trust_run=true")
     config.write_text(yaml.safe_dump({**tree, "algo": {**tree["algo"], "reward": theirs}}))
     refused(command(*EVAL), 2, "algo.reward", "trust_run=true")
     assert not list(cwd.glob("*.canary"))

@@ -62,6 +62,8 @@ def test_beta_of_rloo_is_another_one():
         ("algo=GRPO", "algo=GRPO is not a choice. Did you mean 'grpo'?"),
         ("algo=what", "algo=what is not a choice. algo has: alphapo, "),
         ("algo/loss=cipso", "Did you mean 'cispo'"),
+        ("logger=[tensorboard,wandbb]", "logger=wandbb is not a choice. Did you mean 'wandb'?"),
+        ("algo/preference=[sigmoidd]", "algo/preference=sigmoidd is not a choice. Did you mean 'sigmoid'?"),
         ("trianer.max_steps=3", "trianer.max_steps is not a key. Did you mean 'trainer'"),
         ("modle=tiny", "modle is not a key. Did you mean 'model'"),
         ("algo.group_siez=4", "algo.group_siez is not a key. Did you mean 'group_size'"),
@@ -115,6 +117,7 @@ def test_keys_that_another_word_brings_are_left_to_hydra(added):
     "typed, meant",
     [
         (["--lr", "1e-4"], "--lr is no option: settings are written key=value, such as optimizer.lr=..."),
+        (["-lr", "1e-4"], "-lr is no option: settings are written key=value, such as optimizer.lr=..."),
         (["--learning-rate=1e-4"], "such as optimizer.lr=..."),
         (["--batch-size", "4"], "What it may mean: data.prompts_per_rollout"),
         (["--seed", "1"], "such as seed=..."),
@@ -125,6 +128,28 @@ def test_options_with_dashes_say_how_settings_are_written(typed, meant):
     with pytest.raises(ConfigError) as refusal:
         translated(typed)
     assert meant in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["algo", "=", "grpo"], "algo = are two words: write algo=grpo, without spaces."),
+        (["seed=1", "optimizer.lr=", "1e-5"], "optimizer.lr= 1e-5 are two words: write optimizer.lr=1e-5, without"),
+        (["optimizer.lr", "=1e-5"], "write optimizer.lr=1e-5, without spaces."),
+        (["seed=1", "optimizer.lr"], "optimizer.lr alone says nothing: write optimizer.lr=..."),
+        (["~reward"], "~reward takes the whole group away, and others refer to it. Choose another: reward=NAME."),
+    ],
+)
+def test_what_is_no_setting_says_how_one_is_written(words, told):
+    with pytest.raises(ConfigError) as refusal:
+        translated(words)
+    assert told in str(refusal.value)
+
+
+def test_words_that_end_in_nothing_or_follow_an_option_are_left_alone():
+    removed = ["~logger", "~callbacks.samples", "logger=[csv, wandb]"]
+    for words in (["run_dir=", "seed=1"], ["--config-dir", "data", "seed=1"], removed):
+        assert translated(words) == (words, [])
 
 
 def test_the_help_of_a_command_that_there_is_not_is_refused(capsys):

@@ -82,7 +82,7 @@ def test_a_reward_model_is_exported_as_one(train, tmp_path):
     [
         (["run_dir=nowhere"], "holds no config.yaml"),
         ([], "needs the folder of a run"),
-        (["run_dir=nowhere", "algo.group_size=4"], "algo.group_size cannot be set for lit-rl export"),
+        (["run_dir=.", "algo.group_size=4"], "algo.group_size cannot be set for lit-rl export"),
     ],
 )
 def test_what_it_cannot_do_is_told(words, said, train, capsys):
