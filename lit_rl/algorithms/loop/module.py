@@ -51,7 +51,7 @@ from lit_rl.algorithms.preflight.images import most_shown, with_images
 from lit_rl.algorithms.preflight.memory import Beside, Buckets, Head, Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
 from lit_rl.algorithms.preflight.room import free_of, host_room, room, whole_device
-from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.ranks import Ranks, data_rank, data_ranks
 from lit_rl.algorithms.rollouts import state, worlds
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.errors import ConfigError, StorageError, seed_in_range
@@ -154,7 +154,13 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @property
     def world_size(self) -> int:
-        return self.trainer_or_none.world_size if self.trainer_or_none else 1
+        """How many ranks have rows of their own; under tensor parallelism fewer than there are processes."""
+        return data_ranks(self.trainer_or_none) if self.trainer_or_none else 1
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these we are."""
+        return data_rank(self.trainer_or_none) if self.trainer_or_none else 0
 
     @property
     def forward_options(self) -> ForwardOptions:
@@ -173,9 +179,9 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @property
     def ranks(self) -> Ranks:
-        """The processes of the run; this one alone where the module is used by hand."""
+        """The processes of the run that have rows of their own; this one alone where the module is used by hand."""
         trainer = self.trainer_or_none
-        return Ranks(self.device, trainer.global_rank, trainer.world_size) if trainer else Ranks(self.device)
+        return Ranks.of(trainer, self.device) if trainer else Ranks(self.device)
 
     def check_processes(self, data: Any, trainer: Any) -> None:
         """Refuse what the run's processes cannot do together, before any of them is started.
@@ -261,7 +267,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             engine=int(share * (whole_device(device, gigabytes=self.memory_gb) or 0)),
             decoding=self.decoding(),
             grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
-            spread_over=trainer.world_size if shards(trainer.strategy) else 1,
+            spread_over=self.world_size if shards(trainer.strategy) else 1,
             ranks=trainer.world_size,
             gathered=gathered(policy, numbers, critic, reference=reference > 0, stored=stored) if fsdp2 else None,
             shards_on_host=device.type == "cuda" and isinstance(offload_policy(trainer.strategy), CPUOffloadPolicy),
@@ -703,7 +709,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if "cut" in checkpoint and self.micro_batch_size == "auto" and self._fitting:
             self.resume_cut(Cut(**checkpoint["cut"]))
         if ranks:
-            saved = ranks[self.global_rank]
+            saved = ranks[self.data_rank]
             state.check_format(saved)
             self.load_rank_state(saved["module"])
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
@@ -769,9 +775,9 @@ class PolicyModule(L.LightningModule, given.Arguments):
             state.set_rng_state(self._resumed_rng)
             self._resumed_rng = None
         elif self._other_world:
-            torch.manual_seed(mix(self.seed, self.global_rank, self.global_step))
+            torch.manual_seed(mix(self.seed, self.data_rank, self.global_step))
         else:  # dropout and Clip-Cov draw from torch's own generator: the same in every run, another on every rank
-            torch.manual_seed(mix(self.seed, self.global_rank))
+            torch.manual_seed(mix(self.seed, self.data_rank))
 
     def _trained_names(self) -> dict[str, Tensor]:
         """Names and tensors of what training changes: parameters with gradient, and buffers that are saved."""
