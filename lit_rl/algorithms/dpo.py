@@ -53,6 +53,7 @@ class DPO(PairModule):
     """
 
     proven_with_zero = True
+    proven_with_tensor_parallel = True
 
     def __init__(
         self,

@@ -38,6 +38,7 @@ class GRPO(PolicyGradient):
     """
 
     proven_with_zero = True
+    proven_with_tensor_parallel = True
 
     def __init__(
         self,

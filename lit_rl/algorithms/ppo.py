@@ -229,7 +229,7 @@ class PPO(PolicyGradient):
         """
         assert self.ptx is not None and self.plan is not None
         shares = self.plan.accumulate * self.plan.world_size
-        part = slot % self.plan.accumulate * self.plan.world_size + self.global_rank
+        part = slot % self.plan.accumulate * self.plan.world_size + self.data_rank
         texts = self.ptx.batch(self.tokenizer, self.global_step, self.seed)
         total = texts.learned.sum().clamp(min=1)
         mine = texts.take(slice(part, None, shares)).to(self.device)

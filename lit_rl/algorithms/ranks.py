@@ -14,9 +14,24 @@ from lit_rl.algorithms.signatures import arguments_for
 from lit_rl.generation.ranks import gather_objects
 
 
+def sharing_rows(trainer: Any) -> int:
+    """How many neighbouring processes of a run have the same rows: under tensor parallelism several, else 1."""
+    return getattr(trainer.strategy, "tp_size", 1)
+
+
+def data_ranks(trainer: Any) -> int:
+    """How many parts the rows of a run are dealt out in; known before its processes are started."""
+    return trainer.world_size // sharing_rows(trainer)
+
+
+def data_rank(trainer: Any) -> int:
+    """Which of these parts this process has."""
+    return trainer.global_rank // sharing_rows(trainer)
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """Who takes part in a run, as one of them sees it.
+    """Who has rows of a run, as one of them sees it. Processes that share their rows count as one.
 
     Every method is a collective where there is more than one process: all of them call it, or none.
     """
@@ -24,7 +39,17 @@ class Ranks:
     device: torch.device | str = "cpu"
     """Where this process computes."""
     rank: int = 0
+    """Ours among those that have rows of their own."""
     world_size: int = 1
+    """How many have rows of their own."""
+    group: Any = None
+    """The process group of those; None is that of all processes."""
+
+    @classmethod
+    def of(cls, trainer: Any, device: torch.device | str) -> Ranks:
+        """The ranks of a Trainer's run that have rows of their own, as this process sees them."""
+        group = getattr(trainer.strategy, "data_group", None)
+        return cls(device, data_rank(trainer), data_ranks(trainer), group)
 
     def gather(self, column: Tensor) -> Tensor:
         """`(n, ...)`: the rows of every rank, in the order of ranks, from our `(b, ...)`.
@@ -36,7 +61,7 @@ class Ranks:
             return column
         if column.ndim == 2:
             width = torch.tensor(column.shape[1], device=column.device)
-            torch.distributed.all_reduce(width, torch.distributed.ReduceOp.MAX)
+            torch.distributed.all_reduce(width, torch.distributed.ReduceOp.MAX, group=self.group)
             column = F.pad(column, (0, int(width) - column.shape[1]))
         return torch.cat(self._gather(column))
 
@@ -57,8 +82,15 @@ class Ranks:
         return self.gather(torch.tensor([count])).tolist()
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
-        return any(self.counts(int(flag)))
+        """Whether it is so on any process, also of those that share their rows."""
+        if self.group is None:
+            return any(self.counts(int(flag)))
+        return any(gather_objects(flag))
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other process."""
+        return self.world_size == 1 and self.group is None
 
     def apply(self, function: Callable[..., Tensor], columns: Mapping[str, Tensor]) -> Tensor:
         """Apply `function(rewards, group_id, ...)` to the rows of every rank, and return ours: `(b,)` or `(b, t)`.
@@ -83,7 +115,7 @@ class Ranks:
 
     def objects(self, mine: Any) -> list[Any]:
         """What every rank gives, in the order of ranks; anything that can be pickled."""
-        return gather_objects(mine) if self.world_size > 1 else [mine]
+        return gather_objects(mine, self.group) if self.world_size > 1 else [mine]
 
     def names(self, mine: Iterable[str]) -> list[str]:
         """The names that any rank has, in one order for all: what one rank logs, another may not know."""
@@ -94,11 +126,17 @@ class Ranks:
         if self.world_size == 1:
             return mine
         held = [mine]
-        torch.distributed.broadcast_object_list(held, src=0)
+        torch.distributed.broadcast_object_list(held, group=self.group, group_src=0)
         return held[0]
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> Tensor:
+        """The tensor of one shape, reduced in place; `operation` is one of `torch.distributed.ReduceOp`, by name."""
+        if self.world_size > 1:
+            torch.distributed.all_reduce(tensor, getattr(torch.distributed.ReduceOp, operation), group=self.group)
+        return tensor
 
     @torch.no_grad()
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        torch.distributed.all_gather(parts, tensor.contiguous())
+        torch.distributed.all_gather(parts, tensor.contiguous(), group=self.group)
         return parts

@@ -44,6 +44,7 @@ class SFT(OfflinePolicyModule):
     headline = ("loss", "mean_token_accuracy")
 
     proven_with_zero = True
+    proven_with_tensor_parallel = True
 
     def __init__(
         self,

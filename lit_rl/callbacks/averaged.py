@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lit_rl.algorithms.optim.strategies import FSDPTPStrategy
 from lit_rl.callbacks.export import unfinished_card
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.errors import ConfigError
@@ -62,7 +63,7 @@ class AveragedWeights(L.Callback, ABC):
         """What the average is, for the card of the export."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
+        if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, FSDPTPStrategy)):
             raise ConfigError(
                 f"callbacks={self.choice} cannot average weights that {type(trainer.strategy).__name__} holds in "
                 "pieces of its own: take strategy=fsdp, ddp or auto, or callbacks=default."

@@ -14,6 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_rl.algorithms.ranks import sharing_rows
 from lit_rl.callbacks.kept_images import KeptImages
 from lit_rl.data.offline.formats import COLUMNS, OTHER_MASKS
 from lit_rl.data.splits import prompt_key
@@ -128,6 +129,7 @@ class PreferenceSets(L.Callback):
         if trainer.world_size > 1:
             of_all_ranks = [{} for _ in range(trainer.world_size)]
             torch.distributed.all_gather_object(of_all_ranks, of_this_rank)
+            of_all_ranks = of_all_ranks[:: sharing_rows(trainer)]
         if trainer.is_global_zero:
             for name in self.sets:
                 self._append(trainer, name, [row for rows in of_all_ranks for row in rows[name]])

@@ -9,13 +9,15 @@ from typing import Any
 import lightning as L
 import torch
 
+from lit_rl.algorithms.ranks import sharing_rows
 from lit_rl.callbacks.unwritten import Unwritten
 
 Table = dict[str, list[Any]]
 
 
 def of_all_ranks(trainer: L.Trainer, mine: Any, unwritten: Unwritten) -> list[Any]:
-    """What every rank gives, in the order of ranks; on other ranks than 0 an empty list. All ranks call it.
+    """What every rank with rows of its own gives, in the order of ranks; on other ranks than 0 an empty list. All
+    ranks call it.
 
     None stands for what could not be sent, such as a value of a reward's that cannot be pickled.
     """
@@ -26,7 +28,7 @@ def of_all_ranks(trainer: L.Trainer, mine: Any, unwritten: Unwritten) -> list[An
         sent = pickle.dumps(mine)
     parts = [b""] * trainer.world_size if trainer.is_global_zero else None
     torch.distributed.gather_object(sent, parts, dst=0)
-    return [_received(part, unwritten) for part in parts or ()]
+    return [_received(part, unwritten) for part in (parts or [])[:: sharing_rows(trainer)]]
 
 
 def _received(part: bytes, unwritten: Unwritten) -> Any:

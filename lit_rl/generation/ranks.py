@@ -27,12 +27,17 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def gather_objects(mine: Any) -> list[Any]:
-    """What every rank gives, in the order of ranks; anything that can be pickled. A collective."""
+def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What every rank gives, in the order of ranks; anything that can be pickled. A collective.
+
+    Args:
+        mine: What this rank gives.
+        group: Whose ranks. None: of all processes.
+    """
     if world_size() == 1:
         return [mine]
-    said: list[Any] = [None] * world_size()
-    dist.all_gather_object(said, mine)
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, mine, group=group)
     return said
 
 

@@ -121,7 +121,7 @@ class Ranks:
     def module(self, rank: int) -> Any:
         return SimpleNamespace(ranks=Thread(self, rank))
 
-    def all_reduce(self, tensor: Tensor, operation: Any = None) -> None:
+    def all_reduce(self, tensor: Tensor, operation: Any = None, group: Any = None) -> None:
         """In the place of `torch.distributed.all_reduce`; called from a rank's thread."""
         every = torch.stack(self.exchange(self._local.rank, tensor.clone()))
         largest = operation == torch.distributed.ReduceOp.MAX

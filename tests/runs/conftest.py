@@ -70,6 +70,9 @@ def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("two_ranks")
     if "worlds" in wanted:
         dist_jobs.dist_worlds.alone(folder / "worlds")
+    if "mesh" in wanted:
+        for kind in dist_jobs.dist_mesh.OTHERS:
+            dist_jobs.dist_mesh.other_family(kind, folder / kind)
     return in_processes(dist_jobs.__file__, folder, *wanted)
 
 

@@ -15,6 +15,7 @@ import dist_alarms
 import dist_broken
 import dist_episodes
 import dist_masters
+import dist_mesh
 import dist_offline
 import dist_offloaded
 import dist_precomputed
@@ -34,6 +35,9 @@ LISTS = {
     "episodes": dist_episodes.main,
     "formulas": dist_terms.formulas,
     "masters": dist_masters.main,
+    "mesh": dist_mesh.main,
+    "mesh_of_four": dist_mesh.four,
+    "mesh_of_four_all": dist_mesh.four_all,
     "offline": dist_offline.main,
     "offloaded": dist_offloaded.main,
     "precomputed": dist_precomputed.main,

@@ -106,9 +106,7 @@ def _over_ranks(values: Mapping[str, Tensor], ranks: Ranks, operation: str) -> d
     table = torch.stack(
         [values.get(name, torch.full(known[name], neutral)).to(ranks.device, torch.float64) for name in names]
     )
-    if ranks.world_size > 1:
-        torch.distributed.all_reduce(table, getattr(torch.distributed.ReduceOp, operation))
-    return dict(zip(names, table.tolist()))
+    return dict(zip(names, ranks.all_reduce(table, operation).tolist()))
 
 
 def rollout_metrics(

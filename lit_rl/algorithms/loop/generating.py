@@ -213,7 +213,8 @@ class GeneratingModule(PolicyModule):
     def reward_together(self, batch: PromptBatch, completions: Completions) -> Scores:
         """`reward`, on every rank: where one of them gives it up, all do. A collective."""
         with given_up_together(self.ranks):
-            return self.reward(batch, completions)
+            scores = self.reward(batch, completions)
+        return self.of_tensor_group(scores)
 
     def reward_texts(
         self,
@@ -271,7 +272,7 @@ class GeneratingModule(PolicyModule):
                 apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size
             )
             scores = self.reward(apart, completions)
-        return completions, scores
+        return completions, self.of_tensor_group(scores)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
         """The batch as a table: prompt, completion, each reward, length, and the data's own columns."""

@@ -25,7 +25,7 @@ from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_mas
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
 from lit_rl.algorithms.optim.schedules import GivenSchedule, Linear, Schedule, as_schedule, by_group
-from lit_rl.algorithms.optim.strategies import flattens, offload_policy, shards
+from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, flattens, offload_policy, shards
 from lit_rl.algorithms.optim.torch_schedules import FromTorch
 from lit_rl.algorithms.optim.zero import ZeROStrategy
 from lit_rl.algorithms.preflight import given
@@ -51,7 +51,8 @@ from lit_rl.algorithms.preflight.images import most_shown, with_images
 from lit_rl.algorithms.preflight.memory import Beside, Buckets, Head, Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
 from lit_rl.algorithms.preflight.room import free_of, host_room, room, whole_device
-from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.preflight.tensor_parallel import fits_tensor_parallel, step_one_by_one
+from lit_rl.algorithms.ranks import Ranks, data_rank, data_ranks
 from lit_rl.algorithms.rollouts import state, worlds
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.errors import ConfigError, StorageError, seed_in_range
@@ -61,6 +62,7 @@ from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.models.policy.loaded import GivenModel, GivenTokenizer, LoadedModel, described
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.sharding import shard
+from lit_rl.models.policy.tensor_parallel import norm_over_meshes, spread_over_group, sum_partial_gradients
 from lit_rl.models.policy.vision_parts import trained_by_images
 from lit_rl.models.reference.base import Auto, Copy, Reference, Scorer
 from lit_rl.ops.linear_logprobs import part_numbers
@@ -140,6 +142,9 @@ class PolicyModule(L.LightningModule, given.Arguments):
     proven_with_zero = False
     """Whether tests hold the method against one process under DeepSpeed's ZeRO; others are refused there."""
 
+    proven_with_tensor_parallel = False
+    """Whether tests hold the method against one process under strategy=fsdp_tp; others are refused there."""
+
     trained_beside: tuple[str, ...] = ()
     """Attribute names of `companions`: modules whose weights belong into a checkpoint too."""
 
@@ -154,7 +159,13 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @property
     def world_size(self) -> int:
-        return self.trainer_or_none.world_size if self.trainer_or_none else 1
+        """How many ranks have rows of their own; under tensor parallelism fewer than there are processes."""
+        return data_ranks(self.trainer_or_none) if self.trainer_or_none else 1
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these we are."""
+        return data_rank(self.trainer_or_none) if self.trainer_or_none else 0
 
     @property
     def forward_options(self) -> ForwardOptions:
@@ -173,9 +184,14 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @property
     def ranks(self) -> Ranks:
-        """The processes of the run; this one alone where the module is used by hand."""
+        """The processes of the run that have rows of their own; this one alone where the module is used by hand."""
         trainer = self.trainer_or_none
-        return Ranks(self.device, trainer.global_rank, trainer.world_size) if trainer else Ranks(self.device)
+        return Ranks.of(trainer, self.device) if trainer else Ranks(self.device)
+
+    def of_tensor_group(self, mine: Any) -> Any:
+        """What the first rank of our tensor-parallel group gives; ours where there is none. A collective."""
+        strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
+        return strategy.first_of_group(mine) if isinstance(strategy, FSDPTPStrategy) else mine
 
     def check_processes(self, data: Any, trainer: Any) -> None:
         """Refuse what the run's processes cannot do together, before any of them is started.
@@ -204,6 +220,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
                 reference=self.reference if self.needs_reference else None,
                 generator=getattr(self, "generator", None),
             )
+        if isinstance(strategy, FSDPTPStrategy):
+            fits_tensor_parallel(self, self.trainer, stage)
         if self.model.use_liger_kernel:
             liger.check_device(strategy.root_device)
         if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
@@ -261,7 +279,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             engine=int(share * (whole_device(device, gigabytes=self.memory_gb) or 0)),
             decoding=self.decoding(),
             grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
-            spread_over=trainer.world_size if shards(trainer.strategy) else 1,
+            spread_over=self.world_size if shards(trainer.strategy) else 1,
             ranks=trainer.world_size,
             gathered=gathered(policy, numbers, critic, reference=reference > 0, stored=stored) if fsdp2 else None,
             shards_on_host=device.type == "cuda" and isinstance(offload_policy(trainer.strategy), CPUOffloadPolicy),
@@ -388,6 +406,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
             mesh, how = strategy.device_mesh["data_parallel"], (shard_precision(strategy), offload_policy(strategy))
             for module in (policy, reference, *others.values()):
                 if isinstance(module, nn.Module):
+                    if isinstance(strategy, FSDPTPStrategy):
+                        spread_over_group(module, strategy.device_mesh["tensor_parallel"])
                     shard(module, mesh, *how)
         self.policy, self.reference_policy = policy, reference
         for name, module in others.items():
@@ -467,6 +487,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
             optimizer_fits_zero(optimizer)
         if self._averages_gradients(optimizer):
             self.trainer.strategy.model.require_backward_grad_sync = False  # pyright: ignore
+        if isinstance(self.trainer.strategy, FSDPTPStrategy):
+            step_one_by_one(optimizer)
         # Fused optimizers say that they unscale fp16 gradients themselves; then these would be clipped while scaled.
         optimizer._step_supports_amp_scaling = False  # pyright: ignore
         schedule = by_group(optimizer, self.total_steps, self.schedules())
@@ -514,11 +536,21 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if isinstance(strategy, FSDPStrategy):
             norm = self.trainer.model.clip_grad_norm_(limit)  # pyright: ignore
         else:
-            norm = nn.utils.clip_grad_norm_(trained, limit)
+            norm = self._clip(trained, limit)
         self.grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).detach()
         if by_value:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         self._leave_out_broken(optimizer)
+
+    def _clip(self, trained: Sequence[Tensor], limit: float) -> Tensor:
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, FSDPTPStrategy):
+            return nn.utils.clip_grad_norm_(trained, limit)
+        sum_partial_gradients(self.policy, strategy.device_mesh["tensor_parallel"])
+        norm = norm_over_meshes([weight.grad for weight in trained if weight.grad is not None])
+        for weight in trained:  # one by one: torch takes those of one mesh together
+            nn.utils.clip_grads_with_norm_([weight], limit, norm)
+        return norm
 
     def drop_gradients(self, optimizer: Any) -> None:
         """After a backward pass: without gradients an optimizer moves neither a weight nor a moment."""
@@ -703,7 +735,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if "cut" in checkpoint and self.micro_batch_size == "auto" and self._fitting:
             self.resume_cut(Cut(**checkpoint["cut"]))
         if ranks:
-            saved = ranks[self.global_rank]
+            saved = ranks[self.data_rank]
             state.check_format(saved)
             self.load_rank_state(saved["module"])
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
@@ -769,9 +801,9 @@ class PolicyModule(L.LightningModule, given.Arguments):
             state.set_rng_state(self._resumed_rng)
             self._resumed_rng = None
         elif self._other_world:
-            torch.manual_seed(mix(self.seed, self.global_rank, self.global_step))
+            torch.manual_seed(mix(self.seed, self.data_rank, self.global_step))
         else:  # dropout and Clip-Cov draw from torch's own generator: the same in every run, another on every rank
-            torch.manual_seed(mix(self.seed, self.global_rank))
+            torch.manual_seed(mix(self.seed, self.data_rank))
 
     def _trained_names(self) -> dict[str, Tensor]:
         """Names and tensors of what training changes: parameters with gradient, and buffers that are saved."""

@@ -22,6 +22,7 @@ from lit_rl.algorithms.preflight import data as preflight
 from lit_rl.algorithms.preflight.cut import Cut, Step, rows_scored_at_once
 from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.offline import AllRows, example_data, examples_of, stream_will_do, texts_fit
+from lit_rl.algorithms.ranks import data_ranks
 from lit_rl.algorithms.records import OfflineRecords
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import OfflinePlan
@@ -129,11 +130,11 @@ class OfflineModule(PolicyModule, ABC):
             plan = OfflinePlan(
                 batch_size=data.batch_size,
                 accumulate=self.accumulation_by_hand,
-                world_size=trainer.world_size,
+                world_size=self.world_size,
                 rows=len(data.corpus.train),
                 stream_buffer=data.stream_buffer,
             )
-            accumulate, why = self.cut_step(Step(data.batch_size // trainer.world_size, 1))
+            accumulate, why = self.cut_step(Step(data.batch_size // self.world_size, 1))
             self.plan = replace(plan, accumulate=accumulate, why=why)
         elif self.cut is None:
             self.fit_scoring()
@@ -142,7 +143,7 @@ class OfflineModule(PolicyModule, ABC):
         OfflinePlan(
             batch_size=example_data(data, self.learns_from, type(self).__name__).batch_size,
             accumulate=trainer.accumulate_grad_batches,
-            world_size=trainer.world_size,
+            world_size=data_ranks(trainer),
             rows=0,
         )
 

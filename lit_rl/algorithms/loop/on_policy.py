@@ -23,6 +23,7 @@ from lit_rl.algorithms.preflight import environments, footprint, given
 from lit_rl.algorithms.preflight.cut import Cut, Step
 from lit_rl.algorithms.preflight.memory import REWARD_MODELS, Lengths, Memory
 from lit_rl.algorithms.preflight.sampling import weights_are_copied
+from lit_rl.algorithms.ranks import data_ranks
 from lit_rl.algorithms.records import Records
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import (
@@ -387,7 +388,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             minibatches=self.minibatches,
             iterations=self.iterations,
             accumulate=trainer.accumulate_grad_batches,
-            world_size=trainer.world_size,
+            world_size=data_ranks(trainer),
             split_groups=self._slices_by_hand,
         )
 
@@ -399,7 +400,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             minibatches=self.minibatches,
             iterations=self.iterations,
             accumulate=self.accumulation_by_hand,
-            world_size=self.trainer.world_size,
+            world_size=self.world_size,
             split_groups=self._slices_by_hand,
             max_new_tokens=self.longest_response(self.sampling),
         )
@@ -494,7 +495,8 @@ class OnPolicyModule(GeneratingModule, ABC):
             tokenizer=self.model.tokenizer,
             ranks=self.ranks,
         )
-        self._counts = step_counts(self.rollout, self.plan, seed=self.seed, index=scored.batch.rollout)
+        index = scored.batch.rollout
+        self._counts = step_counts(self.rollout, self.plan, seed=self.seed, index=index, ranks=self.ranks)
         self._dealt = None
         if (teaching := self.rows_that_teach(self.rollout)) is not None:
             rows = torch.tensor(float(len(teaching)), device=teaching.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.types import _PATH
@@ -67,8 +67,11 @@ class FSDP2Strategy(ModelParallelStrategy):
         move_all_but_shards(self.model, self.root_device)
 
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._data_parallel_size = self.num_nodes * self.num_processes // self.tp_size
         super().setup_environment()
+
+    tp_size = 1
+    """Processes that have the same rows, and parts of the same layers."""
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """As Lightning's: whole tensors, dealt out to any number of processes.
@@ -97,6 +100,65 @@ class FSDP2Strategy(ModelParallelStrategy):
                 "model settings of the run's config.yaml, or start a new run from the exported model: "
                 "model.name=<run_dir>/hf."
             )
+
+
+class FSDPTPStrategy(FSDP2Strategy):
+    """FSDP2 over one dimension of a mesh, and tensor parallelism over the other.
+
+    The `tp_size` ranks of a tensor-parallel group are neighbours, so that they are on one node. They have the same rows
+    and parts of each layer; weights, gradients and the optimizer's state are spread over all ranks.
+    """
+
+    def __init__(
+        self,
+        tp_size: int = 2,
+        fsdp_size: int | Literal["auto"] = "auto",
+        process_group_backend: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """`tp_size`: Ranks of a tensor-parallel group, at least 2. It divides the devices of a node, and the heads.
+
+        `fsdp_size`: Ranks over which rows and weights are dealt out; "auto" is devices / `tp_size`.
+        """
+        if tp_size < 2:
+            raise ConfigError(
+                f"trainer.strategy.tp_size={tp_size}: a tensor-parallel group has two ranks or more. Without one, take "
+                "strategy=fsdp."
+            )
+        super().__init__(process_group_backend=process_group_backend, **kwargs)
+        self.tp_size, self.fsdp_size = tp_size, fsdp_size
+        self._tensor_parallel_size = tp_size
+
+    def check_sizes(self) -> None:
+        """Raises ConfigError where the mesh is not as large as the run; known before its processes are started."""
+        devices, tp = self.num_processes, self.tp_size
+        if devices % tp:
+            raise ConfigError(
+                f"trainer.strategy.tp_size={tp} does not divide trainer.devices={devices}: a tensor-parallel group is "
+                f"on one node. Take a divisor, or trainer.devices={devices + tp - devices % tp}."
+            )
+        fits = self.num_nodes * devices // tp
+        if self.fsdp_size not in ("auto", fits):
+            raise ConfigError(
+                f"trainer.strategy.fsdp_size={self.fsdp_size} x tp_size={tp} is not the number of processes, "
+                f"{self.num_nodes * devices}. Take fsdp_size={fits}, or auto."
+            )
+
+    def setup_environment(self) -> None:
+        self.check_sizes()
+        super().setup_environment()
+
+    @property
+    def data_group(self) -> Any:
+        """The process group of those that have other rows than we; None before the processes are started."""
+        return None if self._device_mesh is None else self._device_mesh["data_parallel"].get_group()
+
+    def first_of_group(self, mine: Any) -> Any:
+        """What the first rank of our tensor-parallel group gives: anything that can be pickled. A collective."""
+        held = [mine]
+        group = self.device_mesh["tensor_parallel"].get_group()
+        torch.distributed.broadcast_object_list(held, group=group, group_src=0)
+        return held[0]
 
 
 def offload_policy(strategy: Any) -> OffloadPolicy:

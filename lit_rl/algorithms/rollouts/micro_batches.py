@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.plan import BatchPlan, mix
 from lit_rl.models.policy.forward import TokenScores, response_logprobs
 from lit_rl.models.policy.modes import evaluation_mode
@@ -93,7 +94,14 @@ rows of the mean weight of their loss tokens, and loss tokens of rows that a jud
 (`algo.groups`) has neither a reward nor a loss token, and is none of the rows."""
 
 
-def step_counts(rollout: Rollout, plan: BatchPlan, *, seed: int, index: int) -> Tensor:
+def step_counts(
+    rollout: Rollout,
+    plan: BatchPlan,
+    *,
+    seed: int,
+    index: int,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+) -> Tensor:
     """Float64 `(optimizer steps, 6)`: what each step of the rollout counts, over all ranks. See `COUNTS`."""
     mask, group_id = rollout.loss_mask, rollout.completions.group_id
     weights = torch.ones(mask.shape, device=mask.device) if rollout.weights is None else rollout.weights
@@ -109,9 +117,7 @@ def step_counts(rollout: Rollout, plan: BatchPlan, *, seed: int, index: int) -> 
             for rows in minibatch_rows(group_id, plan, seed, index, iteration)
         ]
     )
-    if plan.world_size > 1:
-        torch.distributed.all_reduce(counts)
-    return counts
+    return ranks.all_reduce(counts, "SUM")
 
 
 def totals_of(counts: Tensor, plan: BatchPlan) -> StepTotals:

@@ -310,7 +310,7 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
             yield
         except LitRLError as error:
             failure = error
-    if ranks.world_size > 1 and ranks.any(failure is not None):
+    if not ranks.alone and ranks.any(failure is not None):
         failure = failure or _other_rank()
         if isinstance(failure, GenerationError):
             failure.on_every_rank = True

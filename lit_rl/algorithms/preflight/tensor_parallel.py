@@ -1,0 +1,112 @@
+"""What `strategy=fsdp_tp` is proven with: all else is refused by name, before weights are loaded.
+
+docs/scale.md has the table of what was proven, and by which test.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lit_rl.algorithms.optim.master_weights import moves_numbers_alone
+from lit_rl.errors import ConfigError
+from lit_rl.generation.hf import HFGenerator
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.models.policy.loaded import LoadedModel
+from lit_rl.models.policy.tensor_parallel import check_plan
+from lit_rl.models.reference.base import Auto, FrozenCopy
+from lit_rl.rewards.scorers.classifier import Classifier
+
+_INSTEAD = "or take strategy=fsdp"
+_UNDER = "was never compared with one process under strategy=fsdp_tp"
+
+
+def fits_tensor_parallel(module: Any, trainer: Any, stage: str) -> None:
+    """Refuse a run that was never compared with one process.
+
+    Args:
+        module: The `PolicyModule`; nothing of it is loaded.
+        trainer: With a `FSDPTPStrategy`.
+        stage: Of Lightning: "fit", "validate", ...
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if stage == "predict":
+        raise ConfigError(f"lit-rl predict {_UNDER}: its ranks write a file each. Take strategy=auto, {_INSTEAD}.")
+    if not module.proven_with_tensor_parallel:
+        raise ConfigError(
+            f"algo={type(module).__name__} {_UNDER}: GRPO, DPO and SFT were. Take one of these, {_INSTEAD}."
+        )
+    _model_fits(module.model, str(trainer.precision), trainer.strategy.tp_size)
+    _method_fits(module)
+    if trainer.gradient_clip_algorithm == "value":
+        raise ConfigError(f"trainer.gradient_clip_algorithm=value {_UNDER}. Take norm, {_INSTEAD}.")
+    path = getattr(module.optimizer, "path", None)
+    if path is not None:
+        _optimizer_fits(path)
+
+
+def _model_fits(model: Any, precision: str, tp_size: int) -> None:
+    settings = {
+        "trainer.precision": (precision, "32-true"),
+        "model.dtype": (model.dtype, "float32"),
+        "model.lora": (model.lora, None),
+        "model.adapter": (model.adapter, None),
+        "model.quantization": (model.quantization, None),
+        "model.use_liger_kernel": (model.use_liger_kernel, False),
+    }
+    for key, (came, allowed) in settings.items():
+        if came != allowed:
+            word = {None: "null", False: "false"}.get(allowed, allowed)
+            raise ConfigError(f"{key}={came} {_UNDER}. Take {key}={word}, {_INSTEAD}.")
+    if isinstance(model, LoadedModel) or model.sees:
+        what = "a model over images" if model.sees else "an object"
+        raise ConfigError(
+            f"model.name={model.name!r} is {what}, which {_UNDER}. Take a text model by name, {_INSTEAD}."
+        )
+    check_plan(model.config, tp_size)
+
+
+def _method_fits(module: Any) -> None:
+    reference = module.reference if module.needs_reference else None
+    if reference is not None and not isinstance(reference, Auto | FrozenCopy):
+        raise ConfigError(f"reference={type(reference).__name__} {_UNDER}. Take reference=frozen_copy, {_INSTEAD}.")
+    if getattr(module, "precomputed", None) is not None:
+        raise ConfigError(f"algo.precompute_reference=true {_UNDER}. Set it to false, {_INSTEAD}.")
+    if getattr(module, "env", None) is not None:
+        raise ConfigError(f"env={type(module.env).__name__} {_UNDER}. Leave it out, {_INSTEAD}.")
+    if getattr(module, "replay", None) is not None:
+        raise ConfigError(f"algo/replay {_UNDER}. Set algo/replay=none, {_INSTEAD}.")
+    rewards = getattr(module, "reward_functions", None)
+    if rewards is not None and any(isinstance(each, Classifier) for each in rewards.functions.values()):
+        raise ConfigError(
+            f"A reward model in this process {_UNDER}. Take reward functions without weights, {_INSTEAD}."
+        )
+    generator = getattr(module, "generator", None)
+    if generator is not None and (generator.lag or not isinstance(generator, NativeGenerator | HFGenerator)):
+        lag = f" with generator.lag={generator.lag}" if generator.lag else ""
+        raise ConfigError(
+            f"generator={type(generator).__name__}{lag} {_UNDER}. Take generator=native or hf with lag 0, {_INSTEAD}."
+        )
+
+
+def _optimizer_fits(path: str) -> None:
+    if not moves_numbers_alone(path):
+        raise ConfigError(
+            f"optimizer={path} is not known to move each number of a weight by itself, and strategy=fsdp_tp cuts "
+            f"weights into parts. Take optimizer=adamw, {_INSTEAD}."
+        )
+
+
+def step_one_by_one(optimizer: Optimizer) -> None:
+    """Have an optimizer step each weight by itself: what takes them together wants all of them on one mesh.
+
+    Raises:
+        ConfigError: it looks at the shape of a weight.
+    """
+    path = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    _optimizer_fits(f"torch.optim.{type(optimizer).__name__}" if path.startswith("torch.optim.") else path)
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group.update({name: False for name in ("fused", "foreach") if name in group})

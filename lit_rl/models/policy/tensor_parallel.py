@@ -1,0 +1,113 @@
+"""Spread the layers of a model over a tensor-parallel group: heads of attention, and the width of the MLP.
+
+The plan is transformers' own (`base_model_tp_plan` of a config): projections into heads and into the MLP are cut by
+columns, those out of them by rows (1909.08053, section 3). Embedding, head and the norms of the residual stream stay
+whole on every rank of a group, which so computes the same logits, bit for bit.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lit_rl.errors import ConfigError
+
+_CUT = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_WHOLE_WITH_PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+_PARTIAL = "_lit_rl_partial_gradient"
+_KEY = "trainer.strategy.tp_size"
+
+
+def check_plan(config: Any, tp_size: int) -> None:
+    """Refuse a model that cannot be spread over `tp_size` ranks; nothing is loaded.
+
+    Args:
+        config: The model's, of transformers.
+        tp_size: Ranks of a tensor-parallel group.
+
+    Raises:
+        ConfigError: it has no plan, one that is not known here, or sizes that do not divide.
+    """
+    text = config.get_text_config(decoder=True)
+    plan, kind = _plan_of_layers(text), text.model_type
+    if text is not config or not plan:
+        raise ConfigError(
+            f"{_KEY}={tp_size}: transformers has no plan for tensor parallelism of a {config.model_type}, or it is no "
+            "causal LM over text. llama, qwen2 and qwen3 are proven. Take strategy=fsdp."
+        )
+    if unknown := sorted(set(plan.values()) - {*_CUT, _WHOLE_WITH_PARTIAL_GRADIENT}):
+        raise ConfigError(
+            f"{_KEY}={tp_size}: the plan of a {kind} cuts modules as {', '.join(unknown)}, and only colwise, rowwise "
+            f"and {_WHOLE_WITH_PARTIAL_GRADIENT} are built, which is what dense models have. Take strategy=fsdp."
+        )
+    heads = text.num_attention_heads
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "intermediate_size": text.intermediate_size,
+    }
+    for name, size in sizes.items():
+        if size % tp_size:
+            fits = ", ".join(str(n) for n in range(1, tp_size) if not any(each % n for each in sizes.values()))
+            raise ConfigError(
+                f"{_KEY}={tp_size} does not divide {name}={size} of the model. Smaller ones that divide it: {fits}."
+            )
+
+
+def spread_over_group(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the layers of a model in place, before `shard` spreads what is left over the other dimension of the mesh.
+
+    Args:
+        model: A causal LM whose config passes `check_plan`, with the same whole weights on every rank.
+        mesh: Of one dimension: the tensor-parallel group.
+    """
+    base: Any = getattr(model, "base_model", model)
+    for pattern, style in _plan_of_layers(base.config).items():
+        name_of_one = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+        for name, part in base.named_modules():
+            if not name_of_one.fullmatch(name):
+                continue
+            if style in _CUT:
+                parallelize_module(part, mesh, _CUT[style](), src_data_rank=None)
+            else:
+                setattr(part, _PARTIAL, True)
+
+
+def sum_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Sum, over a tensor-parallel group, the gradients of weights that every rank applies to heads of its own.
+
+    Once a step, when all micro-batches were added. A collective.
+
+    Args:
+        model: What `spread_over_group` was given.
+        mesh: As there.
+    """
+    for part in model.modules():
+        for weight in part.parameters(recurse=False) if getattr(part, _PARTIAL, False) else ():
+            if weight.grad is not None:
+                mine = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+                torch.distributed.all_reduce(mine, group=mesh.get_group())
+
+
+def norm_over_meshes(gradients: list[Tensor]) -> Tensor:
+    """The 2-norm of gradients that lie on several meshes: weights that are cut on two dimensions, others on one."""
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
+    norms = [nn.utils.get_total_norm(each) for each in by_mesh.values()]
+    return torch.linalg.vector_norm(torch.stack([_full(norm) for norm in norms]))
+
+
+def _full(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _plan_of_layers(config: Any) -> dict[str, str]:
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    return {pattern: style for pattern, style in plan.items() if pattern.startswith("layers.")}
