@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import range_calls  # beside this script
 import yaml
 
-from lit_rl.cli import key_names, listing, range_calls, schemas, stored_schemas
+from lit_rl.cli import key_names, listing, schemas, stored_schemas
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"

@@ -97,6 +97,7 @@ STEPS = (
     Typed(TYPOS, "python train.py algo=dpo data.path=mine.jsonl", code=2),
     Typed(TYPOS, "python train.py model=path/to/no/model", code=2),
     Typed(TYPOS, "lit-rl caht run_dir=runs/demo", code=2),
+    Typed(TYPOS, "lit-rl eval run_dir=runs/dmeo", code=2),
     Typed(TYPOS, "python train.py --config-dir my_cnof algo/loss=plain", code=2),
     Typed(TYPOS, "python train.py beta=", code=2),
     Typed(TRL, f"python train.py learning_rate=5e-4 num_generations=8 beta=0.04 {SHORT}"),

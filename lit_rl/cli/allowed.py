@@ -1,6 +1,6 @@
 """Numbers and words that a constructor refuses are refused before it can be imported, in its own words.
 
-What each allows stands in `schema_keys.yaml`, as `lit_rl.cli.range_calls` reads it from the constructors.
+What each allows stands in `schema_keys.yaml`, as `scripts/range_calls.py` reads it from the constructors.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rl.cli import allowed
+from lit_rl.cli import allowed, own_keys
 from lit_rl.cli.whereabouts import folder_of, is_launched, is_sweep, writes_nothing
 from lit_rl.commands import folder_state
 from lit_rl.data.sources import local_path
@@ -23,6 +23,10 @@ _OF_A_RUN = ("report", "transcripts")
 """Tasks that need a folder with a run in it, and nothing else."""
 _OF_ITS_CONFIG = ("replay", "export", "chat")
 """Tasks that need a run's settings."""
+_OVER_A_RUN = ("eval", "best_of_n")
+"""Tasks that evaluate a run where its folder is all that is typed."""
+_OF_THE_EVALUATION = ("task", "run_dir", "eval", "seed", "trust_run")
+"""Keys that choose nothing to evaluate."""
 _OF_ROWS = ("fit", "eval", "validate", "test", "predict", "plan", "reward_test", "data_check", "env_check", "best_of_n")
 """Tasks that read data."""
 _OF_A_TRAINER = ("fit", "eval", "validate", "test", "predict", "plan", "reward_test", "env_check", "best_of_n")
@@ -75,8 +79,15 @@ def _check_start(config: DictConfig) -> None:
         return
     if config.task in _OF_ROWS and config.task not in ("fit", "data_check") and config.ckpt_path == "last":
         folder_state.check_has_checkpoint(folder_of(config))
+    if config.task in _OVER_A_RUN and config.run_dir and not _says_what_to_evaluate():
+        folder_state.check_has_config(folder_of(config))
     if config.task == "fit" and config.run_dir:
         _check_folder(config)
+
+
+def _says_what_to_evaluate() -> bool:
+    """Whether a model, data or anything else was typed beside the folder: it may be a new one then."""
+    return any(key.partition(".")[0] not in _OF_THE_EVALUATION for key in own_keys.typed())
 
 
 def check_words(words: Sequence[str]) -> None:
