@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import shlex
+import signal
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -47,7 +48,17 @@ from lit_rl.cli.whereabouts import (
     is_sweep,
     writes_nothing,
 )
-from lit_rl.commands import best_of_n, env_check, evaluate, folder_state, plan, reward_test, run_report, train
+from lit_rl.commands import (
+    best_of_n,
+    env_check,
+    evaluate,
+    folder_state,
+    leaving,
+    plan,
+    reward_test,
+    run_report,
+    train,
+)
 from lit_rl.commands.carried_files import carry, say_finished, take_over
 from lit_rl.commands.other_ranks import (
     OtherRankFailed,
@@ -184,7 +195,8 @@ def _run(
             if meeting is not None:
                 meeting.ready()
             try:
-                code = TASKS[config.task](job)
+                with contextlib.nullcontext() if config.task == "fit" else leaving.at_once(job.trainer, _say_it_ended):
+                    code = TASKS[config.task](job)
                 wait_for_those_started(job.trainer.strategy.launcher)
                 return code
             except Exception as error:
@@ -199,10 +211,14 @@ def _run(
                     if first is not None and has_lost_another(error):
                         raise OtherRankFailed(first) from error
                 raise
-    except Exception:
-        if is_main():
+    except (Exception, SystemExit) as error:
+        if is_main() and (config.task != "fit" or not isinstance(error, SystemExit)):
             run_dir.withdraw(missing, kept_for)
         raise
+
+
+def _say_it_ended(number: int) -> None:
+    sys.stderr.write(f"{signal.Signals(number).name}: ended before it was done, and nothing of it is written down.\n")
 
 
 def _start(config: DictConfig, run_dir: RunDir) -> Start:

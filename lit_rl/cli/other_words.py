@@ -93,7 +93,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     check_spaces(words)
     for word in words:
         key, equals, value = word.partition("=")
-        if word.startswith("~"):
+        if word.startswith("~") and not any(each.startswith(f"+{key[1:]}.") for each in words):
             _check_removed(key[1:], found)
         if word.startswith("-") and key not in (*_FLAGS, *_SHORT_FLAGS):
             raise ConfigError(_dashed(key))
@@ -137,7 +137,7 @@ def check_spaces(words: Sequence[str]) -> None:
 
 
 def _check_removed(key: str, found: Mapping[str, Mapping[str, str]]) -> None:
-    """Refuse to take away a group that the algorithm is made of."""
+    """Refuse to take away a group that the algorithm is made of, where `+group.key=` puts nothing in its place."""
     if key in found and "/" not in key and key not in _MAY_BE_REMOVED:
         raise ConfigError(
             f"~{key} takes the whole group away, and others refer to it. Choose another: {key}=NAME. There are: "

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,12 +16,11 @@ from rich.console import Console
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.checkpoint_files import is_whole, step_of
-from lit_rl.callbacks.graceful_stop import GracefulStop, signals_of
+from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.callbacks.slurm import requeue, requeue_signal
-from lit_rl.callbacks.terminal import Terminal, let_go_of_the_terminal
 from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.callbacks.unwritten import not_written
-from lit_rl.commands import report, run_report
+from lit_rl.commands import leaving, report, run_report
 from lit_rl.commands.export import card_facts
 from lit_rl.commands.run_dir import RunDir, redact_command
 from lit_rl.commands.run_lock import RunLock
@@ -287,41 +283,19 @@ def _go_on(run: Run) -> str:
     return f"Stopped before the first optimizer step was over: nothing is saved. Begin anew with:{command}"
 
 
-def _after_signal(run: Run, number: int) -> None:
-    if not run.trainer.is_global_zero:
-        return
-    if not run.dry:
-        Console(stderr=True).print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
-    if number == requeue_signal(run.trainer):
-        requeue()
-
-
 @contextlib.contextmanager
 def _signals(run: Run) -> Iterator[GracefulStop]:
     """The callback that catches signals while the policy trains (one that never saw any, where there is none).
 
     Around the training, in a validation or an export, a signal ends the process at once: all that is trained is saved.
     """
-
-    came: list[int] = []
-
-    def leave(number: int, frame: Any) -> None:
-        if number == signal.SIGHUP:
-            let_go_of_the_terminal()
-        came.append(number)
-        raise SystemExit(SIGNALLED + number)
-
     found = [callback for callback in run.trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
-    catches = bool(found) and threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, leave) for number in signals_of(run.trainer)} if catches else {}
-    streams = sys.stdout, sys.stderr
-    if catches:
-        sys.stdout, sys.stderr = map(Terminal, streams)
-    try:
+    with leaving.at_once(run.trainer, lambda number: _left(run, number)) if found else contextlib.nullcontext():
         yield found[0] if found else GracefulStop()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if came:  # told here and not by the handler, which may have come in the middle of a write
-            _after_signal(run, came[0])
-        sys.stdout, sys.stderr = streams
+
+
+def _left(run: Run, number: int) -> None:
+    if not run.dry:
+        Console(stderr=True).print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
+    if number == requeue_signal(run.trainer):
+        requeue()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from transformers import AutoConfig
 
 from lit_rl.algorithms import DPO, GRPO, SFT, Reinforce
+from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.optimizers import AdamW, ByPath
 from lit_rl.algorithms.optim.strategies import FSDPTPStrategy
-from lit_rl.algorithms.preflight.tensor_parallel import fits_tensor_parallel, step_one_by_one
+from lit_rl.algorithms.preflight.tensor_parallel import step_one_by_one
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.lora import Lora
@@ -20,9 +21,13 @@ from lit_rl.models.policy.tensor_parallel import check_plan
 from lit_rl.models.reference.moving import EMA
 
 
-def trainer(**changed: Any) -> Any:
-    settings = {"strategy": FSDPTPStrategy(tp_size=2), "precision": "32-true", "gradient_clip_algorithm": None}
-    return SimpleNamespace(**{**settings, **changed})
+def set_up(module: PolicyModule, stage: str = "fit", **changed: Any) -> None:
+    """As a Trainer of two processes does, before it loads a weight; no process is started."""
+    strategy = FSDPTPStrategy(tp_size=2)
+    module.trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False, **changed
+    )
+    PolicyModule.setup(module, stage)
 
 
 def grpo(model: Any = "tiny", **settings: Any) -> GRPO:
@@ -42,18 +47,18 @@ REFUSED = {
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_was_never_compared_is_refused_by_its_key(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}.*[Ss]trategy=fsdp"):
-        fits_tensor_parallel(REFUSED[key](), trainer(), "fit")
+        set_up(REFUSED[key]())
 
 
 @pytest.mark.parametrize("changed", [{"precision": "bf16-mixed"}, {"gradient_clip_algorithm": "value"}])
 def test_settings_of_the_trainer_are_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"trainer.{next(iter(changed))}={next(iter(changed.values()))}"):
-        fits_tensor_parallel(grpo(), trainer(**changed), "fit")
+        set_up(grpo(), **changed)
 
 
 def test_what_was_compared_passes() -> None:
     for module in (grpo(beta=0.1), DPO("tiny"), SFT("tiny")):
-        fits_tensor_parallel(module, trainer(), "fit")
+        set_up(module)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_a_card_says_how_good_it_is_and_what_to_cite() -> None:
 
 
 def test_a_card_has_the_command_without_its_folder_and_without_secrets() -> None:
-    typed = ["python", "train.py", "reward=[format,exact_match]", "data.path=my data.jsonl", "run_dir=/home/ann/x"]
+    typed = ["python", "train.py", "reward=[format,exact_match]", "data.path=my data.jsonl", "run_dir=/data/x"]
     secrets = ["+judge.api_key=k1", "model.name=ann:pw@hub", "reward.url=https://ann:pw@host/v1", "x=hf_" + "a" * 24]
     command = redact_command(shlex.join([*typed, *secrets, "model.revision=" + "ab" * 20, "y=```"]))
     text = model_card(card_facts("me/base", "grpo", "sums", SUMMARY | {"command": command}))

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs_helpers import SMALL, newest
+from runs_helpers import SMALL, assert_same_run, newest
 
 from lit_rl.commands.other_ranks import end_those_started, wait_for_those_started
 from lit_rl.commands.run_lock import NAME, RunLock
@@ -103,6 +103,36 @@ def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
     assert again.returncode == 0, output
     assert "written by 2 processes, and this run has 1" in output
     assert newest(folder)["global_step"] == step + 3
+
+
+BESIDE = f"{Path(__file__).with_name('slow_in_two.py')}:"
+STANDS_STILL = {
+    "judge": ["algo=online_dpo", "algo.group_size=2", "judge=function", f"judge.fn={BESIDE}judge"],
+    "new groups": ["algo/groups=dynamic", "reward=function", f"reward.fn={BESIDE}reward", "algo.minibatches=1"],
+}
+"""What asks a function that stands still for two minutes at the third step, of both ranks or of one."""
+
+
+@pytest.mark.parametrize("what", ["judge", pytest.param("new groups", marks=pytest.mark.exhaustive)])
+def test_ranks_give_up_together_what_one_of_them_waits_for(
+    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """And the run that goes on equals the whole one."""
+    words = [*TWO, *STANDS_STILL[what], "trainer.max_steps=4", "callbacks.checkpoint.save_top_k=-1"]
+    whole, run, stands = tmp_path / "whole", tmp_path / "run", tmp_path / "stands"
+    assert process(*words, f"run_dir={whole}").wait(240) == 0
+    with monkeypatch.context() as slow:
+        slow.setenv("STANDS", str(stands))
+        child = process(*words, f"run_dir={run}")
+        wait_for(tmp_path, "stands", [child])
+        child.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        output, _ = child.communicate(timeout=240)
+    assert child.returncode == 128 + signal.SIGTERM, output
+    assert time.monotonic() - began < 60, output
+    assert newest(run)["global_step"] == 2 and "Stopped at step 2, saved" in output
+    assert process(*words, f"run_dir={run}", "ckpt_path=last").wait(240) == 0
+    assert_same_run(whole, run)
 
 
 FAULTS = {"raises": {1: "raises"}, "dies": {1: "dies"}, "hangs": {0: "raises", 1: "hangs"}}

@@ -76,6 +76,26 @@ def test_nothing_is_waited_for_after_a_signal_and_going_on_equals_the_whole_run(
     assert_same_run(whole, run)
 
 
+@pytest.mark.parametrize(
+    ("task", "signum", "said"),
+    [
+        ("eval", signal.SIGTERM, "SIGTERM: ended before it was done"),
+        pytest.param("predict", signal.SIGINT, "SIGINT: ended before it was done", marks=pytest.mark.all),
+        pytest.param("fit", signal.SIGTERM, "Stopped before the first optimizer step was over", marks=pytest.mark.all),
+    ],
+)
+def test_where_nothing_is_learned_yet_the_process_ends_at_once(
+    train, task, signum, said, tmp_path, monkeypatch, capfd
+) -> None:
+    monkeypatch.setenv("SIGNAL_AT", "1")
+    monkeypatch.setenv("SIGNAL", signum.name)
+    run = tmp_path / "run"
+    assert train(*RUN, f"task={task}", f"run_dir={run}") == 128 + signum
+    assert time.time() - float((tmp_path / "sent").read_text()) < AT_ONCE
+    assert said in capfd.readouterr().err and run.exists() == (task == "fit")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "as it was before"
+
+
 @pytest.mark.all
 @pytest.mark.parametrize("kind", ["SlowNative", pytest.param("SlowHF", marks=pytest.mark.exhaustive)])
 def test_a_rollout_of_minutes_is_given_up(train, whole, kind, tmp_path, monkeypatch) -> None:

@@ -22,7 +22,7 @@ from lit_rl.algorithms.preflight import judged as preflight
 from lit_rl.algorithms.preflight.sampling import sampling_teaches
 from lit_rl.algorithms.rollouts.opponents import policy_rows, without_opponent
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.rollouts.source import failing_together
+from lit_rl.algorithms.rollouts.source import failing_together, given_up_together
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.interruption import may_be_given_up
 from lit_rl.rewards.judges.base import Judge, check_verdicts
@@ -97,7 +97,7 @@ class JudgedModule(OnPolicyModule, ABC):
 
     def judged(self, scored: Scored) -> Scored:
         """The rollout with a win rate for each completion: the judge compares those of a prompt, each with each."""
-        with self.stopwatch.measure("reward"), may_be_given_up():
+        with given_up_together(self.ranks), self.stopwatch.measure("reward"), may_be_given_up():
             group = scored.group_size
             texts = texts_of(scored.completions, self.tokenizer)
             duels = [(i + a, i + b) for i in range(0, len(texts), group) for a, b in combinations(range(group), 2)]

@@ -51,7 +51,11 @@ from lit_rl.algorithms.preflight.images import most_shown, with_images
 from lit_rl.algorithms.preflight.memory import Beside, Buckets, Head, Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
 from lit_rl.algorithms.preflight.room import free_of, host_room, room, whole_device
-from lit_rl.algorithms.preflight.tensor_parallel import fits_tensor_parallel, step_one_by_one
+from lit_rl.algorithms.preflight.tensor_parallel import (
+    fits_tensor_parallel,
+    method_fits_tensor_parallel,
+    step_one_by_one,
+)
 from lit_rl.algorithms.ranks import Ranks, data_rank, data_ranks
 from lit_rl.algorithms.rollouts import state, worlds
 from lit_rl.algorithms.rollouts.plan import mix
@@ -221,7 +225,24 @@ class PolicyModule(L.LightningModule, given.Arguments):
                 generator=getattr(self, "generator", None),
             )
         if isinstance(strategy, FSDPTPStrategy):
-            fits_tensor_parallel(self, self.trainer, stage)
+            fits_tensor_parallel(
+                type(self).__name__,
+                proven=self.proven_with_tensor_parallel,
+                stage=stage,
+                tp_size=strategy.tp_size,
+                precision=str(self.trainer.precision),
+                model=self.model,
+            )
+            method_fits_tensor_parallel(
+                reference=self.reference if self.needs_reference else None,
+                generator=getattr(self, "generator", None),
+                rewards=getattr(self, "reward_functions", None),
+                env=getattr(self, "env", None),
+                replay=getattr(self, "replay", None),
+                precomputed=getattr(self, "precomputed", None),
+                clips_by_value=self.trainer.gradient_clip_algorithm == "value",
+                optimizer=getattr(self.optimizer, "path", None),
+            )
         if self.model.use_liger_kernel:
             liger.check_device(strategy.root_device)
         if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):

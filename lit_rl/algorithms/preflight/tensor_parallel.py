@@ -22,30 +22,25 @@ _INSTEAD = "or take strategy=fsdp"
 _UNDER = "was never compared with one process under strategy=fsdp_tp"
 
 
-def fits_tensor_parallel(module: Any, trainer: Any, stage: str) -> None:
-    """Refuse a run that was never compared with one process.
+def fits_tensor_parallel(name: str, *, proven: bool, stage: str, tp_size: int, precision: str, model: Any) -> None:
+    """Refuse a method, a model or a number's type that was never compared with one process; nothing is loaded.
 
     Args:
-        module: The `PolicyModule`; nothing of it is loaded.
-        trainer: With a `FSDPTPStrategy`.
+        name: Of the method's class.
+        proven: Whether the method was compared.
         stage: Of Lightning: "fit", "validate", ...
+        tp_size: Ranks of a tensor-parallel group.
+        precision: Of the Trainer.
+        model: The `LanguageModel`.
 
     Raises:
         ConfigError: names the key.
     """
     if stage == "predict":
         raise ConfigError(f"lit-rl predict {_UNDER}: its ranks write a file each. Take strategy=auto, {_INSTEAD}.")
-    if not module.proven_with_tensor_parallel:
-        raise ConfigError(
-            f"algo={type(module).__name__} {_UNDER}: GRPO, DPO and SFT were. Take one of these, {_INSTEAD}."
-        )
-    _model_fits(module.model, str(trainer.precision), trainer.strategy.tp_size)
-    _method_fits(module)
-    if trainer.gradient_clip_algorithm == "value":
-        raise ConfigError(f"trainer.gradient_clip_algorithm=value {_UNDER}. Take norm, {_INSTEAD}.")
-    path = getattr(module.optimizer, "path", None)
-    if path is not None:
-        _optimizer_fits(path)
+    if not proven:
+        raise ConfigError(f"algo={name} {_UNDER}: GRPO, DPO and SFT were. Take one of these, {_INSTEAD}.")
+    _model_fits(model, precision, tp_size)
 
 
 def _model_fits(model: Any, precision: str, tp_size: int) -> None:
@@ -69,27 +64,53 @@ def _model_fits(model: Any, precision: str, tp_size: int) -> None:
     check_plan(model.config, tp_size)
 
 
-def _method_fits(module: Any) -> None:
-    reference = module.reference if module.needs_reference else None
+def method_fits_tensor_parallel(
+    *,
+    reference: Any,
+    generator: Any,
+    rewards: Any,
+    env: Any,
+    replay: Any,
+    precomputed: Any,
+    clips_by_value: bool,
+    optimizer: str | None,
+) -> None:
+    """Refuse parts of a method that were never compared with one process; each is None where there is none.
+
+    Args:
+        reference: Which scores of another model it takes.
+        generator: What draws.
+        rewards: The `Rewards`.
+        env: What answers the policy's turns.
+        replay: Of earlier rollouts.
+        precomputed: Log-probs of the reference that were computed before.
+        clips_by_value: Whether each number of a gradient is clipped by itself.
+        optimizer: Its dotted path; None where it is known only once it is built.
+
+    Raises:
+        ConfigError: names the key.
+    """
     if reference is not None and not isinstance(reference, Auto | FrozenCopy):
         raise ConfigError(f"reference={type(reference).__name__} {_UNDER}. Take reference=frozen_copy, {_INSTEAD}.")
-    if getattr(module, "precomputed", None) is not None:
+    if precomputed is not None:
         raise ConfigError(f"algo.precompute_reference=true {_UNDER}. Set it to false, {_INSTEAD}.")
-    if getattr(module, "env", None) is not None:
-        raise ConfigError(f"env={type(module.env).__name__} {_UNDER}. Leave it out, {_INSTEAD}.")
-    if getattr(module, "replay", None) is not None:
+    if env is not None:
+        raise ConfigError(f"env={type(env).__name__} {_UNDER}. Leave it out, {_INSTEAD}.")
+    if replay is not None:
         raise ConfigError(f"algo/replay {_UNDER}. Set algo/replay=none, {_INSTEAD}.")
-    rewards = getattr(module, "reward_functions", None)
     if rewards is not None and any(isinstance(each, Classifier) for each in rewards.functions.values()):
         raise ConfigError(
             f"A reward model in this process {_UNDER}. Take reward functions without weights, {_INSTEAD}."
         )
-    generator = getattr(module, "generator", None)
     if generator is not None and (generator.lag or not isinstance(generator, NativeGenerator | HFGenerator)):
         lag = f" with generator.lag={generator.lag}" if generator.lag else ""
         raise ConfigError(
             f"generator={type(generator).__name__}{lag} {_UNDER}. Take generator=native or hf with lag 0, {_INSTEAD}."
         )
+    if clips_by_value:
+        raise ConfigError(f"trainer.gradient_clip_algorithm=value {_UNDER}. Take norm, {_INSTEAD}.")
+    if optimizer is not None:
+        _optimizer_fits(optimizer)
 
 
 def _optimizer_fits(path: str) -> None:

@@ -40,6 +40,7 @@ from lit_rl.generation.native import for_another_policy
 from lit_rl.generation.ranks import beside
 from lit_rl.interruption import Interrupted
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.tensor_parallel import is_spread
 from lit_rl.models.reference.base import shared_copy
 from lit_rl.ops.step import Highest, Metrics
 from lit_rl.rollout import Completions, PromptBatch, Sampling
@@ -115,7 +116,7 @@ class RolloutSource:
 
     def draw(self, asked: RolloutRequest, ranks: Ranks) -> Completions:
         """The completions, with groups that are numbered over all ranks."""
-        with self._stopwatch.measure("generate"), self._waited(asked.interaction), self._given_up():
+        with self._stopwatch.measure("generate"), self._waited(asked.interaction), self._given_up(asked):
             completions = self._begin(asked)()
         self._gap = self.generator.gap
         return self._received(completions, asked.batch, ranks)
@@ -132,14 +133,15 @@ class RolloutSource:
 
         They are drawn with a copy of the generator, so that the policy's never holds other weights.
         """
-        with self._stopwatch.measure("generate"), self._given_up():
+        with self._stopwatch.measure("generate"), self._given_up(asked):
             completions = _ask(copy.copy(for_another_policy(self.generator)), asked)()
         self.sampled_tokens += int(completions.lengths.sum())
         return completions
 
-    def _given_up(self) -> AbstractContextManager[None]:
-        """To ask an engine is a collective; who is the policy itself is asked by each rank alone."""
-        return interruption.may_be_given_up(alone=self.generator.exact)
+    def _given_up(self, asked: RolloutRequest) -> AbstractContextManager[None]:
+        """To ask an engine is a collective; who is the policy itself is asked by each rank alone, unless its layers are
+        cut over several."""
+        return interruption.may_be_given_up(alone=self.generator.exact and not is_spread(asked.policy))
 
     def _begin(self, asked: RolloutRequest) -> Callable[[], Completions]:
         """Give the generator the weights of now. What is returned draws the completions when it is called."""

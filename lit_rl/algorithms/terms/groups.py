@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.algorithms.rollouts.source import given_up_together
 from lit_rl.errors import ConfigError, RewardError, in_range
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.ops.advantages import group_std
@@ -95,12 +96,13 @@ class DynamicSampling(GroupSelection):
         while sum(wanted) and completed < self.max_draws:
             shares = _shares(wanted, self.max_draws - completed)
             before, mine = sum(shares[: ranks.rank]), shares[ranks.rank]
-            if mine:
-                start = position + before
-                extra = spare.draw(range(start, start + mine), rollout=rollout, first=completed + before)
-                scored, places = _fill(scored, places, extra)
-            else:
-                spare.keep_pace(position, rollout=rollout, first=completed)
+            with given_up_together(ranks):
+                if mine:
+                    start = position + before
+                    extra = spare.draw(range(start, start + mine), rollout=rollout, first=completed + before)
+                    scored, places = _fill(scored, places, extra)
+                else:
+                    spare.keep_pace(position, rollout=rollout, first=completed)
             completed += sum(shares)
             position += sum(shares)
             wanted = ranks.counts(len(places))

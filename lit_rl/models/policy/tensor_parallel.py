@@ -21,6 +21,7 @@ from lit_rl.errors import ConfigError
 _CUT = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _WHOLE_WITH_PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 _PARTIAL = "_lit_rl_partial_gradient"
+_CUT_HERE = "_lit_rl_cut"
 _KEY = "trainer.strategy.tp_size"
 
 
@@ -75,8 +76,14 @@ def spread_over_group(model: nn.Module, mesh: DeviceMesh) -> None:
                 continue
             if style in _CUT:
                 parallelize_module(part, mesh, _CUT[style](), src_data_rank=None)
+                setattr(part, _CUT_HERE, True)
             else:
                 setattr(part, _PARTIAL, True)
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether its layers are cut over a tensor-parallel group, so that every forward pass is a collective."""
+    return any(getattr(part, _CUT_HERE, False) for part in model.modules())
 
 
 def sum_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:

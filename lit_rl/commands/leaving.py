@@ -1,0 +1,75 @@
+"""A signal ends a command at once, with the exit code that says so, where nothing that is saved would be lost."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+
+from lit_rl.callbacks.graceful_stop import signals_of
+from lit_rl.callbacks.terminal import Terminal, let_go_of_the_terminal
+from lit_rl.errors import SIGNALLED
+
+
+class Left(BaseException):
+    """A signal came. No `Exception` and no `SystemExit`: no function's failure policy takes it for a failure."""
+
+
+@contextlib.contextmanager
+def at_once(trainer: L.Trainer, then: Callable[[int], None]) -> Iterator[None]:
+    """A signal leaves this block, from wherever the main thread stands in it, and then the process.
+
+    Processes that this one started for other ranks get the signal too. Lightning's own handler of SIGTERM stays away:
+    outside of a fit it takes a note, which is read between two batches, and ends with exit code 0; of several ranks it
+    asks for a collective in the middle of anything.
+
+    Args:
+        trainer: Which signals end a run is known from it.
+        then: Called on rank 0 with the number of the signal, behind the block and not in the handler, which may have
+            come in the middle of a write.
+
+    Raises:
+        SystemExit: with 128 + the number of the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def leave(number: int, frame: Any) -> None:
+        if number == signal.SIGHUP:
+            let_go_of_the_terminal()
+        came.append(number)
+        raise Left
+
+    before = {number: signal.signal(number, leave) for number in signals_of(trainer)}
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(Terminal, streams)
+    connector: Any = trainer._signal_connector
+    connector.register_signal_handlers = lambda: None
+    try:
+        yield
+    except BaseException:
+        if not came:
+            raise
+    finally:
+        del connector.register_signal_handlers
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            _pass_on(trainer.strategy.launcher, came[0])
+            if trainer.is_global_zero:
+                then(came[0])
+        sys.stdout, sys.stderr = streams
+    if came:
+        raise SystemExit(SIGNALLED + came[0])
+
+
+def _pass_on(launcher: Any, number: int) -> None:
+    if hasattr(launcher, "kill"):
+        launcher.kill(number)
