@@ -34,9 +34,8 @@ from lit_rl.cli import (
     transcribing,
 )
 from lit_rl.cli.build import build, check_answered, check_judged, plain
-from lit_rl.cli.messages import described
+from lit_rl.cli.failures import write_down
 from lit_rl.cli.micro_batches import cut_by
-from lit_rl.cli.other_processes import has_lost_another
 from lit_rl.cli.precision import for_trainer, settle
 from lit_rl.cli.trainers import trainer_of
 from lit_rl.cli.whereabouts import (
@@ -60,12 +59,7 @@ from lit_rl.commands import (
     train,
 )
 from lit_rl.commands.carried_files import carry, say_finished, take_over
-from lit_rl.commands.other_ranks import (
-    OtherRankFailed,
-    end_those_started,
-    stop_lightnings_observer,
-    wait_for_those_started,
-)
+from lit_rl.commands.other_ranks import end_those_started, stop_lightnings_observer, wait_for_those_started
 from lit_rl.commands.place import place_of
 from lit_rl.commands.rendezvous import Rendezvous
 from lit_rl.commands.run_dir import RunDir, Start, redact
@@ -203,13 +197,12 @@ def _run(
                 stop_lightnings_observer()
                 around.callback(end_those_started, job.trainer.strategy.launcher)
                 if not job.dry:
-                    where = {"rank": job.trainer.global_rank, "step": job.trainer.global_step}
-                    first = run_dir.write_error(described(error) | where | {"command": job.command})
+                    heard = write_down(error, run_dir, job.trainer, job.command)
                     begun = run_dir.metrics.is_file() and run_dir.keeps(missing, kept_for)
                     if config.task == "fit" and job.trainer.is_global_zero and begun:
                         run_report.write_at_the_end(run_dir.path)
-                    if first is not None and has_lost_another(error):
-                        raise OtherRankFailed(first) from error
+                    if heard is not None:
+                        raise heard from error
                 raise
     except (Exception, SystemExit) as error:
         if is_main() and (config.task != "fit" or not isinstance(error, SystemExit)):

@@ -8,9 +8,11 @@ Optimizer, schedule and reference stand at the top, as in the Hydra door: `--opt
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.resources
 import inspect
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,12 +36,14 @@ from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop, JsonlLogger, let_
 from lit_rl.callbacks.checkpoint_files import verify_once
 from lit_rl.cli import config_files, ends, quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
+from lit_rl.cli.failures import write_down
 from lit_rl.cli.lightning_data import data_module_of
 from lit_rl.cli.lightning_messages import in_one_sentence
 from lit_rl.cli.micro_batches import Accumulation, cut_by
 from lit_rl.cli.precision import Asked, for_trainer, settle
 from lit_rl.cli.schemas import PYTHON_ONLY, parameters
 from lit_rl.commands import evaluate, report, run_report, train
+from lit_rl.commands.other_ranks import end_those_started, stop_lightnings_observer
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.train import Run
 from lit_rl.data.tasks import Task
@@ -145,6 +149,8 @@ class CommandLine(LightningCLI):
             settings_can_be_trained(self.model.model, str(self.trainer.precision), self.trainer.strategy)
             if self.trainer.world_size > 1:
                 self.model.check_processes(self.datamodule, self.trainer)
+        for config in self._saved_configs():
+            config.begin(self.trainer)
         self.summary = {"began": time.time()}
         if self._get(self.config, "ckpt_path") is None and not self.trainer.fast_dev_run:  # pyright: ignore
             train.measure(self._run_of(), self.summary, "before")
@@ -279,7 +285,29 @@ class CommandLine(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         with report.told_what_is_missing(self.trainer):
-            super()._run_subcommand(subcommand)
+            try:
+                super()._run_subcommand(subcommand)
+            except Exception as error:
+                self._write_down(error)
+                raise
+
+    def _write_down(self, error: Exception) -> None:
+        """What `train` leaves of a fit that failed; a folder that this start did not take is let alone."""
+        stop_lightnings_observer()
+        with contextlib.ExitStack() as around:
+            around.callback(end_those_started, self.trainer.strategy.launcher)
+            for config in self._saved_configs():
+                if config.run_dir is None:
+                    continue
+                heard = write_down(error, config.run_dir, self.trainer, shlex.join(["lit-rl", *sys.argv[1:]]))
+                if self.trainer.is_global_zero:
+                    config.leave(self.trainer)
+                if heard is not None:
+                    raise heard from error
+
+    def _saved_configs(self) -> list[SaveConfig]:
+        """None where nothing is written: `fast_dev_run`."""
+        return [each for each in self.trainer.callbacks if isinstance(each, SaveConfig)]  # pyright: ignore
 
     def predict(self, model: Any, datamodule: Any, ckpt_path: str | None = None) -> None:
         """Completions of the validation prompts, one JSON line each, in `predictions.jsonl`."""
@@ -291,20 +319,60 @@ class CommandLine(LightningCLI):
 class SaveConfig(SaveConfigCallback):
     """The config of a `fit` beside its logs, without secrets. Another run's is never overwritten."""
 
+    run_dir: RunDir | None = None
+    """Where the metrics are, once this run has begun there."""
+    folder = Path()
+    """Of the config. The Trainer's `log_dir` is a collective, which one rank that fails cannot ask for."""
+    missing: Sequence[Path] = ()
+    """The folders that this start makes, the innermost first."""
+
+    def begin(self, trainer: L.Trainer) -> None:
+        """Before anything is measured: another run's folder is refused.
+
+        Raises:
+            ConfigError: it holds another run's config.
+        """
+        folder = _folder(trainer)
+        if trainer.is_global_zero:
+            self._refuse(folder, self._is_of_another(folder))
+        self.run_dir = RunDir(_folder_of_metrics(trainer))
+        self.folder, self.missing = folder, RunDir(folder).missing()
+        if trainer.is_global_zero and (folder / CONFIG_NAME).exists():
+            self.run_dir.error.unlink(missing_ok=True)  # of the attempt before
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self.run_dir is not None:  # another rank may have found another version to be the next
+            self.run_dir = RunDir(trainer.strategy.broadcast(self.run_dir.path))
         if stage != "fit":
             return
         folder = _folder(trainer)
-        path = folder / CONFIG_NAME
-        if trainer.strategy.broadcast(path.exists() and not self._goes_on_in(folder)):
-            raise ConfigError(
-                f"{path} belongs to another run. Give this one its own folder (trainer.default_root_dir, or "
-                "the logger's version), or go on with that one: --ckpt_path with a checkpoint in this folder."
-            )
+        self._refuse(folder, trainer.strategy.broadcast(self._is_of_another(folder)))
         if trainer.is_global_zero:
             tree = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(yaml.safe_dump(redact(tree), sort_keys=False))
+            (folder / CONFIG_NAME).write_text(yaml.safe_dump(redact(tree), sort_keys=False))
+
+    def leave(self, trainer: L.Trainer) -> None:
+        """Of a start that failed: the page of what it learned, or no folder where it learned nothing."""
+        assert self.run_dir is not None
+        folder, kept_for = RunDir(self.folder), "train/"
+        if trainer.global_step > 0 or folder.keeps(self.missing, kept_for):
+            if self.run_dir.metrics.is_file():
+                run_report.write_at_the_end(self.run_dir.path)
+            return
+        (folder.path / CONFIG_NAME).unlink(missing_ok=True)
+        folder.withdraw(self.missing, kept_for)
+
+    def _is_of_another(self, folder: Path) -> bool:
+        return (folder / CONFIG_NAME).exists() and not self._goes_on_in(folder)
+
+    def _refuse(self, folder: Path, refused: bool) -> None:
+        if refused:
+            raise ConfigError(
+                f"{folder / CONFIG_NAME} belongs to another run. Give this one its own folder "
+                "(trainer.default_root_dir, or the logger's version), or go on with that one: --ckpt_path with a "
+                "checkpoint in this folder."
+            )
 
     def _goes_on_in(self, folder: Path) -> bool:
         """Whether the checkpoint to resume lies in the folder. (`trainer.ckpt_path` is not known yet.)"""

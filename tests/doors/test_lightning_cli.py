@@ -165,15 +165,39 @@ def test_a_folder_with_another_runs_config_is_refused_and_resuming_is_not(
 ) -> None:
     folder = Path(shutil.copytree(fitted[0], tmp_path / "run"))
     (checkpoint,) = folder.rglob("*.ckpt")
-    same = ["fit", demo, *SMALL, "--trainer.logger=false", f"--trainer.default_root_dir={folder}"]
+    own = ["--trainer.logger=lit_rl.callbacks.JsonlLogger", f"--trainer.default_root_dir={folder}"]
+    same = ["fit", demo, *SMALL, "--trainer.limit_val_batches=1", *own]
+    (folder / "error.json").write_text("{}")  # of an attempt before
     before = (folder / CONFIG_NAME).read_bytes()
     refused = lit_rl_run(*same, "--trainer.max_steps=1")
     assert refused.code == 2 and str(folder / CONFIG_NAME) in refused.err and "another run" in refused.err
-    assert (folder / CONFIG_NAME).read_bytes() == before
+    assert (folder / CONFIG_NAME).read_bytes() == before and (folder / "error.json").read_text() == "{}"
+    assert not (folder / "metrics.jsonl").exists(), "nothing is measured there"
     more = ["--trainer.callbacks=null", f"--trainer.max_steps={STEPS + 1}", f"--ckpt_path={checkpoint}"]
     resumed = lit_rl_run(*same, *more)
     assert resumed.code == 0, resumed.err
     assert yaml.safe_load((folder / CONFIG_NAME).read_text())["trainer"]["max_steps"] == STEPS + 1
+    assert not (folder / "error.json").exists()
+
+
+@pytest.mark.all
+def test_a_fit_that_fails_leaves_what_train_leaves(demo: str, lit_rl_run: CommandLine, tmp_path: Path) -> None:
+    reward = tmp_path / "mine.py"
+    small = [*SMALL, "--trainer.limit_val_batches=0", "--trainer.max_steps=3"]
+    mine = ["--model.reward=lit_rl.rewards.from_paths", f"--model.reward.fn={reward}:score"]
+    reward.write_text("def score(completions):\n    assert False, 'sk-abcdefghijklmnopqrstuvwxyz'\n")
+    assert lit_rl_run("fit", demo, *small, *mine).code == 4
+    assert not (tmp_path / "runs").exists(), "nothing was learned"
+    later = reward.read_text().replace("False", "score.calls < 3")
+    later = later.replace("    assert", "    score.calls = getattr(score, 'calls', 0) + 1\n    assert")
+    reward.write_text(f"{later}    return [1.0] * len(completions)\n")
+    assert lit_rl_run("fit", demo, *small, *mine, "--trainer.log_every_n_steps=1").code == 4
+    (folder,) = (tmp_path / "runs" / "lightning").iterdir()
+    said = json.loads((folder / "error.json").read_text())
+    assert (said["error"], said["exit_code"], said["rank"], said["step"]) == ("RewardError", 4, 0, 2)
+    assert said["command"].startswith("lit-rl fit --config") and "mine.py" in said["traceback"]
+    assert 'class="failed"' in (folder / "report.html").read_text()
+    assert not any("sk-abc" in (folder / name).read_text() for name in ("error.json", "report.html"))
 
 
 @pytest.mark.parametrize("command", ["validate", "test"])

@@ -214,6 +214,15 @@ def test_overrides_of_the_config_reach_the_config_and_the_weights(make_model):
     assert model.load().config.attention_dropout == 0.5
 
 
+def test_an_override_that_the_model_does_not_know_is_refused_before_weights_are_read(make_model):
+    model = LanguageModel(str(make_model()), init_kwargs={"max_positon_embeddings": 64})
+    with pytest.raises(ConfigError, match=r"init_kwargs\.max_positon_embeddings is no field.*a qwen2.*device_map"):
+        _ = model.config
+    with pytest.raises(ConfigError, match="Did you mean 'max_position_embeddings'"):
+        _ = model.context_length
+    assert LanguageModel(str(make_model()), init_kwargs={"low_cpu_mem_usage": True}).load()
+
+
 def test_quantisation_without_its_package_tells_how_to_install_it(make_model, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(BackendError, match=r"pip install 'lit-rl\[quant\]'"):

@@ -134,6 +134,20 @@ def test_a_checkpoint_of_another_model_is_refused(train, tmp_path, capsys):
     assert code == 7 and "report" not in capsys.readouterr().out and not elsewhere.exists()
 
 
+def test_a_checkpoint_of_another_algorithm_is_refused_with_the_way_to_go_on(train, tmp_path, capsys):
+    said = "model.name=<run_dir>/hf"
+    examples = ["trainer.max_steps=1", "trainer.limit_val_batches=0", "data.batch_size=4", "logger=none"]
+    for algo, others in {"grpo": ("sft", "ppo"), "sft": ("grpo",)}.items():
+        words = {name: SMALL if name in ("grpo", "ppo") else examples for name in (algo, *others)}
+        short = [*words[algo], f"algo={algo}", "trainer.max_steps=1", "trainer.limit_val_batches=0"]
+        assert train(*short, f"run_dir={tmp_path / algo}") == 0
+        (last,) = (tmp_path / algo / "checkpoints").iterdir()
+        for other in others:
+            elsewhere = [f"run_dir={tmp_path / 'elsewhere'}", f"ckpt_path={last}"]
+            assert train(*words[other], f"algo={other}", "trainer.max_steps=2", *elsewhere) == 7, (algo, other)
+            assert said in capsys.readouterr().err and not (tmp_path / "elsewhere").exists()
+
+
 def test_a_checkpoint_of_a_version_with_another_format_is_refused(train, tmp_path, capsys):
     halves = [*SMALL, "algo.minibatches=2"]  # the first step ends in the middle of a rollout
     assert train(*halves, "trainer.max_steps=1", f"run_dir={tmp_path}") == 0

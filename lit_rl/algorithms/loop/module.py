@@ -758,7 +758,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if ranks:
             saved = ranks[self.data_rank]
             state.check_format(saved)
-            self.load_rank_state(saved["module"])
+            with state.of_this_kind(type(self).__name__):
+                self.load_rank_state(saved["module"])
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
 
     def _load_other_world(self, ranks: Sequence[dict[str, Any]], loops: dict[str, Any]) -> None:
@@ -769,7 +770,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         before = worlds.slots_before(loops, len(ranks), self.world_size)
         worlds.move_on(loops, before, self.slots, self._epoch_batches())
         saved = [each["module"] for each in ranks]
-        self.load_rank_state(self.of_other_ranks(saved))
+        with state.of_this_kind(type(self).__name__):
+            self.load_rank_state(self.of_other_ranks(saved))
         self.broken_steps.in_a_row, self._other_world = ranks[0]["broken_steps"], True
         rank_zero_info(
             f"The checkpoint was written by {worlds.processes(len(ranks))}, and this run has {self.world_size}. "

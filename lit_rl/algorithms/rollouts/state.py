@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -217,6 +218,28 @@ def check_format(saved: Mapping[str, Any]) -> None:
         )
 
 
+_FROM_ITS_EXPORT = (
+    "To go on from what that run learned with other settings, start a new run from its exported model, without "
+    "ckpt_path: model=local model.name=<run_dir>/hf."
+)
+
+
+@contextmanager
+def of_this_kind(algorithm: str) -> Iterator[None]:
+    """Around reading the state of a rank: one that another kind of algorithm wrote lacks what this one counts.
+
+    Raises:
+        StorageError: it does.
+    """
+    try:
+        yield
+    except KeyError as error:
+        raise StorageError(
+            f"The checkpoint is of another algorithm: it holds no {error.args[0]} as {algorithm} needs. Resume with "
+            f"the algo of the run's config.yaml. {_FROM_ITS_EXPORT}"
+        ) from error
+
+
 def rng_state() -> dict[str, Any]:
     """The global generators' states: only dropout draws from them, samples never do."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
@@ -248,5 +271,5 @@ def check_weights(saved: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         found = [f"missing {missing[:5]}" * bool(missing), f"unexpected {extra[:5]}" * bool(extra), *shapes[:5]]
         raise StorageError(
             "The checkpoint is not of this model: " + "; ".join(part for part in found if part) + ". Resume with the "
-            "algorithm, model and adapter settings of the run's config.yaml."
+            f"algorithm, model and adapter settings of the run's config.yaml. {_FROM_ITS_EXPORT}"
         )

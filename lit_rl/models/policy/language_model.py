@@ -14,6 +14,7 @@ from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.models.policy import hub
 from lit_rl.models.policy import tokenizer as tokenizers
 from lit_rl.models.policy.options import ForwardOptions
+from lit_rl.models.policy.overrides import check_overrides
 from lit_rl.models.policy.peft_adapter import Adapter, as_adapter
 from lit_rl.models.policy.vision_parts import freeze, sees
 
@@ -42,6 +43,13 @@ _OWN = {  # from_pretrained arguments that are settings here, or would undo a sa
     **dict.fromkeys(("use_safetensors", "weights_only", "gguf_file"), "safetensors files: nothing else is read"),
     **dict.fromkeys(("output_loading_info", "ignore_mismatched_sizes", "state_dict", "config"), "nothing: it is fixed"),
 }
+_LOADING = (
+    *("device_map", "max_memory", "offload_folder", "offload_buffers", "variant", "key_mapping", "generation_config"),
+    *("adapter_kwargs", "adapter_name", "distributed_config", "device_mesh", "tp_plan", "tp_size", "use_kernels"),
+    *("kernel_config", "fusion_config", "experts_implementation", "disable_mmap", "force_download", "proxies"),
+    *("tqdm_class", "low_cpu_mem_usage"),
+)
+"""Other arguments of from_pretrained, which are no fields of a config."""
 
 
 class LanguageModel:
@@ -224,7 +232,11 @@ class LanguageModel:
 
     @cached_property
     def config_and_kwargs(self) -> tuple[PreTrainedConfig, dict[str, Any]]:
-        """The config with the overrides of ``init_kwargs``, and those of ``init_kwargs`` that are no overrides."""
+        """The config with the overrides of ``init_kwargs``, and those of ``init_kwargs`` that are no overrides.
+
+        Raises:
+            ConfigError: ``init_kwargs`` has a key that is neither.
+        """
         from transformers import AutoConfig
 
         with hub.reading("model.name", self.name, self.path), hub.quiet_about_defaults():
@@ -232,7 +244,10 @@ class LanguageModel:
                 self.path, return_unused_kwargs=True, **self._hub, **copy.deepcopy(self.init_kwargs)
             )
         config, unused = found
-        return config, {key: value for key, value in unused.items() if key in self.init_kwargs}
+        unused = {key: value for key, value in unused.items() if key in self.init_kwargs}
+        if not self.trust_remote_code:  # code of the user's choice may take anything
+            check_overrides("model.init_kwargs", unused, config, self.name, beside=_LOADING, elsewhere=_OWN)
+        return config, unused
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_rl.errors import ConfigError, RewardError, StorageError, did_you_mean, in_range
 from lit_rl.examples import TokenBatch
-from lit_rl.rewards.scorers.init_kwargs import check_init_kwargs, check_overrides, check_template_kwargs
+from lit_rl.rewards.scorers.init_kwargs import BESIDE, OTHERWISE, check_init_kwargs, check_template_kwargs
 from lit_rl.vision import PromptVision, Vision
 
 if TYPE_CHECKING:
@@ -234,13 +234,15 @@ def _load(description: Classifier) -> tuple[PreTrainedModel, PreTrainedTokenizer
     from transformers import AutoConfig, AutoTokenizer
 
     from lit_rl.models.policy import hub
+    from lit_rl.models.policy.overrides import check_overrides
     from lit_rl.models.scoring.vision_classifier import register_classifier
 
     name, path, revision = description.name, description.path, description.revision
     with hub.reading("name", name, path):
         config = AutoConfig.from_pretrained(path, revision=revision)
         if description.init_kwargs:
-            check_overrides(description.init_kwargs, config, name)
+            given = description.init_kwargs
+            check_overrides("init_kwargs", given, config, name, beside=BESIDE, elsewhere=OTHERWISE)
             config = AutoConfig.from_pretrained(path, revision=revision, **description.init_kwargs)
     description.check_labels(config)
     hub.refuse_pickle("name", path, "")

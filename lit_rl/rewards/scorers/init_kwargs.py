@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.errors import ConfigError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-_OTHERWISE = {
+OTHERWISE = {
     "dtype": "dtype",
     "torch_dtype": "dtype",
     "revision": "revision",
@@ -28,7 +25,7 @@ _OTHERWISE = {
 }
 """Arguments of `from_pretrained` that are settings of their own, are fixed, or would undo a safety."""
 
-_BESIDE = ("attn_implementation",)
+BESIDE = ("attn_implementation",)
 """Arguments of `from_pretrained` that are no field of a config."""
 
 _RENDERED = (
@@ -45,28 +42,8 @@ def check_init_kwargs(kwargs: Mapping[str, Any]) -> None:
         ConfigError: names the key, and what to set instead.
     """
     for key in kwargs:
-        if key in _OTHERWISE:
-            raise ConfigError(f"init_kwargs.{key} is not taken: use {_OTHERWISE[key]}.")
-
-
-def check_overrides(kwargs: Mapping[str, Any], config: PreTrainedConfig, name: str) -> None:
-    """Refuse what no model of this kind knows.
-
-    Args:
-        kwargs: The user's.
-        config: Of the model as its files have it.
-        name: Of the model.
-
-    Raises:
-        ConfigError: a key is no field of the config.
-    """
-    fields = sorted(field for field in config.to_dict() if not field.startswith("_") and field not in _OTHERWISE)
-    for key in kwargs:
-        if key not in fields and key not in _BESIDE:
-            raise ConfigError(
-                f"init_kwargs.{key} is no field of the config of {name!r} (a {config.model_type}), nor "
-                f"{' or '.join(_BESIDE)}.{did_you_mean(key, (*fields, *_BESIDE))}"
-            )
+        if key in OTHERWISE:
+            raise ConfigError(f"init_kwargs.{key} is not taken: use {OTHERWISE[key]}.")
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
