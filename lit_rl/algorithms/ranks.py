@@ -33,7 +33,7 @@ def data_rank(trainer: Any) -> int:
 class Ranks:
     """Who has rows of a run, as one of them sees it. Processes that share their rows count as one.
 
-    Every method is a collective where there is more than one process: all of them call it, or none.
+    Every method is a collective over `group`, and `any` is one over all processes: all of them call it, or none.
     """
 
     device: torch.device | str = "cpu"
@@ -44,12 +44,14 @@ class Ranks:
     """How many have rows of their own."""
     group: Any = None
     """The process group of those; None is that of all processes."""
+    same_rows: Any = None
+    """The process group of those that have the rows that we have; None where nobody else does."""
 
     @classmethod
     def of(cls, trainer: Any, device: torch.device | str) -> Ranks:
         """The ranks of a Trainer's run that have rows of their own, as this process sees them."""
-        group = getattr(trainer.strategy, "data_group", None)
-        return cls(device, data_rank(trainer), data_ranks(trainer), group)
+        groups = getattr(trainer.strategy, "data_group", None), getattr(trainer.strategy, "tensor_group", None)
+        return cls(device, data_rank(trainer), data_ranks(trainer), *groups)
 
     def gather(self, column: Tensor) -> Tensor:
         """`(n, ...)`: the rows of every rank, in the order of ranks, from our `(b, ...)`.
@@ -130,9 +132,14 @@ class Ranks:
         return held[0]
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Tensor:
-        """The tensor of one shape, reduced in place; `operation` is one of `torch.distributed.ReduceOp`, by name."""
+        """The tensor of one shape, reduced in place; `operation` is one of `torch.distributed.ReduceOp`, by name.
+
+        Where ranks share their rows, all get what the first of them got: seconds, for one, are each process's own.
+        """
         if self.world_size > 1:
             torch.distributed.all_reduce(tensor, getattr(torch.distributed.ReduceOp, operation), group=self.group)
+        if self.same_rows is not None:
+            torch.distributed.broadcast(tensor, group=self.same_rows, group_src=0)
         return tensor
 
     @torch.no_grad()

@@ -10,14 +10,15 @@ import torch
 from transformers import AutoConfig
 
 from lit_rl.algorithms import DPO, GRPO, SFT, Reinforce
+from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.optimizers import AdamW, ByPath
-from lit_rl.algorithms.optim.strategies import FSDPTPStrategy
-from lit_rl.algorithms.preflight.tensor_parallel import step_one_by_one
+from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, pickled, step_one_by_one
+from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.lora import Lora
-from lit_rl.models.policy.tensor_parallel import check_plan
+from lit_rl.models.policy.tensor_parallel import check_plan, norm_over_meshes
 from lit_rl.models.reference.moving import EMA
 
 
@@ -40,6 +41,8 @@ REFUSED = {
     "model.dtype=bfloat16": lambda: grpo(LanguageModel("tiny", dtype="bfloat16")),
     "reference=EMA": lambda: grpo(beta=0.1, reference=EMA(0.9)),
     "algo.precompute_reference=true": lambda: DPO("tiny", precompute_reference=True),
+    "algo/groups=DynamicSampling": lambda: grpo(groups=DynamicSampling()),
+    "eval.win_rate_against": lambda: grpo(evaluation=Evaluation(win_rate_against="tiny")),
     "optimizer=torch.optim.Adafactor": lambda: SFT("tiny", optimizer=ByPath("torch.optim.Adafactor", lr=1e-3)),
 }
 
@@ -67,8 +70,9 @@ def test_what_was_compared_passes() -> None:
         ("qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2}, 4, "num_key_value_heads=2.*divide it: 1, 2"),
         ("llama", {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3}, 2, "num_attention_heads=3"),
         ("llama", {"intermediate_size": 33}, 2, "intermediate_size=33"),
-        ("gpt2", {}, 2, "no plan"),
-        ("qwen3_moe", {}, 2, "only colwise, rowwise"),
+        ("gpt2", {}, 2, "types llama, qwen2, qwen3"),
+        ("qwen2_moe", {}, 2, "types llama, qwen2, qwen3"),
+        ("llama", {"attention_dropout": 0.1}, 2, "attention_dropout=0.1"),
     ],
 )
 def test_a_model_that_does_not_divide_is_refused(kind: str, sizes: dict[str, int], tp_size: int, said: str) -> None:
@@ -88,6 +92,20 @@ def test_a_mesh_of_another_size_than_the_run_is_refused(settings: dict[str, Any]
     strategy.parallel_devices = [torch.device("cpu")] * devices
     with pytest.raises(ConfigError, match=said):
         strategy.check_sizes()
+
+
+def test_offloaded_weights_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cpu_offload=true.*strategy=fsdp"):
+        FSDPTPStrategy(cpu_offload=True)
+
+
+def test_the_norm_of_no_gradient_is_zero() -> None:
+    """As of a rollout that nobody scored."""
+    assert norm_over_meshes([]) == 0
+
+
+def test_what_a_user_gave_may_not_be_sent() -> None:
+    assert pickled(lambda: 0) is None and pickled(1) is not None
 
 
 def test_a_group_of_one_is_refused() -> None:

@@ -25,7 +25,13 @@ from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_mas
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
 from lit_rl.algorithms.optim.schedules import GivenSchedule, Linear, Schedule, as_schedule, by_group
-from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, flattens, offload_policy, shards
+from lit_rl.algorithms.optim.strategies import (
+    FSDPTPStrategy,
+    flattens,
+    offload_policy,
+    shards,
+    step_one_by_one,
+)
 from lit_rl.algorithms.optim.torch_schedules import FromTorch
 from lit_rl.algorithms.optim.zero import ZeROStrategy
 from lit_rl.algorithms.preflight import given
@@ -54,7 +60,7 @@ from lit_rl.algorithms.preflight.room import free_of, host_room, room, whole_dev
 from lit_rl.algorithms.preflight.tensor_parallel import (
     fits_tensor_parallel,
     method_fits_tensor_parallel,
-    step_one_by_one,
+    optimizer_fits_tensor_parallel,
 )
 from lit_rl.algorithms.ranks import Ranks, data_rank, data_ranks
 from lit_rl.algorithms.rollouts import state, worlds
@@ -239,6 +245,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
                 rewards=getattr(self, "reward_functions", None),
                 env=getattr(self, "env", None),
                 replay=getattr(self, "replay", None),
+                groups=getattr(self, "groups", None),
+                win_rate_against=getattr(getattr(self, "evaluation", None), "win_rate_against", None),
                 precomputed=getattr(self, "precomputed", None),
                 clips_by_value=self.trainer.gradient_clip_algorithm == "value",
                 optimizer=getattr(self.optimizer, "path", None),
@@ -509,6 +517,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if self._averages_gradients(optimizer):
             self.trainer.strategy.model.require_backward_grad_sync = False  # pyright: ignore
         if isinstance(self.trainer.strategy, FSDPTPStrategy):
+            optimizer_fits_tensor_parallel(optimizer)
             step_one_by_one(optimizer)
         # Fused optimizers say that they unscale fp16 gradients themselves; then these would be clipped while scaled.
         optimizer._step_supports_amp_scaling = False  # pyright: ignore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -11,9 +12,10 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.optim import Optimizer
 
 from lit_rl.algorithms.optim.zero import ZeROStrategy
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.errors import ConfigError, RewardError, StorageError
 from lit_rl.models.policy.sharding import move_all_but_shards, unsharded
 
 
@@ -22,6 +24,9 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     Lightning's own default is the other way round: all devices of a node in the tensor-parallel mesh.
     """
+
+    tp_size = 1
+    """Processes that have the same rows, and parts of the same layers."""
 
     def __init__(self, process_group_backend: str | None = None, cpu_offload: bool = False, **kwargs: Any) -> None:
         """`process_group_backend`: None takes nccl on GPUs, gloo on CPUs, and both where `cpu_offload` needs both.
@@ -69,9 +74,6 @@ class FSDP2Strategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes // self.tp_size
         super().setup_environment()
-
-    tp_size = 1
-    """Processes that have the same rows, and parts of the same layers."""
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """As Lightning's: whole tensors, dealt out to any number of processes.
@@ -125,6 +127,11 @@ class FSDPTPStrategy(FSDP2Strategy):
                 f"trainer.strategy.tp_size={tp_size}: a tensor-parallel group has two ranks or more. Without one, take "
                 "strategy=fsdp."
             )
+        if kwargs.get("cpu_offload"):
+            raise ConfigError(
+                "trainer.strategy.cpu_offload=true was never compared with one process under strategy=fsdp_tp. Leave "
+                "it out, or take strategy=fsdp."
+            )
         super().__init__(process_group_backend=process_group_backend, **kwargs)
         self.tp_size, self.fsdp_size = tp_size, fsdp_size
         self._tensor_parallel_size = tp_size
@@ -148,17 +155,51 @@ class FSDPTPStrategy(FSDP2Strategy):
         self.check_sizes()
         super().setup_environment()
 
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """See `FSDP2Strategy`."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        for optimizer in self.optimizers:  # a checkpoint brings the way that its own run stepped
+            step_one_by_one(optimizer)
+        return checkpoint
+
     @property
     def data_group(self) -> Any:
         """The process group of those that have other rows than we; None before the processes are started."""
         return None if self._device_mesh is None else self._device_mesh["data_parallel"].get_group()
 
+    @property
+    def tensor_group(self) -> Any:
+        """The process group of those that have our rows; None before the processes are started."""
+        return None if self._device_mesh is None else self._device_mesh["tensor_parallel"].get_group()
+
     def first_of_group(self, mine: Any) -> Any:
-        """What the first rank of our tensor-parallel group gives: anything that can be pickled. A collective."""
-        held = [mine]
-        group = self.device_mesh["tensor_parallel"].get_group()
-        torch.distributed.broadcast_object_list(held, group=group, group_src=0)
-        return held[0]
+        """What the first rank of our tensor-parallel group gives. A collective.
+
+        Raises:
+            RewardError: on every rank of the group, where it cannot be pickled.
+        """
+        held: list[Any] = [pickled(mine)]
+        torch.distributed.broadcast_object_list(held, group=self.tensor_group, group_src=0)
+        if held[0] is None:
+            raise RewardError(
+                "What a reward function gave log_extra cannot be sent to the other rank of its tensor-parallel group: "
+                "give it numbers and text."
+            )
+        return pickle.loads(held[0])  # of a rank of this run
+
+
+def pickled(value: Any) -> bytes | None:
+    """None where it cannot be pickled, as what a user's function gives may not be."""
+    try:
+        return pickle.dumps(value)
+    except Exception:  # whatever a class of the user's raises
+        return None
+
+
+def step_one_by_one(optimizer: Optimizer) -> None:
+    """Have it step each weight by itself: what takes them together wants all of them on one mesh."""
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group.update({name: False for name in ("fused", "foreach") if name in group})
 
 
 def offload_policy(strategy: Any) -> OffloadPolicy:

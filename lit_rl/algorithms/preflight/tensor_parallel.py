@@ -1,4 +1,4 @@
-"""What `strategy=fsdp_tp` is proven with: all else is refused by name, before weights are loaded.
+"""What `strategy=fsdp_tp` is proven with. Methods, models and parts that it is not proven with are refused by name.
 
 docs/scale.md has the table of what was proven, and by which test.
 """
@@ -71,6 +71,8 @@ def method_fits_tensor_parallel(
     rewards: Any,
     env: Any,
     replay: Any,
+    groups: Any,
+    win_rate_against: str | None,
     precomputed: Any,
     clips_by_value: bool,
     optimizer: str | None,
@@ -83,6 +85,8 @@ def method_fits_tensor_parallel(
         rewards: The `Rewards`.
         env: What answers the policy's turns.
         replay: Of earlier rollouts.
+        groups: The choice of groups that are learned from.
+        win_rate_against: Whose completions a judge compares in a validation.
         precomputed: Log-probs of the reference that were computed before.
         clips_by_value: Whether each number of a gradient is clipped by itself.
         optimizer: Its dotted path; None where it is known only once it is built.
@@ -98,6 +102,10 @@ def method_fits_tensor_parallel(
         raise ConfigError(f"env={type(env).__name__} {_UNDER}. Leave it out, {_INSTEAD}.")
     if replay is not None:
         raise ConfigError(f"algo/replay {_UNDER}. Set algo/replay=none, {_INSTEAD}.")
+    if groups is not None:  # each rank of a group would draw, or score, by itself
+        raise ConfigError(f"algo/groups={type(groups).__name__} {_UNDER}. Set algo/groups=none, {_INSTEAD}.")
+    if win_rate_against is not None:
+        raise ConfigError(f"eval.win_rate_against {_UNDER}. Set it to null, {_INSTEAD}.")
     if rewards is not None and any(isinstance(each, Classifier) for each in rewards.functions.values()):
         raise ConfigError(
             f"A reward model in this process {_UNDER}. Take reward functions without weights, {_INSTEAD}."
@@ -121,13 +129,11 @@ def _optimizer_fits(path: str) -> None:
         )
 
 
-def step_one_by_one(optimizer: Optimizer) -> None:
-    """Have an optimizer step each weight by itself: what takes them together wants all of them on one mesh.
+def optimizer_fits_tensor_parallel(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that looks at the shape of a weight, once it is built.
 
     Raises:
-        ConfigError: it looks at the shape of a weight.
+        ConfigError: names its class.
     """
     path = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     _optimizer_fits(f"torch.optim.{type(optimizer).__name__}" if path.startswith("torch.optim.") else path)
-    for group in (optimizer.defaults, *optimizer.param_groups):
-        group.update({name: False for name in ("fused", "foreach") if name in group})

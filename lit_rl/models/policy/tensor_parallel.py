@@ -18,6 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lit_rl.errors import ConfigError
 
+PROVEN = ("llama", "qwen2", "qwen3")
+"""Model types that were compared with one process. Others with a plan have weights beside it that heads share."""
 _CUT = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _WHOLE_WITH_PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 _PARTIAL = "_lit_rl_partial_gradient"
@@ -33,19 +35,24 @@ def check_plan(config: Any, tp_size: int) -> None:
         tp_size: Ranks of a tensor-parallel group.
 
     Raises:
-        ConfigError: it has no plan, one that is not known here, or sizes that do not divide.
+        ConfigError: it is of a type that was never compared, or its sizes do not divide.
     """
     text = config.get_text_config(decoder=True)
-    plan, kind = _plan_of_layers(text), text.model_type
-    if text is not config or not plan:
+    if text is not config or text.model_type not in PROVEN:
         raise ConfigError(
-            f"{_KEY}={tp_size}: transformers has no plan for tensor parallelism of a {config.model_type}, or it is no "
-            "causal LM over text. llama, qwen2 and qwen3 are proven. Take strategy=fsdp."
+            f"{_KEY}={tp_size} with a {config.model_type}: only text models of the types {', '.join(PROVEN)} were "
+            "compared with one process. Take strategy=fsdp."
         )
+    plan = _plan_of_layers(text)
     if unknown := sorted(set(plan.values()) - {*_CUT, _WHOLE_WITH_PARTIAL_GRADIENT}):
         raise ConfigError(
-            f"{_KEY}={tp_size}: the plan of a {kind} cuts modules as {', '.join(unknown)}, and only colwise, rowwise "
-            f"and {_WHOLE_WITH_PARTIAL_GRADIENT} are built, which is what dense models have. Take strategy=fsdp."
+            f"{_KEY}={tp_size}: the plan of a {text.model_type} cuts modules as {', '.join(unknown)}, and only "
+            f"colwise, rowwise and {_WHOLE_WITH_PARTIAL_GRADIENT} are built. Take strategy=fsdp."
+        )
+    if getattr(text, "attention_dropout", 0.0):
+        raise ConfigError(
+            f"{_KEY}={tp_size} with attention_dropout={text.attention_dropout} of the model: the heads of two ranks "
+            "would drop the same places. Set model.init_kwargs.attention_dropout=0, or take strategy=fsdp."
         )
     heads = text.num_attention_heads
     sizes = {
@@ -71,9 +78,7 @@ def spread_over_group(model: nn.Module, mesh: DeviceMesh) -> None:
     base: Any = getattr(model, "base_model", model)
     for pattern, style in _plan_of_layers(base.config).items():
         name_of_one = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-        for name, part in base.named_modules():
-            if not name_of_one.fullmatch(name):
-                continue
+        for part in [part for name, part in base.named_modules() if name_of_one.fullmatch(name)]:
             if style in _CUT:
                 parallelize_module(part, mesh, _CUT[style](), src_data_rank=None)
                 setattr(part, _CUT_HERE, True)
@@ -103,7 +108,10 @@ def sum_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def norm_over_meshes(gradients: list[Tensor]) -> Tensor:
-    """The 2-norm of gradients that lie on several meshes: weights that are cut on two dimensions, others on one."""
+    """The 2-norm of gradients that lie on several meshes: weights that are cut on two dimensions, others on one. 0
+    without any, as of a rollout that nobody scored."""
+    if not gradients:
+        return torch.zeros(())
     by_mesh: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
