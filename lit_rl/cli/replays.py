@@ -119,18 +119,22 @@ def _presets() -> list[str]:
 
 def _preset(name: str, run: dict[str, Any], allow: list[str]) -> dict[str, Any]:
     """`algo=name`, where its settings lead elsewhere with what stands there in the run."""
-    made = get_class(compose("config", [f"algo={name}"]).algo._target_)
-    if not issubclass(made, PolicyGradient):
-        raise ConfigError(
-            f"replay.losses: {name} is no objective over the rewards of a rollout ({made.__name__} learns from pairs, "
-            "verdicts or texts): leave it out."
-        )
+    _check_objective(name, get_class(compose("config", [f"algo={name}"]).algo._target_))
     algo = OmegaConf.to_container(compose(f"algo/{name}").algo)
     elsewhere = dict.fromkeys((*_OF_THE_RUN, *_OF_NO_USE, "eval")) | {
         "sampling": run["sampling"],
         "allow_targets": allow,
     }
     return plain(OmegaConf.create(elsewhere | {"algo": algo}))["algo"]
+
+
+def _check_objective(name: str, made: Any) -> None:
+    if not isinstance(made, type) or not issubclass(made, PolicyGradient):
+        called = getattr(made, "__name__", type(made).__name__)
+        raise ConfigError(
+            f"replay.losses: {name} is no objective over the rewards of a rollout ({called} learns from pairs, "
+            "verdicts or texts, or is no algorithm): leave it out."
+        )
 
 
 def config_of(run_dir: RunDir) -> dict[str, Any]:
@@ -142,8 +146,9 @@ def config_of(run_dir: RunDir) -> dict[str, Any]:
         raise StorageError(f"{path} cannot be read: {error.strerror}.") from error
     except yaml.YAMLError as error:
         raise StorageError(f"{path} is damaged: {error}.") from error
-    if not isinstance(tree, dict) or not {"algo", "sampling", "trainer"} <= tree.keys():
-        raise ConfigError(f"{path} is not the config of a run: it lacks algo, sampling or trainer.")
+    groups = ("algo", "sampling", "trainer")
+    if not isinstance(tree, dict) or not all(isinstance(tree.get(name), dict) for name in groups):
+        raise ConfigError(f"{path} is not the config of a run: it lacks the settings of {', '.join(groups)}.")
     return tree
 
 
@@ -210,6 +215,10 @@ def _shared(algo: dict[str, Any], rollout: SavedRollout, config: DictConfig) -> 
     built = {name: node for name, node in algo.items() if name not in ("reward", *_OF_NO_USE)}
     run_trust.check({"algo": built}, config)
     parts = {name: build(node) if isinstance(node, dict) else node for name, node in tree.items()}
+    if not isinstance(parts.get("model"), LanguageModel):
+        raise ConfigError(
+            "algo.model of the run's config.yaml is no lit_rl.models.LanguageModel: the config is damaged."
+        )
     parts["reward"] = Rewards(dict.fromkeys(rollout.scores.names, _not_called))
     return parts
 
@@ -223,6 +232,7 @@ def _module(name: str, algo: dict[str, Any], parts: dict[str, Any], rollout: Sav
     left_out = {*_OF_THE_RUN, *_OF_NO_USE}
     settings = {key: value for key, value in algo.items() if key not in left_out}
     made = build(settings | {"_partial_": True})
+    _check_objective(name, getattr(made, "func", made))
     if made.func.trained_beside:
         raise ConfigError(
             f"losses: {name} learns with a {made.func.trained_beside[0]}, and a rollout is saved without: leave it out."

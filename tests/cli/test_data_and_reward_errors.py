@@ -159,7 +159,7 @@ def test_a_bad_data_set_is_refused_before_any_weight_is_read(look: Trial, case):
     content, overrides, words = BAD_FILES[case]
     outcome = look(content, *overrides)
     refused(outcome, 2 if case in SETTINGS else 3, *words)
-    assert len(outcome.err) < 1500
+    assert len(outcome.err) < 1500 and not Path("run").exists()
 
 
 @pytest.mark.all
@@ -295,6 +295,8 @@ BAD_RETURNS = {
     "text": ("return ['1.0' for _ in completions]", ["'1.0'", "completion 0", "str"]),
     "raises": ("return [1 / 0 for _ in completions]", ["'score'", "ZeroDivisionError", "line 3", "my_reward.py"]),
     "leaves": ("raise SystemExit(0)", ["'score'", "SystemExit"]),
+    "bool": ("return True", ["'score'", "True (bool)", "a list of 4 numbers"]),
+    "long": ("raise RuntimeError('x' * 10**6)", ["'score'", "RuntimeError", "xxx"]),
 }
 
 
@@ -302,6 +304,7 @@ BAD_RETURNS = {
 def test_a_bad_return_value_is_refused(score: Trial, case):
     body, words = BAD_RETURNS[case]
     refused(score(body), 4, *words)
+    assert not Path("run").exists(), "nothing was learned"
 
 
 @pytest.mark.all

@@ -114,6 +114,24 @@ assert count <= 7, count
 """
 
 
+THREADS = """
+import threading
+started, gate = 0, threading.Event()
+while started < 20:
+    try:
+        threading.Thread(target=gate.wait, daemon=True).start()
+    except RuntimeError:
+        break
+    started += 1
+gate.set()
+assert started <= 7, started
+"""
+
+
+def test_threads_count_as_processes(reward):
+    assert verdict(reward, THREADS + RIGHT) == "passed"
+
+
 @pytest.mark.parametrize("setsid", ["pass", "os.setsid()"], ids=["group", "own session"])
 def test_processes_are_limited_and_none_is_left(reward, setsid):
     name = f"lr{os.getpid()}{len(setsid)}"

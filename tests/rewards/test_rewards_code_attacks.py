@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_rewards_code import FORKS, RIGHT, TESTS, verdict
+from test_rewards_code import FORKS, RIGHT, TESTS, THREADS, verdict
 
 from lit_rl.errors import BackendError, ConfigError
 from lit_rl.rewards import CodeExecution
@@ -259,6 +259,7 @@ def content(file: Path) -> bytes:
 def test_processes_and_time_are_limited():
     forks = FORKS.replace("SETSID", "pass")
     assert verdict(allowed("bubblewrap"), forks + RIGHT, f"assert 1 <= count <= 7, count\n{TESTS}") == "passed"
+    assert verdict(allowed("bubblewrap"), THREADS + RIGHT, f"assert 1 <= started <= 7, started\n{TESTS}") == "passed"
     assert verdict(allowed("bubblewrap", timeout=0.5), "while True: pass") == "took more than 0.5 seconds"
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -435,6 +436,31 @@ def test_the_runs_config_builds_only_what_is_allowed(finished, train, capsys, tm
     told = capsys.readouterr().err
     assert "algo.loss._target_=lit_rl.rewards.functions.by_path.FunctionFromPath" in told and "trust_run=true" in told
     assert not list(tmp_path.rglob("*.canary"))
+
+
+CODE = {"_target_": "lit_rl.rewards.FunctionFromPath", "path": "theirs.py:f"}
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no algorithm": ({"_target_": CODE["_target_"], "loss": 3}, "run is no objective .*FunctionFromPath"),
+    "no class": ({"_target_": None, "advantage": 3}, "run is no objective"),
+    "no model": ({"model": None, "loss": 3}, "algo.model of the run's config.yaml"),
+    "code in two places": ({"loss": CODE, "kl": CODE}, "there is no file .*theirs.py"),
+    "numbers for functions": ({"loss": 3, "kl": []}, r"(loss|kl) is (3|\[\])"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_run_with_several_faults_in_its_config_is_refused_by_one_of_them(finished, train, capsys, tmp_path, kind):
+    folder, (faults, told) = tmp_path / "run", FAULTS[kind]
+    shutil.copytree(finished(*MINIBATCHES), folder)
+    tree = yaml.safe_load((folder / "config.yaml").read_text())
+    algo = {name: node for name, node in (tree["algo"] | faults).items() if node is not None or name not in faults}
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree | {"algo": algo}))
+    assert train("replay", f"run_dir={folder}", "replay.losses=[run]", "trust_run=true") == 2
+    said = capsys.readouterr().err
+    assert re.search(told, said) and "Traceback" not in said, said
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree | {"algo": 3}))
+    assert train("replay", f"run_dir={folder}", "replay.losses=[run]") == 2
+    assert "is not the config of a run" in capsys.readouterr().err
 
 
 def test_a_run_that_is_trusted_may_name_code():
