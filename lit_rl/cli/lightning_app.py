@@ -325,6 +325,8 @@ class SaveConfig(SaveConfigCallback):
     """Of the config. The Trainer's `log_dir` is a collective, which one rank that fails cannot ask for."""
     missing: Sequence[Path] = ()
     """The folders that this start makes, the innermost first."""
+    wrote_first = False
+    """Whether the folder had no config before this start."""
 
     def begin(self, trainer: L.Trainer) -> None:
         """Before anything is measured: another run's folder is refused.
@@ -350,17 +352,19 @@ class SaveConfig(SaveConfigCallback):
         if trainer.is_global_zero:
             tree = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
             folder.mkdir(parents=True, exist_ok=True)
+            self.wrote_first = not (folder / CONFIG_NAME).exists()
             (folder / CONFIG_NAME).write_text(yaml.safe_dump(redact(tree), sort_keys=False))
 
     def leave(self, trainer: L.Trainer) -> None:
         """Of a start that failed: the page of what it learned, or no folder where it learned nothing."""
         assert self.run_dir is not None
         folder, kept_for = RunDir(self.folder), "train/"
+        if self.wrote_first and trainer.global_step == 0:  # else the next start would find another run's config
+            (folder.path / CONFIG_NAME).unlink(missing_ok=True)
         if trainer.global_step > 0 or folder.keeps(self.missing, kept_for):
             if self.run_dir.metrics.is_file():
                 run_report.write_at_the_end(self.run_dir.path)
             return
-        (folder.path / CONFIG_NAME).unlink(missing_ok=True)
         folder.withdraw(self.missing, kept_for)
 
     def _is_of_another(self, folder: Path) -> bool:

@@ -188,6 +188,10 @@ def test_a_fit_that_fails_leaves_what_train_leaves(demo: str, lit_rl_run: Comman
     reward.write_text("def score(completions):\n    assert False, 'sk-abcdefghijklmnopqrstuvwxyz'\n")
     assert lit_rl_run("fit", demo, *small, *mine).code == 4
     assert not (tmp_path / "runs").exists(), "nothing was learned"
+    assert lit_rl_run("fit", demo, *small, *mine, "--trainer.logger=false").code == 4
+    assert not list(tmp_path.rglob(CONFIG_NAME)), (
+        "also of a folder that was there before: the next start is no other run"
+    )
     later = reward.read_text().replace("False", "score.calls < 3")
     later = later.replace("    assert", "    score.calls = getattr(score, 'calls', 0) + 1\n    assert")
     reward.write_text(f"{later}    return [1.0] * len(completions)\n")
