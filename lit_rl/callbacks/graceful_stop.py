@@ -13,6 +13,7 @@ A checkpoint that is written between an optimizer step and a validation that is 
 from __future__ import annotations
 
 import _thread
+import contextlib
 import signal
 import threading
 from pathlib import Path
@@ -81,7 +82,8 @@ class GracefulStop(L.Callback):
             let_go_of_the_terminal()
         self._watch.begin()
         what = "stopping and saving" if _folder_of(trainer) else "stopping; nothing is saved, as checkpoints are off"
-        _say(f"{signal.Signals(number).name}: {what}. Once more to stop at once.")
+        with contextlib.suppress(RuntimeError):  # no thread is to be had: it stops without a word
+            _say(f"{signal.Signals(number).name}: {what}. Once more to stop at once.")
         interruption.ask()
 
     def on_train_batch_end(

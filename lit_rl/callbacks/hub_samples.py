@@ -32,7 +32,7 @@ What language models wrote while lit_rl trained them: a folder for each run, wit
 
 class HubSamples(L.Callback):
     """Sends the parquet files of `samples/` in the Trainer's `default_root_dir` to a data set of the Hugging Face hub,
-    into a folder of the run's name: every few minutes, and when a training or a validation ends.
+    into a folder `<parent>_<name>` of the run's: every few minutes, and when a training or a validation ends.
 
     Rank 0 sends what is new, and removes what is no longer there, such as files that were joined; files of others stay.
     A push that fails is warned of, and the run goes on (`unwritten`); the next one sends what it did not. Where failed
@@ -68,7 +68,8 @@ class HubSamples(L.Callback):
         self._push(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._push(trainer)
+        if isinstance(exception, Exception):  # a signal waits for no hub
+            self._push(trainer)
 
     def _push(self, trainer: L.Trainer) -> None:
         wanted = self.repo is not None and trainer.is_global_zero and not trainer.fast_dev_run  # pyright: ignore
@@ -80,6 +81,7 @@ class HubSamples(L.Callback):
     def _send(self, run_dir: Path, step: int) -> None:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
+        folder = f"{run_dir.parent.name}_{run_dir.name}"  # jobs of sweeps are called 0, 1, ...
         files = {path.name: path for pattern in SAMPLE_FILES for path in (run_dir / "samples").glob(pattern)}
         there = {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in files.items()}
         if not files or there == self._sent:
@@ -90,15 +92,14 @@ class HubSamples(L.Callback):
         if sent is None:
             api.create_repo(self.repo, repo_type="dataset", private=self.private, exist_ok=True)
             held = api.list_repo_files(self.repo, repo_type="dataset")
-            sent = dict.fromkeys(_of_the_run(held, run_dir.name), (-1, -1))
+            sent = dict.fromkeys(_of_the_run(held, folder), (-1, -1))
             if "README.md" not in held:
                 operations.append(CommitOperationAdd("README.md", CARD.encode()))
         new = sorted(name for name in there if there[name] != sent.get(name))
-        operations += [CommitOperationAdd(f"{run_dir.name}/{name}", files[name]) for name in new]
-        operations += [CommitOperationDelete(f"{run_dir.name}/{name}") for name in sorted(sent.keys() - there.keys())]
-        api.create_commit(
-            self.repo, operations, repo_type="dataset", commit_message=f"lit_rl, {run_dir.name}, step {step}"
-        )
+        operations += [CommitOperationAdd(f"{folder}/{name}", files[name]) for name in new]
+        operations += [CommitOperationDelete(f"{folder}/{name}") for name in sorted(sent.keys() - there.keys())]
+        self._sent = None  # what a commit that fails left there is asked for again
+        api.create_commit(self.repo, operations, repo_type="dataset", commit_message=f"lit_rl, {folder}, step {step}")
         self._sent = there
 
 
@@ -106,6 +107,8 @@ def _check_name(repo: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    if repo.count("/") != 1:
+        raise ConfigError(f"callbacks.hub_samples.repo={repo!r} has no owner. Write user/name.")
     try:
         validate_repo_id(repo)
     except HFValidationError as error:

@@ -64,7 +64,7 @@ class TokenSamples(L.Callback):
             return
         mine: Table | None = None
         with self.unwritten.spared("the tokens of this rank"):
-            mine = token_table(step, pl_module.rollout, seen, self.completions, pl_module.tokenizer)
+            mine = token_table(step, pl_module.dealt_out(batch)[0], seen, self.completions, pl_module.tokenizer)
         table = stacked(of_all_ranks(trainer, mine, self.unwritten))
         if table["step"]:
             with self.unwritten.spared(f"samples/tokens_{step:08d}.parquet"):

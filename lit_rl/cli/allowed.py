@@ -46,7 +46,8 @@ def _check(value: Any, asked: list[dict[str, Any]]) -> None:
     for call in asked:
         if "allowed" in call:
             if isinstance(value, (str, int)) and not isinstance(value, bool):
-                one_of(call["key"], str(value), call["allowed"])
+                word = str(value).lower() if call["key"] == "trainer.strategy" else str(value)  # as Lightning reads it
+                one_of(call["key"], word, call["allowed"])
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             in_range(value=value, **call)
 

@@ -25,7 +25,10 @@ _OF_ITS_CONFIG = ("replay", "export", "chat")
 """Tasks that need a run's settings."""
 _OVER_A_RUN = ("eval", "best_of_n")
 """Tasks that evaluate a run where its folder is all that is typed."""
-_OF_THE_EVALUATION = ("task", "run_dir", "eval", "seed", "trust_run")
+_OF_THE_EVALUATION = (
+    *("task", "run_dir", "eval", "seed", "trust_run", "trainer", "strategy", "generator", "logger", "callbacks"),
+    *("allow_targets", "hydra"),
+)
 """Keys that choose nothing to evaluate."""
 _OF_ROWS = ("fit", "eval", "validate", "test", "predict", "plan", "reward_test", "data_check", "env_check", "best_of_n")
 """Tasks that read data."""

@@ -16,7 +16,7 @@ from lit_rl.cli.build import plain
 from lit_rl.cli.replays import config_of
 from lit_rl.commands import folder_state
 from lit_rl.commands.config_changes import between
-from lit_rl.commands.run_dir import RunDir, redact
+from lit_rl.commands.run_dir import RunDir, redact, redact_command
 from lit_rl.errors import ConfigError
 
 TASKS = ("eval", "validate", "test", "predict", "best_of_n")
@@ -27,7 +27,7 @@ PARTS = ("seed", "model", "data", "reward", "env", "judge", "reference", "sampli
 _OF_THE_COMMAND = ("generator", "optimizer", "scheduler")
 """Parts of `algo` that are no settings of an evaluation."""
 
-_NOT_OF_THE_RUN = ("generator", "trainer.", "strategy", "logger", "allow_targets=", "hydra.searchpath=")
+_NOT_OF_THE_RUN = ("generator", "trainer.", "trainer=", "strategy", "logger", "allow_targets=", "hydra.searchpath=")
 """How words begin that say what the command itself computes with: they are typed again for an evaluation."""
 
 _OF_TRAINING = (
@@ -114,9 +114,11 @@ def command_over(tree: dict[str, Any], run_dir: RunDir, command: str) -> str:
         kept = [word for word in words if not word.startswith(_OF_TRAINING)]
         return shlex.join([*kept, "task=eval", "ckpt_path=last"])
     trust = ["trust_run=true"] if run_trust.code_in(parts, tree["allow_targets"]) else []
-    own = [word for word in words if word.startswith(_NOT_OF_THE_RUN) and not word.startswith(_OF_TRAINING)]
-    options = [word for at, word in enumerate(words) if {word, words[at - 1]} & {*_FOLDERS}]
-    return shlex.join(["lit-rl", "eval", *options, f"run_dir={run_dir.path}", "ckpt_path=last", *trust, *own])
+    bare = {word: word.lstrip("+~") for word in words}
+    own = [word for word in words if bare[word].startswith(_NOT_OF_THE_RUN) and not bare[word].startswith(_OF_TRAINING)]
+    options = [word for at, word in enumerate(words) if {word.partition("=")[0], words[at - 1]} & {*_FOLDERS}]
+    words = ["lit-rl", "eval", *options, f"run_dir={run_dir.path}", "ckpt_path=last", *trust, *own]
+    return redact_command(shlex.join(words))
 
 
 def _linked(run: dict[str, Any]) -> dict[str, Any]:

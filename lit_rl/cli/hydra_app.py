@@ -211,7 +211,7 @@ def _run(
 
 
 def _say_it_ended(number: int) -> None:
-    sys.stderr.write(f"{signal.Signals(number).name}: ended before it was done, and nothing of it is written down.\n")
+    sys.stderr.write(f"{signal.Signals(number).name}: ended before it was done.\n")
 
 
 def _start(config: DictConfig, run_dir: RunDir) -> Start:

@@ -93,7 +93,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     check_spaces(words)
     for word in words:
         key, equals, value = word.partition("=")
-        if word.startswith("~") and not any(each.startswith(f"+{key[1:]}.") for each in words):
+        if word.startswith("~") and not any(each.startswith((f"+{key[1:]}.", f"+{key[1:]}=")) for each in words):
             _check_removed(key[1:], found)
         if word.startswith("-") and key not in (*_FLAGS, *_SHORT_FLAGS):
             raise ConfigError(_dashed(key))
@@ -127,7 +127,7 @@ def check_spaces(words: Sequence[str]) -> None:
     for before, word, after in zip(["", *words], words, [*words[1:], ""]):
         if before.startswith("-") or word.startswith(("-", "~")):
             continue
-        if word.endswith("=") and after and "=" not in after and not after.startswith("-"):
+        if word.endswith("=") and after and "=" not in after and not after.startswith(("-", "~")):
             raise ConfigError(f"{word} {after} are two words: write {word}{after}, without a space.")
         if after.startswith("=") and "=" not in word:
             rest = after[1:] or next(iter(words[words.index(after) + 1 :]), "...")
@@ -137,7 +137,7 @@ def check_spaces(words: Sequence[str]) -> None:
 
 
 def _check_removed(key: str, found: Mapping[str, Mapping[str, str]]) -> None:
-    """Refuse to take away a group that the algorithm is made of, where `+group.key=` puts nothing in its place."""
+    """Refuse to take away a group that the algorithm is made of, where no `+group=` is put in its place."""
     if key in found and "/" not in key and key not in _MAY_BE_REMOVED:
         raise ConfigError(
             f"~{key} takes the whole group away, and others refer to it. Choose another: {key}=NAME. There are: "

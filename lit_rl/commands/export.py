@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import math
 import shlex
@@ -81,13 +82,16 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
         "versions": versions,
     }
     facts |= {"paper": PAPERS[algorithm]} if algorithm in PAPERS else {}
-    facts |= {"command": _anywhere(summary["command"])} if summary.get("command") else {}
+    if isinstance(command := summary.get("command"), str) and command:
+        with contextlib.suppress(ValueError):  # a damaged summary: quotes that do not end
+            facts["command"] = _anywhere(command)
     return facts | ({"prompts": summary["prompts"]} if summary.get("prompts") else {})
 
 
 def _anywhere(command: str) -> str:
-    """A command that trains likewise in a folder of the reader's own."""
-    return shlex.join(word for word in shlex.split(command) if not word.startswith("run_dir="))
+    """A command that trains likewise in a folder of the reader's own, without the name of the author's home."""
+    words = [word for word in shlex.split(command) if not word.lstrip("+").startswith("run_dir=")]
+    return shlex.join(words).replace(str(Path.home()), "~")
 
 
 PAPERS = {

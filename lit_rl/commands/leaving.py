@@ -16,8 +16,9 @@ from lit_rl.callbacks.terminal import Terminal, let_go_of_the_terminal
 from lit_rl.errors import SIGNALLED
 
 
-class Left(BaseException):
-    """A signal came. No `Exception` and no `SystemExit`: no function's failure policy takes it for a failure."""
+class Left(KeyboardInterrupt):
+    """A signal came. No `Exception` and no `SystemExit`, which a function's failure policy takes for a failure; and
+    event loops of asyncio let it out."""
 
 
 @contextlib.contextmanager
@@ -44,6 +45,9 @@ def at_once(trainer: L.Trainer, then: Callable[[int], None]) -> Iterator[None]:
     def leave(number: int, frame: Any) -> None:
         if number == signal.SIGHUP:
             let_go_of_the_terminal()
+        if came:  # again, while it leaves
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         came.append(number)
         raise Left
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from lit_rl.callbacks.alarms.going_back import FOLDER as BEFORE_ALARM
 from lit_rl.callbacks.checkpoint_files import newest_whole
 from lit_rl.callbacks.record import FILES, record_files
@@ -49,9 +51,13 @@ REPLACED = (
 )
 """Names that a run writes, and would replace or add to, beside config.yaml."""
 
-_SECRET_KEY = re.compile(r"(^|_)(token|api_key|apikey|secret|password|passwd|credential)s?$", re.IGNORECASE)
+_SECRET_KEY = re.compile(
+    r"(^|[_-])(token|api_key|api-key|apikey|access_key|private_key|secret|password|passwd|credential|authorization)s?$",
+    re.IGNORECASE,
+)
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|[0-9a-f]{40})\b|(?<=://)[^/@\s]+@"
+    r"|(?<=Bearer )\S+|(?<=[?&]sig=)[^&\s]+|(?<=[?&]signature=)[^&\s]+"
     r"|(?<=token=)\S+|(?<=api_key=)\S+|(?<=secret=)\S+|(?<=password=)\S+"
 )
 _NOT_SECRET = {"eos_token", "pad_token", "revision"}
@@ -270,11 +276,22 @@ def _replace(path: Path, text: str) -> None:
 
 
 def redact_command(command: str) -> str:
-    """A command line whose words are redacted as a config is: `group.key=value` by the name of its key."""
-    words = (word.partition("=") for word in shlex.split(command))
-    return shlex.join(
-        key + equals + redact(value, key.rpartition(".")[2]) if equals else redact(key) for key, equals, value in words
-    )
+    """A command line whose words are redacted as a config is: `group.key=value` by the names of its key, and a value
+    with a part that is a secret as a whole."""
+    return shlex.join(_redacted_word(*word.partition("=")) for word in shlex.split(command))
+
+
+def _redacted_word(key: str, equals: str, value: str) -> str:
+    if not equals:
+        return redact(key)
+    name = key.partition("@")[0].rpartition(".")[2]
+    if value[:1] not in ("{", "["):
+        return key + equals + redact(value, name)
+    try:
+        tree = yaml.safe_load(re.sub(r":(?! )", ": ", value))
+    except yaml.YAMLError:
+        return f"{key}{equals}<redacted>"
+    return f"{key}{equals}{value if redact(tree, name) == tree else '<redacted>'}"
 
 
 def redact(node: Any, key: str = "") -> Any:

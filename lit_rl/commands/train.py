@@ -84,7 +84,7 @@ def train(run: Run) -> int:
     summary = run.run_dir.read_summary() if run.ckpt_path else {}
     earlier = summary.get("seconds", 0.0)
     if run.command:
-        summary["command"] = redact_command(run.command)
+        summary.setdefault("command", redact_command(run.command))  # what began it, not what went on
     with _signals(run) as stop, report.told_what_is_missing(run.trainer):
         _announce(run)
         if "before" not in summary and not run.dry:

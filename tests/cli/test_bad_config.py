@@ -48,7 +48,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("type-null", ["algo.group_size=null"], 2, ["algo.group_size"]),
     ("type-pair", ["optimizer.betas=0.9"], 2, ["AdamW", "betas=0.9"]),
     ("type-pair-words", ["optimizer.betas=[a,b]"], 2, ["AdamW", "betas=['a', 'b']"]),
-    ("type-seed", ["seed=x"], 2, ["seed", "'x'", "Integer"]),
+    ("type-seed", ["seed=x"], 2, ["seed='x' is no whole number"]),
     ("type-group", ["data=[addition,jsonl]"], 2, ["data"]),
     # group size
     ("group_size1", ["algo.group_size=1"], 2, ["algo.group_size=1", "2 or more"]),

@@ -187,6 +187,6 @@ def test_the_runs_own_rendering_is_kept(chat, step, cwd, monkeypatch):
 def test_what_has_no_meaning_is_refused(chat, cwd):
     refused(chat(options=["algo=dpo"]), 2, "algo cannot be set", "sampling")
     refused(chat(options=["run_dir=nothing"]), 2, "config.yaml")
-    refused(chat(options=["run_dir=nothing", "model.name=tiny"]), 2, "The model is that of run_dir")
+    refused(chat(options=["run_dir=nothing", "model.name=tiny"]), 2, "config.yaml")
     refused(chat(options=["ckpt_path=last"]), 2, "run_dir")
     refused(chat(options=["sampling.temperature=-1"]), 2, "sampling.temperature")

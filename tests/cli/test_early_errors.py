@@ -44,6 +44,7 @@ REFUSED = {
     "doctor trainer.precision=bf61": (2, "trainer.precision='bf61' is unknown: allowed is auto, 64, 32, 16,"),
     "transcripts run_dir=finishd": (2, "run_dir=finishd is no folder: give the folder of a run, such as runs/... Did"),
     "chat run_dir=finishd": (2, "run_dir=finishd holds no config.yaml: give the folder of a run. Did you mean 'finis"),
+    "eval run_dir=finishd logger=none trainer.accelerator=cpu": (2, "run_dir=finishd holds no config.yaml: give the"),
     "eval run_dir=finishd eval.limit=4": (2, "run_dir=finishd holds no config.yaml: give the folder of a run. Did you"),
     "eval run_dir=finishd ckpt_path=last": (7, "no whole checkpoint in finishd/checkpoints. Set run_dir to the run th"),
 }

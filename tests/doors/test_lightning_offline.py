@@ -136,7 +136,7 @@ def test_a_stream_is_a_key_here_too(monkeypatch, tmp_path, capsys):
         return lit_rl.cli.run(["fit", "--model=SFT", "--model.model=tiny", *own, *quick, *more])
 
     assert fit() == 0
-    assert fit("--trainer.max_steps=-1", "--trainer.max_epochs=1") == 2
+    assert fit("--trainer.max_steps=-1", "--trainer.max_epochs=1", "--trainer.default_root_dir=another") == 2
     assert "a stream has no end" in capsys.readouterr().err
 
 

@@ -48,33 +48,47 @@ def held(stand_in: HubStandIn) -> set[str]:
 
 
 def test_what_is_new_is_sent_what_was_joined_is_removed_and_files_of_others_stay(stand_in, tmp_path):
-    run, callback = tmp_path / "x", HubSamples("ann/said")
-    stand_in.files["ann/said"] = {"README.md": b"mine", "other/step_00000000.parquet": b"", "x/notes.txt": b"",
-                                  "x/step_00000009.parquet": b"of a later step"}  # fmt: skip
+    run, callback = tmp_path / "a" / "x", HubSamples("ann/said")
+    stand_in.files["ann/said"] = {"README.md": b"mine", "other/step_00000000.parquet": b"", "a_x/notes.txt": b"",
+                                  "a_x/step_00000009.parquet": b"of a later step"}  # fmt: skip
     put(run, "step_00000000.parquet", "step_00000001.parquet", "mine.parquet")
     callback.teardown(trainer(run), None, "fit")  # pyright: ignore
-    theirs = {"README.md", "other/step_00000000.parquet", "x/notes.txt"}
-    assert held(stand_in) == theirs | {"x/step_00000000.parquet", "x/step_00000001.parquet"}
+    theirs = {"README.md", "other/step_00000000.parquet", "a_x/notes.txt"}
+    assert held(stand_in) == theirs | {"a_x/step_00000000.parquet", "a_x/step_00000001.parquet"}
     (made,) = stand_in.made
     assert made["type"] == "dataset" and "private" in (made.get("visibility"), *made)
-    assert stand_in.files["ann/said"]["README.md"] == b"mine" and stand_in.messages == ["lit_rl, x, step 3"]
+    assert stand_in.files["ann/said"]["README.md"] == b"mine" and stand_in.messages == ["lit_rl, a_x, step 3"]
 
     (run / "samples" / "step_00000000.parquet").rename(run / "samples" / "step_00000000-00000000.parquet")
     callback.teardown(trainer(run), None, "fit")  # pyright: ignore
-    assert held(stand_in) == theirs | {"x/step_00000000-00000000.parquet", "x/step_00000001.parquet"}
+    assert held(stand_in) == theirs | {"a_x/step_00000000-00000000.parquet", "a_x/step_00000001.parquet"}
     callback.teardown(trainer(run), None, "fit")  # pyright: ignore
     assert len(stand_in.messages) == 2 and len(stand_in.made) == 1, "nothing was new"
 
 
+def test_runs_of_one_name_in_two_folders_keep_their_files(stand_in, tmp_path):
+    """As the jobs of two sweeps."""
+    for sweep in ("first", "second"):
+        put(tmp_path / sweep / "0", f"step_0000000{len(sweep)}.parquet")
+        HubSamples("ann/said").teardown(trainer(tmp_path / sweep / "0"), None, "fit")  # pyright: ignore
+    files = {"first_0/step_00000005.parquet", "second_0/step_00000006.parquet"}
+    assert held(stand_in) == files | {"README.md"}
+
+
+def test_a_name_without_an_owner_is_refused():
+    with pytest.raises(ConfigError, match="repo='said' has no owner. Write user/name"):
+        HubSamples("said")
+
+
 def test_it_is_sent_when_the_minutes_are_over_and_by_rank_0_alone(stand_in, tmp_path):
-    put(tmp_path / "x", "step_00000000.parquet")
+    put(tmp_path / "a" / "x", "step_00000000.parquet")
     later, now = HubSamples("ann/said"), HubSamples("ann/said", minutes=1e-9)
-    later.on_train_batch_end(trainer(tmp_path / "x"), *BATCH)
-    now.on_train_batch_end(trainer(tmp_path / "x", is_global_zero=False), *BATCH)
-    HubSamples().teardown(trainer(tmp_path / "x"), None, "fit")  # pyright: ignore
+    later.on_train_batch_end(trainer(tmp_path / "a" / "x"), *BATCH)
+    now.on_train_batch_end(trainer(tmp_path / "a" / "x", is_global_zero=False), *BATCH)
+    HubSamples().teardown(trainer(tmp_path / "a" / "x"), None, "fit")  # pyright: ignore
     assert not stand_in.made
-    now.on_train_batch_end(trainer(tmp_path / "x"), *BATCH)
-    assert held(stand_in) == {"README.md", "x/step_00000000.parquet"}
+    now.on_train_batch_end(trainer(tmp_path / "a" / "x"), *BATCH)
+    assert held(stand_in) == {"README.md", "a_x/step_00000000.parquet"}
     assert stand_in.files["ann/said"]["README.md"].decode() == CARD
     told = yaml.safe_load(CARD.split("---")[1])["configs"]
     assert [each["config_name"] for each in told] == ["rollouts", "tokens", "validations"]
@@ -91,7 +105,7 @@ def test_a_run_whose_hub_refuses_it_ends_well_and_its_next_part_sends_all(stand_
 
     monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
     assert train(*words, "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}", "ckpt_path=last") == 0
-    sent = {path.removeprefix("run/"): content for path, content in stand_in.files["ann/said"].items()}
+    sent = {path.removeprefix(f"{tmp_path.name}_run/"): content for path, content in stand_in.files["ann/said"].items()}
     del sent["README.md"]
     assert sent == {path.name: path.read_bytes() for path in (tmp_path / "run" / "samples").iterdir()}
     assert any(name.startswith("val_00000002") for name in sent), "the validation behind the training too"

@@ -511,13 +511,14 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def _micro_batch(self, batch: PromptBatch, ahead: int = 0) -> Rollout:
         """The rows of this slot, or of one further on. How a rollout is dealt out is worked out once."""
-        rollout, rows, used = self._dealt_out(batch)
+        rollout, rows, used = self.dealt_out(batch)
         return micro_batch(rollout, rows[batch.slot + ahead], used[batch.slot + ahead])
 
     def _rows_of(self, batch: PromptBatch) -> Tensor:
-        return self._dealt_out(batch)[1][batch.slot]
+        return self.dealt_out(batch)[1][batch.slot]
 
-    def _dealt_out(self, batch: PromptBatch) -> tuple[Rollout, list[Tensor], list[dict[Width, slice]]]:
+    def dealt_out(self, batch: PromptBatch) -> tuple[Rollout, list[Tensor], list[dict[Width, slice]]]:
+        """What is learned from, the rows of each slot, and the columns that they use."""
         if self._dealt is None:
             self._dealt = self._deal(batch.rollout)
         return self._dealt
