@@ -280,7 +280,8 @@ def _go_on(run: Run) -> str:
         return f"Stopped at step {step}. Nothing is saved: the run writes no checkpoints. Begin anew with:{command}"
     if run.ckpt_path is not None:  # of another run
         command = f"\n  {run.command} ckpt_path={run.ckpt_path}"
-    return f"Stopped before the first optimizer step was over: nothing is saved. Begin anew with:{command}"
+    where = f"at step {step}, before the first checkpoint" if step else "before the first optimizer step was over"
+    return f"Stopped {where}: nothing is saved. Begin anew with:{command}"
 
 
 @contextlib.contextmanager
