@@ -82,10 +82,13 @@ def test_a_reward_model_is_exported_as_one(train, tmp_path):
     [
         (["run_dir=nowhere"], "holds no config.yaml"),
         ([], "needs the folder of a run"),
-        (["run_dir=.", "algo.group_size=4"], "algo.group_size cannot be set for lit-rl export"),
+        (["run_dir=a_run", "algo.group_size=4"], "algo.group_size cannot be set for lit-rl export"),
     ],
 )
-def test_what_it_cannot_do_is_told(words, said, train, capsys):
+def test_what_it_cannot_do_is_told(words, said, train, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_run").mkdir()
+    (tmp_path / "a_run" / "config.yaml").write_text("task: fit\n")
     assert train("task=export", *words) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 

@@ -35,7 +35,7 @@ def test_a_run_to_which_nothing_listens_learns_the_same_bits(
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert train(*every, *broken, f"run_dir={tmp_path / 'broken'}") == 0
-    names = ["JsonlLogger", "TensorBoardLogger", "Tracker", "Samples"]
+    names = ["JsonlLogger", "TensorBoardLogger", "Tracker", "Samples", "TokenSamples"]
     firsts = [str(each.message).split()[0] for each in told if "Training goes on" in str(each.message)]
     assert sorted(firsts) == sorted(names)  # once each
     said = capsys.readouterr().out

@@ -41,7 +41,7 @@ def test_what_cannot_be_pickled_holds_up_no_rank(monkeypatch: pytest.MonkeyPatch
         parts[:] = [data, sent[0]]
 
     monkeypatch.setattr(sample_rows.torch.distributed, "gather_object", gather_object)
-    unwritten, trainer = Unwritten("Samples"), SimpleNamespace(world_size=2, is_global_zero=True)
+    unwritten, trainer = Unwritten("Samples"), SimpleNamespace(world_size=2, is_global_zero=True, strategy=None)
     table: Any = {"prompt": ["a"]}
     assert of_all_ranks(trainer, table, unwritten) == [table, table]  # pyright: ignore
     with pytest.warns(UserWarning, match="Samples failed in sending rows to rank 0"):
