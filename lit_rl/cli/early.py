@@ -32,7 +32,7 @@ _OF_THE_EVALUATION = (
 """Keys that choose nothing to evaluate."""
 _OF_ROWS = ("fit", "eval", "validate", "test", "predict", "plan", "reward_test", "data_check", "env_check", "best_of_n")
 """Tasks that read data."""
-_OF_A_TRAINER = ("fit", "eval", "validate", "test", "predict", "plan", "reward_test", "env_check", "best_of_n")
+_OF_A_TRAINER = tuple(task for task in _OF_ROWS if task != "data_check")
 """Tasks that build all that the config says."""
 _OF_A_MODEL = ("fit", "eval", "validate", "test", "predict", "plan", "best_of_n", "doctor")
 """Tasks that load the policy of the config."""
@@ -80,7 +80,7 @@ def _check_start(config: DictConfig) -> None:
         check_checkpoint(str(config.ckpt_path))
     if is_sweep():
         return
-    if config.task in _OF_ROWS and config.task not in ("fit", "data_check") and config.ckpt_path == "last":
+    if config.task in _OF_A_TRAINER and config.task != "fit" and config.ckpt_path == "last":
         folder_state.check_has_checkpoint(folder_of(config))
     if config.task in _OVER_A_RUN and config.run_dir and not _says_what_to_evaluate():
         folder_state.check_has_config(folder_of(config))

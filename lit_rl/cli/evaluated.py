@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lit_rl.cli import own_keys, run_trust
 from lit_rl.cli.build import plain
+from lit_rl.cli.other_words import ELSEWHERE
 from lit_rl.cli.replays import config_of
 from lit_rl.commands import folder_state
 from lit_rl.commands.config_changes import between
@@ -36,9 +37,6 @@ _OF_TRAINING = (
     *("optimizer=", "optimizer.", "scheduler=", "scheduler."),
 )
 """How words begin that no evaluation reads."""
-
-_FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
-"""Options of Hydra's that bring groups of the user's; the next word is theirs."""
 
 _NAMED = ("model", "data", "reward", "env", "judge", "reference", "sampling", "algo")
 """What changes a number's meaning, where it is not as the run had it."""
@@ -116,7 +114,7 @@ def command_over(tree: dict[str, Any], run_dir: RunDir, command: str) -> str:
     trust = ["trust_run=true"] if run_trust.code_in(parts, tree["allow_targets"]) else []
     bare = {word: word.lstrip("+~") for word in words}
     own = [word for word in words if bare[word].startswith(_NOT_OF_THE_RUN) and not bare[word].startswith(_OF_TRAINING)]
-    options = [word for at, word in enumerate(words) if {word.partition("=")[0], words[at - 1]} & {*_FOLDERS}]
+    options = [word for at, word in enumerate(words) if {word.partition("=")[0], words[at - 1]} & {*ELSEWHERE}]
     words = ["lit-rl", "eval", *options, f"run_dir={run_dir.path}", "ckpt_path=last", *trust, *own]
     return redact_command(shlex.join(words))
 

@@ -75,7 +75,8 @@ _SHORT_FLAGS = ("-h", "-c", "-p", "-r", "-m", "-s", "-i", "-cp", "-cn", "-cd")
 """Hydra's."""
 _MAY_BE_REMOVED = ("callbacks", "logger", "debug", "experiment")
 _PLAIN = re.compile(r"[\w./~-]+")
-_ELSEWHERE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+ELSEWHERE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+"""Options of Hydra's that bring groups of the user's; the next word is theirs."""
 
 
 def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -84,7 +85,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: a name could be several keys, a choice is none of its group's, or a key begins with no group.
     """
-    own = any(word.startswith((*_ELSEWHERE, "hydra.searchpath")) for word in words)  # groups that we do not see
+    own = any(word.startswith((*ELSEWHERE, "hydra.searchpath")) for word in words)  # groups that we do not see
     found = groups([conf_folder()])
     typed = {word.partition("=")[0] for word in words if "=" in word}
     choices = _choices(words)

@@ -288,6 +288,7 @@ def _redacted_word(key: str, equals: str, value: str) -> str:
     if value[:1] not in ("{", "["):
         return key + equals + redact(value, name)
     try:
+        # Hydra needs no blank behind the colon of a dictionary, YAML does. What is no YAML then is hidden as a whole.
         tree = yaml.safe_load(re.sub(r":(?! )", ": ", value))
     except yaml.YAMLError:
         return f"{key}{equals}<redacted>"

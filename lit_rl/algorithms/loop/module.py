@@ -72,7 +72,7 @@ from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.models.policy.loaded import GivenModel, GivenTokenizer, LoadedModel, described
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.sharding import shard
-from lit_rl.models.policy.tensor_parallel import norm_over_meshes, spread_over_group, sum_partial_gradients
+from lit_rl.models.policy.tensor_parallel import clip_over_meshes, spread_over_group
 from lit_rl.models.policy.vision_parts import trained_by_images
 from lit_rl.models.reference.base import Auto, Copy, Reference, Scorer
 from lit_rl.ops.linear_logprobs import part_numbers
@@ -576,11 +576,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         strategy = self.trainer.strategy
         if not isinstance(strategy, FSDPTPStrategy):
             return nn.utils.clip_grad_norm_(trained, limit)
-        sum_partial_gradients(self.policy, strategy.device_mesh["tensor_parallel"])
-        norm = norm_over_meshes([weight.grad for weight in trained if weight.grad is not None])
-        for weight in trained:  # one by one: torch takes those of one mesh together
-            nn.utils.clip_grads_with_norm_([weight], limit, norm)
-        return norm
+        return clip_over_meshes(self.policy, strategy.device_mesh["tensor_parallel"], trained, limit)
 
     def drop_gradients(self, optimizer: Any) -> None:
         """After a backward pass: without gradients an optimizer moves neither a weight nor a moment."""

@@ -188,7 +188,7 @@ class MasterWeights(Optimizer):
         return result
 
     def _moved_together(self, weights: list[Tensor]) -> Iterable[list[Tensor]]:
-        return _buckets(weights) if moves_each_alone(_path(self.inner)) else [weights]
+        return _buckets(weights) if moves_each_alone(path_of(self.inner)) else [weights]
 
     def _move(self, gradients: dict[Tensor, Tensor]) -> None:
         """Move these weights, whose masters there are meanwhile."""
@@ -207,7 +207,7 @@ class MasterWeights(Optimizer):
 
     def _moves_in_slices(self, weight: Tensor) -> bool:
         large = is_narrow(weight) and weight.numel() > BUCKET and weight.is_contiguous()
-        return large and moves_numbers_alone(_path(self.inner))
+        return large and moves_numbers_alone(path_of(self.inner))
 
     def _move_in_slices(self, weight: Tensor, gradient: Tensor) -> None:
         """Move a large weight. Its master, and what the inner optimizer keeps, are one slice of it after the other."""
@@ -303,8 +303,10 @@ def moves_numbers_alone(path: str) -> bool:
 _BY_NUMBER = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
 
 
-def _path(optimizer: Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+def path_of(optimizer: Any) -> str:
+    """The dotted path of an optimizer's class, as a config writes it: `torch.optim.AdamW`."""
+    path = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    return f"torch.optim.{type(optimizer).__name__}" if path.startswith("torch.optim.") else path
 
 
 def _is_like(value: Any, weight: Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
-from lit_rl.algorithms.optim.master_weights import moves_numbers_alone
+from lit_rl.algorithms.optim.master_weights import moves_numbers_alone, path_of
 from lit_rl.algorithms.optim.zero import ZeROStrategy
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator
@@ -100,11 +100,10 @@ def optimizer_fits_zero(optimizer: Any) -> None:
     Raises:
         ConfigError: names its path.
     """
-    path = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-    public = f"torch.optim.{type(optimizer).__name__}" if path.startswith("torch.optim.") else path
-    if not moves_numbers_alone(public) and public not in _DEEPSPEEDS_OWN:
+    path = path_of(optimizer)
+    if not moves_numbers_alone(path) and path not in _DEEPSPEEDS_OWN:
         raise ConfigError(
-            f"optimizer={public} is not known to move each number of a weight by itself, and DeepSpeed gives it parts "
+            f"optimizer={path} is not known to move each number of a weight by itself, and DeepSpeed gives it parts "
             f"of many weights as one vector. Take optimizer=adamw, {_INSTEAD}."
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lit_rl.algorithms.optim.master_weights import moves_numbers_alone
+from lit_rl.algorithms.optim.master_weights import moves_numbers_alone, path_of
 from lit_rl.errors import ConfigError
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
@@ -135,5 +135,4 @@ def optimizer_fits_tensor_parallel(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: names its class.
     """
-    path = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-    _optimizer_fits(f"torch.optim.{type(optimizer).__name__}" if path.startswith("torch.optim.") else path)
+    _optimizer_fits(path_of(optimizer))

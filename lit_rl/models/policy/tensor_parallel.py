@@ -8,6 +8,7 @@ whole on every rank of a group, which so computes the same logits, bit for bit.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -105,6 +106,25 @@ def sum_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
             if weight.grad is not None:
                 mine = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
                 torch.distributed.all_reduce(mine, group=mesh.get_group())
+
+
+def clip_over_meshes(model: nn.Module, mesh: DeviceMesh, weights: Sequence[Tensor], limit: float) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for weights that lie on several meshes. A collective, once a step.
+
+    Args:
+        model: What `spread_over_group` was given.
+        mesh: As there.
+        weights: Those that are trained.
+        limit: The norm that gradients have at most; infinite for none.
+
+    Returns:
+        0-dim: the norm before.
+    """
+    sum_partial_gradients(model, mesh)
+    norm = norm_over_meshes([weight.grad for weight in weights if weight.grad is not None])
+    for weight in weights:  # one by one: torch takes those of one mesh together
+        nn.utils.clip_grads_with_norm_([weight], limit, norm)
+    return norm
 
 
 def norm_over_meshes(gradients: list[Tensor]) -> Tensor:
