@@ -7,6 +7,7 @@ import re
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,6 +61,17 @@ def unusable(path: Path, fault: str) -> StorageError:
         else f"The newest whole checkpoint beside it is ckpt_path={newest}."
     )
     return StorageError(f"{path} cannot be used as a checkpoint: {fault}. {way_out}")
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """What a checkpoint says, before anything is loaded: its tensors are not read from the disk until they are asked
+    for. Empty of what cannot be read, as loading will say, and of DeepSpeed's folders."""
+    file = path / "meta.pt" if path.is_dir() else path
+    try:
+        saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception:  # an unpickler fails on a file of another kind in every way there is
+        return {}
+    return saved if isinstance(saved, dict) else {}
 
 
 def fault_of_contents(error: BaseException) -> str:

@@ -17,7 +17,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
-from lit_rl.callbacks.checkpoint_files import verify
+from lit_rl.algorithms.rollouts.state import check_kind
+from lit_rl.callbacks.checkpoint_files import contents, verify
 from lit_rl.callbacks.slurm import is_requeued
 from lit_rl.cli import (
     chats,
@@ -198,7 +199,7 @@ def _run(
                 around.callback(end_those_started, job.trainer.strategy.launcher)
                 if not job.dry:
                     heard = write_down(error, run_dir, job.trainer, job.command)
-                    begun = run_dir.metrics.is_file() and run_dir.keeps(missing, kept_for)
+                    begun = run_dir.keeps(missing, kept_for) and run_dir.metrics.is_file()
                     if config.task == "fit" and job.trainer.is_global_zero and begun:
                         run_report.write_at_the_end(run_dir.path)
                     if heard is not None:
@@ -266,6 +267,8 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
     check_judged(module, tree)
     check_answered(module, tree)
     module.memory_gb = tree["plan"]["memory_gb"]
+    if tree["task"] == "fit" and config.ckpt_path is not None:
+        check_kind(contents(Path(config.ckpt_path)), type(module))  # before its folder's config.yaml is replaced
     settings, asked = tree["trainer"], tree["trainer"]["precision"]
     settings["max_epochs"] = ends.epochs(settings)
     settings["accumulate_grad_batches"] = cut_by(module, settings["accumulate_grad_batches"])

@@ -32,8 +32,9 @@ from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim import optimizers, schedules
 from lit_rl.algorithms.optim.schedule_by_path import ScheduleByPath
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
+from lit_rl.algorithms.rollouts.state import check_kind
 from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop, JsonlLogger, let_loggers_fail
-from lit_rl.callbacks.checkpoint_files import verify_once
+from lit_rl.callbacks.checkpoint_files import contents, verify_once
 from lit_rl.cli import config_files, ends, quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
 from lit_rl.cli.failures import write_down
@@ -144,6 +145,8 @@ class CommandLine(LightningCLI):
         checkpoint = self._get(self.config, "ckpt_path")
         if checkpoint is not None and Path(checkpoint).exists():
             verify_once(Path(checkpoint))
+            if isinstance(self.model, PolicyModule):
+                check_kind(contents(Path(checkpoint)), type(self.model))
         check_trainer(self.trainer, self._get(self.config, "trainer")["precision"])
         if isinstance(self.model, PolicyModule):
             settings_can_be_trained(self.model.model, str(self.trainer.precision), self.trainer.strategy)

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.precision import BF16, FLOAT32, BFloat16Weights, made_in, multiplies_bfloat16
+from lit_rl.callbacks.checkpoint_files import contents
 from lit_rl.cli.schemas import parameters
 from lit_rl.models.policy.language_model import LanguageModel
 
@@ -109,9 +110,5 @@ def automatic_on(device: torch.device, strategy: type, model: LanguageModel) -> 
 
 def precision_of(checkpoint: Path) -> str | None:
     """The `trainer.precision` of the run that wrote a checkpoint; None of what cannot be read, as loading will say."""
-    file = checkpoint / "meta.pt" if checkpoint.is_dir() else checkpoint
-    try:
-        saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception:  # an unpickler fails on a file of another kind in every way there is
-        return None
-    return made_in(saved) if isinstance(saved, dict) else None
+    saved = contents(checkpoint)
+    return made_in(saved) if saved else None

@@ -262,6 +262,16 @@ def test_a_checkpoint_that_cannot_be_used_is_named_and_not_run(
     assert not list(tmp_path.rglob("metrics.jsonl")) and list(tmp_path.rglob("*.ckpt")) == [path]
 
 
+def test_a_checkpoint_of_another_algorithm_is_refused_before_anything_is_written(
+    checkpoint: Path, demo: str, lit_rl_run: CommandLine, tmp_path: Path
+) -> None:
+    outcome = lit_rl_run("fit", demo, *SMALL, "--model=RLOO", "--trainer.max_steps=11", f"--ckpt_path={checkpoint}")
+    assert outcome.code == 7, outcome.err
+    assert "GRPO wrote it, and this run is of RLOO" in outcome.err and "Traceback" not in outcome.err
+    assert "--model.model=<run_dir>/hf" in outcome.err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_checkpoint_brings_no_settings(checkpoint: Path, demo: str, lit_rl_run: CommandLine, tmp_path: Path) -> None:
     """Lightning's command line would build the model with the `hyper_parameters` that stand in the file."""
     path = tmp_path / "theirs.ckpt"

@@ -135,17 +135,38 @@ def test_a_checkpoint_of_another_model_is_refused(train, tmp_path, capsys):
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused_with_the_way_to_go_on(train, tmp_path, capsys):
-    said = "model.name=<run_dir>/hf"
+    """Also where weights and state would fit, as those of GRPO and RLOO, or of SFT and DPO."""
+    kinds = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "sft": "SFT", "dpo": "DPO"}
     examples = ["trainer.max_steps=1", "trainer.limit_val_batches=0", "data.batch_size=4", "logger=none"]
-    for algo, others in {"grpo": ("sft", "ppo"), "sft": ("grpo",)}.items():
-        words = {name: SMALL if name in ("grpo", "ppo") else examples for name in (algo, *others)}
+    for algo, others in {"grpo": ("rloo", "sft", "ppo"), "sft": ("grpo", "dpo")}.items():
+        words = {name: examples if name in ("sft", "dpo") else SMALL for name in (algo, *others)}
+        run = tmp_path / algo
         short = [*words[algo], f"algo={algo}", "trainer.max_steps=1", "trainer.limit_val_batches=0"]
-        assert train(*short, f"run_dir={tmp_path / algo}") == 0
-        (last,) = (tmp_path / algo / "checkpoints").iterdir()
+        assert train(*short, f"run_dir={run}") == 0
+        (last,), config = (run / "checkpoints").iterdir(), (run / "config.yaml").read_text()
         for other in others:
             elsewhere = [f"run_dir={tmp_path / 'elsewhere'}", f"ckpt_path={last}"]
-            assert train(*words[other], f"algo={other}", "trainer.max_steps=2", *elsewhere) == 7, (algo, other)
-            assert said in capsys.readouterr().err and not (tmp_path / "elsewhere").exists()
+            for where in (elsewhere, [f"run_dir={run}", "ckpt_path=last"]):
+                (run / "summary.json").unlink(missing_ok=True)
+                assert train(*words[other], f"algo={other}", "trainer.max_steps=2", *where) == 7, (algo, other)
+                said = capsys.readouterr().err
+                assert f"{kinds[algo]} wrote it, and this run is of {kinds[other]}" in said
+                assert "config.yaml" in said and "model.name=<run_dir>/hf" in said and "Traceback" not in said
+            assert not (tmp_path / "elsewhere").exists()
+            assert (run / "config.yaml").read_text() == config and [*(run / "checkpoints").iterdir()] == [last]
+
+
+def test_other_settings_of_an_algorithm_are_no_other_algorithm(train, tmp_path):
+    """Neither is a checkpoint of before, which names none."""
+    short = [*SMALL, "trainer.limit_val_batches=0", f"run_dir={tmp_path}"]
+    assert train(*short, "trainer.max_steps=1") == 0
+    assert newest(tmp_path)["algorithm"] == "GRPO"
+    assert train(*short, "trainer.max_steps=2", "algo=dr_grpo", "ckpt_path=last") == 0
+    (file,) = (tmp_path / "checkpoints").iterdir()
+    saved = torch.load(file, weights_only=True)
+    del saved["algorithm"]
+    torch.save(saved, file)
+    assert train(*short, "trainer.max_steps=3", "algo=rloo", "ckpt_path=last") == 0
 
 
 def test_a_checkpoint_of_a_version_with_another_format_is_refused(train, tmp_path, capsys):

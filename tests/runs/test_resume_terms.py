@@ -75,8 +75,11 @@ def test_supervised_text_goes_on_where_it_was(train, tmp_path):
 
 
 OTHERS = {
-    "grpo-to-ppo": ([], ["algo=ppo"], ["not of this model", "missing", "critic."]),
-    "ppo-to-grpo": (["algo=ppo"], ["algo=grpo"], ["not of this model", "unexpected", "critic."]),
+    "no-critic": (
+        ["algo=ppo"],
+        ["algo=ppo", "algo/critic=shared_trunk"],
+        ["not of this model", "unexpected", "critic."],
+    ),
     "no-reference": (["algo.beta=0.1"], ["algo.beta=0.1", "reference=ema"], ["holds no reference", "reference=EMA"]),
     "no-norm": ([], ["algo/reward_norm=running"], ["algo.reward_norm", "RunningNorm"]),
     "other-groups": (["algo/groups=top", "algo.groups.keep=2"], ["algo/groups=dynamic"], ["algo.groups"]),

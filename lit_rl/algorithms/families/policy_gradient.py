@@ -26,6 +26,7 @@ from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.preflight import estimators, given, losses, zero_advantages
 from lit_rl.algorithms.preflight import policy_gradient as preflight
 from lit_rl.algorithms.preflight.sampling import lag_is_corrected, sampling_teaches
+from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import multiplies_weights, name_of, parameters, reads
 from lit_rl.algorithms.terms.advantages import AdvantageClip, Whitening
@@ -41,7 +42,7 @@ from lit_rl.algorithms.terms.selection import OffPolicyMask, TokenSelection
 from lit_rl.algorithms.terms.step_tokens import step_tokens
 from lit_rl.algorithms.terms.turn_rewards import TurnRewards
 from lit_rl.environments.source import Interactive
-from lit_rl.errors import ConfigError, StorageError, in_range
+from lit_rl.errors import ConfigError, in_range
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.loading import drops_out
@@ -316,13 +317,7 @@ class PolicyGradient(OnPolicyModule, ABC):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         super().load_rank_state(saved)
         for name, term in self._stateful().items():
-            try:
-                term.load_state(saved["terms"][name])
-            except KeyError as error:
-                raise StorageError(
-                    f"The checkpoint holds no state of algo.{name} as {type(term).__name__} needs it. Resume with the "
-                    f"algo/{name} of the run's config.yaml."
-                ) from error
+            term.load_state(state.OfTerm(saved["terms"].get(name), name, type(term).__name__))
         if self.replay is not None:
             self.replay.see(self.seen_rows(), self.processor)
 

@@ -710,11 +710,12 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return "Nothing is dropped."
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep trained tensors only (no reference, no frozen base), every rank's own state, and the precision."""
+        """Keep trained tensors only (no reference, no frozen base), every rank's own state, algorithm and precision."""
         if checkpoint.get("state_dict"):
             trained = self._trained_names()
             weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
             checkpoint["state_dict"] = weights
+        checkpoint["algorithm"] = state.kind_of(type(self))
         mine = {"format": state.FORMAT, "module": self.rank_state(), "rng": state.rng_state()}
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
         if self.trainer_or_none is not None:
@@ -743,6 +744,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
             ) from error
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._fitting:
+            state.check_kind(checkpoint, type(self))
         if weights := checkpoint.get("state_dict"):
             state.check_weights(weights, self._trained_names())
         if self._fitting:
@@ -763,8 +766,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if ranks:
             saved = ranks[self.data_rank]
             state.check_format(saved)
-            with state.of_this_kind(type(self).__name__):
-                self.load_rank_state(saved["module"])
+            self.load_rank_state(state.OfAlgorithm(saved["module"], type(self).__name__))
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
 
     def _load_other_world(self, ranks: Sequence[dict[str, Any]], loops: dict[str, Any]) -> None:
@@ -774,9 +776,9 @@ class PolicyModule(L.LightningModule, given.Arguments):
         """
         before = worlds.slots_before(loops, len(ranks), self.world_size)
         worlds.move_on(loops, before, self.slots, self._epoch_batches())
-        saved = [each["module"] for each in ranks]
-        with state.of_this_kind(type(self).__name__):
-            self.load_rank_state(self.of_other_ranks(saved))
+        name = type(self).__name__
+        saved = [state.OfAlgorithm(each["module"], name) for each in ranks]
+        self.load_rank_state(state.OfAlgorithm(self.of_other_ranks(saved), name))
         self.broken_steps.in_a_row, self._other_world = ranks[0]["broken_steps"], True
         rank_zero_info(
             f"The checkpoint was written by {worlds.processes(len(ranks))}, and this run has {self.world_size}. "

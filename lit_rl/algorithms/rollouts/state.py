@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -219,25 +218,80 @@ def check_format(saved: Mapping[str, Any]) -> None:
 
 
 _FROM_ITS_EXPORT = (
-    "To go on from what that run learned with other settings, start a new run from its exported model, without "
-    "ckpt_path: model=local model.name=<run_dir>/hf."
+    "To go on from what that run learned with another algorithm or model settings, start a new run from its exported "
+    "model, without ckpt_path: model=local model.name=<run_dir>/hf, or of lit-rl fit --model.model=<run_dir>/hf. Of a "
+    "run that has not ended, lit-rl export run_dir=<run_dir> writes it."
 )
 
 
-@contextmanager
-def of_this_kind(algorithm: str) -> Iterator[None]:
-    """Around reading the state of a rank: one that another kind of algorithm wrote lacks what this one counts.
+class OfAlgorithm(dict[str, Any]):
+    """The state of a rank, to read from: one that another kind of algorithm wrote lacks what this one counts.
+
+    Reading a key that is not there raises a StorageError. A KeyError would not do: a defect raises those too.
+
+    Args:
+        state: As the checkpoint holds it.
+        algorithm: Who reads it.
+    """
+
+    def __init__(self, state: Mapping[str, Any], algorithm: str) -> None:
+        super().__init__(state)
+        self._algorithm = algorithm
+
+    def __missing__(self, key: str) -> Any:
+        raise StorageError(
+            f"The checkpoint is of another algorithm: it holds no {key} as {self._algorithm} needs. Resume with the "
+            f"algo of the run's config.yaml. {_FROM_ITS_EXPORT}"
+        )
+
+
+class OfTerm(dict[str, Any]):
+    """The state of a term of the objective, to read from. Reading a key that is not there raises a StorageError.
+
+    Args:
+        state: As the checkpoint holds it; None where it holds none.
+        name: Of the term, below `algo`.
+        term: Who reads it.
 
     Raises:
-        StorageError: it does.
+        StorageError: there is none.
     """
-    try:
-        yield
-    except KeyError as error:
+
+    def __init__(self, state: Mapping[str, Any] | None, name: str, term: str) -> None:
+        super().__init__(state or {})
+        self._name, self._term = name, term
+        if state is None:
+            self._refuse()
+
+    def __missing__(self, key: str) -> Any:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
         raise StorageError(
-            f"The checkpoint is of another algorithm: it holds no {error.args[0]} as {algorithm} needs. Resume with "
-            f"the algo of the run's config.yaml. {_FROM_ITS_EXPORT}"
-        ) from error
+            f"The checkpoint holds no state of algo.{self._name} as {self._term} needs it. Resume with the "
+            f"algo/{self._name} of the run's config.yaml."
+        )
+
+
+def kind_of(algorithm: type) -> str:
+    """What tells checkpoints of algorithms apart: the name of the class; of a class of the user's, which may change its
+    name, that of ours from which it is derived."""
+    return next(each.__name__ for each in algorithm.__mro__ if each.__module__.partition(".")[0] == "lit_rl")
+
+
+def check_kind(checkpoint: Mapping[str, Any], algorithm: type) -> None:
+    """Refuse to resume what another algorithm has trained. Other settings of one class pass, and so do checkpoints of
+    earlier versions, which name none.
+
+    Raises:
+        StorageError: names both.
+    """
+    wrote, wanted = checkpoint.get("algorithm"), kind_of(algorithm)
+    if wrote not in (None, wanted):
+        raise StorageError(
+            f"The checkpoint is of another algorithm: {wrote} wrote it, and this run is of {wanted}. Resume with the "
+            f"algo of the run's config.yaml. {_FROM_ITS_EXPORT}"
+        )
 
 
 def rng_state() -> dict[str, Any]:
