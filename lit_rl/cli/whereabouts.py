@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -55,19 +57,31 @@ def folder_of(config: DictConfig) -> Path:
         path = base / str(hydra_config.sweep.subdir)
     elif config.run_dir:
         path = Path(str(config.run_dir)).expanduser()
-        try:
-            path.lstat()
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:  # too long, below a file, a NUL in it
-            if not isinstance(error, NotADirectoryError):  # said where it is opened
-                name = repr(str(path)) if len(str(path)) < 300 else f"{str(path)[:200]!r}..."
-                raise StorageError(f"run_dir={name} cannot be a folder's name: {_reason(error)}.") from error
     else:
         stamp = datetime.now().strftime("%Y-%m-%d_%H%M%S")
         what = hydra_config.runtime.choices.get("algo") if config.task == "fit" else config.task
         path = Path("runs") / f"{stamp}_{what}_{_label(config)}"
+    _check_names(path)
     return path
+
+
+def _check_names(path: Path) -> None:
+    """Refuse what no folder can be called, before one above it is made."""
+    try:
+        for each in _names(path):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # of a file it is said where it is opened
+                each.lstat()
+    except (OSError, ValueError) as error:  # too long, a NUL in it
+        name = repr(str(path)) if len(str(path)) < 300 else f"{str(path)[:200]!r}..."
+        raise StorageError(f"run_dir={name} cannot be a folder's name: {_reason(error)}.") from error
+
+
+def _names(path: Path) -> Iterator[Path]:
+    """The path; and each name in it of which there is no folder yet, below one that is there: of what lies in a missing
+    folder the system says nothing."""
+    yield path
+    there = next((parent for parent in path.parents if parent.is_dir()), path)
+    yield from (there / name for name in path.parts[len(there.parts) :])
 
 
 def _reason(error: OSError | ValueError) -> str:

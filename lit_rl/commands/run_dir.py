@@ -186,8 +186,10 @@ class RunDir:
 
     def keeps(self, made: Sequence[Path], kept_for: str) -> bool:
         """Whether `withdraw`, of the same arguments, would leave the folder as it is."""
-        if self.path not in made or not self.path.is_dir():
+        if self.path not in made:
             return True
+        if not os.path.isdir(self.path):  # the Path's own raises where a name is too long
+            return False
         logged = self.metrics.is_file() and f'"{kept_for}' in self.metrics.read_text()
         return logged or any(self.checkpoints.glob("*")) or any(self.path.glob("bad_batch*.pt"))
 
@@ -200,14 +202,14 @@ class RunDir:
         """
         if self.keeps(made, kept_for):
             return
+        if not os.path.isdir(self.path):  # those above it were made, and it could not be
+            return _remove_empty(made)
         theirs = self.path / "hparams.yaml"  # of Lightning's logger for TensorBoard
         ours = (self.path / NAME, self.config, self.summary, self.error, self.page, *record_files(self.path))
         for path in (*ours, theirs):
             path.unlink(missing_ok=True)
         inside = sorted((path for path in self.path.rglob("*") if path.is_dir()), reverse=True)
-        for folder in (*inside, *made):
-            with contextlib.suppress(OSError):  # it holds something
-                folder.rmdir()
+        _remove_empty([*inside, *made])
 
     def _of_the_user(self, start: Start) -> Iterator[Path]:
         """What this run would replace and no run wrote. A folder is a run's by its config.yaml, or by a checkpoint."""
@@ -258,6 +260,13 @@ class RunDir:
     def newest_checkpoint(self) -> tuple[Path | None, list[Path]]:
         """The newest checkpoint that is whole, None where there is none; and the damaged ones that are newer."""
         return newest_whole(list(self.checkpoints.glob("*.ckpt")))
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Those that hold nothing, the innermost first."""
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it holds something, or is not there
+            folder.rmdir()
 
 
 def finite(node: Any) -> Any:

@@ -15,7 +15,7 @@ from tiers import quick
 
 from lit_rl.cli import build, hydra_node
 from lit_rl.commands.run_dir import RunDir
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, StorageError
 
 TWO_ON_CPU = ["trainer.devices=2", "trainer.accelerator=cpu"]
 ROWS: list[tuple[str, list[str], int, list[str]]] = [
@@ -74,6 +74,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("no-key", ["seed=1", "=3"], 2, ["no key=value"]),
     ("logger-scalar", ["+logger.x=3"], 2, ["logger.x=3"]),
     ("histograms", ["callbacks.histograms.every=0"], 2, ["every=0", "[1, inf]"]),
+    ("long-name-below", ["run_dir=new/a/" + "x" * 300 + "/b"], 7, ["run_dir='new/a/x", "File name too long"]),
     ("deep-name", ["run_dir=" + "x/" * 3000], 7, ["File name too long"]),
     ("nul", ["run_dir='a\0b'"], 7, ["run_dir='a", "embedded null byte"]),
     ("clip-low", ["algo.loss.clip_low=0"], 2, ["algo.loss.clip_low=0", "(0, 1]"]),
@@ -306,6 +307,15 @@ class TestRunDirectory:
         (cwd / "taken").write_text("mine")
         refused(step("run_dir=taken/run"), 7, "run_dir=taken/run")
         assert contents(cwd) == ["taken"]
+
+    def test_that_cannot_be_made_leaves_no_folder_above_it(self, tmp_path: Path):
+        folder = RunDir(tmp_path / "new" / "a" / ("x" * 300))
+        made = [tmp_path / "new" / "a", tmp_path / "new"]
+        with pytest.raises(StorageError, match="File name too long"):
+            folder.make()
+        assert all(path.is_dir() for path in made)
+        folder.withdraw([folder.path, *made], "train/")
+        assert contents(tmp_path) == []
 
     def test_of_a_finished_run(self, step: Command, cwd: Path):
         assert step("run_dir=run").code == 0
