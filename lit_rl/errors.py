@@ -147,8 +147,11 @@ def in_range(
     Raises:
         ConfigError: names the key, the value and the range.
     """
-    above = value > low if open_low else value >= low
-    below = value < high if open_high else value <= high
+    left, right = "(" if open_low else "[", ")" if open_high else "]"
+    try:
+        above = value > low if open_low else value >= low
+        below = value < high if open_high else value <= high
+    except TypeError as error:
+        raise ConfigError(f"{key}={value!r} is no number: allowed is {left}{low:g}, {high:g}{right}.") from error
     if not (above and below):
-        left, right = "(" if open_low else "[", ")" if open_high else "]"
         raise ConfigError(f"{key}={value} is out of range: allowed is {left}{low:g}, {high:g}{right}.")

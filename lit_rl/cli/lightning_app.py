@@ -35,7 +35,7 @@ from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.algorithms.rollouts.state import check_kind
 from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop, JsonlLogger, let_loggers_fail
 from lit_rl.callbacks.checkpoint_files import contents, verify_once
-from lit_rl.cli import config_files, ends, quiet
+from lit_rl.cli import config_files, ends, lightning_nulls, quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
 from lit_rl.cli.failures import write_down
 from lit_rl.cli.lightning_data import data_module_of
@@ -87,7 +87,7 @@ def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:
     by_hand = _named_on_the_command_line(arguments)
     settings: dict[str, Any] = {"exit_on_error": False, "dump_header": [f"lightning=={L.__version__}"]}
     checked = config_files.checked_before(ConfigPath, "read_text", lambda path: Path(path.absolute))
-    with _importing_only(by_hand), checked:
+    with _importing_only(by_hand), checked, lightning_nulls.read_at_every_depth():
         return CommandLine(
             PolicyModule,
             data_module_of(arguments),
@@ -256,12 +256,20 @@ class CommandLine(LightningCLI):
         somebody else may have written, and would read the whole file for them before anybody has looked at it."""
 
     def instantiate_classes(self) -> None:
+        self._check_nulls()
         with in_one_sentence(FACTORIES):
             # The module is built last: its constructor is given what stands in the keys beside it, and checks it.
             self.config_init = self.parser.instantiate(self.config, instantiators=[(_later, PolicyModule, True)])
             self.datamodule = self._get(self.config_init, "data")
             self.model = self._module(self._get(self.config_init, "model"))
             self.trainer = self.instantiate_trainer()
+
+    def _check_nulls(self) -> None:
+        lightning_nulls.check("data", self._get(self.config, "data"), self.datamodule_class)
+        lightning_nulls.check("trainer", self._get(self.config, "trainer"), L.Trainer)
+        for key in ("model", *FACTORIES):
+            if (spec := self._get(self.config, key)) is not None:
+                lightning_nulls.check(key, spec)
 
     def _module(self, make: partial[PolicyModule]) -> PolicyModule:
         chosen = {key: self._get(self.config_init, key) for key in FACTORIES}
@@ -279,7 +287,10 @@ class CommandLine(LightningCLI):
         kwargs["max_epochs"] = ends.epochs(settings)
         kwargs["accumulate_grad_batches"] = cut_by(self.model, settings["accumulate_grad_batches"])
         kwargs["precision"] = given = for_trainer(settings, self._get(self.config, "ckpt_path"))
-        trainer = super().instantiate_trainer(plugins=[*plugins, AtomicCheckpointIO()], **kwargs)
+        try:
+            trainer = super().instantiate_trainer(plugins=[*plugins, AtomicCheckpointIO()], **kwargs)
+        except TypeError as error:  # it checks settings one by one, and names the one that it refuses
+            raise ConfigError(f"trainer: {error}") from error
         if choice := settle(settings["precision"], given, trainer, self.model):
             self._get(self.config, "trainer")["precision"] = choice.precision  # as `SaveConfig` writes it
             if trainer.is_global_zero:

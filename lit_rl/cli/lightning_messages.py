@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ def _ours(error: BaseException | None) -> LitRLError | None:
 
 def _explained(text: str, factories: Factories) -> ConfigError:
     """From jsonargparse's account to the key and the reason."""
-    key = ".".join(re.findall(r'[Pp]arser key "([^"]+)"', text))
+    key = ".".join(_keys(text))
     if denied := re.search(r"Importing '([^']+)' is not allowed", text):
         target, listed = denied.group(1), ", ".join(f"{prefix}*" for prefix in ALLOWED)
         return ConfigError(
@@ -62,8 +62,29 @@ def _explained(text: str, factories: Factories) -> ConfigError:
         listed = f" Allowed is {', '.join(choices)}, or a dotted path." if choices else " Allowed is a dotted path."
         return ConfigError(f"{key}={name.group(1)} is not a class.{did_you_mean(name.group(1), choices)}{listed}")
     lines = [re.sub(_ECHO, "", line).strip(" -") for line in text.splitlines()]
-    reasons = dict.fromkeys(line for line in lines if line)
-    return ConfigError(f"{key}: {'; '.join(reasons)}"[:1000] if key else "; ".join(reasons)[:1000])
+    said = [line for line in lines if line]
+    reasons = dict.fromkeys([line for line in said if not re.match(_OTHERS, line)] or said)
+    what = _without_classes("; ".join(reasons)) + _what_came(text, reasons)
+    return ConfigError(f"{key}: {what}"[:1000] if key else what[:1000])
+
+
+def _keys(text: str) -> list[str]:
+    """The key in its parts: they stand one inside the other, and what stands further out is of another attempt."""
+    found: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        if (part := re.match(r'( *)[Pp]arser key "([^"]+)"', line)) and (not found or len(part[1]) > found[-1][0]):
+            found.append((len(part[1]), part[2]))
+    return [name for _, name in found]
+
+
+def _what_came(text: str, reasons: Iterable[str]) -> str:
+    """The value, which of several types is said once for all of them, and of one beside it."""
+    came = re.search(r"Given value: (?!NestedArg|Namespace)(.*)", text)
+    return f". Got value: {came[1]}" if came and not any("Got value: " in reason for reason in reasons) else ""
+
+
+def _without_classes(text: str) -> str:
+    return re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
 
 
 _UNKNOWN = (
@@ -75,6 +96,8 @@ _ECHO = (
     r"|Errors:$|Expected a <class 'NoneType'>|Given value.*|Expected a path but .* either not accessible or invalid"
 )
 """What jsonargparse says around a reason."""
+_OTHERS = r"Import path .* does not correspond to a subclass of |Type <class 'collections.abc.Callable'> expects"
+"""What it says of the other kinds that could stand there, beside the one that was meant."""
 
 
 def _unknown(key: str, text: str, factories: Factories) -> ConfigError:

@@ -55,6 +55,12 @@ def test_a_loss_of_another_form(returned: Any, came: str, tmp_path: Path) -> Non
         fit(grpo(loss=loss), tmp_path)
 
 
+@pytest.mark.parametrize("beta", [None, "0.1"])
+def test_what_is_no_number_where_one_is_needed(beta: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"beta={beta!r} is no number: allowed is \[0, inf\]"):
+        grpo(beta=beta)
+
+
 ADAM = torch.optim.Adam([torch.zeros(1, requires_grad=True)])
 
 

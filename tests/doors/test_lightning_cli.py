@@ -365,6 +365,7 @@ def test_with_keywords_is_the_function_with_its_settings() -> None:
 # ---------------------------------------------------------------------- what is refused
 
 
+MINE = ["--model.reward=lit_rl.rewards.from_paths", "--model.reward.fn=math:sqrt"]
 REFUSED = {
     "unknown key of the Trainer": (["--trainer.max_stepss=1"], 2, ["trainer.max_stepss", "'max_steps'"]),
     "unknown key of the algorithm": (["--model.group_sizee=1"], 2, ["model.group_sizee", "'group_size'"]),
@@ -375,6 +376,15 @@ REFUSED = {
     "unknown algorithm": (["--model=GRPOO"], 2, ["model=GRPOO", "'GRPO'", "RLOO"]),
     "unknown optimizer": (["--optimizer=AdamWW"], 2, ["optimizer=AdamWW", "'AdamW'"]),
     "wrong type": (["--model.beta=abc"], 2, ["model.beta", "float", "abc"]),
+    "wrong type of one of several": (["--seed_everything=x"], 2, ["seed_everything", "int", "value: x"]),
+    "wrong type of the optimizer": (["--optimizer=AdamW", "--optimizer.lr=1e-6x"], 2, ["optimizer.lr: ", "1e-6x"]),
+    "wrong type two classes down": ([*MINE, "--model.reward.timeout=abc"], 2, ["reward.timeout", "float", "abc"]),
+    "null for a number": (["--model.beta=null"], 2, ["model.beta=null", "float", "0.0"]),
+    "null for a count": (["--model.minibatches=null"], 2, ["model.minibatches=null", "int"]),
+    "null for an object": (["--model.sampling=null"], 2, ["model.sampling=null", "Sampling"]),
+    "null of the optimizer": (["--optimizer=AdamW", "--optimizer.lr=null"], 2, ["optimizer.lr=null", "float", "1e-06"]),
+    "null below two classes": ([*MINE, "--model.reward.workers=null"], 2, ["model.reward.workers", "int"]),
+    "null for devices": (["--trainer.devices=null"], 2, ["devices", "int > 0"]),
     "out of range": (["--model.beta=-1"], 2, ["beta=-1", "[0, inf]"]),
     "out of range, nested": (["--model.sampling.top_p=2"], 2, ["sampling.top_p=2", "(0, 1]"]),
     "a bias": (["--model.sampling.logit_bias={5: -1}"], 2, ["sampling.logit_bias={5: -1.0}", "importance ratio"]),
@@ -398,8 +408,20 @@ def test_a_mistake_is_one_sentence_with_the_exit_code_of_its_kind(
     assert outcome.code == code, outcome.err
     said = [line for line in outcome.err.splitlines() if "Error: " in line]
     assert len(said) == 1 and "Traceback" not in outcome.err and "usage:" not in outcome.err
+    assert "<class" not in said[0] and "Import path" not in said[0]
     assert [word for word in words if word.lower() not in said[0].lower()] == []
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("word", ["null", "None"])
+def test_null_is_read_below_two_classes(word: str, lit_rl_run: CommandLine) -> None:
+    """jsonargparse hands it on as a text, which is no number."""
+    more = [*MINE, f"--model.reward.timeout={word}", "--model.reward.cache=7", f"--model.evaluation.limit={word}"]
+    outcome = lit_rl_run("fit", *LEAST, *more, "--print_config")
+    assert outcome.code == 0, outcome.err
+    model = yaml.safe_load(outcome.out)["model"]["init_args"]
+    assert (model["reward"]["init_args"]["timeout"], model["reward"]["init_args"]["cache"]) == (None, 7)
+    assert model["evaluation"]["limit"] is None
 
 
 PLACES = {
