@@ -81,6 +81,28 @@ def test_a_broken_step_moves_nothing_and_the_next_one_does(value, tmp_path):
     assert kept["rollout"]["completions"]["response_ids"].shape[0] == 16
 
 
+def test_a_spike_that_is_finite_moves_no_more_than_any_clipped_step(tmp_path):
+    """It is no broken step: nothing is left out or kept, the norm before clipping is in the log, and a spike a thousand
+    times as high moves the same."""
+    low, high = (fit(tmp_path, LossThatBreaks(2, value=value), 4) for value in (1e3, 1e6))
+    assert [row["train/skipped_steps"] for row in high.logged] == [0, 0, 0, 0] and not list(tmp_path.iterdir())
+    norms = [row["train/grad_norm"] for row in high.logged]
+    assert norms[2] > 1e4 and norms[2] == pytest.approx(1e3 * low.logged[2]["train/grad_norm"], rel=1e-3)
+    for ours, theirs in zip(high.seen, low.seen, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.isfinite().all()
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-7)
+    moved = max(float((a - b).abs().max()) for a, b in zip(high.seen[1][:20], high.seen[2][:20], strict=True))
+    assert 0 < moved < 4 * 1e-4  # AdamW's largest step at this rate, however large the gradient
+
+
+def test_a_spike_whose_norm_overflows_is_a_broken_step(tmp_path):
+    with pytest.warns(UserWarning, match=r"step 3 .* norm inf and is left out"):
+        weights = fit(tmp_path, LossThatBreaks(2, value=1e30), 3)
+    assert [row["train/skipped_steps"] for row in weights.logged] == [0, 0, 1]
+    assert all(torch.equal(a, b) for a, b in zip(weights.seen[1], weights.seen[2], strict=True))
+
+
 def test_one_broken_micro_batch_breaks_its_step(tmp_path):
     with pytest.warns(UserWarning, match="left out"):
         weights = fit(tmp_path, LossThatBreaks(3), 2, accumulate=2)  # the last micro-batch of the second step

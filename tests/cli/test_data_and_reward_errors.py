@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_helpers import Command, Outcome, metrics, refused, write_jsonl
+from cli_helpers import Command, Outcome, contents, metrics, refused, write_jsonl
 from safetensors.torch import load_file
 from small_models import SPECIAL, save_model, save_tokenizer
 from tiers import quick
@@ -199,6 +199,23 @@ class TestCounts:
         write_jsonl(cwd / "mine.jsonl", [*ROWS, {"prompt": "1" * 30 + "+1=", "answer": "1"}])
         counts = report(step, "data.val_fraction=0", "data.max_prompt_tokens=10")["train"]
         assert (counts["overlong"], counts["longest"], counts["kept"]) == (1, 33, 8)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(("algo", "words"), [("dpo", []), ("kto", []), ("reward_model", ["model.lora.r=4"])])
+def test_pairs_that_say_nothing_are_counted_and_too_many_are_refused(algo, words, command: Command, cwd, weightless):
+    good = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": "x"} for n in range(8)]
+    bad = [good[0] | fault for fault in ({"rejected": "0"}, {"chosen": ""}, {"prompt": " "})]
+    write_jsonl(cwd / "mine.jsonl", good + bad)
+    words = [*words, f"algo={algo}", "data=preferences", "data.path=mine.jsonl", "data.val_fraction=0", "run_dir=run"]
+    words += ["data.batch_size=2", "trainer.max_steps=1", "trainer.accelerator=cpu", "logger=none"]
+    refusal = command(*words, "model=local", f"model.name={weightless}")
+    refused(refusal, 3, "mine.jsonl: 3 of 11 rows", "data.max_dropped=0.1", "equal 1", "empty 2")
+    assert contents(cwd) == ["mine.jsonl"]
+    outcome = command(*words, "data.max_dropped=0.3")
+    assert outcome.code == 0, outcome.err
+    counts = json.loads((cwd / "run" / "summary.json").read_text())["data"]["train"]
+    assert (counts["rows"], counts["equal"], counts["empty"]) == (11, 1, 2)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import watched_parent
+from standin_vllm import write_vllm
 
 from lit_rl.errors import BackendError, ConfigError, GenerationError, StorageError
 from lit_rl.generation.vllm import launch, settings
@@ -126,6 +127,22 @@ def test_without_vllm_it_says_how_to_get_it(monkeypatch):
         monkeypatch.setattr("platform.system", lambda system=system: system)
         with pytest.raises(BackendError, match=f"runs on Linux, and this is {system}"):
             settings.require_vllm("generator=vllm")
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("0.32.0", True), ("0.32.7+cu130", True), ("0.1.dev3+gabc", True), ("0.33.0", False)]
+)
+def test_another_version_of_vllm_is_refused(version, fits, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(write_vllm(tmp_path, version))
+    if fits:
+        return settings.require_vllm("generator=vllm")
+    with pytest.raises(BackendError, match=r"needs vLLM 0\.32, .* and 0\.33\.0 is installed.*lit-rl\[vllm\].*native"):
+        settings.require_vllm("generator=vllm")
+
+
+def test_the_version_is_that_of_the_extra(root):
+    major, minor = settings.VERSION
+    assert f'"vllm>={major}.{minor},<{major}.{minor + 1}"' in (root / "pyproject.toml").read_text()
 
 
 def test_a_server_is_no_rank_of_this_run(monkeypatch):
