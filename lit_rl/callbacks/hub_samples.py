@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
+from lit_rl.callbacks.graceful_stop import GracefulStop
+from lit_rl.callbacks.hub_pushes import HubPushes
 from lit_rl.callbacks.sample_files import SAMPLE_FILES
 from lit_rl.callbacks.unwritten import Unwritten
 from lit_rl.errors import ConfigError, in_range
@@ -29,78 +34,122 @@ What language models wrote while lit_rl trained them: a folder for each run, wit
 """
 """README.md of a data set that has none."""
 
+Files = dict[str, tuple[int, int]]
+"""Size and time of each file, by its name."""
+
 
 class HubSamples(L.Callback):
     """Sends the parquet files of `samples/` in the Trainer's `default_root_dir` to a data set of the Hugging Face hub,
     into a folder `<parent>_<name>` of the run's: every few minutes, and when a training or a validation ends.
 
-    Rank 0 sends what is new, and removes what is no longer there, such as files that were joined; files of others stay.
-    A push that fails is warned of, and the run goes on (`unwritten`); the next one sends what it did not. Where failed
-    pushes have cost more than 30 seconds, no more are tried. The hub's client takes `HF_TOKEN`.
+    Rank 0 copies what is new and sends the copy beside the training, one push at a time. It removes what is no longer
+    there, such as files that were joined; files of others stay. The end of a training or a validation waits for its
+    last push, `wait` seconds at most; a run that a signal ends waits for none, and its next part sends what is missing.
+    A push that fails is warned of, and the run goes on (`unwritten`); the next one sends what it did not. Where waits
+    that ended with nothing sent have cost more than 30 seconds, no more is sent. The hub's client takes `HF_TOKEN`.
 
     Args:
         repo: The data set, `user/name`; it is made where it is not there. null sends nothing.
         private: Whether a data set that is made new is private.
         minutes: Between two pushes while the run trains, above 0; they are looked for after each optimizer step.
+        wait: Seconds that the end of a training or a validation waits for its last push, above 0.
 
     Raises:
-        ConfigError: `minutes` is not above 0, or the hub has no such names as `repo`.
+        ConfigError: `minutes` or `wait` is not above 0, or the hub has no such names as `repo`.
     """
 
-    def __init__(self, repo: str | None = None, private: bool = True, minutes: float = 10.0) -> None:
+    def __init__(
+        self, repo: str | None = None, private: bool = True, minutes: float = 10.0, wait: float = 120.0
+    ) -> None:
         in_range("callbacks.hub_samples.minutes", minutes, low=0, open_low=True)
+        in_range("callbacks.hub_samples.wait", wait, low=0, open_low=True)
         if repo is not None:
             _check_name(repo)
-        self.repo, self.private, self.minutes = repo, private, minutes
+        self.repo, self.private, self.minutes, self.wait = repo, private, minutes, wait
         self.unwritten = Unwritten("HubSamples")
-        self._sent: dict[str, tuple[int, int]] | None = None
-        """Size and time of each file that the hub has; None before the first push."""
+        self._pushes = HubPushes(f"sending samples to {repo}", self.unwritten)
+        self._sent: Files | None = None
+        """What the hub has; None where that is not known: before the first push, and after one that failed."""
         self._last = time.monotonic()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._last = time.monotonic()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if time.monotonic() - self._last >= 60 * self.minutes:
+        if self._sends(trainer) and not self._pushes.busy() and time.monotonic() - self._last >= 60 * self.minutes:
             self._push(trainer)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._push(trainer)
+        signalled = any(isinstance(each, GracefulStop) and each.signum for each in trainer.callbacks)  # pyright: ignore
+        if self._sends(trainer) and not signalled:
+            self._push_the_last(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, Exception):  # a signal waits for no hub
+        if self._sends(trainer) and isinstance(exception, Exception):  # a signal waits for no hub
+            self._push_the_last(trainer)
+
+    def _sends(self, trainer: L.Trainer) -> bool:
+        wanted = self.repo is not None and trainer.is_global_zero and not trainer.fast_dev_run  # pyright: ignore
+        return wanted and not self.unwritten.left_out
+
+    def _push_the_last(self, trainer: L.Trainer) -> None:
+        """Send what is new behind the push that is going on, and wait for both."""
+        until = time.monotonic() + self.wait
+        if self._pushes.wait(until):
             self._push(trainer)
+            if self._pushes.wait(until):
+                return
+        late = TimeoutError(f"it was not over after {self.wait:g} seconds (callbacks.hub_samples.wait)")
+        self.unwritten.note(self._pushes.what, late, self.wait)
 
     def _push(self, trainer: L.Trainer) -> None:
-        wanted = self.repo is not None and trainer.is_global_zero and not trainer.fast_dev_run  # pyright: ignore
-        if wanted and not self.unwritten.left_out:
-            with self.unwritten.spared(f"sending samples to {self.repo}"):
-                self._send(Path(trainer.default_root_dir).resolve(), trainer.global_step)
+        """Copy what is new, and begin to send it; none may be going on."""
         self._last = time.monotonic()
+        with self.unwritten.spared(self._pushes.what):
+            run_dir = Path(trainer.default_root_dir).resolve()
+            there = _files(run_dir)
+            if not there or there == self._sent:
+                return
+            copy = tempfile.TemporaryDirectory(prefix="lit_rl_samples_", ignore_cleanup_errors=True)
+            for name in sorted(there.keys() if self._sent is None else _new(there, self._sent)):
+                shutil.copyfile(run_dir / "samples" / name, Path(copy.name) / name)
+            folder = f"{run_dir.parent.name}_{run_dir.name}"  # jobs of sweeps are called 0, 1, ...
+            push = partial(self._send, copy, folder, f"lit_rl, {folder}, step {trainer.global_step}", there, self._sent)
 
-    def _send(self, run_dir: Path, step: int) -> None:
+            def over(done: bool) -> None:
+                self._sent = there if done else None  # what a commit that fails left there is asked for again
+
+            self._pushes.start(push, over)
+
+    def _send(
+        self, copy: tempfile.TemporaryDirectory[str], folder: str, message: str, there: Files, sent: Files | None
+    ) -> None:
+        """In a thread of its own: one commit with the files of the copy, which is removed."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-        folder = f"{run_dir.parent.name}_{run_dir.name}"  # jobs of sweeps are called 0, 1, ...
-        files = {path.name: path for pattern in SAMPLE_FILES for path in (run_dir / "samples").glob(pattern)}
-        there = {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in files.items()}
-        if not files or there == self._sent:
-            return
         assert self.repo is not None
         api, operations = HfApi(), []
-        sent = self._sent
-        if sent is None:
-            api.create_repo(self.repo, repo_type="dataset", private=self.private, exist_ok=True)
-            held = api.list_repo_files(self.repo, repo_type="dataset")
-            sent = dict.fromkeys(_of_the_run(held, folder), (-1, -1))
-            if "README.md" not in held:
-                operations.append(CommitOperationAdd("README.md", CARD.encode()))
-        new = sorted(name for name in there if there[name] != sent.get(name))
-        operations += [CommitOperationAdd(f"{folder}/{name}", files[name]) for name in new]
-        operations += [CommitOperationDelete(f"{folder}/{name}") for name in sorted(sent.keys() - there.keys())]
-        self._sent = None  # what a commit that fails left there is asked for again
-        api.create_commit(self.repo, operations, repo_type="dataset", commit_message=f"lit_rl, {folder}, step {step}")
-        self._sent = there
+        with copy:
+            if sent is None:
+                api.create_repo(self.repo, repo_type="dataset", private=self.private, exist_ok=True)
+                held = api.list_repo_files(self.repo, repo_type="dataset")
+                sent = dict.fromkeys(_of_the_run(held, folder), (-1, -1))
+                if "README.md" not in held:
+                    operations.append(CommitOperationAdd("README.md", CARD.encode()))
+            new, gone = _new(there, sent), sorted(sent.keys() - there.keys())
+            operations += [CommitOperationAdd(f"{folder}/{name}", Path(copy.name) / name) for name in new]
+            operations += [CommitOperationDelete(f"{folder}/{name}") for name in gone]
+            api.create_commit(self.repo, operations, repo_type="dataset", commit_message=message)
+
+
+def _files(run_dir: Path) -> Files:
+    """The files of samples that a run has written up to now."""
+    files = [path for pattern in SAMPLE_FILES for path in (run_dir / "samples").glob(pattern)]
+    return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+def _new(there: Files, sent: Files) -> list[str]:
+    return sorted(name for name in there if there[name] != sent.get(name))
 
 
 def _check_name(repo: str) -> None:

@@ -18,7 +18,14 @@ class HubStandIn:
         self.token, self.url = token, ""
         self.made: list[dict[str, Any]] = []
         self.files: dict[str, dict[str, bytes]] = {}
+        self.earlier: dict[str, list[dict[str, bytes]]] = {}
+        """The files of a repository after each commit."""
         self.messages: list[str] = []
+        self.answers = threading.Event()
+        """Commits wait for it."""
+        self.answers.set()
+        self.at_once, self.most_at_once = 0, 0
+        """Commits that are being made."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -48,6 +55,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(200, {"files": files})
         elif "/commit/" in self.path:
             repository = self.path.split("/", 3)[3].split("/commit/")[0]
+            self.stand_in.at_once += 1
+            self.stand_in.most_at_once = max(self.stand_in.most_at_once, self.stand_in.at_once)
+            self.stand_in.answers.wait(30)
+            self.stand_in.at_once -= 1
             self._keep(repository, [json.loads(line) for line in body.splitlines()])
             self._say(200, {"commitUrl": f"{self.stand_in.url}/{repository}/commit/1", "commitOid": "1"})
         else:
@@ -63,6 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
                 kept[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "deletedFile":
                 del self.stand_in.files[repository][value["path"]]
+        self.stand_in.earlier.setdefault(repository, []).append(dict(self.stand_in.files.get(repository, {})))
 
     def _say(self, code: int, answer: Any) -> None:
         text = json.dumps(answer).encode()
@@ -83,5 +95,6 @@ def hub(token: str) -> Iterator[HubStandIn]:
     try:
         yield stand_in
     finally:
+        stand_in.answers.set()
         server.shutdown()
         server.server_close()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,7 @@ from hub_stand_in import HubStandIn, hub
 from huggingface_hub import constants
 from runs_helpers import SMALL
 
-from lit_rl.callbacks import HubSamples
+from lit_rl.callbacks import GracefulStop, HubSamples
 from lit_rl.callbacks.hub_samples import CARD
 from lit_rl.callbacks.sample_files import write_parquet
 from lit_rl.errors import ConfigError
@@ -31,7 +34,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch):
 
 def trainer(folder: Path, **changes: Any) -> Any:
     fields = {"default_root_dir": str(folder), "is_global_zero": True, "fast_dev_run": False, "global_step": 3}
-    return SimpleNamespace(**fields | changes)
+    return SimpleNamespace(**fields | {"callbacks": []} | changes)
 
 
 def put(folder: Path, *names: str) -> None:
@@ -88,10 +91,52 @@ def test_it_is_sent_when_the_minutes_are_over_and_by_rank_0_alone(stand_in, tmp_
     HubSamples().teardown(trainer(tmp_path / "a" / "x"), None, "fit")  # pyright: ignore
     assert not stand_in.made
     now.on_train_batch_end(trainer(tmp_path / "a" / "x"), *BATCH)
+    until(lambda: held(stand_in))
     assert held(stand_in) == {"README.md", "a_x/step_00000000.parquet"}
     assert stand_in.files["ann/said"]["README.md"].decode() == CARD
     told = yaml.safe_load(CARD.split("---")[1])["configs"]
     assert [each["config_name"] for each in told] == ["rollouts", "tokens", "validations"]
+
+
+def until(true: Callable[[], object], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_push_is_beside_the_training_alone_and_of_a_copy(stand_in, tmp_path):
+    run, callback = tmp_path / "a" / "x", HubSamples("ann/said", minutes=1e-9)
+    put(run, "step_00000000.parquet")
+    first = run / "samples" / "step_00000000.parquet"
+    content = first.read_bytes()
+    stand_in.answers.clear()
+    callback.on_train_batch_end(trainer(run), *BATCH)
+    first.write_bytes(b"joined, or cut back")
+    first.unlink()  # while its push begins
+    put(run, "step_00000001.parquet")
+    until(lambda: stand_in.at_once)
+    for step in range(3):
+        callback.on_train_batch_end(trainer(run, global_step=4 + step), *BATCH)
+    assert not stand_in.messages and stand_in.at_once == 1, "steps went on, and none began a second push"
+
+    threading.Timer(0.2, stand_in.answers.set).start()
+    callback.teardown(trainer(run, global_step=9), None, "fit")  # pyright: ignore
+    assert stand_in.messages == ["lit_rl, a_x, step 3", "lit_rl, a_x, step 9"] and stand_in.most_at_once == 1
+    assert stand_in.earlier["ann/said"][0]["a_x/step_00000000.parquet"] == content
+    assert held(stand_in) == {"README.md", "a_x/step_00000001.parquet"}, "the last state"
+
+
+def test_the_end_waits_no_longer_than_it_may_and_a_signal_not_at_all(stand_in, tmp_path):
+    put(tmp_path / "a" / "x", "step_00000000.parquet")
+    stop = GracefulStop()
+    stop.signum = 15
+    HubSamples("ann/said").teardown(trainer(tmp_path / "a" / "x", callbacks=[stop]), None, "fit")  # pyright: ignore
+    assert not stand_in.made
+    stand_in.answers.clear()
+    callback = HubSamples("ann/said", wait=0.1)
+    with pytest.warns(UserWarning, match="HubSamples failed .*: it was not over after 0.1 seconds"):
+        callback.teardown(trainer(tmp_path / "a" / "x"), None, "fit")  # pyright: ignore
 
 
 @pytest.mark.all
@@ -104,11 +149,24 @@ def test_a_run_whose_hub_refuses_it_ends_well_and_its_next_part_sends_all(stand_
     assert re.search("HubSamples, [0-9]+ calls failed", (tmp_path / "run" / "summary.json").read_text())
 
     monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
-    assert train(*words, "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}", "ckpt_path=last") == 0
+    stand_in.answers.clear()  # until the run has trained three steps more, while its first push is under way
+
+    def trained() -> None:
+        until(lambda: stand_in.at_once and '"step": 4' in (tmp_path / "run" / "metrics.jsonl").read_text())
+        went_on.append(True)
+        stand_in.answers.set()
+
+    went_on: list[bool] = []
+    watch = threading.Thread(target=trained)
+    watch.start()
+    words += ["callbacks.hub_samples.minutes=1e-9", "trainer.max_steps=4"]
+    assert train(*words, f"run_dir={tmp_path / 'run'}", "ckpt_path=last") == 0
+    watch.join()
+    assert went_on and stand_in.most_at_once == 1
     sent = {path.removeprefix(f"{tmp_path.name}_run/"): content for path, content in stand_in.files["ann/said"].items()}
     del sent["README.md"]
     assert sent == {path.name: path.read_bytes() for path in (tmp_path / "run" / "samples").iterdir()}
-    assert any(name.startswith("val_00000002") for name in sent), "the validation behind the training too"
+    assert any(name.startswith("val_00000004") for name in sent), "the validation behind the training too"
     assert "private" not in (
         stand_in.made[-1].get("visibility"),
         *(k for k, v in stand_in.made[-1].items() if v is True),
@@ -117,7 +175,11 @@ def test_a_run_whose_hub_refuses_it_ends_well_and_its_next_part_sends_all(stand_
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"minutes": 0}, r"callbacks\.hub_samples\.minutes=0"), ({"repo": "a/b/c"}, r"repo='a/b/c' .*Write user/name")],
+    [
+        ({"minutes": 0}, r"callbacks\.hub_samples\.minutes=0"),
+        ({"wait": 0}, r"callbacks\.hub_samples\.wait=0"),
+        ({"repo": "a/b/c"}, r"repo='a/b/c' .*Write user/name"),
+    ],
 )
 def test_what_cannot_be_sent_to_is_refused(settings, said):
     with pytest.raises(ConfigError, match=said):
