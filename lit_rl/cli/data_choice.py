@@ -15,7 +15,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_rl.cli import evaluated
+from lit_rl.cli import evaluated, small_files
 from lit_rl.cli.build import ALLOWED, build, check_target, plain
 from lit_rl.cli.early import TELL_THE_DATA
 from lit_rl.commands.data_check import data_check, kind_of
@@ -69,9 +69,9 @@ def name_of(data: dict[str, Any]) -> str:
 def run(config: DictConfig) -> int:
     """`lit-rl data-check`: choose the group, build the data module and look at it."""
     config, note = with_data_group(config)
+    config, smaller = with_small_steps(config)
     tree = plain(config)
-    if note:
-        sys.stdout.write(f"{note}\n")
+    sys.stdout.writelines(f"{line}\n" for line in (note, smaller) if line)
     kind = _learns_from(config) if "algo" in _typed() else None
     model = tree["algo"]["model"]
     model = LanguageModel(model) if isinstance(model, str) else build(model)
@@ -102,6 +102,18 @@ def with_data_group(config: DictConfig) -> tuple[DictConfig, str]:
     else:
         return config, ""
     return _recomposed(*groups), f"{' '.join(groups)} ({why})"
+
+
+def with_small_steps(config: DictConfig) -> tuple[DictConfig, str]:
+    """The config with steps that fit a small `data.path`, and a line that says so; see `small_files`."""
+    typed = _typed()
+    more, note = small_files.step_of(config, typed) if "data.path" in typed else ("", "")
+    if not more:
+        return config, ""
+    with_steps = config.copy()
+    key, _, value = more.partition("=")
+    OmegaConf.update(with_steps, key, int(value))
+    return with_steps, note
 
 
 def _check_columns(config: DictConfig, wanted: Kind | None) -> None:

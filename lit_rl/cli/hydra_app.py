@@ -111,6 +111,8 @@ def run(config: DictConfig) -> int:
     else:
         with_groups = data_choice.with_given_prompts if config.task == "best_of_n" else data_choice.with_data_group
         config, note = with_groups(config)
+        config, smaller = data_choice.with_small_steps(config)
+        note = "\n".join(line for line in (note, smaller) if line)
     if note and is_main():
         sys.stdout.write(f"{note}\n")
     if not is_main() and TOLD_FOLDER in os.environ:

@@ -1,9 +1,11 @@
-"""The first row of a data source: what its columns are for is told from it, before anything else is read."""
+"""What is told from the beginning of a data source, before anything else is read: what its columns are for, and whether
+it is small."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,20 @@ def first_row(
         row, where = rows[0], rows.where(0)
     row = row if own is None else own(row, where)
     return as_read(row, where, rename=rename, map_row=map_row), where
+
+
+def rows_in(path: str, most: int) -> int | None:
+    """How many rows a local file of yours has, where they are at most `most`; None where it has more, or is none."""
+    file = Path(path).expanduser()
+    reader = _READERS.get(file.suffix.lower())
+    if reader is None or not file.is_file():
+        return None
+    if reader is rows_of_lines:  # which would parse them
+        with file.open("rb") as lines:
+            count = sum(1 for _ in islice((line for line in lines if line.strip()), most + 1))
+    else:
+        count = sum(1 for _ in islice(reader(file), most + 1))
+    return count if count <= most else None
 
 
 def as_read(

@@ -82,8 +82,8 @@ def set_key(name: str) -> str:
 
 
 def list_counts(counts: Mapping[str, int]) -> str:
-    """Counts in one line, for a message."""
-    return ", ".join(f"{name} {count}" for name, count in counts.items())
+    """Counts in one line, for a message; what took no row is left out."""
+    return ", ".join(f"{name} {count}" for name, count in counts.items() if count or name in ("rows", "kept"))
 
 
 def _add(counts: Mapping[str, int], total: dict[str, int]) -> None:

@@ -265,7 +265,7 @@ def test_lines_fit_the_terminal(check, tmp_path, monkeypatch, width):
 
 def test_bad_data_ends_with_its_message(check, tmp_path):
     few = write_jsonl(tmp_path / "few.jsonl", sums(8, **PAIRS))
-    outcome = check(f"data.path={few}")  # fewer rows than a step takes are enough to look at
+    outcome = check(f"data.path={few}", "data.batch_size=32")  # fewer rows than a step takes are enough to look at
     assert outcome.code == 0 and "Tokens of completions" in outcome.out, outcome.err
     told = " ".join(outcome.out.split())
     assert "Too few rows to train on" in told and "rows are left for training" in told

@@ -163,7 +163,7 @@ def test_too_few_rows_are_refused_with_the_counts_of_every_filter():
 
 def test_a_validation_set_without_rows_is_refused(tmp_path):
     path = write(tmp_path / "val.jsonl", [{"prompt": ""}])
-    with pytest.raises(DataError, match=r"validation set val has no rows left: rows 1, bad 0, empty 1"):
+    with pytest.raises(DataError, match=r"validation set val has no rows left: rows 1, empty 1"):
         prepared(rows=make_rows(40), val_path=path)
 
 
