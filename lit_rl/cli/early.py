@@ -82,10 +82,19 @@ def _check_start(config: DictConfig) -> None:
         return
     if config.task in _OF_A_TRAINER and config.task != "fit" and config.ckpt_path == "last":
         folder_state.check_has_checkpoint(folder_of(config))
-    if config.task in _OVER_A_RUN and config.run_dir and not _says_what_to_evaluate():
-        folder_state.check_has_config(folder_of(config))
+    check_evaluated(config)
     if config.task == "fit" and config.run_dir:
         _check_folder(config)
+
+
+def check_evaluated(config: DictConfig) -> None:
+    """Refuse a new folder as all that is to be evaluated: it is the mistyped name of a run.
+
+    Raises:
+        ConfigError: names it, and the nearest run that stands beside it.
+    """
+    if config.task in _OVER_A_RUN and config.run_dir and not is_sweep() and not _says_what_to_evaluate():
+        folder_state.check_has_config(folder_of(config))
 
 
 def _says_what_to_evaluate() -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import shlex
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from lit_rl.cli.other_words import ELSEWHERE
 from lit_rl.cli.replays import config_of
 from lit_rl.commands import folder_state
 from lit_rl.commands.config_changes import between
+from lit_rl.commands.rendezvous import Rendezvous
 from lit_rl.commands.run_dir import RunDir, redact, redact_command
 from lit_rl.errors import ConfigError
 
@@ -52,6 +55,33 @@ def is_over_a_run(task: str, run_dir: str | None) -> bool:
         return (folder / "config.yaml").is_file() and (not found or folder_state.is_of_a_run(found))
     except (OSError, RuntimeError):  # no name of a folder, which is said where it is opened
         return False
+
+
+def check_every_node_sees(meeting: Rendezvous, task: str, run_dir: str) -> None:
+    """Refuse that nodes evaluate by other settings: each reads the run's where it is, and one that does not see the
+    folder would take those of the command. By all processes, once.
+
+    Raises:
+        ConfigError: they see different things there; names the folder and two of them.
+    """
+    over = is_over_a_run(task, run_dir)
+    mine = _fingerprint(Path(run_dir).expanduser()) if over else None
+    where = f"node {meeting.place.node} ({socket.gethostname()})"
+    seen = {found: node for found, node in reversed(meeting.shared("settings", [mine, where]))}
+    if len(seen) == 1:
+        return
+    if (lacks := seen.pop(None, None)) is not None:
+        what = f"holds the config.yaml of a run on {next(reversed(seen.values()))}, and none on {lacks}"
+    else:
+        what = f"holds another config.yaml on {' than on '.join(list(seen.values())[:2])}"
+    raise ConfigError(
+        f"run_dir={run_dir} {what}. Every node must see the same folder, since each reads the run's settings there: "
+        "take a disk that all nodes share, or copy the folder of the run to each of them."
+    )
+
+
+def _fingerprint(folder: Path) -> str:
+    return hashlib.blake2b((folder / "config.yaml").read_bytes(), digest_size=16).hexdigest()
 
 
 def with_settings_of_the_run(config: DictConfig) -> tuple[DictConfig, str]:

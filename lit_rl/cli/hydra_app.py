@@ -101,6 +101,28 @@ def run(config: DictConfig) -> int:
         return replays.run(config) if is_main() else 0
     if config.task in _WITHOUT_A_RUN:
         return _WITHOUT_A_RUN[config.task](config) if is_main() else 0
+    if not is_main() and TOLD_FOLDER in os.environ:
+        config = _with_settings_of_others(config)
+        return _run_as_told(config, RunDir(Path(os.environ[TOLD_FOLDER])), os.environ[TOLD_CHECKPOINT] or None)
+    # What nodes see of a run's folder they read once they have met: one that sees another one must not leave alone.
+    meet_first = config.task in evaluated.TASKS and config.run_dir
+    meeting = _meeting(config) if meet_first else None
+    try:
+        if meeting is not None:
+            evaluated.check_every_node_sees(meeting, config.task, config.run_dir)
+        config = _with_settings_of_others(config)
+        meeting = meeting if meet_first else _meeting(config)
+        if meeting is None or is_main():
+            return _run_as_main(config, meeting)
+        return 0 if (start := take_over(meeting)) is None else _run_as_told(config, *start, meeting)
+    except Exception as error:
+        if meeting is not None:
+            meeting.failed(error)
+        raise
+
+
+def _with_settings_of_others(config: DictConfig) -> DictConfig:
+    """The config with the settings of the run that is evaluated, or with the group that the data choose."""
     if evaluated.is_over_a_run(config.task, config.run_dir):
         if is_sweep():
             raise ConfigError(
@@ -115,17 +137,7 @@ def run(config: DictConfig) -> int:
         note = "\n".join(line for line in (note, smaller) if line)
     if note and is_main():
         sys.stdout.write(f"{note}\n")
-    if not is_main() and TOLD_FOLDER in os.environ:
-        return _run_as_told(config, RunDir(Path(os.environ[TOLD_FOLDER])), os.environ[TOLD_CHECKPOINT] or None)
-    if (meeting := _meeting(config)) is None:
-        return _run_as_main(config, None)
-    try:
-        if is_main():
-            return _run_as_main(config, meeting)
-        return 0 if (start := take_over(meeting)) is None else _run_as_told(config, *start, meeting)
-    except Exception as error:
-        meeting.failed(error)
-        raise
+    return config
 
 
 def _run_as_told(config: DictConfig, run_dir: RunDir, ckpt_path: str | None, meeting: Rendezvous | None = None) -> int:
@@ -137,6 +149,7 @@ def _run_as_told(config: DictConfig, run_dir: RunDir, ckpt_path: str | None, mee
 
 def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
     """In rank 0, which decides how the run begins."""
+    early.check_evaluated(config)  # which processes that a launcher has started left to this one
     run_dir = RunDir(folder_of(config))
     writes = is_main() and not writes_nothing(config)
     # What a run that still goes on there has saved so far decides nothing.

@@ -90,6 +90,14 @@ class Rendezvous:
         with self._held():
             return [json.loads(self._store.get(f"answer/{rank}")) for rank in others]
 
+    def shared(self, name: str, mine: Any) -> list[Any]:
+        """By all, once: what each of them says, in the order of ranks."""
+        with self._held():
+            self._store.set(f"{name}/{self.place.rank}", json.dumps(mine))
+        self._wait_for_all(name, range(self.place.size))
+        with self._held():
+            return [json.loads(self._store.get(f"{name}/{rank}")) for rank in range(self.place.size)]
+
     def send(self, pieces: Iterable[bytes], receivers: int) -> None:
         """By rank 0: bytes to as many others as there are, so that no more than one piece is held."""
         for number, piece in enumerate(itertools.chain(pieces, [_END])):
