@@ -38,19 +38,19 @@ from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop, JsonlLogger, let_
 from lit_rl.callbacks.checkpoint_files import verify_once
 from lit_rl.cli import config_files, ends, quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
-from lit_rl.cli.failures import write_down
+from lit_rl.cli.failures import give_up, write_down
 from lit_rl.cli.lightning_data import data_module_of
 from lit_rl.cli.lightning_messages import in_one_sentence
 from lit_rl.cli.micro_batches import Accumulation, cut_by
 from lit_rl.cli.precision import Asked, for_trainer, settle
 from lit_rl.cli.schemas import PYTHON_ONLY, parameters
 from lit_rl.commands import evaluate, report, run_report, train
-from lit_rl.commands.other_ranks import end_those_started, stop_lightnings_observer
+from lit_rl.commands.other_ranks import end_those_started, stop_lightnings_observer, watching_those_started
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
 from lit_rl.data.tasks import Task
-from lit_rl.errors import SIGNALLED, ConfigError, StorageError, did_you_mean
+from lit_rl.errors import SIGNALLED, BackendError, ConfigError, StorageError, did_you_mean
 from lit_rl.models.reference import base as reference
 from lit_rl.models.reference import moving as moving_reference
 from lit_rl.models.reference import other_model
@@ -289,7 +289,8 @@ class CommandLine(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         with report.told_what_is_missing(self.trainer):
             try:
-                super()._run_subcommand(subcommand)
+                with watching_those_started(self.trainer, self._give_up):
+                    super()._run_subcommand(subcommand)
             except Exception as error:
                 self._write_down(error)
                 raise
@@ -310,6 +311,10 @@ class CommandLine(LightningCLI):
                     config.leave(self.trainer)
                 if heard is not None:
                     raise heard from error
+
+    def _give_up(self, error: BackendError) -> int:
+        begun = (config.run_dir for config in self._saved_configs() if config.run_dir is not None)
+        return give_up(error, next(begun, None), self.trainer, shlex.join(["lit-rl", *sys.argv[1:]]))
 
     def _saved_configs(self) -> list[SaveConfig]:
         """None where nothing is written: `fast_dev_run`."""
