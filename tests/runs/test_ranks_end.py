@@ -50,6 +50,47 @@ def wait_for(path: Path, pattern: str, children: list, seconds: float = 240.0) -
         time.sleep(0.02)
 
 
+def two_of_slurm(process, patch: pytest.MonkeyPatch, tmp_path: Path, folder: Path, generator: str) -> list:
+    """Both ranks, as Slurm would start them; what each says is in `rank_<rank>`. The rollout of step 4 is slow."""
+    told = {"JOB_ID": os.getpid(), "NTASKS": 2, "NTASKS_PER_NODE": 2, "NODEID": 0, "NODELIST": "localhost"}
+    for name, value in {**told, "JOB_NAME": "a"}.items():
+        patch.setenv(f"SLURM_{name}", str(value))
+    patch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    patch.setenv("MET", str(tmp_path))
+    patch.setenv("SLOW_AT", "4")
+    slow = [f"generator._target_=slow_generators.{generator}", "allow_targets=[slow_generators]"]
+    children = []
+    for rank in range(2):
+        patch.setenv("SLURM_PROCID", str(rank))
+        patch.setenv("SLURM_LOCALID", str(rank))
+        said = (tmp_path / f"rank_{rank}").open("w+")
+        children.append(process(*TWO, *slow, f"run_dir={folder}", stdout=said))
+    return children
+
+
+def test_a_second_signal_to_one_rank_ends_both_at_once(
+    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While both do what no first signal ends."""
+    folder = tmp_path / "run"
+    children = two_of_slurm(process, monkeypatch, tmp_path, folder, "Stubborn")
+    for rank in range(2):
+        wait_for(tmp_path, f"met_{rank}", children)
+    assert json.loads((folder / "summary.json").read_text())["status"] == "running"
+    children[1].send_signal(signal.SIGTERM)
+    until = time.monotonic() + 60
+    while "Once more to stop at once" not in (tmp_path / "rank_0").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    children[1].send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    codes = [child.wait(100) for child in children]
+    output = "".join((tmp_path / f"rank_{rank}").read_text() for rank in range(2))
+    assert codes == [128 + signal.SIGTERM] * 2 and time.monotonic() - began < 60, output
+    assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
+    assert not (folder / NAME).exists() and not (folder / "error.json").exists()
+
+
 def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
     process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,28 +100,10 @@ def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
     stands_in.parent.mkdir()
     stands_in.write_text(f"#!/bin/sh\necho $* >> {tmp_path / 'asked'}\n")
     stands_in.chmod(0o755)
-    folder, said = tmp_path / "run", [(tmp_path / f"rank_{rank}").open("w+") for rank in range(2)]
-    told = {
-        "JOB_ID": os.getpid(),
-        "NTASKS": 2,
-        "NTASKS_PER_NODE": 2,
-        "NODEID": 0,
-        "NODELIST": "localhost",
-        "JOB_NAME": "a",
-    }
-    children = []
+    folder = tmp_path / "run"
     with monkeypatch.context() as slurm:
         slurm.setenv("PATH", f"{stands_in.parent}:{os.environ['PATH']}")
-        for name, value in told.items():
-            slurm.setenv(f"SLURM_{name}", str(value))
-        slurm.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
-        slurm.setenv("MET", str(tmp_path))
-        slurm.setenv("SLOW_AT", "4")
-        slow = ["generator._target_=slow_generators.SlowNative", "allow_targets=[slow_generators]"]
-        for rank in range(2):
-            slurm.setenv("SLURM_PROCID", str(rank))
-            slurm.setenv("SLURM_LOCALID", str(rank))
-            children.append(process(*TWO, *slow, f"run_dir={folder}", stdout=said[rank]))
+        children = two_of_slurm(process, slurm, tmp_path, folder, "SlowNative")
     for rank in range(2):
         wait_for(tmp_path, f"met_{rank}", children)
     assert json.loads((folder / NAME).read_text())["pid"] == children[0].pid
