@@ -74,7 +74,7 @@ class GracefulStop(L.Callback):
         if again or number == self.signum == signal.SIGHUP:  # a shell that ends and the kernel both send one
             return interruption.ask()
         if self.signum is not None:
-            self._restore()
+            self._restore(leaves=number)
             signal.raise_signal(number)  # for whoever was there before us
             return
         self.signum = number
@@ -200,10 +200,10 @@ class GracefulStop(L.Callback):
         elif _between_step_and_validation(trainer):
             checkpoint["loops"]["fit_loop"] = _validation_to_begin(checkpoint["loops"]["fit_loop"])
 
-    def _restore(self) -> None:
+    def _restore(self, leaves: int | None = None) -> None:
         interruption.forget()
         if self._watch is not None:
-            self._watch.end()
+            self._watch.end(leaves)
         for signum, handler in self._before.items():
             # A terminal that is gone may say so twice, and the run is about to end.
             said = signum == self.signum == signal.SIGHUP

@@ -21,13 +21,16 @@ AGAIN = 2.0
 _WORD = "signal"
 """Of the signal's number in the store."""
 
+_AT_ONCE = "at once"
+"""Of the number of a second signal there, with which a rank leaves at once."""
+
 
 class SignalWatch:
     """Sends this process the signal that it has to know of; its handler asks `was_sent_here` which ones these are.
 
     Any rank may be the one that a signal comes to, and while they decode or score they meet in no collective. So the
-    number of the signal goes through the key-value store by which the ranks have found each other. Only this thread
-    uses the store: a handler must not wait for it.
+    number of the signal goes through the key-value store by which the ranks have found each other, and so does that of
+    a second one. Only this thread uses the store: a handler must not wait for it.
 
     Args:
         came: The signal that this process knows of; None while it knows of none.
@@ -41,6 +44,7 @@ class SignalWatch:
         self._store: Any = own_store("signal", rank) if ranks > 1 else None
         self._told = False
         self._ended = False
+        self._leaves: int | None = None
         if self._store is not None:
             self.begin()
 
@@ -51,9 +55,13 @@ class SignalWatch:
             self._began = True
             _thread.start_new_thread(self._run, ())
 
-    def end(self) -> None:
-        """Send nothing any more."""
-        self._over = True
+    def end(self, leaves: int | None = None) -> None:
+        """Send nothing any more.
+
+        Args:
+            leaves: The second signal, with which this rank leaves at once. The others are told, and leave too.
+        """
+        self._leaves, self._over = leaves, True
         until = time.monotonic() + 4 * EVERY  # a look at the store may take a moment
         while self._began and not self._ended and time.monotonic() < until:
             time.sleep(EVERY / 50)  # no lock: a handler may come in between, and wait here itself
@@ -76,28 +84,41 @@ class SignalWatch:
                 if not known:  # the handler has run, for what was sent or for the user's own of the same moment
                     known, self._sent = True, 0
                 self._tell(number)
+                if (last := self._asked(_AT_ONCE)) is not None:
+                    return self._send(last, mine=False)
                 if interruption.is_working() and time.monotonic() - asked_at > AGAIN:
                     asked_at = time.monotonic()
                     self._send(number)
+            self._tell_that_it_leaves()
         except Exception:  # the rank that holds the store is gone: the others end of that
             pass
         finally:
             self._ended = True
 
     def _heard(self) -> int | None:
-        if self._store is None or not self._store.check([_WORD]):
+        number = self._asked(_WORD)
+        self._told = self._told or number is not None
+        return number
+
+    def _asked(self, word: str) -> int | None:
+        if self._store is None or not self._store.check([word]):
             return None
-        self._told = True
-        return int(self._store.get(_WORD))
+        return int(self._store.get(word))
 
     def _tell(self, number: int) -> None:
         if self._store is not None and not self._told:
             self._told = True
             self._store.set(_WORD, str(number))
 
-    def _send(self, number: int | None) -> None:
+    def _tell_that_it_leaves(self) -> None:
+        if self._store is not None and self._leaves is not None:
+            self._store.set(_AT_ONCE, str(self._leaves))
+            time.sleep(1.5 * EVERY)  # until the others have looked: the store may be this process's
+
+    def _send(self, number: int | None, *, mine: bool = True) -> None:
+        """To the handler; what is not `mine` is to it a signal from outside."""
         if number is not None and not self._over:
-            self._sent = number
+            self._sent = number if mine else 0
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, number)

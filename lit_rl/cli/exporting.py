@@ -17,6 +17,7 @@ from lit_rl.cli.build import ALLOWED, build, check_target, plain
 from lit_rl.cli.replays import checkpoint_of, config_of
 from lit_rl.commands.export import Export, card_facts, export
 from lit_rl.commands.run_dir import HF_STEPS, RunDir
+from lit_rl.commands.sigterm import sigterm_ends
 from lit_rl.errors import ConfigError
 
 KEYS = ("run_dir", "ckpt_path", "export", "trust_run")
@@ -41,7 +42,8 @@ def run(config: DictConfig) -> int:
     default = run_dir.hf if ended else run_dir.path / HF_STEPS / f"step_{step_of(checkpoint):08d}"
     folder = Path(own.pop("folder") or default).expanduser()
     facts = card_facts(module.model.name, algorithm, data_choice.name_of(tree["data"]), summary)
-    return export(Export(module, checkpoint, folder, facts, **own))
+    with sigterm_ends():  # what is half written goes
+        return export(Export(module, checkpoint, folder, facts, **own))
 
 
 def _module(algo: dict[str, Any], config: DictConfig) -> PolicyModule:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import lightning as L
 
 from lit_rl.cli.messages import described
 from lit_rl.cli.other_processes import has_lost_another
 from lit_rl.commands.other_ranks import OtherRankFailed
 from lit_rl.commands.run_dir import RunDir, redact_command
+from lit_rl.errors import BackendError, LitRLError
 
 
 def write_down(error: Exception, run_dir: RunDir, trainer: L.Trainer, command: str) -> OtherRankFailed | None:
@@ -16,6 +20,27 @@ def write_down(error: Exception, run_dir: RunDir, trainer: L.Trainer, command: s
     Returns:
         What to raise instead, where this rank failed only because that one is gone.
     """
-    where = {"rank": trainer.global_rank, "step": trainer.global_step}
-    first = run_dir.write_error(described(error) | where | {"command": redact_command(command)})
+    first = _write(error, run_dir, trainer, command)
     return OtherRankFailed(first) if first is not None and has_lost_another(error) else None
+
+
+def give_up(error: BackendError, run_dir: RunDir | None, trainer: L.Trainer, command: str) -> int:
+    """Write down and say that another rank is gone, for a process that does not hear of it by itself.
+
+    Args:
+        error: What is known here; what that rank wrote down is said instead.
+        run_dir: None where nothing is written.
+
+    Returns:
+        The exit code.
+    """
+    first = None if run_dir is None else _write(error, run_dir, trainer, command)
+    heard: LitRLError = error if first is None else OtherRankFailed(first)
+    sys.stderr.write(f"{type(heard).__name__}: {heard}\n")
+    sys.stderr.flush()
+    return heard.exit_code
+
+
+def _write(error: Exception, run_dir: RunDir, trainer: L.Trainer, command: str) -> dict[str, Any] | None:
+    where = {"rank": trainer.global_rank, "step": trainer.global_step}
+    return run_dir.write_error(described(error) | where | {"command": redact_command(command)})

@@ -35,7 +35,7 @@ from lit_rl.cli import (
     transcribing,
 )
 from lit_rl.cli.build import build, check_answered, check_judged, plain
-from lit_rl.cli.failures import write_down
+from lit_rl.cli.failures import give_up, write_down
 from lit_rl.cli.micro_batches import cut_by
 from lit_rl.cli.precision import for_trainer, settle
 from lit_rl.cli.trainers import trainer_of
@@ -60,14 +60,19 @@ from lit_rl.commands import (
     train,
 )
 from lit_rl.commands.carried_files import carry, say_finished, take_over
-from lit_rl.commands.other_ranks import end_those_started, stop_lightnings_observer, wait_for_those_started
+from lit_rl.commands.other_ranks import (
+    end_those_started,
+    stop_lightnings_observer,
+    wait_for_those_started,
+    watching_those_started,
+)
 from lit_rl.commands.place import place_of
 from lit_rl.commands.rendezvous import Rendezvous
 from lit_rl.commands.run_dir import RunDir, Start, redact
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
 from lit_rl.data.offline.example_module import ExampleDataModule
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.errors import BackendError, ConfigError, StorageError
 
 TASKS = {
     "fit": train.train,
@@ -205,7 +210,9 @@ def _run(
             if meeting is not None:
                 meeting.ready()
             try:
-                with contextlib.nullcontext() if config.task == "fit" else leaving.at_once(job.trainer, _say_it_ended):
+                fits = config.task == "fit"
+                leaves = contextlib.nullcontext() if fits else leaving.at_once(job.trainer, _say_it_ended)
+                with watching_those_started(job.trainer, lambda error: _give_up(job, error)), leaves:
                     code = TASKS[config.task](job)
                 wait_for_those_started(job.trainer.strategy.launcher)
                 return code
@@ -224,6 +231,10 @@ def _run(
         if is_main() and (config.task != "fit" or not isinstance(error, SystemExit)):
             run_dir.withdraw(missing, kept_for)
         raise
+
+
+def _give_up(job: Run, error: BackendError) -> int:
+    return give_up(error, None if job.dry else job.run_dir, job.trainer, job.command)
 
 
 def _say_it_ended(number: int) -> None:

@@ -15,6 +15,7 @@ import re
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,7 @@ import lightning as L
 import yaml
 from jsonargparse import set_parsing_settings
 from jsonargparse.typing import Path as ConfigPath
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from rich.console import Console
 
@@ -37,18 +39,19 @@ from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop, JsonlLogger, let_
 from lit_rl.callbacks.checkpoint_files import contents, verify_once
 from lit_rl.cli import config_files, ends, lightning_nulls, quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
-from lit_rl.cli.failures import write_down
+from lit_rl.cli.failures import give_up, write_down
 from lit_rl.cli.lightning_data import data_module_of
 from lit_rl.cli.lightning_messages import in_one_sentence
 from lit_rl.cli.micro_batches import Accumulation, cut_by
 from lit_rl.cli.precision import Asked, for_trainer, settle
 from lit_rl.cli.schemas import PYTHON_ONLY, parameters
 from lit_rl.commands import evaluate, report, run_report, train
-from lit_rl.commands.other_ranks import end_those_started, stop_lightnings_observer
+from lit_rl.commands.other_ranks import end_those_started, stop_lightnings_observer, watching_those_started
 from lit_rl.commands.run_dir import RunDir, redact
+from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
 from lit_rl.data.tasks import Task
-from lit_rl.errors import SIGNALLED, ConfigError, did_you_mean
+from lit_rl.errors import SIGNALLED, BackendError, ConfigError, StorageError, did_you_mean
 from lit_rl.models.reference import base as reference
 from lit_rl.models.reference import moving as moving_reference
 from lit_rl.models.reference import other_model
@@ -300,10 +303,14 @@ class CommandLine(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         with report.told_what_is_missing(self.trainer):
             try:
-                super()._run_subcommand(subcommand)
+                with watching_those_started(self.trainer, self._give_up):
+                    super()._run_subcommand(subcommand)
             except Exception as error:
                 self._write_down(error)
                 raise
+            finally:
+                for config in self._saved_configs():
+                    config.close()
 
     def _write_down(self, error: Exception) -> None:
         """What `train` leaves of a fit that failed; a folder that this start did not take is let alone."""
@@ -318,6 +325,10 @@ class CommandLine(LightningCLI):
                     config.leave(self.trainer)
                 if heard is not None:
                     raise heard from error
+
+    def _give_up(self, error: BackendError) -> int:
+        begun = (config.run_dir for config in self._saved_configs() if config.run_dir is not None)
+        return give_up(error, next(begun, None), self.trainer, shlex.join(["lit-rl", *sys.argv[1:]]))
 
     def _saved_configs(self) -> list[SaveConfig]:
         """None where nothing is written: `fast_dev_run`."""
@@ -341,18 +352,25 @@ class SaveConfig(SaveConfigCallback):
     """The folders that this start makes, the innermost first."""
     wrote_first = False
     """Whether the folder had no config before this start."""
+    lock: RunLock | None = None
+    """What keeps other runs out of the folder; of rank 0."""
 
     def begin(self, trainer: L.Trainer) -> None:
-        """Before anything is measured: another run's folder is refused.
+        """Before anything is measured: a folder that another run writes into, or has written into, is refused.
 
         Raises:
+            StorageError: it is in use, is a file, or cannot be written.
             ConfigError: it holds another run's config.
         """
         folder = _folder(trainer)
+        missing = RunDir(folder).missing()
         if trainer.is_global_zero:
-            self._refuse(folder, self._is_of_another(folder))
+            self.lock = _locked(folder)
+            if folder in missing:  # the lock is in it, so the CSVLogger takes it for one with earlier logs
+                warnings.filterwarnings("ignore", f"Experiment logs directory {re.escape(str(folder))} exists")
+            self._refuse(folder, self._is_of_another(folder, trainer))
         self.run_dir = RunDir(_folder_of_metrics(trainer))
-        self.folder, self.missing = folder, RunDir(folder).missing()
+        self.folder, self.missing = folder, missing
         if trainer.is_global_zero and (folder / CONFIG_NAME).exists():
             self.run_dir.error.unlink(missing_ok=True)  # of the attempt before
 
@@ -362,12 +380,16 @@ class SaveConfig(SaveConfigCallback):
         if stage != "fit":
             return
         folder = _folder(trainer)
-        self._refuse(folder, trainer.strategy.broadcast(self._is_of_another(folder)))
+        self._refuse(folder, trainer.strategy.broadcast(self._is_of_another(folder, trainer)))
         if trainer.is_global_zero:
-            tree = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
             folder.mkdir(parents=True, exist_ok=True)
             self.wrote_first = not (folder / CONFIG_NAME).exists()
-            (folder / CONFIG_NAME).write_text(yaml.safe_dump(redact(tree), sort_keys=False))
+            (folder / CONFIG_NAME).write_text(yaml.safe_dump(self._tree(), sort_keys=False))
+
+    def close(self) -> None:
+        """Let the next run into the folder. May be called again."""
+        if self.lock is not None:
+            self.lock.close()
 
     def leave(self, trainer: L.Trainer) -> None:
         """Of a start that failed: the page of what it learned, or no folder where it learned nothing."""
@@ -381,22 +403,56 @@ class SaveConfig(SaveConfigCallback):
             return
         folder.withdraw(self.missing, kept_for)
 
-    def _is_of_another(self, folder: Path) -> bool:
-        return (folder / CONFIG_NAME).exists() and not self._goes_on_in(folder)
+    def _tree(self) -> dict[str, Any]:
+        """The config as it is written, without secrets."""
+        return redact(yaml.safe_load(self.parser.dump(self.config, skip_none=False)))
+
+    def _is_of_another(self, folder: Path, trainer: L.Trainer) -> bool:
+        return (folder / CONFIG_NAME).exists() and not self._goes_on_in(folder, trainer)
 
     def _refuse(self, folder: Path, refused: bool) -> None:
         if refused:
+            found = ""
+            if self.config.get("ckpt_path") == "last":
+                found = " (--ckpt_path=last finds no last.ckpt of that run: ModelCheckpoint writes it with save_last)"
             raise ConfigError(
                 f"{folder / CONFIG_NAME} belongs to another run. Give this one its own folder "
                 "(trainer.default_root_dir, or the logger's version), or go on with that one: --ckpt_path with a "
-                "checkpoint in this folder."
+                f"checkpoint in this folder{found}."
             )
 
-    def _goes_on_in(self, folder: Path) -> bool:
+    def _goes_on_in(self, folder: Path, trainer: L.Trainer) -> bool:
         """Whether the checkpoint to resume lies in the folder. (`trainer.ckpt_path` is not known yet.)"""
         given = self.config.get("ckpt_path")
-        own = ("last", "best", "hpc")  # Lightning looks for these in this run's own folder
-        return given is not None and (given in own or folder.resolve() in Path(given).resolve().parents)
+        if given == "last":
+            return _has_last(trainer) or self._is_own(folder)
+        # Lightning ends with an error of its own where it finds none of these.
+        return given is not None and (given in ("best", "hpc") or folder.resolve() in Path(given).resolve().parents)
+
+    def _is_own(self, folder: Path) -> bool:
+        """Whether this very config stands there: a run that died before its first checkpoint begins anew."""
+        try:
+            there = yaml.safe_load((folder / CONFIG_NAME).read_text())
+        except (OSError, ValueError, yaml.YAMLError):
+            return False
+        return isinstance(there, dict) and {**there, "ckpt_path": None} == {**self._tree(), "ckpt_path": None}
+
+
+def _has_last(trainer: L.Trainer) -> bool:
+    """Whether Lightning finds what `ckpt_path=last` means. Where it finds nothing it begins anew, with a warning."""
+    found: list[Any] = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # pyright: ignore
+    return any(each._find_last_checkpoints(trainer) for each in found)
+
+
+def _locked(folder: Path) -> RunLock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"The run's folder {folder} cannot be made ({error.strerror}). Take another trainer.default_root_dir, or "
+            "another folder of the logger."
+        ) from error
+    return RunLock(folder, "trainer.default_root_dir")
 
 
 def _later(class_type: type, *arguments: Any, **keywords: Any) -> Any:

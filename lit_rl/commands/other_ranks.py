@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import lightning as L
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
-from lit_rl.errors import LitRLError
+from lit_rl.errors import SIGNALLED, BackendError, LitRLError
 
 _GRACE = 10.0
 """Seconds that processes have to end by themselves: their next collective fails."""
 
 _LAST = 30.0
 """Seconds that they have to end where all is done."""
+
+_EVERY = 0.5
+"""Seconds between two looks at processes that this one started. Lightning's own first look is after five."""
+
+_TO_HEAR = 30.0
+"""Seconds that this process has to hear of one that is gone, by a collective that fails, and to leave its work."""
+
+_known: list[subprocess.Popen[Any]] = []
+"""All that this process has started for other ranks: later jobs of a sweep have the same ones, and no launcher."""
 
 
 class OtherRankFailed(LitRLError):
@@ -45,11 +57,69 @@ def wait_for_those_started(launcher: Any, seconds: float = _LAST) -> None:
             process.wait(seconds)
 
 
-def stop_lightnings_observer() -> None:
-    """Keep Lightning from killing this process, where it has failed and ends by itself.
+@contextlib.contextmanager
+def watching_those_started(
+    trainer: L.Trainer, gave_up: Callable[[BackendError], int], seconds: float = _TO_HEAR
+) -> Iterator[None]:
+    """Where a process that this one started for another rank fails, this one ends by itself, and says why.
 
-    A thread of Lightning's looks every five seconds, and kills this process once one that it started has failed. By
-    then this one has failed too, and is writing down why.
+    Lightning kills this one, which then leaves no word. Here it has time to hear of it: a collective of gloo fails at
+    once. One that stands where nothing fails, as in a collective of NCCL or where the ranks meet, is ended.
+
+    Args:
+        trainer: Whose launcher starts processes.
+        gave_up: Writes the error down, and returns the exit code. Called in a thread.
+        seconds: Until this process is ended.
+    """
+    over = threading.Event()
+    watch = threading.Thread(target=_watch, args=(trainer, over, gave_up, seconds), name="lit_rl-other-ranks")
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _watch(trainer: L.Trainer, over: threading.Event, gave_up: Callable[[BackendError], int], seconds: float) -> None:
+    while not over.wait(_EVERY):
+        started = _started(trainer.strategy.launcher)
+        _known.extend(process for process in started if process not in _known)
+        if _known:
+            stop_lightnings_observer()
+        if (failed := _failed()) is None:
+            continue
+        if over.wait(seconds):
+            return
+        code = gave_up(
+            BackendError(
+                f"A process of another rank, {failed.pid}, {_how_it_ended(failed)}, and for {seconds:.0f} s this one "
+                "has not heard of it: it stands where nothing fails. Start the same command with ckpt_path=last: the "
+                "run goes on from its newest checkpoint."
+            )
+        )
+        for process in _known:
+            process.kill()
+        os._exit(code)
+
+
+def _failed() -> subprocess.Popen[Any] | None:
+    """The first that has ended by an error. One that a signal has ended in good order is none: this one ends too."""
+    ended = (each for each in _known if each.poll())
+    return next((each for each in ended if not SIGNALLED < each.returncode <= SIGNALLED + signal.NSIG), None)
+
+
+def _how_it_ended(process: subprocess.Popen[Any]) -> str:
+    if process.returncode < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-process.returncode).name}"
+    return f"has ended with exit code {process.returncode}"
+
+
+def stop_lightnings_observer() -> None:
+    """Keep Lightning from killing this process, which ends by itself where another one fails.
+
+    A thread of Lightning's looks every five seconds, and kills this process once one that it started has failed.
     """
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver):

@@ -29,13 +29,14 @@ class RunLock:
 
     Args:
         folder: Of a run; it is there.
+        setting: What a message tells the user to change.
 
     Raises:
         StorageError: another process holds it, or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / NAME
+    def __init__(self, folder: Path, setting: str = "run_dir") -> None:
+        self.path, self._setting = folder / NAME, setting
         self._file = self._held()
         os.register_at_fork(after_in_child=self._file.close)  # a child that lives on must not hold it
         with contextlib.suppress(OSError):  # of a full disk: what it says is for people
@@ -49,7 +50,7 @@ class RunLock:
             if self._names(file):
                 return file
             file.close()  # who held it before has removed the file in between
-        raise StorageError(f"{self.path} is another file each time that it is looked at. Take another run_dir.")
+        raise StorageError(f"{self.path} is another file each time that it is looked at. Take another {self._setting}.")
 
     def _opened(self) -> TextIO:
         folder = self.path.parent
@@ -57,7 +58,7 @@ class RunLock:
             file = self.path.open("a+")
         except OSError as error:
             raise StorageError(
-                f"run_dir={folder} cannot be written ({error.strerror}). Take another run_dir."
+                f"The run's folder {folder} cannot be written ({error.strerror}). Take another {self._setting}."
             ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,7 +67,8 @@ class RunLock:
                 return file
             with file:
                 raise StorageError(
-                    f"run_dir={folder} is in use{_said(file)}. Wait for that run or stop it, or take another run_dir."
+                    f"The run's folder {folder} is in use{_said(file)}. Wait for that run or stop it, or take another "
+                    f"{self._setting}."
                 ) from error
         return file
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from lit_rl.errors import TERMINATED, ConfigError, in_range
+from lit_rl.commands.sigterm import sigterm_ends
+from lit_rl.errors import ConfigError, in_range
 from lit_rl.generation.vllm import keyed
 from lit_rl.generation.vllm.launch import ServerProcess, checked_port, server_arguments, temporary_log
 from lit_rl.generation.vllm.settings import (
@@ -60,7 +58,7 @@ def serve(job: Serve) -> int:
     if not job.host:
         raise ConfigError("serve.host is empty: give an address of this machine, such as 127.0.0.1.")
     server = _server(job)
-    with _sigterm_ends():
+    with sigterm_ends():
         try:
             server.start()
             server.wait_healthy(job.startup_timeout, _note)
@@ -103,21 +101,6 @@ def _say_how(job: Serve, server: ServerProcess) -> None:
         "Ctrl-C stops the server.\n"
     )
     sys.stdout.flush()
-
-
-@contextmanager
-def _sigterm_ends() -> Iterator[None]:
-    """SIGTERM leaves by way of every `finally`, with its exit code; a second one is ignored while the server stops."""
-
-    def leave(number: int, frame: Any) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise SystemExit(TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _note(text: str) -> None:

@@ -297,6 +297,10 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
 
 def _left(run: Run, number: int) -> None:
     if not run.dry:
+        summary = run.run_dir.read_summary()
+        if summary.get("status") == "running":
+            with contextlib.suppress(OSError):  # of a full disk: the exit code says it too
+                run.run_dir.write_summary(summary | {"status": "stopped"})
         Console(stderr=True).print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
     if number == requeue_signal(run.trainer):
         requeue()

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from tiers import quick
 import lit_rl.cli
 from lit_rl.algorithms import GRPO, AdamW, Linear
 from lit_rl.cli.lightning_app import CONFIG_NAME, WithKeywords
+from lit_rl.commands.run_lock import NAME
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
@@ -180,6 +182,53 @@ def test_a_folder_with_another_runs_config_is_refused_and_resuming_is_not(
     assert not (folder / "error.json").exists()
 
 
+HOLDS = """
+import pathlib, time
+def score(completions):
+    beside = pathlib.Path(__file__)
+    beside.with_name("met").touch()
+    while not beside.with_name("go_on").exists():
+        time.sleep(0.05)
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.mark.all
+def test_a_second_fit_is_refused_while_the_first_writes_and_whoever_dies_holds_nothing(
+    demo: str, lit_rl_run: CommandLine, tmp_path: Path
+) -> None:
+    """The first dies before its first checkpoint, so that `last` means none: that run begins anew, another does not."""
+    reward, folder = tmp_path / "mine.py", tmp_path / "run"
+    reward.write_text(HOLDS)
+    words = ["fit", demo, *SMALL, "--trainer.limit_val_batches=0", "--trainer.logger=lit_rl.callbacks.JsonlLogger"]
+    words += [f"--trainer.default_root_dir={folder}", "--model.reward=lit_rl.rewards.from_paths"]
+    words += [f"--model.reward.fn={reward}:score", "--trainer.max_steps=1"]
+    child = subprocess.Popen([sys.executable, "-c", "from lit_rl.cli import main; main()", *words])
+    try:
+        while not (tmp_path / "met").exists():
+            assert child.poll() is None
+            time.sleep(0.05)
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert json.loads(before[folder / NAME])["pid"] == child.pid
+        for more in ([], ["--ckpt_path=last"]):
+            refused = lit_rl_run(*words, *more)
+            assert refused.code == 7 and f"in use by process {child.pid}" in refused.err, refused.err
+            assert "take another trainer.default_root_dir" in refused.err
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    finally:
+        child.kill()
+        child.wait()
+    (tmp_path / "go_on").touch()
+    assert (folder / NAME).exists(), "what a dead process has left"
+    other = lit_rl_run(*words, "--ckpt_path=last", "--optimizer.lr=1e-4")
+    assert other.code == 2 and "--ckpt_path=last finds no last.ckpt" in other.err, other.err
+    assert (folder / CONFIG_NAME).read_bytes() == before[folder / CONFIG_NAME]
+    again = lit_rl_run(*words, "--ckpt_path=last")
+    assert again.code == 0, again.err
+    assert "Held-out reward" in again.out or "Where the time went" in again.out
+    assert not (folder / NAME).exists()
+
+
 @pytest.mark.all
 def test_a_fit_that_fails_leaves_what_train_leaves(demo: str, lit_rl_run: CommandLine, tmp_path: Path) -> None:
     reward = tmp_path / "mine.py"
@@ -201,6 +250,7 @@ def test_a_fit_that_fails_leaves_what_train_leaves(demo: str, lit_rl_run: Comman
     assert (said["error"], said["exit_code"], said["rank"], said["step"]) == ("RewardError", 4, 0, 2)
     assert said["command"].startswith("lit-rl fit --config") and "mine.py" in said["traceback"]
     assert 'class="failed"' in (folder / "report.html").read_text()
+    assert not (folder / NAME).exists(), "the next run may come in"
     assert not any("sk-abc" in (folder / name).read_text() for name in ("error.json", "report.html"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from lit_rl.generation.batches import Decoded
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
+from lit_rl.interruption import Interrupted
 
 
 class _Slow:
@@ -40,6 +42,19 @@ class SlowNative(_Slow, NativeGenerator):
 
 class SlowHF(_Slow, HFGenerator):
     pass
+
+
+class Stubborn(NativeGenerator):
+    """Takes the weights of optimizer step `SLOW_AT` for two minutes, whoever asks it to give that up."""
+
+    def sync(self, policy: nn.Module, version: int) -> None:
+        super().sync(policy, version)
+        until = time.monotonic() + (120 if version == int(os.environ.get("SLOW_AT", "-1")) else 0)
+        if time.monotonic() < until:
+            _say_that_it_has_begun()
+        while time.monotonic() < until:
+            with contextlib.suppress(Interrupted):
+                time.sleep(0.5)
 
 
 def _say_that_it_has_begun() -> None:

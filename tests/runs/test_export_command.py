@@ -6,14 +6,18 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from hub_stand_in import hub
 from runs_helpers import SMALL, assert_same
 from safetensors.torch import load_file
+
+from lit_rl.commands.run_lock import NAME
 
 pytestmark = pytest.mark.all
 
@@ -58,6 +62,35 @@ def test_an_earlier_checkpoint_goes_to_a_folder_of_its_own_without_the_last_ones
     assert_same(weights(again / "hf_steps" / "step_00000001"), weights(run / "hf_steps" / "step_00000001"))
     assert train("task=export", f"run_dir={again}", f"ckpt_path={first}", f"export.folder={tmp_path / 'own'}") == 0
     assert_same(weights(tmp_path / "own"), weights(run / "hf_steps" / "step_00000001"))
+
+
+def signal_while_it_writes(child: subprocess.Popen, folder: Path, number: signal.Signals) -> None:
+    """Stopped by the kernel meanwhile, so that the signal finds the export half written."""
+    until = time.monotonic() + 240
+    while not list(folder.glob(".hf.*")):
+        assert child.poll() is None and time.monotonic() < until, "it never wrote an export"
+        time.sleep(0.002)
+    child.send_signal(signal.SIGSTOP)
+    assert list(folder.glob(".hf.*")), "it was done before"
+    child.send_signal(number)
+    child.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("words", [["task=export"], [*RUN, "trainer.max_steps=3", "ckpt_path=last", "model.lora.r=2"]])
+def test_a_signal_while_an_export_is_written_leaves_the_earlier_one(run, process, tmp_path, words, number):
+    """Of `lit-rl export`, and at the end of a run that went on."""
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    before = {path: path.read_bytes() for path in (folder / "hf").rglob("*") if path.is_file()}
+    child = process(*words, f"run_dir={folder}")
+    signal_while_it_writes(child, folder, number)
+    output, _ = child.communicate(timeout=120)
+    assert child.returncode == 128 + number, output
+    assert {path: path.read_bytes() for path in (folder / "hf").rglob("*") if path.is_file()} == before
+    assert not list(folder.glob(".hf*")) and not (folder / NAME).exists()
+    if "ckpt_path=last" in words:
+        assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
+        assert (folder / "checkpoints" / "step_00000003.ckpt").exists() and "Go on with" in output
 
 
 def test_a_reward_model_is_exported_as_one(train, tmp_path):

@@ -163,7 +163,8 @@ def test_a_second_signal_ends_at_once(process, tmp_path):
         time.sleep(0.05)
     output, _ = child.communicate(timeout=60)
     assert child.returncode == 130, output
-    assert json.loads((run_dir / "summary.json").read_text())["status"] != "stopped", "nothing was saved any more"
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
+    assert not list((run_dir / "checkpoints").glob("*.ckpt")), "nothing was saved any more"
 
 
 @pytest.mark.all

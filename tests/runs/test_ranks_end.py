@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -49,6 +50,47 @@ def wait_for(path: Path, pattern: str, children: list, seconds: float = 240.0) -
         time.sleep(0.02)
 
 
+def two_of_slurm(process, patch: pytest.MonkeyPatch, tmp_path: Path, folder: Path, generator: str) -> list:
+    """Both ranks, as Slurm would start them; what each says is in `rank_<rank>`. The rollout of step 4 is slow."""
+    told = {"JOB_ID": os.getpid(), "NTASKS": 2, "NTASKS_PER_NODE": 2, "NODEID": 0, "NODELIST": "localhost"}
+    for name, value in {**told, "JOB_NAME": "a"}.items():
+        patch.setenv(f"SLURM_{name}", str(value))
+    patch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    patch.setenv("MET", str(tmp_path))
+    patch.setenv("SLOW_AT", "4")
+    slow = [f"generator._target_=slow_generators.{generator}", "allow_targets=[slow_generators]"]
+    children = []
+    for rank in range(2):
+        patch.setenv("SLURM_PROCID", str(rank))
+        patch.setenv("SLURM_LOCALID", str(rank))
+        said = (tmp_path / f"rank_{rank}").open("w+")
+        children.append(process(*TWO, *slow, f"run_dir={folder}", stdout=said))
+    return children
+
+
+def test_a_second_signal_to_one_rank_ends_both_at_once(
+    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While both do what no first signal ends."""
+    folder = tmp_path / "run"
+    children = two_of_slurm(process, monkeypatch, tmp_path, folder, "Stubborn")
+    for rank in range(2):
+        wait_for(tmp_path, f"met_{rank}", children)
+    assert json.loads((folder / "summary.json").read_text())["status"] == "running"
+    children[1].send_signal(signal.SIGTERM)
+    until = time.monotonic() + 60
+    while "Once more to stop at once" not in (tmp_path / "rank_0").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    children[1].send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    codes = [child.wait(100) for child in children]
+    output = "".join((tmp_path / f"rank_{rank}").read_text() for rank in range(2))
+    assert codes == [128 + signal.SIGTERM] * 2 and time.monotonic() - began < 60, output
+    assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
+    assert not (folder / NAME).exists() and not (folder / "error.json").exists()
+
+
 def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
     process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,28 +100,10 @@ def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
     stands_in.parent.mkdir()
     stands_in.write_text(f"#!/bin/sh\necho $* >> {tmp_path / 'asked'}\n")
     stands_in.chmod(0o755)
-    folder, said = tmp_path / "run", [(tmp_path / f"rank_{rank}").open("w+") for rank in range(2)]
-    told = {
-        "JOB_ID": os.getpid(),
-        "NTASKS": 2,
-        "NTASKS_PER_NODE": 2,
-        "NODEID": 0,
-        "NODELIST": "localhost",
-        "JOB_NAME": "a",
-    }
-    children = []
+    folder = tmp_path / "run"
     with monkeypatch.context() as slurm:
         slurm.setenv("PATH", f"{stands_in.parent}:{os.environ['PATH']}")
-        for name, value in told.items():
-            slurm.setenv(f"SLURM_{name}", str(value))
-        slurm.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
-        slurm.setenv("MET", str(tmp_path))
-        slurm.setenv("SLOW_AT", "4")
-        slow = ["generator._target_=slow_generators.SlowNative", "allow_targets=[slow_generators]"]
-        for rank in range(2):
-            slurm.setenv("SLURM_PROCID", str(rank))
-            slurm.setenv("SLURM_LOCALID", str(rank))
-            children.append(process(*TWO, *slow, f"run_dir={folder}", stdout=said[rank]))
+        children = two_of_slurm(process, slurm, tmp_path, folder, "SlowNative")
     for rank in range(2):
         wait_for(tmp_path, f"met_{rank}", children)
     assert json.loads((folder / NAME).read_text())["pid"] == children[0].pid
@@ -143,7 +167,7 @@ FAULTS = {"raises": {1: "raises"}, "dies": {1: "dies"}, "hangs": {0: "raises", 1
 def test_a_rank_that_fails_ends_the_others_and_is_heard_last(
     process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """Lightning kills rank 0 where it has not ended itself five seconds later, as on a busy machine."""
+    """Rank 0 ends by itself: Lightning, which would kill it after five seconds, is kept from that."""
     folder, first = tmp_path / "run", 0 if fault == "hangs" else 1
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("MET", str(tmp_path))
@@ -155,16 +179,40 @@ def test_a_rank_that_fails_ends_the_others_and_is_heard_last(
     began = time.monotonic()
     output, _ = child.communicate(timeout=120)  # the pipe is closed when both have ended
     assert time.monotonic() - began < 60, output
-    killed = child.returncode == -signal.SIGKILL
-    path = folder / "error.json"
-    error = json.loads(path.read_text()) if path.exists() else {}
+    error = json.loads((folder / "error.json").read_text())
     if fault == "dies":
-        assert killed or (child.returncode, error["error"], error["rank"]) == (8, "BackendError", 0), output
+        assert (child.returncode, error["error"], error["rank"]) == (8, "BackendError", 0), output
         return
-    assert killed or child.returncode == 1, output
+    assert child.returncode == 1, output
     assert (error["error"], error["rank"]) == ("LookupError", first)
     assert output.strip().endswith("LookupError: the first words"), output
-    assert killed or f"rank {first} on" in output or not first
+    assert f"rank {first} on" in output or not first
+
+
+STANDS = """
+import os, pathlib, subprocess, sys, threading, types
+import lightning as L
+from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
+from lit_rl.cli.failures import give_up
+from lit_rl.commands.other_ranks import watching_those_started
+from lit_rl.commands.run_dir import RunDir
+
+trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
+trainer.strategy._launcher = types.SimpleNamespace(procs=[])
+folder = RunDir(pathlib.Path(sys.argv[1]))
+with watching_those_started(trainer, lambda error: give_up(error, folder, trainer, "train.py"), float(sys.argv[2])):
+    trainer.strategy.launcher.procs.append(subprocess.Popen(["false"]))
+    _launch_process_observer(trainer.strategy.launcher.procs)
+    threading.Event().wait(60)
+"""
+
+
+def test_rank_0_that_stands_where_nothing_fails_ends_too_and_says_why(tmp_path: Path) -> None:
+    """Longer than the five seconds after which Lightning's observer, of which this is the real one, would kill it."""
+    done = subprocess.run([sys.executable, "-c", STANDS, str(tmp_path), "7"], capture_output=True, text=True)
+    said = json.loads((tmp_path / "error.json").read_text())
+    assert (done.returncode, said["error"], said["rank"]) == (8, "BackendError", 0), done.stderr
+    assert "has ended with exit code 1" in said["message"] and said["message"] in done.stderr
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
