@@ -166,7 +166,7 @@ class PPO(PolicyGradient):
         )
         self.kl.update(old, ref, sampled, self.ranks)
         rollout, weighing = self.engine.at_rollout(rollout, self.global_step)
-        return rollout, distances | weighing | _of_rollout(scored, credit, old, ref, self.world_size)
+        return rollout, distances | weighing | _of_rollout(scored, credit, old, ref, self.data_ranks)
 
     @torch.no_grad()
     def values(self, completions: Completions) -> Tensor:
@@ -256,7 +256,7 @@ class PPO(PolicyGradient):
     def beside(self) -> Beside | None:
         if self.ptx is None or self.step is None:
             return None
-        of_all_ranks = self.step.units * self.step.rows * self.world_size
+        of_all_ranks = self.step.units * self.step.rows * self.data_ranks
         return Beside(self.ptx.batch_size, of_all_ranks, self.ptx.max_tokens)
 
     def critic_network(self, policy: Network, numbers: Numbers) -> Network | None:

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.optim.strategies import FSDPTPStrategy
+from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, check_mesh
 from lit_rl.cli.targets import ALLOWED, check_target, targets
 from lit_rl.errors import BackendError, ConfigError, LitRLError, did_you_mean, in_range
 
@@ -166,6 +166,7 @@ def check_trainer(trainer: L.Trainer, asked: Any) -> None:
             f"trainer.strategy={typed} makes its processes of this one, and their weights would come back through a "
             "file that is no checkpoint of a run. Take strategy=ddp, which starts the command for each device."
         )
+    check_mesh(trainer.strategy)
     if isinstance(trainer.strategy, FSDPTPStrategy):
         trainer.strategy.check_sizes()
     if not isinstance(trainer.accelerator, CPUAccelerator):

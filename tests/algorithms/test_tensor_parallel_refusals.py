@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from transformers import AutoConfig
+from lightning.pytorch.strategies import ModelParallelStrategy
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lit_rl.algorithms import DPO, GRPO, SFT, Reinforce
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.optimizers import AdamW, ByPath
-from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, pickled, step_one_by_one
+from lit_rl.algorithms.optim.strategies import FSDP2Strategy, FSDPTPStrategy, check_mesh, pickled, step_one_by_one
+from lit_rl.algorithms.preflight.tensor_parallel import method_fits_tensor_parallel, optimizer_fits_tensor_parallel
 from lit_rl.algorithms.terms.groups import DynamicSampling
+from lit_rl.algorithms.terms.replay import GroupReplay
+from lit_rl.cli.build import check_trainer
 from lit_rl.errors import ConfigError
+from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.lora import Lora
 from lit_rl.models.policy.tensor_parallel import check_plan, norm_over_meshes
 from lit_rl.models.reference.moving import EMA
+from lit_rl.rewards.scorers.reward_model import RewardModel
 
 
-def set_up(module: PolicyModule, stage: str = "fit", **changed: Any) -> None:
+def set_up(module: PolicyModule, stage: str = "fit", trainer: L.Trainer | None = None, **changed: Any) -> None:
     """As a Trainer of two processes does, before it loads a weight; no process is started."""
     strategy = FSDPTPStrategy(tp_size=2)
-    module.trainer = L.Trainer(
+    module.trainer = trainer or L.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False, **changed
     )
     PolicyModule.setup(module, stage)
 
 
-def grpo(model: Any = "tiny", **settings: Any) -> GRPO:
-    return GRPO(model, reward=lambda completions: [1.0] * len(completions), **settings)
+def grpo(model: Any = "tiny", tokenizer: Any = None, **settings: Any) -> GRPO:
+    return GRPO(model, reward=lambda completions: [1.0] * len(completions), tokenizer=tokenizer, **settings)
+
+
+def loaded() -> tuple[Any, Any]:
+    folder = LanguageModel("tiny").path
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
 REFUSED = {
@@ -43,6 +55,13 @@ REFUSED = {
     "algo.precompute_reference=true": lambda: DPO("tiny", precompute_reference=True),
     "algo/groups=DynamicSampling": lambda: grpo(groups=DynamicSampling()),
     "eval.win_rate_against": lambda: grpo(evaluation=Evaluation(win_rate_against="tiny")),
+    "model.use_liger_kernel=True": lambda: grpo(LanguageModel("tiny", use_liger_kernel=True)),
+    "model.name=.* is an object": lambda: grpo(*loaded()),
+    "algo/replay": lambda: grpo(replay=GroupReplay()),
+    "A reward model in this process": lambda: GRPO("tiny", reward=RewardModel("a/model")),
+    "generator=VLLMServerGenerator with generator.lag=1": lambda: grpo(
+        generator=VLLMServerGenerator(urls=["http://127.0.0.1:1"], lag=1)
+    ),
     "optimizer=torch.optim.Adafactor": lambda: SFT("tiny", optimizer=ByPath("torch.optim.Adafactor", lr=1e-3)),
 }
 
@@ -57,6 +76,43 @@ def test_what_was_never_compared_is_refused_by_its_key(key: str) -> None:
 def test_settings_of_the_trainer_are_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"trainer.{next(iter(changed))}={next(iter(changed.values()))}"):
         set_up(grpo(), **changed)
+
+
+def test_a_prediction_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lit-rl predict.*strategy=fsdp"):
+        set_up(grpo(), stage="predict")
+
+
+def test_an_environment_is_refused() -> None:
+    nothing = dict.fromkeys(inspect.signature(method_fits_tensor_parallel).parameters)
+    method_fits_tensor_parallel(**nothing)
+    with pytest.raises(ConfigError, match="env=object.*strategy=fsdp"):
+        method_fits_tensor_parallel(**nothing | {"env": object()})
+
+
+def test_an_optimizer_that_was_made_is_refused_where_it_looks_at_shapes() -> None:
+    optimizer_fits_tensor_parallel(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
+    with pytest.raises(ConfigError, match="optimizer=.*Adafactor.*strategy=fsdp"):
+        optimizer_fits_tensor_parallel(torch.optim.Adafactor([torch.nn.Parameter(torch.ones(2, 2))]))
+
+
+def test_a_plan_that_cuts_in_another_way_is_refused() -> None:
+    config = AutoConfig.for_model("llama")
+    config.base_model_tp_plan = {**config.base_model_tp_plan, "layers.*.mlp.up_proj": "packed_colwise"}
+    with pytest.raises(ConfigError, match="cuts modules as packed_colwise"):
+        check_plan(config, 2)
+
+
+@pytest.mark.parametrize("size", [2, "auto"])
+def test_lightnings_own_mesh_is_refused_where_ranks_would_share_rows(size: Any) -> None:
+    """Before processes are started its default is a word, which means all devices of a node."""
+    strategy = ModelParallelStrategy(tensor_parallel_size=size)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
+    for refuse in (lambda: set_up(grpo(), trainer=trainer), lambda: check_trainer(trainer, "32-true")):
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size=2.*strategy=fsdp_tp.*tp_size=2.*strategy=fsdp"):
+            refuse()
+    for allowed in (ModelParallelStrategy(tensor_parallel_size=1), FSDP2Strategy(), FSDPTPStrategy()):
+        check_mesh(allowed)
 
 
 def test_what_was_compared_passes() -> None:

@@ -158,7 +158,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
         "processes",
         ["trainer.devices=99", "trainer.accelerator=cpu"],
         2,
-        ["must be divisible by", "world size 99", "data.prompts_per_rollout=99"],
+        ["must be divisible by", "data-parallel size 99", "data.prompts_per_rollout=99"],
     ),
     (
         "processes-ahead",
@@ -189,7 +189,7 @@ def test_a_bad_setting_is_refused_and_nothing_is_written(step: Command, cwd, arg
 @pytest.mark.parametrize("algo", ["dpo", "sft", "reward_model"])
 def test_rows_that_do_not_divide_over_the_processes_are_refused_before_one_is_started(command: Command, cwd, algo):
     step = [f"algo={algo}", "data.batch_size=8", "trainer.devices=3", "trainer.accelerator=cpu"]
-    refused(command(*step), 2, "data.batch_size=8", "world size 3", "data.batch_size=6, data.batch_size=9")
+    refused(command(*step), 2, "data.batch_size=8", "data-parallel size 3", "data.batch_size=6, data.batch_size=9")
     assert contents(cwd) == []
 
 

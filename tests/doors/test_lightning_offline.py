@@ -153,5 +153,5 @@ def test_a_step_that_does_not_divide_over_the_processes_is_refused_before_one_is
     own = rollouts if method == "GRPO" else arguments(method)
     assert lit_rl.cli.run(["fit", *own, "--trainer.devices=3", "--trainer.strategy=ddp"]) == 2
     said, key = capsys.readouterr().err, "prompts_per_rollout" if method == "GRPO" else "batch_size"
-    assert f"data.{key}=4 must be divisible by" in said and "world size 3" in said
+    assert f"data.{key}=4 must be divisible by" in said and "data-parallel size 3" in said
     assert not list(tmp_path.iterdir())

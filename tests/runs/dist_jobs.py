@@ -16,6 +16,7 @@ import dist_broken
 import dist_episodes
 import dist_masters
 import dist_mesh
+import dist_mixed
 import dist_offline
 import dist_offloaded
 import dist_precomputed
@@ -38,6 +39,7 @@ LISTS = {
     "mesh": dist_mesh.main,
     "mesh_of_four": dist_mesh.four,
     "mesh_of_four_all": dist_mesh.four_all,
+    "mixed": dist_mixed.main,
     "offline": dist_offline.main,
     "offloaded": dist_offloaded.main,
     "precomputed": dist_precomputed.main,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rl.algorithms.optim.strategies import FSDPTPStrategy
+from lit_rl.callbacks.sample_rows import of_all_ranks
+from lit_rl.callbacks.unwritten import Unwritten
+from lit_rl.rewards.sums.weighted import Rewards
 
 SGD = ["optimizer=by_path", "optimizer.path=torch.optim.SGD", "optimizer.lr=0.3", "scheduler=constant"]
 """Plain SGD: the change of the weights is the gradient."""
@@ -35,6 +39,12 @@ OTHERS = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"head_d
 STEPS, STOP = 4, 3
 """GRPO takes two steps a rollout: it stops in the middle of one."""
 CLIP = 0.05
+
+
+def told_otherwise(completions: list[str]) -> list[float]:
+    """Rewards that are others on the second rank of a tensor-parallel group, whose do not count."""
+    second = int(os.environ.get("LOCAL_RANK", 0)) % 2
+    return [float(sum(text.encode()) % 5) + second * number**2 for number, text in enumerate(completions)]
 
 
 def _keeps(folder: Path) -> ModelCheckpoint:
@@ -68,6 +78,8 @@ def run(
 ) -> None:
     """Train with clipping, validate, and leave `name.pt`: weights, metrics, and what rank 0 saw of rows."""
     module, data = dist_equal.parts(*SHAPES[shape or name], *more)
+    if "grpo" in name:
+        module.reward_functions = Rewards(told_otherwise)
     strategy = FSDPTPStrategy(tp_size=2) if devices > 1 else "auto"
     trainer = dist_equal.trainer(
         folder, devices, strategy=strategy, max_steps=STEPS, gradient_clip_val=CLIP, enable_checkpointing=True,
@@ -77,7 +89,9 @@ def run(
     metrics = dist_equal.logged(trainer)
     trainer.limit_val_batches = 1.0
     trainer.validate(module, datamodule=data, verbose=False)
-    dist_equal.leave(module, trainer, folder / f"{name}.pt", metrics=metrics | dist_equal.logged(trainer))
+    metrics |= dist_equal.logged(trainer)
+    senders = of_all_ranks(trainer, trainer.global_rank, Unwritten("the test"))
+    dist_equal.leave(module, trainer, folder / f"{name}.pt", metrics=metrics, senders=senders)
 
 
 def _mine(folder: Path, devices: int, names: Any) -> None:
@@ -88,6 +102,7 @@ def _mine(folder: Path, devices: int, names: Any) -> None:
 def main(folder: Path) -> None:
     """Two processes, one tensor-parallel group."""
     _mine(folder, 2, ("grpo", "dpo"))
+    run("grpo-again", folder, 2, shape="grpo", again=folder / "grpo" / f"step={STOP}.ckpt")
     run("grpo-adamw", folder, 2)
     run("grpo-adamw-again", folder, 2, shape="grpo-adamw", again=folder / "grpo-adamw" / f"step={STOP}.ckpt")
     for kind in OTHERS:

@@ -87,7 +87,7 @@ class JudgedModule(OnPolicyModule, ABC):
 
     @property
     def _ranks_draw_together(self) -> bool:
-        return self.world_size > 1 and (shards(self.trainer.strategy) or not self.generator.exact)
+        return self.data_ranks > 1 and (shards(self.trainer.strategy) or not self.generator.exact)
 
     def own_completions(self, batch: PromptBatch) -> Completions:
         """The policy's completion of each prompt, to which an opponent's comes next."""

@@ -325,7 +325,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         terms = dict(saved[0]["terms"])  # what they hold is of all ranks, but for the groups that each keeps
         if self.replay is not None and "replay" in terms:
             kept = [each["terms"]["replay"] for each in saved]
-            terms["replay"] = self.replay.dealt_out(kept, self.data_rank, self.world_size)
+            terms["replay"] = self.replay.dealt_out(kept, self.data_rank, self.data_ranks)
         return super().of_other_ranks(saved) | {"terms": terms}
 
     def _stateful(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, s
 from lit_rl.algorithms.optim.schedules import GivenSchedule, Linear, Schedule, as_schedule, by_group
 from lit_rl.algorithms.optim.strategies import (
     FSDPTPStrategy,
+    check_mesh,
     flattens,
     offload_policy,
     shards,
@@ -168,7 +169,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return getattr(self, "_trainer", None)
 
     @property
-    def world_size(self) -> int:
+    def data_ranks(self) -> int:
         """How many ranks have rows of their own; under tensor parallelism fewer than there are processes."""
         return data_ranks(self.trainer_or_none) if self.trainer_or_none else 1
 
@@ -220,6 +221,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def setup(self, stage: str) -> None:
         """`trainer.precision=bf16-true` decides the type of the weights, and of nothing else."""
         strategy = self.trainer.strategy
+        check_mesh(strategy)
         if isinstance(strategy, DeepSpeedStrategy):
             settings_fit_zero(self.model, str(self.trainer.precision), strategy)
             method_fits_zero(
@@ -308,7 +310,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             engine=int(share * (whole_device(device, gigabytes=self.memory_gb) or 0)),
             decoding=self.decoding(),
             grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
-            spread_over=self.world_size if shards(trainer.strategy) else 1,
+            spread_over=self.data_ranks if shards(trainer.strategy) else 1,
             ranks=trainer.world_size,
             gathered=gathered(policy, numbers, critic, reference=reference > 0, stored=stored) if fsdp2 else None,
             shards_on_host=device.type == "cuda" and isinstance(offload_policy(trainer.strategy), CPUOffloadPolicy),
@@ -560,7 +562,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             return  # its engine clips in its step, with the Trainer's setting: see `optimizer_step`
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         if self._averages_gradients(optimizer):
-            average_over_ranks(trained, self.world_size)
+            average_over_ranks(trained, self.data_ranks)
         by_value = gradient_clip_algorithm == "value"
         limit = math.inf if by_value or not gradient_clip_val else gradient_clip_val
         if isinstance(strategy, FSDPStrategy):
@@ -757,7 +759,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         elif self.needs_reference and self._fitting:
             self._check_reference_began()
         ranks = checkpoint.get("lit_rl", ()) if self.trainer_or_none is not None else ()
-        if ranks and len(ranks) != self.world_size:
+        if ranks and len(ranks) != self.data_ranks:
             if self._fitting:
                 self._load_other_world(ranks, checkpoint["loops"])
             return
@@ -774,16 +776,16 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
         How steps are cut is planned anew: a process has another share of them.
         """
-        before = worlds.slots_before(loops, len(ranks), self.world_size)
+        before = worlds.slots_before(loops, len(ranks), self.data_ranks)
         worlds.move_on(loops, before, self.slots, self._epoch_batches())
         name = type(self).__name__
         saved = [state.OfAlgorithm(each["module"], name) for each in ranks]
         self.load_rank_state(state.OfAlgorithm(self.of_other_ranks(saved), name))
         self.broken_steps.in_a_row, self._other_world = ranks[0]["broken_steps"], True
         rank_zero_info(
-            f"The checkpoint was written by {worlds.processes(len(ranks))}, and this run has {self.world_size}. "
+            f"The checkpoint was written by {worlds.processes(len(ranks))}, and this run has {self.data_ranks}. "
             f"{self.dropped(saved, before)} Steps have as many rows as before, a process "
-            f"{len(ranks) / self.world_size:g} times as many."
+            f"{len(ranks) / self.data_ranks:g} times as many."
         )
 
     @property

@@ -130,11 +130,11 @@ class OfflineModule(PolicyModule, ABC):
             plan = OfflinePlan(
                 batch_size=data.batch_size,
                 accumulate=self.accumulation_by_hand,
-                world_size=self.world_size,
+                world_size=self.data_ranks,
                 rows=len(data.corpus.train),
                 stream_buffer=data.stream_buffer,
             )
-            accumulate, why = self.cut_step(Step(data.batch_size // self.world_size, 1))
+            accumulate, why = self.cut_step(Step(data.batch_size // self.data_ranks, 1))
             self.plan = replace(plan, accumulate=accumulate, why=why)
         elif self.cut is None:
             self.fit_scoring()

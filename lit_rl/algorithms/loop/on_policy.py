@@ -400,7 +400,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             minibatches=self.minibatches,
             iterations=self.iterations,
             accumulate=self.accumulation_by_hand,
-            world_size=self.world_size,
+            world_size=self.data_ranks,
             split_groups=self._slices_by_hand,
             max_new_tokens=self.longest_response(self.sampling),
         )

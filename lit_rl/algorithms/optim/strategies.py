@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +76,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._data_parallel_size = self.num_nodes * self.num_processes // self.tp_size
         super().setup_environment()
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As Lightning's, which leaves names in the place of numbers where nothing is kept of any weight."""
+        found = super().optimizer_state(optimizer)
+        if not found.get("state"):
+            for group, numbers in zip(found.get("param_groups", ()), self._numbers_of(optimizer), strict=False):
+                group["params"] = numbers
+        return found
+
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """As Lightning's: whole tensors, dealt out to any number of processes.
 
@@ -82,18 +91,31 @@ class FSDP2Strategy(ModelParallelStrategy):
             StorageError: the file was written without FSDP2, and the weights of its optimizer cannot be told apart.
         """
         path = Path(self.broadcast(checkpoint_path))
-        if self.optimizers and path.is_file():
-            self._check_numbers(path)
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    def _check_numbers(self, path: Path) -> None:
-        """Lightning takes an optimizer's numbers for those of all parameters; others number what is trained."""
-        assert self.model is not None
-        numbers = {weight: number for number, weight in enumerate(self.model.parameters())}
-        ours = [
-            [numbers[weight] for weight in group["params"]] for each in self.optimizers for group in each.param_groups
-        ]
+        if not self.optimizers or not path.is_file():
+            return super().load_checkpoint(checkpoint_path, weights_only)
         saved = torch.load(path, mmap=True, map_location="cpu", weights_only=True).get("optimizer_states", ())
+        self._check_numbers(path, saved)
+        if any(each["state"] for each in saved):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return self._load_settings_alone(checkpoint_path, weights_only, saved)
+
+    def _load_settings_alone(
+        self, checkpoint_path: _PATH, weights_only: bool | None, saved: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Of optimizers that keep nothing a weight, as SGD without momentum: torch asks their tensors for a device."""
+        optimizers, self.optimizers = self.optimizers, []
+        try:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        finally:
+            self.optimizers = optimizers
+        for optimizer, of_file in zip(optimizers, saved, strict=True):
+            for group, settings in zip(optimizer.param_groups, of_file["param_groups"], strict=True):
+                group.update({name: value for name, value in settings.items() if name != "params"})
+        return checkpoint
+
+    def _check_numbers(self, path: Path, saved: Sequence[dict[str, Any]]) -> None:
+        """Lightning takes an optimizer's numbers for those of all parameters; others number what is trained."""
+        ours = [numbers for each in self.optimizers for numbers in self._numbers_of(each)]
         theirs = [group["params"] for each in saved for group in each["param_groups"]]
         if list(map(sorted, ours)) != list(map(sorted, theirs)):
             raise StorageError(
@@ -102,6 +124,12 @@ class FSDP2Strategy(ModelParallelStrategy):
                 "model settings of the run's config.yaml, or start a new run from the exported model: "
                 "model.name=<run_dir>/hf."
             )
+
+    def _numbers_of(self, optimizer: Optimizer) -> list[list[int]]:
+        """Of the weights of each of its groups, among all parameters."""
+        assert self.model is not None
+        numbers = {weight: number for number, weight in enumerate(self.model.parameters())}
+        return [[numbers[weight] for weight in group["params"]] for group in optimizer.param_groups]
 
 
 class FSDPTPStrategy(FSDP2Strategy):
@@ -200,6 +228,26 @@ def step_one_by_one(optimizer: Optimizer) -> None:
     """Have it step each weight by itself: what takes them together wants all of them on one mesh."""
     for group in (optimizer.defaults, *optimizer.param_groups):
         group.update({name: False for name in ("fused", "foreach") if name in group})
+
+
+def check_mesh(strategy: Any) -> None:
+    """Refuse a mesh with a tensor-parallel part that nothing here uses, as Lightning's own strategy has by default.
+
+    Its ranks would learn from other rows, and no gradient of theirs would be added.
+
+    Raises:
+        ConfigError: says which strategies to take. Known before processes are started.
+    """
+    if not isinstance(strategy, ModelParallelStrategy) or isinstance(strategy, FSDP2Strategy):
+        return
+    size = strategy._tensor_parallel_size
+    size = strategy.num_processes if size == "auto" else size
+    if size > 1:
+        raise ConfigError(
+            f"{type(strategy).__name__}(tensor_parallel_size={size}) has ranks that share rows, and it is not told how "
+            f"layers are cut. Take strategy=fsdp_tp with trainer.strategy.tp_size={size}; or strategy=fsdp, which has "
+            "every device in the data-parallel part. In Python these are FSDPTPStrategy and FSDP2Strategy."
+        )
 
 
 def offload_policy(strategy: Any) -> OffloadPolicy:

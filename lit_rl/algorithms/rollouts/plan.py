@@ -42,7 +42,7 @@ class BatchPlan:
             "algo.minibatches": self.minibatches,
             "algo.iterations": self.iterations,
             "trainer.accumulate_grad_batches": self.accumulate,
-            "world_size": self.world_size,
+            "data-parallel size": self.world_size,
             "algo.split_groups": self.split_groups,
         }
 
@@ -74,7 +74,7 @@ class BatchPlan:
         slices = f" (each group cut into {self.split_groups} slices)" if self.split_groups > 1 else ""
         return (
             f"data.prompts_per_rollout={want[0]} must be divisible by algo.minibatches={want[1]} x "
-            f"trainer.accumulate_grad_batches={want[2]} x world size {self.world_size}{slices}, "
+            f"trainer.accumulate_grad_batches={want[2]} x data-parallel size {self.world_size}{slices}, "
             "so that every micro-batch holds whole groups. Nearest settings that work:\n" + "\n".join(lines)
         )
 
@@ -141,8 +141,8 @@ class OfflinePlan:
             near = [f"data.batch_size={size}" for size in (below, below + parts) if size]
             raise ConfigError(
                 f"data.batch_size={self.batch_size} must be divisible by trainer.accumulate_grad_batches="
-                f"{self.accumulate} x world size {self.world_size}: every micro-batch has as many rows. Nearest that "
-                f"work: {', '.join(near)}."
+                f"{self.accumulate} x data-parallel size {self.world_size}: every micro-batch has as many rows. "
+                f"Nearest that work: {', '.join(near)}."
             )
 
     def table(self) -> list[tuple[str, str]]:
