@@ -1,11 +1,14 @@
-"""What a config names on this machine, looked at without loading it: functions in files, folders of models."""
+"""What a config names, looked at without loading it: functions in files, weights of functions, folders of models."""
 
 from __future__ import annotations
 
 import ast
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
+from typing import Any
 
 from lit_rl.errors import ConfigError, did_you_mean
 
@@ -65,6 +68,28 @@ def check_function(path: str, key: str) -> None:
             node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
         )
         raise no_function(path, key, name, sorted({node.name for node in defined if not node.name.startswith("_")}))
+
+
+def weights_by_name(weights: Any, names: list[str]) -> dict[str, float]:
+    """A weight for each name, 1 where none is given.
+
+    Raises:
+        ConfigError: a weight has no function, or is not a finite number.
+    """
+    given = {} if weights is None else weights
+    if not isinstance(given, Mapping):
+        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(names):
+            raise ConfigError(f"weights={weights!r} must be {len(names)} numbers, for {', '.join(names)}.")
+        given = dict(zip(names, given))
+    for name, weight in given.items():
+        if name not in names:
+            raise ConfigError(
+                f"weights names {name!r}, which is no reward function. Functions: {', '.join(names)}."
+                f"{did_you_mean(str(name), names)}"
+            )
+        if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
+            raise ConfigError(f"weights.{name}={weight!r} must be a finite number.")
+    return {name: float(given.get(name, 1.0)) for name in names}
 
 
 def _bound(tree: ast.Module) -> set[str]:

@@ -230,7 +230,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
             before = of[of[name]["begins"]]["sampled"][0]
             axes.plot([before, mean], [places[of[name]["begins"]], place], color=GREY, lw=1, ls=":", zorder=1)
         axes.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="o", color=BLUE, capsize=3, zorder=2)
-        axes.annotate(f"{mean:.2f}", (mean, place), (0, 7), textcoords="offset points", ha="center", color=INK, size=9)
+        axes.annotate(  # behind the interval, where no line from another stage passes
+            f"{mean:.2f}", (high, place), (7, 0), textcoords="offset points", va="center", color=INK, size=9
+        )
     axes.set_yticks(list(places.values()), list(places))
     axes.set_ylim(len(places) - 0.5, -0.7)
     axes.set_xlim(0, 1)

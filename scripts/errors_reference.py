@@ -10,7 +10,8 @@ import argparse
 import ast
 import inspect
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +74,9 @@ ADVICE = re.compile(
 """Between what is wrong and what to do."""
 
 
+KINDS = {kind.__name__ for kind in vars(errors).values() if isinstance(kind, type)}
+
+
 @dataclass(frozen=True, order=True)
 class Message:
     """What one `raise` says: its class, the file below `lit_rl` and the text, with `<name>` for what differs."""
@@ -97,38 +101,96 @@ class Message:
 def messages() -> list[Message]:
     """Of every `raise` of one of the classes whose message is written there, by class, module and text."""
     found = set()
-    for path in (ROOT / "lit_rl").rglob("*.py"):
+    sources = {path: path.read_text() for path in sorted((ROOT / "lit_rl").rglob("*.py"))}
+    shared: dict[str, str] = {}
+    for source in sources.values():
+        shared = _texts_in(_at_the_top(ast.parse(source))) | shared
+    for path, source in sources.items():
         module = path.relative_to(ROOT / "lit_rl").with_suffix("").as_posix()
-        found |= {Message(kind, module, text) for kind, text in raised(path.read_text())}
+        imported = {alias.name for node in ast.walk(ast.parse(source)) for alias in _imports(node)}
+        known = {name: text for name, text in shared.items() if name in imported}
+        found |= {Message(kind, module, text) for kind, text in raised(source, known)}
     return sorted(found)
 
 
-def raised(source: str) -> Iterator[tuple[str, str]]:
-    """The class and the text of every message that a module's text raises; variables are `<name>`."""
-    kinds = {kind.__name__ for kind in classes()}
-    for node in ast.walk(ast.parse(source)):
+def raised(source: str, imported: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
+    """The class and the text of every message that a module's text raises; variables are `<name>`.
+
+    Args:
+        source: Of the module.
+        imported: Texts that it imports from other modules, by their names there.
+    """
+    tree = ast.parse(source)
+    yield from _raised(tree, {**(imported or {}), **_texts_in(_at_the_top(tree))})
+
+
+def _raised(tree: ast.AST, known: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The same below a node; `known` are the names that stand for one text there."""
+    for node in ast.iter_child_nodes(tree):
         match node:
-            case ast.Raise(exc=ast.Call(func=ast.Name(id=kind), args=[said, *_])) if kind in kinds:
-                yield kind, " ".join(_text(said).split())
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=kind), args=[said, *_])) if kind in KINDS:
+                yield kind, " ".join(_text(said, known).split())
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield from _raised(node, {**_others(known, node), **_texts_in(list(ast.walk(node)), known)})
+            case _:
+                yield from _raised(node, known)
 
 
-def _text(node: ast.expr) -> str:
-    """A literal as it is, what is joined as its parts, and everything else as the last name in it."""
+def _others(known: Mapping[str, str], function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, str]:
+    """Those that the function gives no other meaning."""
+    bound = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+    return {name: text for name, text in known.items() if name not in bound}
+
+
+def _at_the_top(module: ast.Module) -> list[ast.AST]:
+    """The nodes of a module that are in no function and no class."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [node for statement in module.body if not isinstance(statement, kinds) for node in ast.walk(statement)]
+
+
+def _texts_in(nodes: Sequence[ast.AST], known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Names that are given one text, and nothing else, with what it says."""
+    stored = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    stored += Counter(n.arg for n in nodes if isinstance(n, ast.arg))
+    given = {
+        node.targets[0].id: node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+    }
+    words = {name: _text(value, known) for name, value in given.items() if _is_text(value) and stored[name] == 1}
+    return {name: text for name, text in words.items() if WORD.search(text)}
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _imports(node: ast.AST) -> list[ast.alias]:
+    return node.names if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lit_rl") else []
+
+
+def _text(node: ast.expr, known: Mapping[str, str] | None = None) -> str:
+    """A literal as it is, what is joined as its parts, a name that stands for one text as that, and everything else as
+    the last name in it."""
+    known = known or {}
     match node:
         case ast.Constant(value=str(value)):
             return value
         case ast.JoinedStr(values=values):
-            return "".join(map(_text, values))
+            return "".join(_text(value, known) for value in values)
         case ast.FormattedValue(value=value):
-            return _text(value)
+            return _text(value, known)
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _text(left) + _text(right)
+            return _text(left, known) + _text(right, known)
+        case ast.Name(id=name) if name in known:
+            return known[name]
         case ast.Call(func=ast.Name(id="did_you_mean")):
             return ""
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return f"<{name.strip('_').lower()}>"
         case ast.Call(args=[first, *_]) if not isinstance(first, ast.GeneratorExp | ast.ListComp):
-            return _text(first)
+            return _text(first, known)
     return "<...>"
 
 

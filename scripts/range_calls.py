@@ -177,7 +177,8 @@ class _Function:
             self._call(value, scope)
 
     def _keep(self, statement: ast.stmt, scope: dict[str, Any]) -> None:
-        """Note which attributes of the object are settings, and that a name is none any longer."""
+        """Note which names and attributes of the object are settings, and which are none any longer."""
+        meant = self._meant(statement.value, scope) if isinstance(statement, ast.Assign) else None
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             target, value = statement.targets[0], statement.value
             pairs = [(target, value)]
@@ -189,6 +190,8 @@ class _Function:
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 scope.pop(node.id, None)
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name) and meant is not None:
+            scope[statement.targets[0].id] = meant
 
     def _call(self, call: ast.Call, scope: _Scope) -> None:
         if any(isinstance(each, ast.Starred) for each in call.args):
@@ -265,6 +268,9 @@ class _Function:
             case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id="self"), name]):
                 constant = self._meant(name, scope)
                 return self._field(constant.value, scope) if isinstance(constant, _Constant) else None
+            case ast.IfExp(test=ast.Compare(left=left, ops=[ast.Is()], comparators=[ast.Constant(value=None)])):
+                given = self._meant(value.orelse, scope)  # null stands for something else
+                return given if isinstance(given, _Setting) and given == self._meant(left, scope) else None
         return None
 
     def _field(self, name: str, scope: _Scope) -> Any:

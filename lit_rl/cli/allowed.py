@@ -5,13 +5,16 @@ What each allows stands in `schema_keys.yaml`, as `scripts/range_calls.py` reads
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lit_rl.cli import stored_schemas
 from lit_rl.cli.key_names import schema_keys
 from lit_rl.errors import ConfigError, in_range, one_of
 
@@ -20,6 +23,20 @@ BUILT = ("algo", "data", "callbacks", "trainer")
 
 _OF_THE_DEVICE = ("accelerator", "precision", "strategy", "devices")
 """Of the Trainer: what other tasks read of it too."""
+
+_REGISTERED = {
+    "trainer.accelerator": ("lightning.pytorch.accelerators", "AcceleratorRegistry", "available_accelerators"),
+    "trainer.strategy": ("lightning.pytorch.strategies", "StrategyRegistry", "available_strategies"),
+}
+"""Keys whose words any code can add to, each with the registry of Lightning's that holds them."""
+
+_OURS = ("lit_rl.", "lightning.", "torch.", "transformers.", "hydra.")
+_CODE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
+"""How a config names code: `./file.py:name`, `package.module:name`."""
+
+_DURATION = re.compile(r"\d+:\d\d:\d\d:\d\d")
+_ENDLESS = {"max_steps": "infinite steps", "max_epochs": "infinite epochs"}
+"""Lengths of a run, each with what -1 means."""
 
 _NUMBERS = re.compile(r"\s*-?\d+\s*(,\s*\d+\s*)*,?\s*")
 
@@ -35,11 +52,46 @@ def check(config: DictConfig, *, whole: bool) -> None:
         ConfigError: as the constructor raises it.
     """
     for top in BUILT if whole else ("trainer",):
-        for node in _nodes(_plain(config, top)):
+        for node in _nodes(plain(config, top)):
             for name, asked in schema_keys()["_allowed_"].get(str(node.get("_target_")), {}).items():
-                if whole or name in _OF_THE_DEVICE:
+                if (whole or name in _OF_THE_DEVICE) and not _may_be_registered(node.get(name), asked, config):
                     _check(node.get(name), asked)
-    _check_devices(_plain(config, "trainer"))
+    trainer = plain(config, "trainer")
+    if isinstance(trainer, dict):
+        _check_devices(trainer)
+        if whole:
+            _check_length(trainer)
+
+
+def _may_be_registered(value: Any, asked: list[dict[str, Any]], config: DictConfig) -> bool:
+    """Whether it is a word that nothing here knows, and that Lightning may know when it is asked.
+
+    A plugin registers a strategy or an accelerator when it is imported: by what the config names, by a package that
+    Lightning loads, or by the script that called.
+    """
+    key = asked[0]["key"]
+    if not key.startswith("trainer.") or not isinstance(value, str) or value.lower() in asked[0].get("allowed", ()):
+        return False
+    if schema_keys()["_versions_"] != stored_schemas.versions():  # another Lightning has words of its own
+        return True
+    if key not in _REGISTERED:
+        return False
+    module, registry, names = _REGISTERED[key]
+    if module in sys.modules and value.lower() in getattr(getattr(sys.modules[module], registry), names)():
+        return True
+    groups, tree = importlib.metadata.entry_points().groups, plain(config, None)
+    return tree is None or _names_code(tree) or any(group.startswith("lightning.") for group in groups)
+
+
+def _names_code(tree: Any) -> bool:
+    """Whether anything in it is built from, or calls, code that is neither ours nor that of our libraries."""
+    if isinstance(tree, dict):
+        target = tree.get("_target_")
+        built = str(tree.get("path") if target == "hydra.utils.get_method" else target or _OURS[0])
+        return not built.startswith(_OURS) or any(map(_names_code, tree.values()))
+    if isinstance(tree, list):
+        return any(map(_names_code, tree))
+    return isinstance(tree, str) and _CODE.fullmatch(tree) is not None
 
 
 def _check(value: Any, asked: list[dict[str, Any]]) -> None:
@@ -52,9 +104,23 @@ def _check(value: Any, asked: list[dict[str, Any]]) -> None:
             in_range(value=value, **call)
 
 
-def _check_devices(trainer: Any) -> None:
+def _check_length(trainer: Mapping[str, Any]) -> None:
+    """What Lightning refuses as the length of a run."""
+    for name, endless in _ENDLESS.items():
+        value = trainer.get(name)
+        if isinstance(value, int) and value < -1:
+            raise ConfigError(f"trainer.{name}={value} must be a non-negative integer or -1 ({endless}).")
+    time = trainer.get("max_time")
+    if isinstance(time, str) and not _DURATION.fullmatch(time.strip()):
+        raise ConfigError(
+            f"trainer.max_time={time!r} is not a valid duration: expected is a text of the form DD:HH:MM:SS, such as "
+            "00:01:00:00 for one hour."
+        )
+
+
+def _check_devices(trainer: Mapping[str, Any]) -> None:
     """Lightning takes a number, a list of numbers, or a text of them."""
-    devices = trainer.get("devices") if isinstance(trainer, dict) else None
+    devices = trainer.get("devices")
     words = devices if isinstance(devices, list) else [devices]
     if any(isinstance(word, str) and word != "auto" and not _NUMBERS.fullmatch(word) for word in words):
         raise ConfigError(
@@ -63,10 +129,12 @@ def _check_devices(trainer: Any) -> None:
         )
 
 
-def _plain(config: DictConfig, key: str) -> Any:
-    """A part of the config with its references followed; None where one leads nowhere, which is said later."""
+def plain(config: DictConfig, key: str | None) -> Any:
+    """A part of the config, or all of it, with its references followed; None where one leads nowhere, which is said
+    later."""
+    part = config if key is None else config.get(key)
     try:
-        return OmegaConf.to_container(config[key], resolve=True) if OmegaConf.is_config(config.get(key)) else None
+        return OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else None
     except OmegaConfBaseException:
         return None
 

@@ -15,7 +15,7 @@ from lit_rl.cli.whereabouts import folder_of, is_launched, is_sweep, writes_noth
 from lit_rl.commands import folder_state
 from lit_rl.data.sources import local_path
 from lit_rl.errors import ConfigError
-from lit_rl.named import check_function, local_model
+from lit_rl.named import check_function, local_model, weights_by_name
 
 TELL_THE_DATA = {"data", "algo", "experiment", "data.prompt_key"}
 """Keys with which the columns of a file choose nothing, or not before Hydra composes."""
@@ -30,6 +30,8 @@ _OF_THE_EVALUATION = (
     *("allow_targets", "hydra"),
 )
 """Keys that choose nothing to evaluate."""
+_SUMS = ("lit_rl.rewards.Rewards", "lit_rl.rewards.from_paths")
+"""What adds up reward functions by their weights."""
 _OF_ROWS = ("fit", "eval", "validate", "test", "predict", "plan", "reward_test", "data_check", "env_check", "best_of_n")
 """Tasks that read data."""
 _OF_A_TRAINER = tuple(task for task in _OF_ROWS if task != "data_check")
@@ -59,6 +61,7 @@ def check(config: DictConfig) -> None:
         if _at(config, "reward._target_") == "lit_rl.rewards.from_paths":
             for path in _texts(_at(config, "reward.fn")):
                 check_function(path, "reward.fn")
+        _check_weights(allowed.plain(config, "reward"))
     if config.task in _OF_A_MODEL:
         for name in _texts(_at(config, "model.name")):
             local_model("model.name", name)
@@ -72,6 +75,21 @@ def _check_run(config: DictConfig, folder: Path) -> None:
         folder_state.check_is_folder(folder)
     if config.task in _OF_ITS_CONFIG and not (config.task == "chat" and (folder / "hf").is_dir()):
         folder_state.check_has_config(folder)
+
+
+def _check_weights(reward: Any) -> None:
+    """Refuse weights of reward functions that are no numbers, or not as many, where the config alone names these."""
+    if not isinstance(reward, dict) or reward.get("_target_") not in _SUMS or reward.get("weights") is None:
+        return
+    functions = reward.get("functions")
+    if isinstance(functions, dict):
+        names = list(functions)
+    else:
+        names = [path.rpartition(":")[2] for path in _each(reward.get("fn"))]
+    if names and len(set(names)) == len(
+        names
+    ):  # files with functions of the same name are told apart as they are loaded
+        weights_by_name(reward["weights"], names)
 
 
 def _check_start(config: DictConfig) -> None:
@@ -159,5 +177,5 @@ def _texts(value: Any) -> list[str]:
 def _each(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif OmegaConf.is_list(value):
+    elif isinstance(value, list) or OmegaConf.is_list(value):
         yield from (each for each in value if isinstance(each, str))

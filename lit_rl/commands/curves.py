@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from lit_rl.commands.html_file import data, safe
 from lit_rl.commands.run_files import Series
 
-WIDTH, HEIGHT = 400, 180
-_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 10, 10, 22
+WIDTH, HEIGHT = 400, 192
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 10, 10, 34
 
 MOST_POINTS = 200
 """Of a line; of more, the lowest and the highest of each stretch are drawn."""
@@ -143,9 +143,11 @@ def _axes(frame: _Frame) -> str:
         y = f"{frame.y(value):.1f}"
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text x="{_LEFT - 5}" y="{y}" dy=".35em" text-anchor="end">{_tick(value)}</text>')
-    for step in ticks(frame.left, frame.right, 5):
+    for step in filter(float.is_integer, ticks(frame.left, frame.right, 5)):
         x = f"{frame.x(step):.1f}"
-        parts.append(f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="middle">{_tick(step)}</text>')
+        parts.append(f'<text x="{x}" y="{HEIGHT - 19}" text-anchor="middle">{_tick(step)}</text>')
+    middle = (_LEFT + WIDTH - _RIGHT) / 2
+    parts.append(f'<text x="{middle:g}" y="{HEIGHT - 4}" text-anchor="middle">optimizer step</text>')
     return "".join(parts)
 
 
@@ -223,7 +225,7 @@ def dots(title: str, columns: Sequence[tuple[str, Sequence[float]]]) -> str:
         x = f"{frame.x(i):.1f}"
         parts += [f'<circle class="c0" cx="{x}" cy="{frame.y(value):.1f}" r="3.4"/>' for value in each]
         short = label if len(label) <= longest else f"{label[: longest - 1]}\u2026"
-        parts.append(f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="middle">{safe(short)}</text>')
+        parts.append(f'<text x="{x}" y="{HEIGHT - 19}" text-anchor="middle">{safe(short)}</text>')
     said = "; ".join(f"{label}: {', '.join(map(number, each))}" for label, each in columns)
     return _figure(title, said, HEIGHT, parts)
 

@@ -7,13 +7,18 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 from hydra.utils import get_object
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
+from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import OmegaConf
 
 from lit_rl.cli import allowed, early, hydra_app, hydra_start, key_names, schemas, stored_schemas
@@ -41,6 +46,19 @@ REFUSED = {
     "sampling.temperature=-1": (2, "sampling.temperature=-1.0 is out of range: allowed is [0, inf)."),
     "algo.loss.clip_low=2": (2, "algo.loss.clip_low=2.0 is out of range: allowed is (0, 1]."),
     "trainer.devices=two": (2, "trainer.devices='two' is no number of devices. Allowed is auto, how many (2), or"),
+    "eval.limit=0": (2, "eval.limit=0 is out of range: allowed is [1, inf]."),
+    "model.dtype=fp23": (2, "model.dtype='fp23' is unknown: allowed is float32, bfloat16, float16, auto."),
+    "trainer.max_time=1h": (
+        2,
+        "trainer.max_time='1h' is not a valid duration: expected is a text of the form DD:HH:MM",
+    ),
+    "trainer.max_steps=-5": (2, "trainer.max_steps=-5 must be a non-negative integer or -1 (infinite steps)."),
+    "trainer.max_epochs=-2": (2, "trainer.max_epochs=-2 must be a non-negative integer or -1 (infinite epochs)."),
+    "reward.weights=[1,a]": (2, "weights=[1, 'a'] must be 1 numbers, for exact_match."),
+    "reward=combined reward.weights.math_answer=a": (2, "weights.math_answer='a' must be a finite number."),
+    "reward=./mine.py:score reward.weights=[a]": (2, "weights.score='a' must be a finite number."),
+    "trainer.strategy=dpp": (2, "trainer.strategy='dpp' is unknown: allowed is auto, ddp, "),
+    "trainer.accelerator=gppu": (2, "trainer.accelerator='gppu' is unknown: allowed is auto, gpu, cpu, cuda, mps, tpu"),
     "doctor trainer.precision=bf61": (2, "trainer.precision='bf61' is unknown: allowed is auto, 64, 32, 16,"),
     "transcripts run_dir=finishd": (2, "run_dir=finishd is no folder: give the folder of a run, such as runs/... Did"),
     "chat run_dir=finishd": (2, "run_dir=finishd holds no config.yaml: give the folder of a run. Did you mean 'finis"),
@@ -131,6 +149,55 @@ def test_what_a_config_may_say_is_let_through() -> None:
     config = OmegaConf.create({"trainer": trainer})
     config.data = {"_target_": "lit_rl.data.datamodule.RolloutDataModule", "prompts_per_rollout": "${nowhere}"}
     allowed.check(config, whole=True)  # who builds it says so
+
+
+OTHERS = ({"reward": {"fn": "./mine.py:score"}}, {"callbacks": {"own": {"_target_": "mine.Own"}}})
+"""Code of others in a config."""
+
+
+@pytest.mark.parametrize(("name", "word"), [("strategy", "mesh_of_mine"), ("accelerator", "chip_of_mine")])
+def test_a_word_that_a_plugin_may_register_is_left_to_lightning(
+    name: str, word: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ours = {"callbacks": {"print": {"_target_": "lit_rl.callbacks.Samples"}}, "data": {"path": "12:30"}}
+    trainer = {"_target_": "lightning.Trainer", name: word}
+    for other in OTHERS:  # what the config names may register it as it is imported
+        allowed.check(OmegaConf.create({"trainer": trainer, **other}), whole=True)
+    config = OmegaConf.create({"trainer": trainer, **ours})
+    with pytest.raises(ConfigError, match=f"trainer.{name}='{word}' is unknown"):
+        allowed.check(config, whole=True)
+
+    with monkeypatch.context() as patch:  # an installed plugin of Lightning's
+        installed = tmp_path / "plugin_of_mine-1.0.dist-info"
+        installed.mkdir()
+        (installed / "METADATA").write_text("Name: plugin_of_mine\nVersion: 1.0\n")
+        (installed / "entry_points.txt").write_text("[lightning.pytorch.callbacks_factory]\nown = mine:callbacks\n")
+        patch.syspath_prepend(tmp_path)
+        allowed.check(config, whole=True)
+    with monkeypatch.context() as patch:  # the words of another Lightning are not those that were written down
+        patch.setattr(stored_schemas, "versions", lambda: {"lightning": "9.9"})
+        allowed.check(config, whole=True)
+    registry: Any = StrategyRegistry if name == "strategy" else AcceleratorRegistry
+    registry.register(word, CPUAccelerator)  # by the script that calls
+    try:
+        allowed.check(config, whole=True)
+    finally:
+        registry.remove(word)
+    with pytest.raises(ConfigError, match=f"trainer.{name}='{word}' is unknown"):
+        allowed.check(config, whole=True)
+
+
+def test_the_lengths_that_are_refused_early_are_those_that_lightning_refuses() -> None:
+    for name, value in (("max_steps", -2), ("max_epochs", -2), ("max_time", "1h"), ("max_time", "1:1:1:1")):
+        with pytest.raises(ConfigError) as early_refusal:
+            allowed.check(OmegaConf.create({"trainer": {name: value}}), whole=True)
+        with pytest.raises(MisconfigurationException) as refusal:
+            L.Trainer(logger=False, accelerator="cpu", **{name: value})
+        for words in re.findall("must be a non-negative integer or -1|not a valid duration", str(refusal.value)):
+            assert words in str(early_refusal.value)
+    for name, value in (("max_steps", -1), ("max_steps", 0), ("max_epochs", -1), ("max_time", " 00:01:00:00 ")):
+        allowed.check(OmegaConf.create({"trainer": {name: value}}), whole=True)
+        L.Trainer(logger=False, accelerator="cpu", **{name: value})
 
 
 def test_beside_other_processes_the_run_s_folder_and_checkpoint_are_left_to_where_they_meet(

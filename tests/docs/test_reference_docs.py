@@ -49,6 +49,21 @@ def f(path, one):
         ("DataError", "The file <name> is empty: take another one.<one>"),
         ("ConfigError", "<...>"),
     ]
+    source = """
+FORM = "allowed is a.b:c"
+def f(key, why="no text"):
+    wanted = f"{key} wants a model"
+    also = "one thing"
+    also += "another"
+    why = "it is so"
+    raise DataError(f"{wanted}: {FORM}, {OTHER}, {also}, {why}.")
+def g(FORM):
+    raise DataError(FORM)
+"""
+    assert list(reference.raised(source, {"OTHER": "what is imported"})) == [
+        ("DataError", "<key> wants a model: allowed is a.b:c, what is imported, <also>, <why>."),
+        ("DataError", "<form>"),
+    ], "a name that stands for one text is read as that text"
     kept = reference.Message("DataError", "data/x", "The file <name> is empty: take a|b.")
     assert kept.usual and kept.row == "| `The file <name> is empty:` | `take a\\|b.` | data/x |"
     for left_out in (

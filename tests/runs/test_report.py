@@ -396,6 +396,7 @@ def test_curves_keep_what_sticks_out_and_ticks_are_round() -> None:
 def test_a_point_is_where_its_number_is() -> None:
     """Of a line from (0, 0) to (1, 1) the ends lie on the frame less its margin of a twentieth."""
     text = chart("x", [Line("a", series(0.0, 1.0))])
+    assert ">optimizer step</text>" in text and ">0.5</text>" not in text.partition('text-anchor="middle"')[2]
     (path,) = re.findall(r'class="line c0"[^>]* d="M([^"]+)"', text)
     (x0, y0), (x1, y1) = (map(float, point.split()) for point in path.split("L"))
     assert (

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.errors import ConfigError, one_of
 from lit_rl.models.policy import hub
 from lit_rl.models.policy import tokenizer as tokenizers
 from lit_rl.models.policy.options import ForwardOptions
@@ -179,9 +179,7 @@ class LanguageModel:
         )
 
     def _check(self) -> None:
-        if self.dtype not in _DTYPES:
-            near = did_you_mean(self.dtype, _DTYPES)
-            raise ConfigError(f"model.dtype={self.dtype!r} is unknown: allowed is {', '.join(_DTYPES)}.{near}")
+        one_of("model.dtype", self.dtype, _DTYPES)
         if self.quantization not in (None, "nf4", "int8"):
             raise ConfigError(f"model.quantization={self.quantization!r} is unknown: allowed is nf4, int8, null.")
         if self.gradient_checkpointing not in (True, False, "auto", "offload"):

@@ -1,14 +1,12 @@
-"""Functions and weights by name, from whatever form they were given in."""
+"""Functions by name, from whatever form they were given in."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any
 
-from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.errors import ConfigError
 from lit_rl.rewards.functions.contract import Function, check_callable, name_of
 
 
@@ -37,25 +35,3 @@ def functions_by_name(functions: Any) -> dict[str, Function]:
     for name, function in pairs:
         check_callable(name, function)
     return dict(pairs)
-
-
-def weights_by_name(weights: Any, names: list[str]) -> dict[str, float]:
-    """A weight for each name, 1 where none is given.
-
-    Raises:
-        ConfigError: a weight has no function, or is not a finite number.
-    """
-    given = {} if weights is None else weights
-    if not isinstance(given, Mapping):
-        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(names):
-            raise ConfigError(f"weights={weights!r} must be {len(names)} numbers, for {', '.join(names)}.")
-        given = dict(zip(names, given))
-    for name, weight in given.items():
-        if name not in names:
-            raise ConfigError(
-                f"weights names {name!r}, which is no reward function. Functions: {', '.join(names)}."
-                f"{did_you_mean(str(name), names)}"
-            )
-        if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
-            raise ConfigError(f"weights.{name}={weight!r} must be a finite number.")
-    return {name: float(given.get(name, 1.0)) for name in names}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.errors import RewardError, in_range
+from lit_rl.named import weights_by_name
 from lit_rl.rewards.completion import Completion
 from lit_rl.rewards.execution.caller import Caller, Early
 from lit_rl.rewards.execution.result import FunctionScores
@@ -22,7 +23,7 @@ from lit_rl.rewards.execution.settings import CallSettings
 from lit_rl.rewards.functions.contract import LooksAtData, Part
 from lit_rl.rewards.scorers.classifier import Classifier
 from lit_rl.rewards.sums.begun import BegunRewards
-from lit_rl.rewards.sums.by_name import functions_by_name, weights_by_name
+from lit_rl.rewards.sums.by_name import functions_by_name
 from lit_rl.rewards.sums.watch import ValueWatch
 from lit_rl.rewards.workers.job import TrainerState
 from lit_rl.rollout import Prompt
