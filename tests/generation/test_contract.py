@@ -14,7 +14,7 @@ import torch
 from generation_cases import EOS, PAD, VOCAB, all_logits, ask, build, next_logits, responses, spell
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import all_but_exhaustive, quick
+from tiers import all_but_exhaustive, meetings, quick
 from torch import Tensor, nn
 from transformers import CompileConfig, GenerationConfig
 from transformers.generation import logits_process as peer
@@ -67,6 +67,10 @@ def policy(request: pytest.FixtureRequest) -> nn.Module:
     return shared(request.param)
 
 
+QUICK_PAIRS = ["native-qwen2", "native-gpt2", "hf-qwen2", "hf-gpt2", "hf_continuous-qwen2"]
+of_both = meetings(ENGINES, KEPT, POLICIES, QUICK_PAIRS)
+
+
 @pytest.fixture
 def qwen() -> nn.Module:
     return shared("qwen2")
@@ -102,6 +106,7 @@ def test_engines_are_generators(engine: Any) -> None:
     assert engine.reports_kept_mass is True
 
 
+@of_both
 def test_greedy_equals_argmax_without_cache_or_padding(engine: Any, policy: nn.Module) -> None:
     prompts = ask(group_size=1)
     completions = run(engine, policy, prompts, GREEDY)
@@ -196,6 +201,7 @@ def test_logprobs_are_those_of_the_distribution_drawn_from(engine: Any, qwen: nn
     check_logprobs(engine, qwen, dataclasses.replace(sampling, max_new_tokens=12), processors)
 
 
+@of_both
 def test_logprobs_equal_an_unpadded_forward(engine: Any, policy: nn.Module) -> None:
     check_logprobs(engine, policy, Sampling(temperature=1.7, max_new_tokens=12), [peer.TemperatureLogitsWarper(1.7)])
 
@@ -277,6 +283,7 @@ def test_global_random_state_is_neither_read_nor_moved(engine: Any, qwen: nn.Mod
     same(run(engine, qwen, ask(), SAMPLED), first, tolerance=0)
 
 
+@of_both
 def test_batch_and_padding_change_nothing(engine: Any, policy: nn.Module) -> None:
     everything = run(engine, policy, ask(), SAMPLED)
     together = list(zip(responses(everything), everything.sampler_logprobs))
@@ -547,6 +554,7 @@ def test_nothing_to_generate_is_refused(engine: Any, qwen: nn.Module) -> None:
             run(engine, qwen, prompts, SAMPLED)
 
 
+@of_both
 def test_context_overflow_is_refused_with_the_numbers(engine: Any, policy: nn.Module) -> None:
     prompts = dataclasses.replace(ask(rows=[0], eos_ids=()), token_ids=[[3] * 54])
     assert run(engine, policy, prompts, Sampling(max_new_tokens=10)).response_ids.shape == (3, 10)
