@@ -177,7 +177,7 @@ test-dist: $(STAMPS)/dev  ## of test-all, the tests that start several processes
 test-faults: $(STAMPS)/dev  ## of test-all, the tests that kill processes
 	$(PYTEST) -m 'faults and $(ALL)' $(args)
 
-test-chain: $(STAMPS)/dev  ## of test-all, the chain of `make chain` in a twentieth of its steps: every stage begins where it should
+test-chain: $(STAMPS)/dev  ## of test-all, the chain of `make chain` in a hundredth of its steps: every stage begins where it should
 	$(PYTEST) -m 'chain and $(ALL)' $(args)
 
 test-engines: $(STAMPS)/torchvision $(ENGINES)/.stamp  ## of test-all, the real vLLM, in this process and as a server

@@ -71,10 +71,10 @@ class Stage:
     settings: tuple[str, ...]
 
     def command(self, name: str, out: Path, share: float) -> list[str]:
-        """The run that takes this share of the steps."""
+        """The run that takes this share of the steps, and two at least."""
         start = [f"model.name={out}/{self.begins}/hf"] if self.begins else []
         settings = [setting.format(out=out) for setting in self.settings]
-        ends = [f"trainer.max_steps={round(self.steps * share)}", "trainer.max_epochs=-1"]
+        ends = [f"trainer.max_steps={max(2, round(self.steps * share))}", "trainer.max_epochs=-1"]
         return ["train.py", "model=tiny", *start, *settings, *ends, f"run_dir={out}/{name}"]
 
 

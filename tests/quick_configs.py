@@ -12,11 +12,14 @@ import pytest
 import yaml
 from hydra import version
 from hydra._internal import defaults_list
-from hydra._internal.config_repository import CachingConfigRepository
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.hydra import Hydra
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.default_element import InputDefault
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, ListConfig, StringNode
+from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, ListConfig, StringNode, grammar_parser
 from omegaconf.base import Box, Metadata, Node
 
 
@@ -26,8 +29,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     A command composes twice, first to ask for `hydra.mode`, which nobody sets here: half of a refusal. A loader copies
     the places of its files each time, as another composition might add to them; here no loader composes twice. A table
     for choices that name other choices (`${...}` in a list of defaults) is made at every file. The rest is files that
-    are read and parsed at every composition, and nodes that are copied and told of their parents, one by one, again
-    and again.
+    are read and parsed at every composition, interpolations too, and nodes that are copied and told of their parents,
+    one by one, again and again.
     """
     patch.setattr(Hydra, "get_mode", lambda *args, **keywords: None)
     patch.setattr(CachingConfigRepository, "__init__", _uncopied)
@@ -35,6 +38,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("omegaconf.omegaconf.yaml", SimpleNamespace(**{**vars(yaml), "load": _parsed_once}))
     patch.setattr(version, "_get_version", functools.cache(version._get_version))
     _read_once(patch)
+    patch.setattr("omegaconf.base.parse", functools.cache(grammar_parser.parse))
+    patch.setattr(InputDefault, "__deepcopy__", _copied_default, raising=False)
     patch.setattr(Box, "_re_parent", _next_of_kin)
     patch.setattr(Metadata, "__deepcopy__", _copied_facts, raising=False)
     for kind in (AnyNode, BooleanNode, FloatNode, IntegerNode, StringNode):
@@ -66,20 +71,28 @@ def _parsed_once(stream: Any, Loader: Any) -> Any:
 
 
 def _read_once(patch: pytest.MonkeyPatch) -> None:
-    """The files of packages, which no test changes."""
-    source = ImportlibResourcesConfigSource
-    results = functools.cache(lambda path, provider, name: load(source(provider, f"pkg://{path}"), name))
-    load, is_config, is_group = source.load_config, source.is_config, source.is_group
+    """The files of packages, which no test changes, and their lists of defaults."""
+    Plugins.instance()
+    source = SourcesRegistry.instance().resolve("pkg")  # Hydra loads its plugins anew: not the class that is imported
+    is_config, is_group = source.is_config, source.is_group
     configs = functools.cache(lambda path, provider, name: is_config(source(provider, f"pkg://{path}"), name))
     groups = functools.cache(lambda path, provider, name: is_group(source(provider, f"pkg://{path}"), name))
 
-    def own(self: Any, config_path: str) -> ConfigResult:
-        result = copy.copy(results(self.path, self.provider, config_path))
+    load, results = ConfigRepository.load_config, dict[tuple[str, str, str], ConfigResult]()
+
+    def own(self: ConfigRepository, config_path: str) -> ConfigResult | None:
+        found = self._find_object_source(config_path, ObjectType.CONFIG)
+        if type(found) is not source:
+            return load(self, config_path)
+        key = found.path, found.provider, config_path
+        if key not in results:
+            results[key] = load(self, config_path)
+        result = copy.copy(results[key])  # its list of defaults is copied by whoever changes it
         result.config = copy.deepcopy(result.config)
         result.header = dict(result.header)
         return result
 
-    patch.setattr(source, "load_config", own)
+    patch.setattr(ConfigRepository, "load_config", own)
     patch.setattr(source, "is_config", lambda self, config_path: configs(self.path, self.provider, config_path))
     patch.setattr(source, "is_group", lambda self, config_path: groups(self.path, self.provider, config_path))
 
@@ -101,6 +114,13 @@ def _copied_facts(self: Metadata, memo: dict[int, Any]) -> Metadata:
     twin.flags = dict(self.flags) if self.flags is not None else None
     cache = self.resolver_cache
     twin.resolver_cache = copy.deepcopy(cache, memo) if cache else defaultdict(dict)
+    return twin
+
+
+def _copied_default(self: InputDefault, memo: dict[int, Any]) -> InputDefault:
+    """Its fields are texts, switches, and of options a list of texts."""
+    twin = object.__new__(type(self))
+    twin.__dict__.update({name: list(each) if isinstance(each, list) else each for name, each in vars(self).items()})
     return twin
 
 

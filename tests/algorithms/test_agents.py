@@ -133,7 +133,7 @@ def test_a_way_over_the_ice_is_learned(tmp_path: Path) -> None:
     assert before < 0.25 and after > 0.45, seen
 
 
-@pytest.mark.all
+@pytest.mark.exhaustive  # in every run a game is learned by imitation and then by reward, and a call's answer is read
 def test_a_tool_is_learned(tmp_path: Path) -> None:
     """By the shipped experiments, on fewer products. Sampled: what is most likely is right after the imitation."""
     few = ["data.task.max_operand=30", "scheduler.warmup_steps=5"]

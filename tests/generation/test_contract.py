@@ -14,7 +14,7 @@ import torch
 from generation_cases import EOS, PAD, VOCAB, all_logits, ask, build, next_logits, responses, spell
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import all_but_exhaustive, quick
+from tiers import all_but_exhaustive, meetings, quick
 from torch import Tensor, nn
 from transformers import CompileConfig, GenerationConfig
 from transformers.generation import logits_process as peer
@@ -67,6 +67,10 @@ def policy(request: pytest.FixtureRequest) -> nn.Module:
     return shared(request.param)
 
 
+QUICK_PAIRS = ["native-qwen2", "native-gpt2", "hf-qwen2", "hf-gpt2", "hf_continuous-qwen2"]
+of_both = meetings(ENGINES, KEPT, POLICIES, QUICK_PAIRS)
+
+
 @pytest.fixture
 def qwen() -> nn.Module:
     return shared("qwen2")
@@ -102,6 +106,7 @@ def test_engines_are_generators(engine: Any) -> None:
     assert engine.reports_kept_mass is True
 
 
+@of_both
 def test_greedy_equals_argmax_without_cache_or_padding(engine: Any, policy: nn.Module) -> None:
     prompts = ask(group_size=1)
     completions = run(engine, policy, prompts, GREEDY)
@@ -196,6 +201,7 @@ def test_logprobs_are_those_of_the_distribution_drawn_from(engine: Any, qwen: nn
     check_logprobs(engine, qwen, dataclasses.replace(sampling, max_new_tokens=12), processors)
 
 
+@of_both
 def test_logprobs_equal_an_unpadded_forward(engine: Any, policy: nn.Module) -> None:
     check_logprobs(engine, policy, Sampling(temperature=1.7, max_new_tokens=12), [peer.TemperatureLogitsWarper(1.7)])
 
@@ -234,25 +240,35 @@ def test_greedy_decoding_cuts_nothing(engine: Any, qwen: nn.Module) -> None:
     same(out, run(engine, qwen, ask(), GREEDY), tolerance=0)
 
 
-@settings(max_examples=40)
-@given(
+DRAWN = given(
     seed=st.integers(0, 2**31),
     temperature=st.floats(0.4, 2.5),
     top_k=st.integers(0, 45),
     top_p=st.one_of(st.just(1.0), st.floats(0.1, 0.99)),
     min_p=st.one_of(st.just(0.0), st.floats(0.001, 0.5)),
 )
-@pytest.mark.parametrize("name", ["native", "hf", "hf_continuous"])
-def test_training_scores_what_the_engine_drew_from(
-    name: str, seed: int, temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
+
+
+@settings(max_examples=40)
+@DRAWN
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_training_scores_what_the_engine_drew_from(name: str, seed: int, **cuts: Any) -> None:
+    assert_training_scores_what_was_drawn(ENGINES[name](), seed, Sampling(**cuts, max_new_tokens=6))
+
+
+@settings(max_examples=8)  # each starts the engine; that it cuts as `hf` does is a law of each cut
+@DRAWN
+def test_training_scores_what_continuous_batching_drew_from(seed: int, **cuts: Any) -> None:
+    assert_training_scores_what_was_drawn(HFContinuousGenerator(), seed, Sampling(**cuts, max_new_tokens=6))
+
+
+def assert_training_scores_what_was_drawn(engine: Any, seed: int, sampling: Sampling) -> None:
     """With equal weights both sides cut the same tokens and renormalise alike, and the whole softmax is in reach."""
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_new_tokens=6)
     policy = shared("qwen2")
-    out = run(ENGINES[name](), policy, ask(group_size=2, seed=seed), sampling)
+    out = run(engine, policy, ask(group_size=2, seed=seed), sampling)
     mask = out.response_mask
     scores = score(policy, out, sampling)
-    close = {"atol": 1e-5 / min(temperature, 1), "rtol": 1e-5}  # the temperature divides the rounding of logits too
+    close = {"atol": 1e-5 / min(sampling.temperature, 1), "rtol": 1e-5}  # it divides the rounding of logits too
     torch.testing.assert_close(scores.logprobs[mask], out.sampler_logprobs[mask], **close)
     if out.kept_logmass is not None:
         whole = score(policy, out, dataclasses.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)).logprobs[mask]
@@ -277,6 +293,7 @@ def test_global_random_state_is_neither_read_nor_moved(engine: Any, qwen: nn.Mod
     same(run(engine, qwen, ask(), SAMPLED), first, tolerance=0)
 
 
+@of_both
 def test_batch_and_padding_change_nothing(engine: Any, policy: nn.Module) -> None:
     everything = run(engine, policy, ask(), SAMPLED)
     together = list(zip(responses(everything), everything.sampler_logprobs))
@@ -547,6 +564,7 @@ def test_nothing_to_generate_is_refused(engine: Any, qwen: nn.Module) -> None:
             run(engine, qwen, prompts, SAMPLED)
 
 
+@of_both
 def test_context_overflow_is_refused_with_the_numbers(engine: Any, policy: nn.Module) -> None:
     prompts = dataclasses.replace(ask(rows=[0], eos_ids=()), token_ids=[[3] * 54])
     assert run(engine, policy, prompts, Sampling(max_new_tokens=10)).response_ids.shape == (3, 10)

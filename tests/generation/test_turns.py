@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from generation_cases import EOS, PAD, VOCAB, all_logits, ask, build, spell, unspell
-from tiers import all_but_exhaustive, quick
+from tiers import all_but_exhaustive, meetings, quick
 from torch import nn
 from turn_cases import Scripted, assert_rows_are_what_was_told, reply, rows_of
 
@@ -63,6 +63,9 @@ def policy(request: pytest.FixtureRequest) -> nn.Module:
     return shared(request.param)
 
 
+of_both = meetings(ENGINES, KEPT, POLICIES, ["native-qwen2", "native-plain-places-qwen2", "hf-qwen2"])
+
+
 def talk(
     engine: Any, policy: nn.Module, sampling: Sampling = SAMPLED, responder: Responder | None = None, **asked: Any
 ) -> tuple[Completions, Prompts]:
@@ -71,6 +74,7 @@ def talk(
     return engine.generate(prompts, sampling), prompts
 
 
+@of_both
 def test_what_was_said_and_heard_stands_in_its_row(engine: Any, policy: nn.Module) -> None:
     responder = Scripted(reply)
     out, _ = talk(engine, policy, responder=responder)
@@ -114,6 +118,7 @@ def test_engines_agree_token_for_token(kind: str, name: str, every: bool) -> Non
             torch.testing.assert_close(out.kept_logmass, oracle.kept_logmass, atol=1e-4, rtol=0)
 
 
+@of_both
 def test_log_probs_are_those_of_the_whole_text(engine: Any, policy: nn.Module) -> None:
     """Of an unpadded forward pass, and of the one that training scores with."""
     out, prompts = talk(engine, policy)
@@ -142,6 +147,7 @@ def test_training_scores_by_what_each_turn_held_back_and_what_stood_before_it(
     assert out.turn is not None and int(out.turn.max()) > 1
 
 
+@of_both
 def test_neither_batch_nor_order_of_answers_changes_a_sample(engine: Any, policy: nn.Module) -> None:
     together = rows_of(talk(engine, policy)[0])
     for at_once in (1, 4):
@@ -256,6 +262,7 @@ def test_bfloat16_is_near_to_training(autocast: bool) -> None:
     assert gap.mean() < 0.1
 
 
+@of_both
 def test_a_response_that_is_split_by_an_empty_answer_is_the_same_response(engine: Any, policy: nn.Module) -> None:
     go_on = Scripted(lambda said: None if said.ended else [], 12)
     split, prompts = talk(engine, policy, Sampling(max_new_tokens=5), responder=go_on)
@@ -267,6 +274,7 @@ def test_a_response_that_is_split_by_an_empty_answer_is_the_same_response(engine
     assert split.turn is not None and split.turn.max() == 2
 
 
+@of_both
 def test_conversations_of_one_turn_are_the_usual_completions(engine: Any, policy: nn.Module) -> None:
     out, prompts = talk(engine, policy, responder=Scripted(lambda said: None))
     usual = engine.generate(dataclasses.replace(prompts, responder=None), SAMPLED)

@@ -1,7 +1,7 @@
 """SFT, a reward model, PPO and online DPO with it, DPO from rollouts: the committed chain, each stage from the last.
 
-In every run with a twentieth of its steps, which is enough to see that each stage begins where it should; in
-`make test-exhaustive` with all of them, and every stage is better than the one before.
+In every run with a hundredth of its steps, and two at least, which is enough to see that each stage begins where it
+should; in `make test-exhaustive` with all of them, and every stage is better than the one before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 pytestmark = [pytest.mark.chain, pytest.mark.all, pytest.mark.xdist_group("chain")]
 
 
-@pytest.fixture(scope="module", params=["0.05", pytest.param("1", marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope="module", params=["0.01", pytest.param("1", marks=pytest.mark.exhaustive)])
 def out(tmp_path_factory: pytest.TempPathFactory, root: Path, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("chain")
     command = [sys.executable, str(root / "scripts" / "chain.py"), str(folder), "--share", request.param]

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from vision_runs import by_letters, quiet_trainer
 from vision_toys import picture
 
@@ -17,7 +13,7 @@ from lit_rl.algorithms import DPO, GRPO
 from lit_rl.callbacks import PreferenceSets
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.digits import Digits
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.models import LanguageModel
 from lit_rl.rollout import Sampling
 
@@ -96,19 +92,3 @@ def test_rows_of_a_run_that_goes_on_are_known_by_their_images(tmp_path: Path) ->
 
     first = run()
     assert run() == first, "the same rollout again adds no row"
-
-
-@pytest.mark.all
-def test_the_best_of_several_are_texts_again(tmp_path: Path) -> None:
-    """`lit-rl best-of-n`, as a process."""
-    command = [str(Path(sys.executable).with_name("lit-rl")), "best-of-n", "experiment=vl_digits", "logger=none"]
-    few = ["data.task.val_rows=8", "eval.group_size=4", "trainer.accelerator=cpu", f"run_dir={tmp_path / 'run'}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    told = subprocess.run([*command, *few], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr[-3000:]
-    (path,) = (tmp_path / "run").glob("best_of_n_*/best_of_n.jsonl")
-    model, data = LanguageModel("digits"), SupervisedDataModule(path=str(path), batch_size=2, val_fraction=0.0)
-    data.prepare(model.tokenizer, processor=model.processor)
-    seen = [example.shown.visuals[0].read() for example in data.corpus.train.examples if example.shown]
-    assert seen and set(seen) <= {row["image"] for row in Digits(val_rows=8).val()}
-    assert len(set(seen)) == data.report["train"]["kept"] == len(path.read_text().splitlines())
