@@ -59,4 +59,5 @@ def unfinished_card(trainer: L.Trainer, pl_module: Any, what: str) -> dict[str, 
     base, algorithm = pl_module.model.name, type(pl_module).__name__.lower()
     facts = {"base_model": base, "algorithm": algorithm, "title": f"{base} trained with {algorithm}{what}"}
     form = getattr(trainer.datamodule, "prompt_form", None)  # pyright: ignore
+    facts |= {"command": pl_module.command} if getattr(pl_module, "command", "") else {}
     return facts | ({"prompts": form} if form else {})

@@ -44,6 +44,16 @@ def test_a_card_has_the_command_without_its_folder_and_without_secrets() -> None
     assert "How it was trained" not in model_card(card_facts("me/base", "grpo", "sums", SUMMARY))
 
 
+def test_a_card_of_a_run_that_was_gone_on_with_has_every_command() -> None:
+    own = {"command": "lit-rl train algo=rloo run_dir=/data/x/mine", "went_on": [
+        "lit-rl train algo=rloo trainer.max_steps=9 run_dir=/data/x/mine ckpt_path=last"]}  # fmt: skip
+    text = model_card(card_facts("me/base", "rloo", "sums", SUMMARY | own))
+    assert re.findall(r"```bash\n(.*?)\n```", text, re.DOTALL) == [
+        "lit-rl train algo=rloo run_dir=runs/mine\n"
+        "lit-rl train algo=rloo trainer.max_steps=9 run_dir=runs/mine ckpt_path=last"
+    ]
+
+
 def test_a_base_that_is_on_no_hub_is_not_in_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

@@ -128,6 +128,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         seed_in_range("algo.seed", seed)
         self.seed = seed
         self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
+        self.command = ""
+        """What was typed to train it, for the cards of exports; empty where nothing was."""
         self.memory_gb: float | None = None
         self.precision_by_device = False
         self.cut: Cut | None = None
