@@ -66,9 +66,10 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
             began it, and those that it `went_on` by.
     """
     versions = {name: importlib.metadata.version(name) for name in ("lit-rl", "torch", "transformers", "lightning")}
-    results = {
-        f"reward, {name or 'held-out'}, {decoding}": _measured(
-            numbers, summary.get("before", {}).get(name, {}).get(decoding)
+    measured = {
+        f"reward{f' on {name}' if name else ''}, {decoding}": (
+            numbers,
+            summary.get("before", {}).get(name, {}).get(decoding),
         )
         for name, decodings in summary.get("after", {}).items()
         for decoding, numbers in decodings.items()
@@ -78,7 +79,8 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
         "base_model": model,
         "algorithm": algorithm,
         "dataset": dataset,
-        "results": results,
+        "results": {name: _measured(*numbers) for name, numbers in measured.items()},
+        "scores": {name: after["reward"] for name, (after, _) in measured.items() if math.isfinite(after["reward"])},
         "versions": versions,
     }
     facts |= {"paper": PAPERS[algorithm]} if algorithm in PAPERS else {}
@@ -132,10 +134,10 @@ PAPERS = {
 """The arXiv id of the paper of each class of algorithm that has one, as in docs/papers.md."""
 
 
-def _measured(after: Mapping[str, float], before: Mapping[str, float] | None) -> str:
+def _measured(after: Mapping[str, float], before: Mapping[str, float] | None) -> dict[str, str]:
     """A mean and its 95 % interval, and the same before training where it was measured."""
-    said = _mean(after)
-    return f"{said} after, {_mean(before)} before (95 % intervals)" if before and "reward" in before else said
+    known = {"before": _mean(before)} if before and "reward" in before else {}
+    return known | {"after": _mean(after)}
 
 
 def _mean(numbers: Mapping[str, float]) -> str:

@@ -50,6 +50,17 @@ def test_a_stopped_run_gets_the_export_that_it_lacks(run, train, tmp_path):
     assert_same(load_file(stopped / "hf" / adapter), load_file(run / "hf" / adapter))
 
 
+def test_the_python_of_a_card_works(run, capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    card = (run / "hf" / "README.md").read_text().replace("path/to/this/folder", str(run / "hf"))
+    load, adapter = (part.split("\n```")[0] for part in card.split("```python\n")[1:])
+    names: dict = {}
+    exec(load.replace('"..."', '"1+1="'), names)
+    assert names["written"].shape[1] > 4 and capsys.readouterr().out
+    exec(adapter.replace("'tiny'", repr(str(Path("lit_rl/models/tiny").resolve()))), names)
+    assert names["model"].peft_config["default"].r == 2
+
+
 def test_cards_of_a_run_that_goes_on_say_how(run, train, tmp_path):
     """From its own last checkpoint, and in a folder of its own from another run's."""
     words = ["callbacks.export.every=1", "model.lora.r=2", "trainer.max_steps=3"]

@@ -485,8 +485,11 @@ class PolicyModule(L.LightningModule, given.Arguments):
             folder: A new folder, or an earlier export, which is replaced.
             facts: Of the model card, see `model_card`.
         """
+        from peft import PeftModel
+
         pipeline = "image-text-to-text" if self.model.sees else "text-generation"
-        card = model_card(facts, loaded_by=self.loaded_by, pipeline=pipeline)
+        adapter = isinstance(self.policy, PeftModel) and not self.model.sees
+        card = model_card(facts, loaded_by=self.loaded_by, pipeline=pipeline, adapter=adapter)
         return export_policy(self.model, weights, self.policy, folder, card=card, prompts=facts.get("prompts"))
 
     @property
