@@ -59,4 +59,13 @@ def unfinished_card(trainer: L.Trainer, pl_module: Any, what: str) -> dict[str, 
     base, algorithm = pl_module.model.name, type(pl_module).__name__.lower()
     facts = {"base_model": base, "algorithm": algorithm, "title": f"{base} trained with {algorithm}{what}"}
     form = getattr(trainer.datamodule, "prompt_form", None)  # pyright: ignore
+    facts |= {"dataset": data} if (data := _named(trainer.datamodule)) else {}  # pyright: ignore
+    facts |= {"command": pl_module.command} if getattr(pl_module, "command", "") else {}
     return facts | ({"prompts": form} if form else {})
+
+
+def _named(data: Any) -> str:
+    """What the rows are called: their paths, or the task that made them; empty where they have no name."""
+    task = getattr(data, "task", None)
+    paths = [str(source.path) for source in getattr(data, "sources", ())]
+    return ", ".join(paths) or (type(task).__name__.lower() if task is not None else "")

@@ -61,9 +61,11 @@ _HOW_ROWS_ARE_READ = ("path", "split", "name", "on_bad_row", "rename", "map_row"
 
 
 def name_of(data: dict[str, Any]) -> str:
-    """What a data node's rows are called: its path, or its task."""
+    """What a data node's rows are called: its path, its task, or the paths of its sources."""
     task = (data.get("task") or {}).get("_target_", "").rpartition(".")[2].lower()
-    return str(data.get("path") or task or "several sources")
+    sources = data.get("sources") or []
+    paths = [str(each["path"]) for each in sources if isinstance(each, dict) and each.get("path")]
+    return str(data.get("path") or task or ", ".join(paths) or "several sources")
 
 
 def run(config: DictConfig) -> int:

@@ -46,8 +46,9 @@ from lit_rl.cli.micro_batches import Accumulation, cut_by
 from lit_rl.cli.precision import Asked, for_trainer, settle
 from lit_rl.cli.schemas import PYTHON_ONLY, parameters
 from lit_rl.commands import evaluate, report, run_report, train
+from lit_rl.commands.export import for_readers
 from lit_rl.commands.other_ranks import end_those_started, stop_lightnings_observer, watching_those_started
-from lit_rl.commands.run_dir import RunDir, redact
+from lit_rl.commands.run_dir import RunDir, redact, redact_command
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
 from lit_rl.data.tasks import Task
@@ -158,6 +159,8 @@ class CommandLine(LightningCLI):
         for config in self._saved_configs():
             config.begin(self.trainer)
         self.summary = {"began": time.time()}
+        if isinstance(self.model, PolicyModule):
+            self.model.command = for_readers([redact_command(_command())])
         if self._get(self.config, "ckpt_path") is None and not self.trainer.fast_dev_run:  # pyright: ignore
             train.measure(self._run_of(), self.summary, "before")
 
@@ -320,7 +323,7 @@ class CommandLine(LightningCLI):
             for config in self._saved_configs():
                 if config.run_dir is None:
                     continue
-                heard = write_down(error, config.run_dir, self.trainer, shlex.join(["lit-rl", *sys.argv[1:]]))
+                heard = write_down(error, config.run_dir, self.trainer, _command())
                 if self.trainer.is_global_zero:
                     config.leave(self.trainer)
                 if heard is not None:
@@ -458,6 +461,17 @@ def _locked(folder: Path) -> RunLock:
 def _later(class_type: type, *arguments: Any, **keywords: Any) -> Any:
     """A class and its arguments, to be built by a call."""
     return partial(class_type, *arguments, **keywords)
+
+
+def _command() -> str:
+    """What was typed, with each key and its value as one word, so that a secret's name stands beside it."""
+    words = ["lit-rl"]
+    for word in sys.argv[1:]:
+        if words[-1].startswith("--") and "=" not in words[-1] and not word.startswith("--"):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return shlex.join(words)
 
 
 def _stopped(trainer: L.Trainer) -> list[GracefulStop]:

@@ -6,7 +6,7 @@ import contextlib
 import importlib.metadata
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,13 +62,14 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
         model: Name or hub id of what the run began with.
         algorithm: Name of the algorithm.
         dataset: What it learned from.
-        summary: What the run wrote down of itself: rewards `before` and `after`, which prompts, and its `command`,
-            of which the card leaves out the folder of the run.
+        summary: What the run wrote down of itself: rewards `before` and `after`, which prompts, the `command` that
+            began it, and those that it `went_on` by.
     """
     versions = {name: importlib.metadata.version(name) for name in ("lit-rl", "torch", "transformers", "lightning")}
-    results = {
-        f"reward, {name or 'held-out'}, {decoding}": _measured(
-            numbers, summary.get("before", {}).get(name, {}).get(decoding)
+    measured = {
+        f"reward{f' on {name}' if name else ''}, {decoding}": (
+            numbers,
+            summary.get("before", {}).get(name, {}).get(decoding),
         )
         for name, decodings in summary.get("after", {}).items()
         for decoding, numbers in decodings.items()
@@ -78,20 +79,42 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
         "base_model": model,
         "algorithm": algorithm,
         "dataset": dataset,
-        "results": results,
+        "results": {name: _measured(*numbers) for name, numbers in measured.items()},
+        "scores": {name: after["reward"] for name, (after, _) in measured.items() if math.isfinite(after["reward"])},
         "versions": versions,
     }
     facts |= {"paper": PAPERS[algorithm]} if algorithm in PAPERS else {}
-    if isinstance(command := summary.get("command"), str) and command:
-        with contextlib.suppress(ValueError):  # a damaged summary: quotes that do not end
-            facts["command"] = _anywhere(command)
+    typed = [summary.get("command"), *(summary.get("went_on") or [])]
+    if command := for_readers([each for each in typed if isinstance(each, str)]):
+        facts["command"] = command
     return facts | ({"prompts": summary["prompts"]} if summary.get("prompts") else {})
 
 
-def _anywhere(command: str) -> str:
-    """A command that trains likewise in a folder of the reader's own, without the name of the author's home."""
-    words = [word for word in shlex.split(command) if not word.lstrip("+").startswith("run_dir=")]
-    return shlex.join(words).replace(str(Path.home()), "~")
+FOLDER = "runs/mine"
+"""Stands in a card for the folder of the run."""
+
+
+def for_readers(commands: Sequence[str]) -> str:
+    """The commands of one run, a line each, as they train likewise in a folder of the reader's own: without the name of
+    the author's home, and with a folder where several commands have to share one.
+
+    Args:
+        commands: Without secrets, as `redact_command` leaves them. One that cannot be read is left out.
+    """
+    told = []
+    for command in commands:
+        with contextlib.suppress(ValueError):  # of a damaged summary: quotes that do not end
+            told.append(_anywhere(shlex.split(command), alone=len(commands) == 1))
+    return "\n".join(told)
+
+
+def _anywhere(words: list[str], *, alone: bool) -> str:
+    folder = [] if alone else [f"run_dir={FOLDER}"]
+    kept = []
+    for word in words:
+        key = word.partition("=")[0].lstrip("+")
+        kept += folder if key == "run_dir" else [] if key == "--trainer.default_root_dir" else [word]
+    return shlex.join(kept).replace(str(Path.home()), "~")
 
 
 PAPERS = {
@@ -111,10 +134,10 @@ PAPERS = {
 """The arXiv id of the paper of each class of algorithm that has one, as in docs/papers.md."""
 
 
-def _measured(after: Mapping[str, float], before: Mapping[str, float] | None) -> str:
+def _measured(after: Mapping[str, float], before: Mapping[str, float] | None) -> dict[str, str]:
     """A mean and its 95 % interval, and the same before training where it was measured."""
-    said = _mean(after)
-    return f"{said} after, {_mean(before)} before (95 % intervals)" if before and "reward" in before else said
+    known = {"before": _mean(before)} if before and "reward" in before else {}
+    return known | {"after": _mean(after)}
 
 
 def _mean(numbers: Mapping[str, float]) -> str:

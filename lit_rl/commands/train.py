@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -21,7 +23,7 @@ from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.callbacks.unwritten import not_written
 from lit_rl.commands import leaving, report, run_report
-from lit_rl.commands.export import card_facts
+from lit_rl.commands.export import FOLDER, card_facts, for_readers
 from lit_rl.commands.run_dir import RunDir, redact_command
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.step_memory import out_of_memory, peak_memory
@@ -83,8 +85,7 @@ def train(run: Run) -> int:
     started = time.time()
     summary = run.run_dir.read_summary() if run.ckpt_path else {}
     earlier = summary.get("seconds", 0.0)
-    if run.command:
-        summary.setdefault("command", redact_command(run.command))  # what began it, not what went on
+    _note_command(run, summary)
     with _signals(run) as stop, report.told_what_is_missing(run.trainer):
         _announce(run)
         if "before" not in summary and not run.dry:
@@ -109,6 +110,27 @@ def train(run: Run) -> int:
             _save_last_step(run)
             _finish(run, summary, earlier, started)
     return 0
+
+
+def _note_command(run: Run, summary: dict[str, Any]) -> None:
+    """Put what was typed, without secrets, into the summary: under `command` what began the run, under `went_on` what
+    went on with it; and into the module, for the cards of its exports."""
+    if not run.command:
+        return
+    command, folder = redact_command(run.command), run.run_dir.path.resolve()
+    start = Path(run.ckpt_path).resolve() if run.ckpt_path else None
+    own = start is not None and folder in start.parents
+    newest = run.run_dir.last_checkpoint() if own else None
+    if newest is not None and newest.resolve() == start:
+        command += " ckpt_path=last"
+    elif start is not None:
+        where = f"{FOLDER}/{start.relative_to(folder)}" if own else run.ckpt_path
+        command += f" {redact_command(shlex.join([f'ckpt_path={where}']))}"
+    if not own or "command" not in summary:
+        summary["command"] = command
+    elif command not in summary.setdefault("went_on", []):
+        summary["went_on"].append(command)
+    run.module.command = for_readers([summary["command"], *summary.get("went_on", [])])
 
 
 def _count_the_last_step(trainer: L.Trainer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,9 @@ from tiers import quick
 
 import lit_rl.cli
 from lit_rl.algorithms import GRPO, AdamW, Linear
+from lit_rl.cli import lightning_app
 from lit_rl.cli.lightning_app import CONFIG_NAME, WithKeywords
+from lit_rl.commands.run_dir import redact_command
 from lit_rl.commands.run_lock import NAME
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
@@ -358,7 +361,9 @@ def test_fast_dev_run_writes_nothing(demo: str, lit_rl_run: CommandLine, tmp_pat
 def test_the_shipped_config_ends_with_a_report_of_its_own_run(
     demo: str, lit_rl_run: CommandLine, tmp_path: Path
 ) -> None:
-    outcome = lit_rl_run("fit", demo, *SMALL, "--trainer.max_steps=1", "--trainer.limit_val_batches=1")
+    export = ["--trainer.callbacks+=lit_rl.callbacks.Export", "--trainer.callbacks.folder=out"]
+    export += ["--trainer.callbacks.every", "1", "--trainer.default_root_dir=here"]
+    outcome = lit_rl_run("fit", demo, *SMALL, "--trainer.max_steps=1", "--trainer.limit_val_batches=1", *export)
     assert outcome.code == 0, outcome.err
     folder = tmp_path / "runs" / "lightning" / "version_0"
     assert "lightning/version_0/report.html  (one file: open it in a browser)" in outcome.out
@@ -366,6 +371,16 @@ def test_the_shipped_config_ends_with_a_report_of_its_own_run(
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "val/reward" in row] == [0, 1]
     assert [row["step"] for row in rows if "val_sampled/reward" in row] == [0, 1]
+    told = (tmp_path / "out" / "step_00000001" / "README.md").read_text().split("```bash\n")[1].split("\n```")[0]
+    assert told.startswith("lit-rl fit ") and told.endswith(
+        "--trainer.callbacks.folder=out --trainer.callbacks.every=1"
+    )
+
+
+def test_a_command_is_noted_with_each_key_beside_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lit-rl", "fit", "--judge.api_key", "k1", "--seed=-1", "--x", "-2", "--y"])
+    told = redact_command(lightning_app._command())
+    assert shlex.split(told) == ["lit-rl", "fit", "--judge.api_key=<redacted>", "--seed=-1", "--x=-2", "--y"]
 
 
 # ---------------------------------------------------------------------- help and configs

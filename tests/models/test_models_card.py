@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, metadata_load
 
 from lit_rl.commands.export import PAPERS, card_facts
 from lit_rl.commands.run_dir import redact_command
 from lit_rl.models.export.card import CITATION, model_card
 
+NAN = {"reward": float("nan")}
 SUMMARY = {
     "before": {"": {"greedy": {"reward": 0.5, "reward_low": 0.4, "reward_high": 0.6}}},
     "after": {"": {"greedy": {"reward": 0.8, "reward_low": 0.7, "reward_high": 0.9}}},
@@ -24,8 +25,31 @@ def test_a_card_says_how_good_it_is_and_what_to_cite() -> None:
     text = model_card(card_facts("me/base", "grpo", "sums", SUMMARY))
     card = ModelCard(text)
     assert card.data.base_model == "me/base" and "arxiv:2402.03300" in card.data.tags
-    assert "| reward, held-out, greedy | 0.800 [0.700, 0.900] after, 0.500 [0.400, 0.600] before (95 % interv" in text
+    assert "| held out, mean and 95 % interval | before | after |\n| --- | --- | --- |\n" in text
+    assert "| reward, greedy | 0.500 [0.400, 0.600] | 0.800 [0.700, 0.900] |" in text
     assert CITATION in text and "eprint = {2402.03300}" in text
+
+
+def test_the_header_is_what_the_hubs_client_reads(tmp_path: Path) -> None:
+    path, both = tmp_path / "README.md", {"after": {"": SUMMARY["after"][""], "hard: 1": {"sampled at 1": NAN}}}
+    path.write_text(model_card(card_facts("me/base", "grpo", "ann/sums, data/mine.jsonl, bob/words", both)))
+    told = metadata_load(path)
+    assert told is not None and told["datasets"] == ["ann/sums", "bob/words"]
+    assert (told["base_model"], told["base_model_relation"], told["library_name"]) == (
+        *("me/base", "finetune"),
+        "transformers",
+    )
+    assert told["tags"] == ["lit_rl", "reinforcement-learning", "grpo", "arxiv:2402.03300"]
+    (result,) = ModelCard.load(path).data.eval_results or ()  # of a `model-index` that is whole, else None
+    assert (result.metric_name, result.metric_value, result.task_type) == ("reward, greedy", 0.8, "text-generation")
+    path.write_text(model_card(card_facts("me/base", "grpo", "ann/sums", both)))
+    (result,) = ModelCard.load(path).data.eval_results or ()
+    assert result.dataset_type == result.dataset_name == "ann/sums"
+
+    path.write_text(model_card(card_facts("tiny", "sft", "addition", {})))
+    told = metadata_load(path)
+    assert told is not None and not told.keys() & {"base_model", "base_model_relation", "datasets", "model-index"}
+    assert "reinforcement-learning" not in told["tags"]
 
 
 def test_a_card_has_the_command_without_its_folder_and_without_secrets() -> None:
@@ -42,6 +66,16 @@ def test_a_card_has_the_command_without_its_folder_and_without_secrets() -> None
         "data.path=https://h/x?sig=<redacted>", "+a.hf_token@b=<redacted>", "model.revision=" + "ab" * 20, "y=```",
     ]  # fmt: skip
     assert "How it was trained" not in model_card(card_facts("me/base", "grpo", "sums", SUMMARY))
+
+
+def test_a_card_of_a_run_that_was_gone_on_with_has_every_command() -> None:
+    own = {"command": "lit-rl train algo=rloo run_dir=/data/x/mine", "went_on": [
+        "lit-rl train algo=rloo trainer.max_steps=9 run_dir=/data/x/mine ckpt_path=last"]}  # fmt: skip
+    text = model_card(card_facts("me/base", "rloo", "sums", SUMMARY | own))
+    assert re.findall(r"```bash\n(.*?)\n```", text, re.DOTALL) == [
+        "lit-rl train algo=rloo run_dir=runs/mine\n"
+        "lit-rl train algo=rloo trainer.max_steps=9 run_dir=runs/mine ckpt_path=last"
+    ]
 
 
 def test_a_base_that_is_on_no_hub_is_not_in_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,12 +44,21 @@ def fitted(path: Path, alarm: Alarm, steps: int = 8, **settings) -> L.Trainer:
         evaluation=Evaluation(limit=4),
         beta=0.1,
     )
+    data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=4)
+    return fitted_with(module, data, path, alarm, 2 * steps, **settings)
+
+
+def fitted_with(
+    module: L.LightningModule, data: L.LightningDataModule, path: Path, alarm: Alarm, steps: int, **settings
+) -> L.Trainer:
+    """A run of as many optimizer steps, saved after each."""
     checkpoint = TimedCheckpoint(
         dirpath=path / "checkpoints", filename="{step}", save_top_k=-1, monitor="step", every_n_train_steps=1
     )
     trainer = L.Trainer(
         default_root_dir=path,
-        max_steps=2 * steps,
+        max_steps=steps,
+        log_every_n_steps=1,
         callbacks=[checkpoint, alarm],
         logger=False,
         enable_progress_bar=False,
@@ -58,7 +67,6 @@ def fitted(path: Path, alarm: Alarm, steps: int = 8, **settings) -> L.Trainer:
         accelerator="cpu",
         **settings,
     )
-    data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=4)
     path.mkdir(exist_ok=True)
     trainer.fit(module, datamodule=data)
     return trainer

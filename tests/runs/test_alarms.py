@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from alarm_runs import AtLooks, fitted, saved
+from alarm_runs import AtLooks, fitted, fitted_with, saved
 from runs_helpers import SMALL, assert_same, newest, rows
 
-from lit_rl.algorithms import GRPO
+from lit_rl.algorithms import DPO, GRPO, PPO, SFT, OnlineDPO, ProcessRewardModeling, RewardModeling
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 from lit_rl.callbacks import (
     Alarm,
@@ -24,8 +26,12 @@ from lit_rl.callbacks import (
     LengthDrift,
     RepetitionDrift,
 )
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
+from lit_rl.data.tasks import Addition, AdditionPairs, AdditionSteps, AdditionText
 from lit_rl.errors import ConfigError
 from lit_rl.rewards import exact_match
+from lit_rl.rollout import Sampling
 
 ENTROPY = "train/entropy"
 
@@ -137,6 +143,42 @@ def test_a_run_goes_back_to_what_was_saved_before_and_on_with_the_next_prompts(t
     assert any(not torch.equal(after["state_dict"][name], back["state_dict"][name]) for name in back["state_dict"])
     (line,) = map(json.loads, (tmp_path / "alarms.jsonl").read_text().splitlines())
     assert (line["step"], line["alarm"], line["then"]) == (12, "at_looks", "roll_back")
+
+
+def prompts() -> RolloutDataModule:
+    return RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=4)
+
+
+SHORT = Sampling(max_new_tokens=6)
+ROWS: dict[str, Any] = {"max_operand": 6, "val_rows": 4}
+FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "sft": lambda: (SFT("tiny", sampling=SHORT), SupervisedDataModule(task=AdditionText(**ROWS), batch_size=4)),
+    "dpo": lambda: (DPO("tiny", sampling=SHORT), PreferenceDataModule(task=AdditionPairs(**ROWS), batch_size=4)),
+    "reward_model": lambda: (RewardModeling("tiny"), PreferenceDataModule(task=AdditionPairs(**ROWS), batch_size=4)),
+    "process_reward_model": lambda: (
+        ProcessRewardModeling("tiny"),
+        StepwiseDataModule(task=AdditionSteps(**ROWS), batch_size=4),
+    ),
+    "online_dpo": lambda: (OnlineDPO("tiny", exact_match, sampling=SHORT), prompts()),
+    "ppo": lambda: (PPO("tiny", exact_match, sampling=SHORT, iterations=1, minibatches=1), prompts()),
+}
+"""GRPO, whose rollouts have several steps, has a test of its own above."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.all if name == "sft" else pytest.mark.exhaustive) for name in FAMILIES],
+)
+def test_every_family_goes_back(family: str, tmp_path: Path) -> None:
+    """Wrong at the ends of steps 3 and 4: step 2 was the last that was saved while all was well."""
+    alarm = AtLooks({3, 4}, then="roll_back", patience=2)
+    with pytest.warns(UserWarning, match="weights of optimizer step 2, and with the data that come next"):
+        trainer = fitted_with(*FAMILIES[family](), tmp_path, alarm, 5)
+    before, back, after = (saved(tmp_path, step) for step in (2, 4, 5))
+    assert trainer.global_step == 5 and alarm.rolled_back == 1
+    assert_same(back["state_dict"], before["state_dict"])
+    assert_same(back["optimizer_states"][0]["state"], before["optimizer_states"][0]["state"])
+    assert any(not torch.equal(after["state_dict"][name], back["state_dict"][name]) for name in back["state_dict"])
 
 
 @pytest.mark.all

@@ -54,6 +54,33 @@ def test_a_stopped_run_gets_the_export_that_it_lacks(run, train, tmp_path):
     assert_same(load_file(stopped / "hf" / adapter), load_file(run / "hf" / adapter))
 
 
+def test_the_python_of_a_card_works(run, capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    card = (run / "hf" / "README.md").read_text().replace("path/to/this/folder", str(run / "hf"))
+    load, adapter = (part.split("\n```")[0] for part in card.split("```python\n")[1:])
+    names: dict = {}
+    exec(load.replace('"..."', '"1+1="'), names)
+    assert names["written"].shape[1] > 4 and capsys.readouterr().out
+    exec(adapter.replace("'tiny'", repr(str(Path("lit_rl/models/tiny").resolve()))), names)
+    assert names["model"].peft_config["default"].r == 2
+
+
+def test_cards_of_a_run_that_goes_on_say_how(run, train, tmp_path):
+    """From its own last checkpoint, and in a folder of its own from another run's."""
+    words = ["callbacks.export.every=1", "model.lora.r=2", "trainer.max_steps=3"]
+    own, other = tmp_path / "own", tmp_path / "other"
+    shutil.copytree(run, own)
+    assert train(*RUN, *words, f"run_dir={own}", "ckpt_path=last") == 0
+    start = run / "checkpoints" / "step_00000001.ckpt"
+    assert train(*RUN, *words, f"run_dir={other}", f"ckpt_path={start}") == 0
+    for card in (own / "hf" / "README.md", own / "hf_steps" / "step_00000003" / "README.md"):
+        first, then = card.read_text().split("```bash\n")[1].split("\n```")[0].splitlines()
+        assert "ckpt_path" not in first and first.endswith(" run_dir=runs/mine")
+        assert "trainer.max_steps=3" in then and then.endswith(" run_dir=runs/mine ckpt_path=last")
+    (told,) = (other / "hf" / "README.md").read_text().split("```bash\n")[1].split("\n```")[0].splitlines()
+    assert told.replace("~", str(Path.home())).endswith(f" ckpt_path={start}") and "run_dir=" not in told
+
+
 def test_an_earlier_checkpoint_goes_to_a_folder_of_its_own_without_the_last_ones_results(run, train, tmp_path):
     again = tmp_path / "again"
     shutil.copytree(run, again, ignore=shutil.ignore_patterns("hf_steps"))

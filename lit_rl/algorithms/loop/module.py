@@ -129,6 +129,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         seed_in_range("algo.seed", seed)
         self.seed = seed
         self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
+        self.command = ""
+        """What was typed to train it, for the cards of exports; empty where nothing was."""
         self.memory_gb: float | None = None
         self.precision_by_device = False
         self.cut: Cut | None = None
@@ -485,8 +487,11 @@ class PolicyModule(L.LightningModule, given.Arguments):
             folder: A new folder, or an earlier export, which is replaced.
             facts: Of the model card, see `model_card`.
         """
+        from peft import PeftModel
+
         pipeline = "image-text-to-text" if self.model.sees else "text-generation"
-        card = model_card(facts, loaded_by=self.loaded_by, pipeline=pipeline)
+        adapter = isinstance(self.policy, PeftModel) and not self.model.sees
+        card = model_card(facts, loaded_by=self.loaded_by, pipeline=pipeline, adapter=adapter)
         return export_policy(self.model, weights, self.policy, folder, card=card, prompts=facts.get("prompts"))
 
     @property

@@ -31,7 +31,7 @@ class Alarm(L.Callback, ABC):
         then: What it does when it rings. "warn" says it, and the run goes on. "stop" ends the run after this
             optimizer step, as `EarlyStopping` does. "roll_back" gives the run the weights, the optimizer's moments
             and the controllers of the last checkpoint that was saved while nothing was wrong, and goes on with the
-            prompts that come next; steps and the learning-rate schedule are not counted back.
+            data that come next; steps and the learning-rate schedule are not counted back.
         patience: Looks in a row at which something is wrong before it rings, at least 1.
         roll_backs: Times that the run goes back; the next time it stops, at least 1.
     """
@@ -126,7 +126,7 @@ class Alarm(L.Callback, ABC):
             if back is not None:
                 self.rolled_back += 1
                 self.in_a_row = 0
-                return f"The run goes on with the weights of optimizer step {back}, and with the next prompts. "
+                return f"The run goes on with the weights of optimizer step {back}, and with the data that come next. "
         trainer.should_stop = True
         if self.then == "stop":
             return "The run ends here. "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import Any
 
 from lit_rl.errors import ConfigError
 
-_FACTS = ("base_model", "algorithm", "results", "versions", "dataset", "title", "prompts", "paper", "command")
+_FACTS = (
+    *("base_model", "algorithm", "results", "scores", "versions", "dataset", "title", "prompts", "paper", "command"),
+)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 CITATION = """@software{lit_rl,
   title = {{lit_rl: PyTorch Lightning modules for RL post-training of language models}},
@@ -30,17 +31,20 @@ def model_card(
     loaded_by: str = "AutoModelForCausalLM",
     pipeline: str = "text-generation",
     how_to_load: str | None = None,
+    adapter: bool = False,
 ) -> str:
     """A model card: YAML header, how to load, how it was trained, results, versions.
 
     Args:
         facts: ``base_model`` (hub id or short name) and ``algorithm`` are needed. ``results`` and ``versions`` map
-            names to values, ``dataset`` and ``title`` are text, ``prompts`` is a `PromptForm`, ``paper`` the arXiv id
-            of the method's paper, ``command`` the command line of the run. A ``base_model`` that is no ``owner/name``
-            stands in the text alone.
+            names to values, or a result to its values by column; ``scores`` maps names of results to numbers, for the
+            header; ``dataset`` (several: with commas) and ``title`` are text, ``prompts`` is a `PromptForm`, ``paper``
+            the arXiv id of the method's paper, ``command`` the command lines of the run. A ``base_model`` or a
+            ``dataset`` that is no ``owner/name`` of the hub stands in the text alone.
         loaded_by: The class of transformers that loads the model.
         pipeline: The hub's word for what the model does.
         how_to_load: The lines of Python that load it. None: those of the class `loaded_by`.
+        adapter: Whether an adapter was trained, which is also there by itself.
 
     Raises:
         ConfigError: a needed fact is missing, or a fact is unknown.
@@ -50,39 +54,89 @@ def model_card(
         raise ConfigError(f"The facts of a model card are {', '.join(_FACTS)}; missing or unknown: {sorted(wrong)}.")
     base, algorithm = str(facts["base_model"]), str(facts["algorithm"])
     paper = facts.get("paper")
-    header = [
-        "---",
-        # JSON strings are YAML strings, so nothing in a name can break the header
-        *([f"base_model: {json.dumps(base)}"] if _is_hub_id(base) else []),
-        "library_name: transformers",
-        f"pipeline_tag: {pipeline}",
-        f"tags: {json.dumps(['lit_rl', 'reinforcement-learning', algorithm, *([f'arxiv:{paper}'] if paper else [])])}",
-        "---",
-    ]
+    title = _cell(facts.get("title", f"{base} trained with {algorithm}"))
     data = f" on {_cell(facts['dataset'])}" if "dataset" in facts else ""
     body = [
-        f"# {_cell(facts.get('title', f'{base} trained with {algorithm}'))}",
+        f"# {title}",
         f"`{_cell(base)}` trained with `{_cell(algorithm)}`{data}, by lit_rl.",
         *([_PROMPTS[facts["prompts"]]] if "prompts" in facts else []),
-        _section(how_to_load) if how_to_load else _how_to_load(loaded_by),
+        _section(how_to_load) if how_to_load else _how_to_load(loaded_by, facts.get("prompts")),
+        *([_adapter(base)] if adapter else []),
         *([_training(str(facts["command"]))] if "command" in facts else []),
-        *_table("Results", "metric", facts.get("results", {})),
+        *_table(
+            "Results", "held out, mean and 95 % interval" if "scores" in facts else "metric", facts.get("results", {})
+        ),
         *_table("Versions", "package", facts.get("versions", {})),
         f"## Citation\n\n```bibtex\n{CITATION}{_of_paper(str(paper), algorithm) if paper else ''}\n```",
     ]
-    return "\n".join(header) + "\n\n" + "\n\n".join(body) + "\n"
+    return f"---\n{_header(facts, title, pipeline)}\n---\n\n" + "\n\n".join(body) + "\n"
 
+
+def _header(facts: Mapping[str, Any], title: str, pipeline: str) -> str:
+    """The YAML that the hub reads, as its own client writes it."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    base, algorithm, paper = str(facts["base_model"]), str(facts["algorithm"]), facts.get("paper")
+    learned = [] if algorithm in _LEARNS_FROM_DATA else ["reinforcement-learning"]
+    data = [name for name in str(facts.get("dataset", "")).split(", ") if is_hub_id(name)]
+    measured_on = data[0] if len(data) == 1 else str(facts.get("dataset", "unknown"))
+    results = [
+        EvalResult(
+            task_type=pipeline,
+            dataset_type=measured_on,
+            dataset_name=measured_on,
+            metric_type="reward",
+            metric_name=name,
+            metric_value=round(float(value), 6),
+        )
+        for name, value in facts.get("scores", {}).items()
+    ]
+    return ModelCardData(
+        base_model=base if is_hub_id(base) else None,
+        base_model_relation="finetune" if is_hub_id(base) else None,  # of an adapter too: the weights are merged
+        datasets=data or None,
+        library_name="transformers",
+        pipeline_tag=pipeline,
+        tags=["lit_rl", *learned, algorithm, *([f"arxiv:{paper}"] if paper else [])],
+        model_name=title if results else None,
+        eval_results=results or None,
+    ).to_yaml()
+
+
+_LEARNS_FROM_DATA = ("sft", "gkd", "dpo", "kto", "bco", "cpo", "orpo", "rewardmodeling", "processrewardmodeling")
+"""Methods without completions and rewards, of which the hub's word for reinforcement learning is not said."""
 
 _HOW_TO_LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
-folder = "path/to/this/folder"
+folder = "path/to/this/folder"  # or the name of its repository on the hub
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)"""
 
 
-def _is_hub_id(base: str) -> bool:
-    """Whether a model's name is one of the hub's, and not a folder here."""
-    return _HUB_ID.fullmatch(base) is not None and base[0] != "." and not Path(base).is_dir()
+_ASK = {
+    "text": """inputs = tokenizer("...", return_tensors="pt")""",
+    "messages": """messages = [{"role": "user", "content": "..."}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")""",
+}
+_ANSWER = """written = model.generate(**inputs, max_new_tokens=256)
+print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
+
+
+def _adapter(base: str) -> str:
+    return (
+        "An adapter was trained. It is merged into these weights, and by itself in `adapter/`:\n\n```python\n"
+        "from peft import PeftModel\n\n"
+        f"base = AutoModelForCausalLM.from_pretrained({base!r})\n"
+        'model = PeftModel.from_pretrained(base, folder, subfolder="adapter")\n```'
+    )
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether the name of a model or of a data set is one of the hub's, and not a folder or a file here."""
+    file = name.endswith(
+        (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip")
+    )
+    return _HUB_ID.fullmatch(name) is not None and name[0] != "." and not file and not Path(name).exists()
 
 
 def _of_paper(arxiv: str, algorithm: str) -> str:
@@ -104,7 +158,9 @@ def _training(command: str) -> str:
     return f"## How it was trained\n\n{fence}bash\n{command}\n{fence}"
 
 
-def _how_to_load(loaded_by: str) -> str:
+def _how_to_load(loaded_by: str, prompts: str | None) -> str:
+    if loaded_by == "AutoModelForCausalLM" and prompts in _ASK:
+        return _section(f"{_HOW_TO_LOAD}\n\n{_ASK[prompts]}\n{_ANSWER}")
     text = _section(_HOW_TO_LOAD.replace("AutoModelForCausalLM", loaded_by))
     if loaded_by != "AutoModelForImageTextToText":
         return text
@@ -112,10 +168,14 @@ def _how_to_load(loaded_by: str) -> str:
 
 
 def _table(title: str, column: str, rows: Mapping[str, Any]) -> list[str]:
+    """A row for each name, with its value, or with its values by column."""
     if not rows:
         return []
-    lines = [f"| {column} | value |", "|---|---|", *(f"| {_cell(key)} | {_cell(rows[key])} |" for key in rows)]
-    return [f"## {title}", "\n".join(lines)]
+    values = {name: value if isinstance(value, Mapping) else {"value": value} for name, value in rows.items()}
+    columns = list(dict.fromkeys(each for value in values.values() for each in value))
+    lines = [[column, *columns], ["---"] * (1 + len(columns))]
+    lines += [[name, *(value.get(each, "") for each in columns)] for name, value in values.items()]
+    return [f"## {title}", "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)]
 
 
 def _cell(value: Any) -> str:
