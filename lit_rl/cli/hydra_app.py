@@ -204,6 +204,7 @@ def _run(
     config.run_dir = str(run_dir.path)
     # A first validation is made again by the next start: without a step it is no reason to keep a folder.
     kept_for = "train/" if config.task == "fit" else ""
+    stood = run_dir.stands() if config.task == "fit" and start == "resumed" and is_main() else {}
     try:
         with contextlib.ExitStack() as around:
             job = around.enter_context(contextlib.closing(assemble(config, run_dir, start, lock)))
@@ -219,6 +220,8 @@ def _run(
             except Exception as error:
                 stop_lightnings_observer()
                 around.callback(end_those_started, job.trainer.strategy.launcher)
+                if not job.trainer.global_step:  # the checkpoint was not taken: it is one of other settings
+                    run_dir.put_back(stood)
                 if not job.dry:
                     heard = write_down(error, run_dir, job.trainer, job.command)
                     begun = run_dir.keeps(missing, kept_for) and run_dir.metrics.is_file()

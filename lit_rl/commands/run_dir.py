@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -210,6 +210,15 @@ class RunDir:
             path.unlink(missing_ok=True)
         inside = sorted((path for path in self.path.rglob("*") if path.is_dir()), reverse=True)
         _remove_empty([*inside, *made])
+
+    def stands(self) -> dict[Path, str | None]:
+        """What says how the run was made and where it stands, for `put_back`: config.yaml and summary.json."""
+        return {path: path.read_text() if path.is_file() else None for path in (self.config, self.summary)}
+
+    def put_back(self, stood: Mapping[Path, str | None]) -> None:
+        """After a start that was refused before it went on with the run, which is as it was."""
+        for path, text in stood.items():
+            path.unlink(missing_ok=True) if text is None else _replace(path, text)
 
     def _of_the_user(self, start: Start) -> Iterator[Path]:
         """What this run would replace and no run wrote. A folder is a run's by its config.yaml, or by a checkpoint."""

@@ -125,10 +125,11 @@ def assert_same_weights(a, b):
 def test_a_checkpoint_of_another_model_is_refused(train, tmp_path, capsys):
     run_dir = f"run_dir={tmp_path / 'run'}"
     train(*SMALL, "trainer.max_steps=1", run_dir)
-    (tmp_path / "run" / "summary.json").unlink()
+    stood = {name: (tmp_path / "run" / name).read_text() for name in ("config.yaml", "summary.json")}
     code = train(*SMALL, "trainer.max_steps=2", run_dir, "ckpt_path=last", "model.lora.r=4")
     assert code == 7
     assert "not of this model" in capsys.readouterr().err
+    assert stood == {name: (tmp_path / "run" / name).read_text() for name in stood}, "the message names it"
     last, elsewhere = next((tmp_path / "run" / "checkpoints").iterdir()), tmp_path / "elsewhere"
     code = train(*SMALL, "trainer.max_steps=2", f"run_dir={elsewhere}", f"ckpt_path={last}", "model.lora.r=4")
     assert code == 7 and "report" not in capsys.readouterr().out and not elsewhere.exists()
