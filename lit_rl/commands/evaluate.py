@@ -9,18 +9,21 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_rl.callbacks.kept_images import KeptImages
+from lit_rl.commands.step_memory import told_of_memory
 from lit_rl.commands.train import Run
 
 
 def evaluate(run: Run) -> int:
     """Validate with the `eval` group's sampling; means with 95 % intervals, pass@k, samples as parquet."""
-    run.trainer.validate(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, verbose=False)
+    with told_of_memory(run.module):
+        run.trainer.validate(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, verbose=False)
     return _report(run, "val")
 
 
 def test(run: Run) -> int:
     """The same through `Trainer.test`: metrics under the prefix `test/`."""
-    run.trainer.test(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, verbose=False)
+    with told_of_memory(run.module):
+        run.trainer.test(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, verbose=False)
     return _report(run, "test")
 
 
@@ -43,7 +46,8 @@ def _report(run: Run, stage: str) -> int:
 
 def predict(run: Run) -> int:
     """Completions of the validation prompts, one JSON line each, in `predictions.jsonl` (one file a rank)."""
-    batches: Any = run.trainer.predict(run.module, datamodule=run.data, ckpt_path=run.ckpt_path) or []
+    with told_of_memory(run.module):
+        batches: Any = run.trainer.predict(run.module, datamodule=run.data, ckpt_path=run.ckpt_path) or []
     if run.dry:
         return 0
     rank = "" if run.trainer.world_size == 1 else f"-rank{run.trainer.global_rank}"

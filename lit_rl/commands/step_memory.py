@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.cut import remedies
 from lit_rl.algorithms.preflight.memory import MemoryPlan, in_words
-from lit_rl.errors import BackendError
+from lit_rl.errors import BackendError, is_out_of_memory
+from lit_rl.generation.base import InProcessGenerator
+
+_OF_LEARNING = ("gradients", "buckets", "optimizer")
+"""Parts of a plan that are not there where nothing is learned."""
 
 
 def planned(module: PolicyModule) -> MemoryPlan | None:
@@ -37,6 +44,60 @@ def peak_memory() -> dict[str, int]:
     return found
 
 
+@contextmanager
+def told_of_memory(module: PolicyModule) -> Iterator[None]:
+    """Where memory runs out in this block, the error says what was planned, and what to set.
+
+    Raises:
+        BackendError: of an error of which `lit_rl.errors.is_out_of_memory` is true.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        fits = module._trainer is not None and module.trainer.state.fn == "fit"
+        said = _while_decoding(error, module, fits) or (out_of_memory(error, module) if fits else None)
+        if said is None:
+            raise
+        raise said from error
+
+
+def _while_decoding(error: Exception, module: PolicyModule, fits: bool) -> BackendError | None:
+    """None where it did not run out in the decoding of this process, or nothing is known of the model."""
+    at_once = _decoded_at_once(error)
+    memory = None if at_once is None else module.memory()
+    if at_once is None or memory is None:
+        return None
+    parts = memory.plan(1, at_once, steps_in_parts=True).generating
+    parts = {name: size for name, size in parts.items() if size and (fits or name not in _OF_LEARNING)}
+    if not parts:
+        return None
+    room = module.room()
+    had = "" if room is None else f" of {in_words(room)}"
+    listed = ", ".join(f"{name} {in_words(size)}" for name, size in parts.items())
+    fewer = f"generator.batch_size={at_once // 2} (it was {at_once}; samples do not depend on it); " * (at_once > 1)
+    return BackendError(
+        f"Memory ran out while completions were decoded, {at_once} at once: {_first_words(error)}. Planned were "
+        f"{in_words(sum(parts.values()))}{had} ({listed}); other processes may have taken the rest. Set one of: {fewer}"
+        "shorter texts (sampling.max_new_tokens, data.max_prompt_tokens); a smaller model."
+    )
+
+
+def _decoded_at_once(error: Exception) -> int | None:
+    """Sequences that a generator of this process was decoding together where an error was raised."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is InProcessGenerator.generate.__code__:
+            prompts, generator = frame.f_locals["prompts"], frame.f_locals["self"]
+            rows = len(prompts) * prompts.group_size
+            return min(rows, generator.rows_a_batch or rows)
+    return None
+
+
+def _first_words(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 def out_of_memory(error: BaseException, module: PolicyModule) -> BackendError:
     """The error with what was planned, and what to set.
 
@@ -44,7 +105,7 @@ def out_of_memory(error: BaseException, module: PolicyModule) -> BackendError:
         error: Of which `lit_rl.errors.is_out_of_memory` is true.
         module: That was trained.
     """
-    first = " ".join(str(error).split())[:200] or type(error).__name__
+    first = _first_words(error)
     sizes, memory, step = planned(module), module.memory(), module.step
     if sizes is None or memory is None or step is None:
         return BackendError(

@@ -26,8 +26,8 @@ from lit_rl.commands import leaving, report, run_report
 from lit_rl.commands.export import FOLDER, card_facts, for_readers
 from lit_rl.commands.run_dir import RunDir, redact_command
 from lit_rl.commands.run_lock import RunLock
-from lit_rl.commands.step_memory import out_of_memory, peak_memory
-from lit_rl.errors import SIGNALLED, ConfigError, GenerationError, is_out_of_memory
+from lit_rl.commands.step_memory import peak_memory, told_of_memory
+from lit_rl.errors import SIGNALLED, ConfigError, GenerationError
 from lit_rl.models.policy.sharding import full_state_dict
 
 
@@ -95,13 +95,10 @@ def train(run: Run) -> int:
         elif summary.get("status") == "finished" and not run.dry:  # it goes on to a later end
             _save(run, summary | {"status": "running"})
         try:
-            run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
+            with told_of_memory(run.module):
+                run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
         except GenerationError:
             _not_generated(run, summary)
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise out_of_memory(error, run.module) from error
             raise
         summary |= {"steps": run.trainer.global_step, "seconds": earlier + time.time() - started}
         if stop.signum is not None:
@@ -184,7 +181,8 @@ def measure(run: Run, summary: dict[str, Any], when: str) -> None:
     if not _has_validation(run):
         return
     module = run.module
-    run.trainer.validate(module, datamodule=run.data, verbose=False)
+    with told_of_memory(module):
+        run.trainer.validate(module, datamodule=run.data, verbose=False)
     losses[when] = _losses(run)
     if not isinstance(module, GeneratingModule):
         return
@@ -192,7 +190,7 @@ def measure(run: Run, summary: dict[str, Any], when: str) -> None:
     training = module.sampling.temperature
     if training == module.evaluation.temperature or not module.reward_functions.names:  # nothing to compare
         return
-    with module.decoding_at(training):
+    with module.decoding_at(training), told_of_memory(module):
         run.trainer.validate(module, datamodule=run.data, verbose=False)
         _collect(run, results, f"val_{module.second_decoding}", training)
 

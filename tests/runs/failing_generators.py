@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from lit_rl.errors import GenerationError
+from lit_rl.generation.batches import Decoded
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.rollout import Completions, Prompts, Sampling
 
@@ -30,6 +34,15 @@ class FailsAt(NativeGenerator):
                 raise GenerationError("the engine died: its last words")
             self.asked += 1
         return super().generate(prompts, sampling)
+
+
+class FindsNoMemory(NativeGenerator):
+    """Asks PyTorch for a pebibyte while it decodes; of several processes rank 1 does."""
+
+    def _decode(self, policy: nn.Module, *asked: Any) -> Iterator[tuple[Tensor, Decoded]]:
+        if os.environ.get("LOCAL_RANK", "1") == "1":
+            torch.empty(2**50, dtype=torch.uint8)
+        return super()._decode(policy, *asked)
 
 
 class Faulty(NativeGenerator):

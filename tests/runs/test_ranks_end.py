@@ -215,6 +215,18 @@ def test_rank_0_that_stands_where_nothing_fails_ends_too_and_says_why(tmp_path: 
     assert "has ended with exit code 1" in said["message"] and said["message"] in done.stderr
 
 
+@pytest.mark.exhaustive
+def test_memory_that_one_of_two_ranks_does_not_get_ends_both_with_what_was_planned(
+    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    words = ["generator._target_=failing_generators.FindsNoMemory", "allow_targets=[failing_generators]"]
+    child = process(*TWO, *words, f"run_dir={tmp_path / 'run'}")
+    output, _ = child.communicate(timeout=240)
+    assert child.returncode == 8 and "generator.batch_size=4 (it was 8;" in output, output
+    assert "rank 1 on" in output, "which failed first"
+
+
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_hangs_in_a_reward_ends_the_run_which_says_where_it_stands(
     process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int

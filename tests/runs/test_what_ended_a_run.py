@@ -61,3 +61,17 @@ def test_memory_that_runs_out_is_told_with_what_was_planned(
     assert code == 8 and "Traceback" not in said, said
     assert re.search(r"Memory ran out: .*can't allocate memory.* Planned were 1\.\d+ GiB of .*activations", said)
     assert "Set one of: algo.micro_batch_size=2048 (it was 4096); model.gradient_checkpointing=true" in said
+
+
+@pytest.mark.parametrize("task", ["fit", "eval", "predict"])
+def test_memory_that_runs_out_in_a_decoding_names_what_is_decoded_at_once(
+    train, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
+) -> None:
+    words = ["generator._target_=failing_generators.FindsNoMemory", "allow_targets=[failing_generators]"]
+    words += ["trainer.limit_val_batches=0"] if task == "fit" else ["generator.batch_size=2"]
+    assert train(*SMALL, *words, f"task={task}", f"run_dir={tmp_path / 'run'}") == 8
+    said = capsys.readouterr().err
+    many = 16 if task == "fit" else 2
+    assert re.search(rf"while completions were decoded, {many} at once: .*can't allocate memory.* Planned were ", said)
+    assert "weights" in said and "key-value cache" in said and ("optimizer " in said) == (task == "fit"), said
+    assert f"Set one of: generator.batch_size={many // 2} (it was {many};" in said
