@@ -22,6 +22,7 @@ import dist_offloaded
 import dist_precomputed
 import dist_resumed
 import dist_samples
+import dist_scorers
 import dist_shipping
 import dist_terms
 import dist_verdicts
@@ -45,6 +46,7 @@ LISTS = {
     "precomputed": dist_precomputed.main,
     "resumed": dist_resumed.main,
     "samples": dist_samples.main,
+    "scorers": dist_scorers.main,
     "shipping": dist_shipping.main,
     "terms": dist_terms.main,
     "verdicts": dist_verdicts.main,

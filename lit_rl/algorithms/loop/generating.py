@@ -199,6 +199,16 @@ class GeneratingModule(PolicyModule):
             seed=self.seed,
         )
 
+    def load_rewards(self) -> None:
+        """Load the reward models, and spread them where the ranks score equally often.
+
+        A rank may score by itself where all episodes of another one failed, where groups are drawn anew on some ranks,
+        and where completions of another model are compared.
+        """
+        env, groups = getattr(self, "env", None), getattr(self, "groups", None)
+        together = env is None and groups is None and self.evaluation.win_rate_against is None
+        self.reward_functions.load(self.reward_mesh if together else None)
+
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """What the reward functions say of each completion, special tokens left out of the text.
 
@@ -228,7 +238,8 @@ class GeneratingModule(PolicyModule):
 
         `begun` are calls of the functions that know some of these completions.
         """
-        with self.stopwatch.measure("reward"), may_be_given_up():
+        leave = nullcontext() if self.reward_functions.waits_for_ranks else may_be_given_up()
+        with self.stopwatch.measure("reward"), leave:
             prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch), episodes)
             return self.reward_functions.score(
                 prompts,
@@ -268,9 +279,12 @@ class GeneratingModule(PolicyModule):
         apart = replace(batch, rollout=-1 - dataloader_idx)
         together = given_up_together(self.ranks)
         with ends_the_run(), together, self.source.aside(), self.rollout_context():
-            completions = self.generate_to_score(
-                apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size
-            )
+            # To score is a collective then, to which no rank may come while another one has left its work.
+            drawn = given_up_together(self.ranks) if self.reward_functions.waits_for_ranks else nullcontext()
+            with drawn:
+                completions = self.generate_to_score(
+                    apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size
+                )
             scores = self.reward(apart, completions)
         return completions, self.of_tensor_group(scores)
 

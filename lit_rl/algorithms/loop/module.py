@@ -201,6 +201,11 @@ class PolicyModule(L.LightningModule, given.Arguments):
         trainer = self.trainer_or_none
         return Ranks.of(trainer, self.device) if trainer else Ranks(self.device)
 
+    @property
+    def reward_mesh(self) -> Any:
+        """The ranks over which FSDP2 spreads reward models; None where each has whole ones."""
+        return getattr(self.trainer_or_none and self.trainer_or_none.strategy, "reward_mesh", None)
+
     def of_tensor_group(self, mine: Any) -> Any:
         """What the first rank of our tensor-parallel group gives; ours where there is none. A collective."""
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None

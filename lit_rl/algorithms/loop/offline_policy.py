@@ -106,7 +106,7 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
             group, new_tokens = ("sampling", self.sampling.max_new_tokens) if own is None else ("eval", own)
             preflight.fits_context(self.model, f"{group}.max_new_tokens", longest, new_tokens, "data.max_length")
         preflight.bind_validation(self.reward_functions, data)
-        self.reward_functions.load()
+        self.load_rewards()
         if stage != "fit":
             self.fit_decoding()
 

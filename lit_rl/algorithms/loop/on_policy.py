@@ -347,7 +347,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.env is not None:
             self.interaction = self._interaction_with(self.env, data)
         self._check_data(data, stage)
-        self.reward_functions.load()
+        self.load_rewards()
         if stage == "fit":
             weights_are_copied(self.generator, self.trainer)
             self._plan_batches(data)

@@ -51,6 +51,14 @@ class FSDP2Strategy(ModelParallelStrategy):
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu")
 
+    @property
+    def reward_mesh(self) -> Any:
+        """The ranks over which models are spread that score; None before the processes are started, and where ranks
+        share their rows."""
+        if self._device_mesh is None or self.tp_size > 1:
+            return None
+        return self._device_mesh["data_parallel"]
+
     def _get_process_group_backend(self) -> str:
         """Norms of gradients, and parts of a checkpoint, are summed and gathered where the shards are."""
         backend = super()._get_process_group_backend()
@@ -240,8 +248,8 @@ def check_mesh(strategy: Any) -> None:
     """
     if not isinstance(strategy, ModelParallelStrategy) or isinstance(strategy, FSDP2Strategy):
         return
-    size = strategy._tensor_parallel_size
-    size = strategy.num_processes if size == "auto" else size
+    asked = strategy._tensor_parallel_size
+    size = strategy.num_processes if isinstance(asked, str) else asked  # "auto"
     if size > 1:
         raise ConfigError(
             f"{type(strategy).__name__}(tensor_parallel_size={size}) has ranks that share rows, and it is not told how "

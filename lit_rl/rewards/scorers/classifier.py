@@ -12,9 +12,11 @@ from torch import Tensor
 from lit_rl.errors import ConfigError, RewardError, StorageError, did_you_mean, in_range
 from lit_rl.examples import TokenBatch
 from lit_rl.rewards.scorers.init_kwargs import BESIDE, OTHERWISE, check_init_kwargs, check_template_kwargs
+from lit_rl.rewards.scorers.spread import Lockstep, can_spread, give_back, local_bytes, on_all_ranks, spread
 from lit_rl.vision import PromptVision, Vision
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from lit_rl.models.policy.processor import VisionProcessor
@@ -96,12 +98,15 @@ class Classifier:
         check_init_kwargs(self.init_kwargs)
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         self._processor: VisionProcessor | None = None
+        self.lockstep: Lockstep | None = None
+        """How the ranks agree where the weights are spread over them; None where they are whole."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_loaded": None, "_processor": None}  # a copy in another process loads its own
+        # A copy in another process loads its own.
+        return self.__dict__ | {"_loaded": None, "_processor": None, "lockstep": None}
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The model on its device and its tokenizer; loaded at the first call.
@@ -112,8 +117,34 @@ class Classifier:
             BackendError: the model cannot be reached.
         """
         if self._loaded is None:
-            self._loaded = _load(self) if self._given is None else _placed(self, *self._given)
+            self._loaded = (
+                _load(self, device_named(self.device)) if self._given is None else _placed(self, *self._given)
+            )
         return self._loaded
+
+    def load_spread(self, mesh: DeviceMesh) -> None:
+        """Load it, and leave each rank a part of its weights. A collective; from now on each call of it is one too.
+
+        It stays whole where, on any rank, it is an object of the user's, was loaded before, has a device of its own,
+        looks at images, or is no model that FSDP2 can spread.
+
+        Args:
+            mesh: Of one dimension: the ranks.
+
+        Raises:
+            ConfigError, StorageError, BackendError: see `load`.
+        """
+        if self.lockstep is not None:
+            return
+        fresh = self._loaded is None and self._given is None and self.device is None
+        if fresh:
+            self._loaded = _load(self, torch.device("cpu"))  # the mesh's device never holds all of it
+        model, tokenizer = self.load()
+        if on_all_ranks(mesh, fresh and can_spread(model)):
+            spread(model, mesh)
+            self.lockstep = Lockstep(mesh)
+        elif fresh:
+            self._loaded = model.to(device_named(None)), tokenizer  # pyright: ignore[reportArgumentType]
 
     def processor(self) -> VisionProcessor | None:
         """What makes pixels of prompts with images, loaded when it is first asked for. None for a model over text.
@@ -135,7 +166,7 @@ class Classifier:
         """What its weights take on the device that all else runs on; 0 before it is loaded."""
         if self._loaded is None or self.device == "cpu":
             return 0
-        return sum(weight.nbytes for weight in self._loaded[0].parameters())
+        return local_bytes(self._loaded[0])
 
     def longest(self, rows: Sequence[Sequence[int]]) -> int:
         """Tokens of the longest row that is read.
@@ -148,10 +179,18 @@ class Classifier:
         return limit
 
     def batches(self, rows: Sequence[Sequence[int]], order: Iterable[int]) -> Iterator[Sequence[int]]:
-        """These rows in batches, by length."""
+        """These rows in batches, by length. Where the weights are spread, the model is called for nothing once they are
+        through, until every rank has called it as often as the one with most batches."""
         by_length = sorted(order, key=lambda i: len(rows[i]))
-        for start in range(0, len(by_length), self.batch_size):
+        starts = range(0, len(by_length), self.batch_size)
+        idle = 0 if self.lockstep is None else self.lockstep.most(len(starts)) - len(starts)
+        for start in starts:
             yield by_length[start : start + self.batch_size]
+        if self.lockstep is not None:
+            model, _ = self.load()
+            for _ in range(idle):
+                logits_of(model, [[0]])
+            give_back(model)
 
     def require_chat_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError where there is none."""
@@ -229,7 +268,7 @@ def _placed(description: Classifier, model: Any, tokenizer: Any) -> tuple[PreTra
     return model.to(device_named(description.device)).eval(), tokenizer
 
 
-def _load(description: Classifier) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(description: Classifier, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
@@ -265,7 +304,7 @@ def _load(description: Classifier) -> tuple[PreTrainedModel, PreTrainedTokenizer
         )
     if description.chat_template is not None:
         tokenizer.chat_template = description.chat_template
-    return model.to(device_named(description.device)).eval().requires_grad_(False), tokenizer
+    return model.to(device).eval().requires_grad_(False), tokenizer
 
 
 def device_named(name: str | None) -> torch.device:

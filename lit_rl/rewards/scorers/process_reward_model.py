@@ -11,6 +11,7 @@ from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.rewards.completion import Completion, text_of
 from lit_rl.rewards.functions.contract import Span
 from lit_rl.rewards.scorers.classifier import Classifier, GivenScorer, logits_of
+from lit_rl.rewards.scorers.spread import in_step
 from lit_rl.rollout import Prompt
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class ProcessRewardModel(Classifier):
             )
         return model, tokenizer
 
+    @in_step
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], **_: Any
     ) -> list[float | None] | list[list[Span] | None]:

@@ -10,6 +10,7 @@ from lit_rl.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.rewards.completion import Completion, text_of
 from lit_rl.rewards.scorers.classifier import Classifier, GivenScorer, logits_of
 from lit_rl.rewards.scorers.label_output import OUTPUTS, label_index, scale_of
+from lit_rl.rewards.scorers.spread import in_step
 from lit_rl.rollout import Prompt
 from lit_rl.videos import Visual, shown_in
 from lit_rl.vision import PromptVision
@@ -97,6 +98,7 @@ class RewardModel(Classifier):
         """Raises ConfigError where it is not said which of several labels is the reward, or there is none of them."""
         label_index(config, self.label, self.name)
 
+    @in_step
     def __call__(
         self,
         prompts: Sequence[Prompt],

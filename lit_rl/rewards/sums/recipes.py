@@ -56,6 +56,8 @@ class RewardRecipes(Rewards):
         if default is not None and default not in self.recipes:
             raise ConfigError(f"default={default!r} is no recipe: {self._listed(default)}")
 
+    every_function_scores = False
+
     def __repr__(self) -> str:
         return f"RewardRecipes({self.recipes})"
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lit_rl.errors import RewardError, in_range
 from lit_rl.named import weights_by_name
@@ -171,15 +172,33 @@ class Rewards:
             if isinstance(function, LooksAtData):
                 function.check_columns(columns, also)
 
-    def load(self) -> None:
+    def load(self, mesh: DeviceMesh | None = None) -> None:
         """Load the reward models now: a bad one ends the run before it begins. The first call would load them too.
+
+        Args:
+            mesh: Of one dimension: ranks that all call `score` equally often, over which weights may be spread. They
+                stay whole where a rank could leave a function out, or call it once more: with `cache`, with
+                `on_error`, and in recipes.
 
         Raises:
             ConfigError, StorageError, BackendError: see `RewardModel.load`.
         """
+        together = self.every_function_scores and not self.settings.cache and self.settings.on_error is None
         for function in self.functions.values():
-            if isinstance(function, Classifier):
+            if not isinstance(function, Classifier):
+                continue
+            if mesh is not None and together:
+                function.load_spread(mesh)
+            else:
                 function.load()
+
+    every_function_scores = True
+    """Whether each function is called for every batch."""
+
+    @property
+    def waits_for_ranks(self) -> bool:
+        """Whether a call of `score` is a collective, which a signal may not leave on one rank alone."""
+        return any(isinstance(each, Classifier) and each.lockstep is not None for each in self.functions.values())
 
     @property
     def weight_bytes(self) -> int:

@@ -1,0 +1,103 @@
+"""Weights of a scoring model that are spread over ranks, each of which gathers them as often as the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lit_rl.errors import RewardError
+
+_GAVE_UP = -1
+
+
+class Lockstep:
+    """How often the ranks call a model that is spread over them.
+
+    Args:
+        mesh: Of one dimension: the ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._group, self._device = mesh.get_group(), mesh.device_type
+        self.agreed = False
+        """Whether this rank has said in this round how often it calls the model."""
+
+    def most(self, mine: int) -> int:
+        """How often every rank has to call it, where ours wants to `mine` times. A collective, once a round.
+
+        Raises:
+            RewardError: another rank gave its round up.
+        """
+        self.agreed = True
+        said = torch.tensor([mine, -mine], device=self._device)
+        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=self._group)
+        most, least = int(said[0]), -int(said[1])
+        if least == _GAVE_UP and mine != _GAVE_UP:
+            raise RewardError("A reward model could not score the completions of another rank, which says why.")
+        return most
+
+    def give_up(self) -> None:
+        """Tell the others that this rank calls the model no more, if they wait for its word."""
+        if not self.agreed:
+            self.most(_GAVE_UP)
+
+
+def in_step(score: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a rank whose round of scoring fails before it has called the model tell the others, which end theirs too."""
+
+    @wraps(score)
+    def scored(self: Any, *args: Any, **columns: Any) -> Any:
+        if self.lockstep is None:
+            return score(self, *args, **columns)
+        self.lockstep.agreed = False
+        try:
+            return score(self, *args, **columns)
+        except BaseException:
+            self.lockstep.give_up()
+            raise
+
+    return scored
+
+
+def on_all_ranks(mesh: DeviceMesh, flag: bool) -> bool:
+    """Whether it is so on every rank. A collective."""
+    said = torch.tensor(int(flag), device=mesh.device_type)
+    torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=mesh.get_group())
+    return bool(said)
+
+
+def can_spread(model: Any) -> bool:
+    """Whether its layers are known, and all of its weights are of one type, as FSDP2 wants them."""
+    from lit_rl.models.policy.sharding import decoder_layers
+    from lit_rl.models.policy.vision_parts import sees
+
+    types = {weight.dtype for weight in model.parameters()}
+    return bool(decoder_layers(model)) and len(types) == 1 and not sees(model.config)
+
+
+def spread(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard a model that is only read: each layer is gathered when it runs, and given back behind it."""
+    from lit_rl.models.policy.sharding import decoder_layers
+
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def local_bytes(model: nn.Module) -> int:
+    """Of the weights that this process holds between two calls."""
+    parts = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters())
+    return sum(part.nbytes for part in parts)
+
+
+def give_back(model: nn.Module) -> None:
+    """Hold shards again: what was gathered of the outermost part may wait for a backward pass, which does not come."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
