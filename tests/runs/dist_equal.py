@@ -32,9 +32,10 @@ def trainer(folder: Path, devices: int, **more: Any) -> L.Trainer:
         "limit_val_batches": 0,
         "use_distributed_sampler": False,
         "enable_checkpointing": False,
+        "logger": False,
     }
     return L.Trainer(
-        accelerator="cpu", devices=devices, default_root_dir=folder, logger=False, enable_progress_bar=False,
+        accelerator="cpu", devices=devices, default_root_dir=folder, enable_progress_bar=False,
         enable_model_summary=False, **{**settings, **more},
     )  # fmt: skip
 

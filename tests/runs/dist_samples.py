@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import dist_equal
+from lightning.pytorch.loggers import CSVLogger
 
 from lit_rl.callbacks import Samples, TokenSamples
 
@@ -14,8 +15,9 @@ def run(folder: Path, devices: int) -> None:
     few = ["data.task.max_operand=5", "data.task.val_rows=3", "data.prompts_per_rollout=4", "algo.group_size=4"]
     few += ["algo.skip_zero_advantages=false"]
     module, data = dist_equal.parts(*few)
-    callbacks = [Samples(print=0), TokenSamples(completions=16 // devices, every=1)]
-    trainer = dist_equal.trainer(folder, devices, max_steps=2, callbacks=callbacks)
+    callbacks = [Samples(print=0, every=1), TokenSamples(completions=16 // devices, every=1)]
+    logger = CSVLogger(folder, name="csv", version="")
+    trainer = dist_equal.trainer(folder, devices, max_steps=2, callbacks=callbacks, logger=logger)
     trainer.fit(module, datamodule=data)
     trainer.limit_val_batches = 1.0
     trainer.validate(module, datamodule=data, verbose=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import dist_samples
@@ -26,6 +27,11 @@ def test_rows_of_all_ranks_are_in_the_files(two_ranks: Path, tmp_path: Path) -> 
             assert one[name][column] == two[name][column], (name, column)
     assert two["step_00000000"]["rank"] == [0] * 8 + [1] * 8 and set(one["step_00000000"]["rank"]) == {0}
     assert two["val_00000002_t0"]["rank"] == [0, 1, 0]
+    for key, tables in {"samples": ["step_00000000", "step_00000001"], "val_samples_t0": ["val_00000002_t0"]}.items():
+        with (two_ranks / "samples" / "csv" / f"{key}.csv").open(newline="") as file:  # what every logger is given
+            logged = list(csv.DictReader(file))
+        for column in ("step", "rank", "prompt", "completion"):
+            assert [row[column] for row in logged] == [str(v) for name in tables for v in two[name][column]], column
     for name in BY_TOKENS:
         assert two[name]["rank"] == [0] * 8 + [1] * 8
         for column in ("ids", "learned", "advantages", "logprobs", "entropies"):

@@ -30,7 +30,7 @@ def functions_by_name(functions: Any) -> dict[str, Function]:
     duplicates = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if duplicates:
         raise ConfigError(
-            f"two reward functions are called {duplicates[0]!r}. Name them: functions={{'a': f, 'b': g}}."
+            f"two reward functions are called {duplicates[0]!r}. Name them by a dictionary: {{'a': f, 'b': g}}."
         )
     for name, function in pairs:
         check_callable(name, function)
