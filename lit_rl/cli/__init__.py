@@ -49,11 +49,9 @@ def run(arguments: list[str]) -> int:
     commands = (*HYDRA, *LIGHT, *LIGHTNING)
     command = arguments[0] if arguments and arguments[0] in commands else None
     if command in LIGHTNING:
-        _say_what_loads(command)
-        from lit_rl.cli import lightning_app
         from lit_rl.cli.messages import reported
 
-        return reported(lambda: lightning_app.main(arguments))
+        return reported(lambda: _lightning(command, arguments))
     rest = arguments[1:] if command else arguments
     if said := _said(command, rest):
         sys.stdout.write(said)
@@ -65,6 +63,17 @@ def run(arguments: list[str]) -> int:
     if rest and not rest[0].startswith(("-", "~")) and "=" not in rest[0]:
         return reported(lambda: usage(rest, () if command else commands))
     return reported(lambda: _hydra(command, rest))
+
+
+def _lightning(command: str, arguments: list[str]) -> int:
+    """A command of LightningCLI's."""
+    from lit_rl.cli import lightning_words
+
+    lightning_words.check(arguments)
+    _say_what_loads(command)
+    from lit_rl.cli import lightning_app
+
+    return lightning_app.main(arguments)
 
 
 def _hydra(command: str | None, rest: list[str]) -> int:

@@ -16,6 +16,7 @@ from lit_rl.commands import folder_state
 from lit_rl.data.sources import local_path
 from lit_rl.errors import ConfigError
 from lit_rl.named import check_function, local_model, weights_by_name
+from lit_rl.vllm_package import require_vllm
 
 TELL_THE_DATA = {"data", "algo", "experiment", "data.prompt_key"}
 """Keys with which the columns of a file choose nothing, or not before Hydra composes."""
@@ -55,6 +56,8 @@ def check(config: DictConfig) -> None:
     allowed.check(config, whole=config.task in _OF_A_TRAINER)
     if config.run_dir:
         _check_run(config, Path(str(config.run_dir)).expanduser())
+    elif config.task in (*_OF_A_RUN, *_OF_ITS_CONFIG) and config.task != "chat":
+        raise ConfigError(f"lit-rl {config.task} needs the folder of a run: run_dir=runs/...")
     if config.task in _OF_ROWS:
         if str(_at(config, "data._target_")).startswith("lit_rl.data.") and _at(config, "data.task") is None:
             check_data(_texts(_at(config, "data.path")))
@@ -63,10 +66,20 @@ def check(config: DictConfig) -> None:
                 check_function(path, "reward.fn")
         _check_weights(allowed.plain(config, "reward"))
     if config.task in _OF_A_MODEL:
+        _check_engine(config)
         for name in _texts(_at(config, "model.name")):
             local_model("model.name", name)
     if not is_launched():
         _check_start(config)
+
+
+def _check_engine(config: DictConfig) -> None:
+    """Refuse a generator whose package is not there."""
+    name = str(_at(config, "generator._target_")).rpartition(".")[2]
+    if name == "VLLMGenerator":
+        require_vllm("generator=vllm")
+    if name == "VLLMServerGenerator" and _at(config, "generator.launch") is True:
+        require_vllm("generator.launch=true")
 
 
 def _check_run(config: DictConfig, folder: Path) -> None:
@@ -86,9 +99,8 @@ def _check_weights(reward: Any) -> None:
         names = list(functions)
     else:
         names = [path.rpartition(":")[2] for path in _each(reward.get("fn"))]
-    if names and len(set(names)) == len(
-        names
-    ):  # files with functions of the same name are told apart as they are loaded
+    # Files with functions of the same name are told apart as they are loaded.
+    if names and len(set(names)) == len(names):
         weights_by_name(reward["weights"], names)
 
 

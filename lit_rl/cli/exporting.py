@@ -27,8 +27,6 @@ KEYS = ("run_dir", "ckpt_path", "export", "trust_run")
 def run(config: DictConfig) -> int:
     """Find the run and its checkpoint, and export it."""
     own_keys.check("lit-rl export", own_keys.typed(), KEYS)
-    if not config.run_dir:
-        raise ConfigError("lit-rl export needs the folder of a run: run_dir=runs/...")
     run_dir = RunDir(Path(str(config.run_dir)).expanduser())
     tree = config_of(run_dir)
     checkpoint = checkpoint_of(config, run_dir)

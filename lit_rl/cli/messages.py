@@ -36,9 +36,8 @@ def usage(words: Sequence[str], commands: Sequence[str]) -> int:
     if not commands:
         folder = f" Did you mean run_dir={word}?" if Path(word).is_dir() else ""
         raise ConfigError(f"{word!r} is no setting: settings are written key=value.{folder}")
-    raise ConfigError(
-        f"{word!r} is neither a command ({', '.join(commands)}) nor key=value.{did_you_mean(word, commands)}"
-    )
+    near = did_you_mean(word, commands)
+    raise ConfigError(f"{word!r} is neither a command nor key=value.{near} Commands: {', '.join(commands)}.")
 
 
 def reported(function: Callable[[], int | None]) -> int:

@@ -67,8 +67,6 @@ def run(config: DictConfig) -> int:
     """Compose, build, compare."""
     _check_keys()
     names = _names(config)
-    if not config.run_dir:
-        raise ConfigError("lit-rl replay needs the folder of a run: run_dir=runs/...")
     run_dir = RunDir(Path(str(config.run_dir)).expanduser())
     tree = config_of(run_dir)
     path = _rollout(config, run_dir)

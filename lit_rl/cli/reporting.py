@@ -10,7 +10,6 @@ from lit_rl.cli import own_keys
 from lit_rl.commands import sweep_report
 from lit_rl.commands.run_report import report
 from lit_rl.commands.sweep import JOBS
-from lit_rl.errors import ConfigError
 
 KEYS = ("run_dir",)
 """What may be set on the command line."""
@@ -19,7 +18,5 @@ KEYS = ("run_dir",)
 def run(config: DictConfig) -> int:
     """Find the folder, and write its page."""
     own_keys.check("lit-rl report", own_keys.typed(), KEYS)
-    if not config.run_dir:
-        raise ConfigError("lit-rl report needs the folder of a run: run_dir=runs/...")
     folder = Path(str(config.run_dir)).expanduser()
     return sweep_report.write(folder) if (folder / JOBS).is_file() else report(folder)

@@ -8,7 +8,6 @@ from omegaconf import DictConfig
 
 from lit_rl.cli import own_keys
 from lit_rl.commands.transcripts import transcripts
-from lit_rl.errors import ConfigError
 
 KEYS = ("run_dir", "transcripts.files", "transcripts.rollouts", "transcripts.episodes", "transcripts.tokens")
 """What may be set on the command line."""
@@ -17,6 +16,4 @@ KEYS = ("run_dir", "transcripts.files", "transcripts.rollouts", "transcripts.epi
 def run(config: DictConfig) -> int:
     """Find the folder, and write its page."""
     own_keys.check("lit-rl transcripts", own_keys.typed(), KEYS)
-    if not config.run_dir:
-        raise ConfigError("lit-rl transcripts needs the folder of a run: run_dir=runs/...")
     return transcripts(Path(str(config.run_dir)).expanduser(), **config.transcripts)

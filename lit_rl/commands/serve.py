@@ -18,11 +18,11 @@ from lit_rl.generation.vllm.settings import (
     adapter_rank,
     model_arguments,
     model_dtype,
-    require_vllm,
     runs_on_cpu,
 )
 from lit_rl.loopback import is_loopback
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.vllm_package import require_vllm
 
 _LOOK_EVERY = 0.5
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}

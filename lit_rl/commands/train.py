@@ -295,7 +295,8 @@ def _go_on(run: Run) -> str:
     if newest is not None:
         known = f"step {newest}" if newest >= 0 else "a checkpoint whose name has no step"
         saved = f"at step {step}, saved" if newest == step else f"What is saved is {known}"
-        return f"Stopped{' ' if newest == step else '. '}{saved}. Go on with:{command}"
+        model = f"\nFor its model, without going on:\n  lit-rl export run_dir={shlex.quote(str(run.run_dir.path))}"
+        return f"Stopped{' ' if newest == step else '. '}{saved}. Go on with:{command}{model}"
     if run.trainer.checkpoint_callback is None:
         return f"Stopped at step {step}. Nothing is saved: the run writes no checkpoints. Begin anew with:{command}"
     if run.ckpt_path is not None:  # of another run

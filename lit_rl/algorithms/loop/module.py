@@ -742,8 +742,14 @@ class PolicyModule(L.LightningModule, given.Arguments):
         """As Lightning's, with the constructor's arguments: a checkpoint holds weights and state, and builds nothing.
 
         Raises:
-            ConfigError: the arguments are missing.
+            ConfigError: the file or the arguments are missing.
         """
+        local = isinstance(checkpoint_path, (str, Path)) and "://" not in str(checkpoint_path)
+        if local and not Path(checkpoint_path).exists():
+            raise ConfigError(
+                f"{cls.__name__}.load_from_checkpoint: no {str(checkpoint_path)!r} is there. A run's checkpoints are "
+                "in the folder checkpoints of its run_dir, such as runs/mine/checkpoints/step_00000020.ckpt."
+            )
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **settings)  # pyright: ignore
         except TypeError as error:

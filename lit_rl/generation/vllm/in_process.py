@@ -16,6 +16,7 @@ from lit_rl.generation.vllm.generator import EngineGenerator
 from lit_rl.generation.vllm.in_process_engine import InProcessEngine
 from lit_rl.generation.vllm.model_files import write_model_files
 from lit_rl.generation.vllm.work import Completing, Work
+from lit_rl.vllm_package import require_vllm
 
 
 class VLLMGenerator(EngineGenerator):
@@ -38,7 +39,7 @@ class VLLMGenerator(EngineGenerator):
         super().__init__(**shared)
         one_of("generator.sleep", sleep, ("auto", "always", "never"))
         self.sleep = sleep
-        vllm_settings.require_vllm("generator=vllm")
+        require_vllm("generator=vllm")
         if sleep == "always" and vllm_settings.runs_on_cpu():
             rank_zero_warn("generator.sleep=always: vLLM on a CPU ignores it, and frees no memory.")
 

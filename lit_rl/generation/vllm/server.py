@@ -12,7 +12,6 @@ from torch import nn
 from lit_rl.errors import ConfigError, GenerationError, in_range, one_of
 from lit_rl.generation import ranks
 from lit_rl.generation.base import EngineLost
-from lit_rl.generation.vllm import settings as vllm_settings
 from lit_rl.generation.vllm.calls import ServerError
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.engine import Engine
@@ -22,6 +21,7 @@ from lit_rl.generation.vllm.server_engine import ServerEngine
 from lit_rl.generation.vllm.transports import TRANSPORTS, transport_for
 from lit_rl.generation.vllm.work import Work
 from lit_rl.interruption import may_be_given_up
+from lit_rl.vllm_package import require_vllm
 
 _KNOCK = 2.0
 """Seconds that a server which was lost is waited for at an update."""
@@ -95,7 +95,7 @@ class VLLMServerGenerator(EngineGenerator):
         if transport == "nccl" and len(self.urls) > 1:
             raise ConfigError("generator.transport=nccl sends to one server: name one in generator.urls, or take gloo.")
         if launch:
-            vllm_settings.require_vllm("generator.launch=true")
+            require_vllm("generator.launch=true")
 
     _OF_THE_ENGINE = (*EngineGenerator._OF_THE_ENGINE, "_process")
 

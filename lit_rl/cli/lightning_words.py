@@ -1,0 +1,44 @@
+"""The words of LightningCLI's command line that are wrong in a way which shows before torch is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lit_rl.cli.key_names import schema_keys
+from lit_rl.cli.stored_schemas import versions
+from lit_rl.errors import ConfigError, did_you_mean
+
+_CONFIG = ("--config", "-c")
+_TRAINER = "--trainer."
+
+
+def check(words: Sequence[str]) -> None:
+    """Refuse a config file that is not there, and a key that the Trainer does not have.
+
+    Raises:
+        ConfigError: as jsonargparse's is told: it would say the same.
+    """
+    for name, value in _options(words):
+        if name in _CONFIG and value.endswith((".yaml", ".yml", ".json")) and not Path(value).expanduser().exists():
+            near = [str(path) for path in Path(value).expanduser().parent.glob(f"*{Path(value).suffix}")]
+            raise ConfigError(f"config: File does not exist: {value!r}.{did_you_mean(value, near)}")
+        if name.startswith(_TRAINER):
+            _check_key(name.removeprefix(_TRAINER))
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each option with its value, which stands in the same word or in the next."""
+    for word, after in zip(words, [*words[1:], ""]):
+        if word.startswith("-"):
+            name, equals, value = word.partition("=")
+            yield name, value if equals else after
+
+
+def _check_key(key: str) -> None:
+    keys = schema_keys()
+    known = [name for name in keys["Trainer"] if not name.startswith("_")]
+    name = key.rstrip("+").partition(".")[0]
+    if keys["_versions_"] == versions() and name not in known:
+        listed = ", ".join(sorted(known))
+        raise ConfigError(f"trainer.{name} is not a key.{did_you_mean(name, known)} trainer has: {listed}.")
