@@ -23,13 +23,19 @@ ROWS = (5, 1)
 
 
 def scorer_in(folder: Path) -> str:
-    """A reward model of random weights, the same for every process, which has its own copy."""
-    path = folder / f"scorer-{os.environ.get('LOCAL_RANK', 0)}"
+    """A reward model of random weights, which rank 0 writes: it starts the other, or the two run already."""
+    path = folder / "scorer"
+    if int(os.environ.get("LOCAL_RANK", 0)):
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        return str(path)
     tiny = LanguageModel("tiny")
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(tiny.path, num_labels=1))
     model.save_pretrained(path)
     tiny.tokenizer.save_pretrained(path)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
     return str(path)
 
 
