@@ -154,7 +154,12 @@ def test_what_does_not_divide_is_refused_with_three_settings_that_work(changes):
     with pytest.raises(ConfigError) as caught:
         plan(**changes)
     text = str(caught.value)
-    for key in ("data.prompts_per_rollout", "algo.minibatches", "trainer.accumulate_grad_batches", "world size"):
+    for key in (
+        "data.prompts_per_rollout",
+        "algo.minibatches",
+        "trainer.accumulate_grad_batches",
+        "data-parallel size",
+    ):
         assert key in text
     found = re.findall(
         r"prompts_per_rollout=(\d+) algo.minibatches=(\d+) trainer.accumulate_grad_batches=(\d+)\n?", text

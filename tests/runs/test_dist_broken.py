@@ -38,7 +38,7 @@ def test_both_ranks_leave_out_the_step_that_one_of_them_breaks(strategy, name, t
 
 def test_in_python_every_rank_refuses_a_step_that_does_not_divide_before_it_reads_weights(two):
     for key, said in zip(("data.batch_size=3", "data.prompts_per_rollout=3"), left(two, "refused"), strict=True):
-        assert len(said) == 2 and all(key in each and "world size 2" in each for each in said), said
+        assert len(said) == 2 and all(key in each and "data-parallel size 2" in each for each in said), said
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
