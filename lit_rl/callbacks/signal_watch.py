@@ -40,7 +40,7 @@ class SignalWatch:
 
     def __init__(self, came: Callable[[], int | None], ranks: int, rank: int = 0) -> None:
         self._came, self._sent, self._over = came, 0, False
-        self._began = False
+        self._began, self._rank = False, rank
         self._store: Any = own_store("signal", rank) if ranks > 1 else None
         self._told = False
         self._ended = False
@@ -85,6 +85,8 @@ class SignalWatch:
                     known, self._sent = True, 0
                 self._tell(number)
                 if (last := self._asked(_AT_ONCE)) is not None:
+                    if self._rank == 0:  # whose process holds the store: the others look first
+                        time.sleep(1.5 * EVERY)
                     return self._send(last, mine=False)
                 if interruption.is_working() and time.monotonic() - asked_at > AGAIN:
                     asked_at = time.monotonic()

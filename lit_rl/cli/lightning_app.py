@@ -331,7 +331,7 @@ class CommandLine(LightningCLI):
 
     def _give_up(self, error: BackendError) -> int:
         begun = (config.run_dir for config in self._saved_configs() if config.run_dir is not None)
-        return give_up(error, next(begun, None), self.trainer, shlex.join(["lit-rl", *sys.argv[1:]]))
+        return give_up(error, next(begun, None), self.trainer, _command())
 
     def _saved_configs(self) -> list[SaveConfig]:
         """None where nothing is written: `fast_dev_run`."""
@@ -370,7 +370,8 @@ class SaveConfig(SaveConfigCallback):
         if trainer.is_global_zero:
             self.lock = _locked(folder)
             if folder in missing:  # the lock is in it, so the CSVLogger takes it for one with earlier logs
-                warnings.filterwarnings("ignore", f"Experiment logs directory {re.escape(str(folder))} exists")
+                written = re.escape(str(trainer.log_dir or folder))  # as the logger writes it
+                warnings.filterwarnings("ignore", f"Experiment logs directory {written} exists")
             self._refuse(folder, self._is_of_another(folder, trainer))
         self.run_dir = RunDir(_folder_of_metrics(trainer))
         self.folder, self.missing = folder, missing

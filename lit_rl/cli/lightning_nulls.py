@@ -47,6 +47,10 @@ def check(key: str, spec: Namespace, target: Any = None) -> None:
     for name, value in vars(arguments).items():
         if isinstance(value, Namespace) and "class_path" in value:
             check(f"{key}.{name}", value)
+        elif isinstance(value, list):
+            for i, each in enumerate(value):
+                if isinstance(each, Namespace) and "class_path" in each:
+                    check(f"{key}.{name}[{i}]", each)
         elif value is None and name in known:
             _check_null(f"{key}.{name}", *known[name])
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 
-from omegaconf import DictConfig, OmegaConf
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lit_rl.commands.first_row import rows_in
 
@@ -24,10 +26,11 @@ def step_of(config: DictConfig, typed: set[str]) -> tuple[str, str]:
         config: As it was composed.
         typed: Keys and groups of the command line.
     """
-    size = next((name for name in SIZES if OmegaConf.select(config, f"data.{name}") is not None), None)
-    if size is None or config.task not in _TASKS or {f"data.{size}", "experiment"} & typed:
+    data = config.data
+    size = next((name for name in SIZES if isinstance(OmegaConf.select(data, name), int)), None)
+    ours = str(OmegaConf.select(data, "_target_")).startswith("lit_rl.data.")  # others may mean anything by these keys
+    if not ours or size is None or config.task not in _TASKS or {f"data.{size}", "experiment"} & typed:
         return "", ""
-    data, unit = config.data, _unit(config)
     if not isinstance(data.path, str) or data.split is not None or data.map_row is not None:
         return "", ""
     rows = rows_in(data.path, 2 * data[size])
@@ -35,6 +38,7 @@ def step_of(config: DictConfig, typed: set[str]) -> tuple[str, str]:
         return "", ""
     own = data.val_path is not None or data.val_split is not None or data.val_fraction == 0
     held = 0 if own else max(1, round(rows * data.val_fraction))
+    unit = _unit(config)
     fits = (rows - held) // unit * unit
     if fits < 1 or fits >= data[size]:
         return "", ""
@@ -44,5 +48,18 @@ def step_of(config: DictConfig, typed: set[str]) -> tuple[str, str]:
 
 def _unit(config: DictConfig) -> int:
     """What the rows of a step have to be a multiple of, as far as it is known before anything is built."""
-    parts = ("algo.minibatches", "trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_nodes")
-    return math.prod(part for key in parts if isinstance(part := OmegaConf.select(config, key), int) and part > 0)
+    parts = ("algo.minibatches", "trainer.accumulate_grad_batches", "trainer.num_nodes")
+    whole = math.prod(part for key in parts if isinstance(part := OmegaConf.select(config, key), int) and part > 0)
+    return whole * _devices(config)
+
+
+def _devices(config: DictConfig) -> int:
+    """Of a node, as far as it is known before the Trainer is built."""
+    devices = OmegaConf.select(config, "trainer.devices")
+    if isinstance(devices, ListConfig):
+        return max(1, len(devices))
+    if str(devices).isdigit() and int(devices):
+        return int(devices)
+    if on_all := os.environ.get("LOCAL_WORLD_SIZE", ""):
+        return int(on_all)
+    return 1 if OmegaConf.select(config, "trainer.accelerator") == "cpu" else max(1, torch.cuda.device_count())

@@ -25,11 +25,15 @@ _LAST = 30.0
 _EVERY = 0.5
 """Seconds between two looks at processes that this one started. Lightning's own first look is after five."""
 
-_TO_HEAR = 30.0
-"""Seconds that this process has to hear of one that is gone, by a collective that fails, and to leave its work."""
+_TO_HEAR = 120.0
+"""Seconds that this process has to hear of one that is gone, by a collective that fails, and to leave its work, which
+may be a checkpoint or an export that it writes alone."""
 
 _known: list[subprocess.Popen[Any]] = []
 """All that this process has started for other ranks: later jobs of a sweep have the same ones, and no launcher."""
+
+_ended_with: list[subprocess.Popen[Any]] = []
+"""Those of them that were ended with a job that failed."""
 
 
 class OtherRankFailed(LitRLError):
@@ -70,7 +74,15 @@ def watching_those_started(
         trainer: Whose launcher starts processes.
         gave_up: Writes the error down, and returns the exit code. Called in a thread.
         seconds: Until this process is ended.
+
+    Raises:
+        BackendError: an earlier job of this sweep has ended the others.
     """
+    if _ended_with and not _known and trainer.strategy.launcher is None and trainer.world_size > 1:
+        raise BackendError(
+            "The processes of the other ranks have ended with an earlier job of this sweep, which failed. Start the "
+            "jobs that are left as a sweep of their own."
+        )
     over = threading.Event()
     watch = threading.Thread(target=_watch, args=(trainer, over, gave_up, seconds), name="lit_rl-other-ranks")
     watch.daemon = True
@@ -91,16 +103,19 @@ def _watch(trainer: L.Trainer, over: threading.Event, gave_up: Callable[[Backend
             continue
         if over.wait(seconds):
             return
-        code = gave_up(
-            BackendError(
-                f"A process of another rank, {failed.pid}, {_how_it_ended(failed)}, and for {seconds:.0f} s this one "
-                "has not heard of it: it stands where nothing fails. Start the same command with ckpt_path=last: the "
-                "run goes on from its newest checkpoint."
+        code = BackendError.exit_code
+        try:
+            code = gave_up(
+                BackendError(
+                    f"A process of another rank, {failed.pid}, {_how_it_ended(failed)}, and for {seconds:.0f} s this "
+                    "one has not heard of it: it stands where nothing fails. Start the same command with "
+                    "ckpt_path=last: the run goes on from its newest checkpoint."
+                )
             )
-        )
-        for process in _known:
-            process.kill()
-        os._exit(code)
+        finally:  # also where the terminal is gone, and nothing can be said
+            for process in _known:
+                process.kill()
+            os._exit(code)
 
 
 def _failed() -> subprocess.Popen[Any] | None:
@@ -134,12 +149,15 @@ def end_those_started(launcher: Any, grace: float = _GRACE) -> None:
         grace: Seconds until those that are still there are killed.
     """
     until = time.monotonic() + grace
-    for process in _started(launcher):
+    started = _started(launcher) or list(_known)  # a later job of a sweep has no launcher
+    for process in started:
         try:
             process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    _ended_with.extend(started)
+    _known.clear()
 
 
 def _started(launcher: Any) -> list[subprocess.Popen[Any]]:

@@ -15,7 +15,8 @@ QUICK = ("trainer.accelerator=cpu", "logger=none", "run_dir=run", "trainer.max_s
 
 def config(path, **data):
     own = {"path": str(path), "split": None, "map_row": None, "val_path": None, "val_split": None}
-    rest = {"data": {"prompts_per_rollout": 32, "val_fraction": 0.05} | own | data}
+    own |= {"_target_": "lit_rl.data.datamodule.RolloutDataModule", "prompts_per_rollout": 32, "val_fraction": 0.05}
+    rest = {"data": own | data}
     return OmegaConf.create({"task": "fit", "algo": {"minibatches": 1}, "trainer": {"devices": "auto"}} | rest)
 
 
@@ -44,6 +45,10 @@ def test_a_size_that_was_typed_stays(command, cwd):
         (3, {"val_path": "held.jsonl"}, {}, 3),
         (8, {}, {"algo.minibatches": 2}, 6),
         (10, {}, {"algo.minibatches": 2, "trainer.devices": 2}, 8),
+        (4, {}, {"trainer.devices": [0, 1]}, 2),
+        (4, {}, {"trainer.devices": "2"}, 2),
+        (4, {}, {"trainer.devices": "auto", "trainer.accelerator": "cpu"}, 3),
+        (4, {"_target_": "mine.Data"}, {}, None),
         (33, {}, {}, 31),
         (34, {}, {}, None),
         (200, {}, {}, None),
@@ -60,6 +65,18 @@ def test_the_step_is_the_largest_that_the_rows_fill(tmp_path, count, data, more,
     override, note = step_of(made, {"data.path"})
     assert override == (f"data.prompts_per_rollout={fits}" if fits else "")
     assert bool(note) == bool(fits)
+
+
+def test_a_launcher_says_how_many_share_a_step(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "mine.jsonl", PROMPTS + PROMPTS[:1])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert step_of(config(path), {"data.path"})[0] == "data.prompts_per_rollout=2"
+
+
+def test_a_data_module_of_ones_own_with_the_same_keys_is_let_alone():
+    made = OmegaConf.create({"task": "fit", "data": {"_target_": "mine.Data", "path": "x", "batch_size": 32}})
+    OmegaConf.set_struct(made, True)
+    assert step_of(made, {"data.path"}) == ("", "")
 
 
 def test_of_a_file_that_is_not_small_only_the_beginning_is_read(tmp_path):

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runs_helpers import SMALL, assert_same_run, newest
 
-from lit_rl.commands.other_ranks import end_those_started, wait_for_those_started
+from lit_rl.commands import other_ranks
+from lit_rl.commands.other_ranks import end_those_started, wait_for_those_started, watching_those_started
 from lit_rl.commands.run_lock import NAME, RunLock
-from lit_rl.errors import StorageError
+from lit_rl.errors import BackendError, StorageError
 
 pytestmark = [pytest.mark.faults, pytest.mark.dist, pytest.mark.all]
 
@@ -41,6 +43,18 @@ def test_processes_that_a_launcher_spawns_are_its_own_and_those_that_it_starts_a
     assert launcher.started.poll() is None
     end_those_started(launcher, 0.1)
     assert launcher.started.poll() == -signal.SIGKILL and launcher.spawned.exitcode is None
+
+
+def test_a_job_of_a_sweep_whose_other_ranks_an_earlier_job_has_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for them where the ranks meet; and what has ended with that job is no fault of a later one."""
+    monkeypatch.setattr(other_ranks, "_known", [])
+    monkeypatch.setattr(other_ranks, "_ended_with", [])
+    launcher, later = Launcher(), SimpleNamespace(strategy=SimpleNamespace(launcher=None), world_size=2)
+    other_ranks._known.append(launcher.started)
+    end_those_started(launcher, 0.1)
+    assert other_ranks._failed() is None
+    with pytest.raises(BackendError, match="ended with an earlier job"), watching_those_started(later, lambda _: 8):  # pyright: ignore
+        pass
 
 
 def wait_for(path: Path, pattern: str, children: list, seconds: float = 240.0) -> None:
