@@ -154,7 +154,7 @@ def test_ranks_agree_before_they_gather_the_opponents_weights(monkeypatch: pytes
         raise InterruptedError
 
     module = module_of()
-    monkeypatch.setattr(XPO, "world_size", 2)
+    monkeypatch.setattr(XPO, "data_ranks", 2)
     monkeypatch.setattr(XPO, "trainer", SimpleNamespace(strategy=FSDP2Strategy()), raising=False)
     monkeypatch.setattr(XPO, "generate", lambda *asked, **more: completions(LENGTHS))
     monkeypatch.setattr(Ranks, "any", lambda ranks, flag: True)

@@ -47,7 +47,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("type-trainer", ["trainer.max_steps=many"], 2, ["trainer.max_steps", "'many'", "Integer"]),
     ("type-null", ["algo.group_size=null"], 2, ["algo.group_size"]),
     ("type-pair", ["optimizer.betas=0.9"], 2, ["AdamW", "betas=0.9"]),
-    ("type-pair-words", ["optimizer.betas=[a,b]"], 2, ["AdamW", "betas=['a', 'b']"]),
+    ("type-pair-words", ["optimizer.betas=[a,b]"], 2, ["optimizer.betas[0]='a' is no number"]),
     ("type-seed", ["seed=x"], 2, ["seed='x' is no whole number"]),
     ("type-group", ["data=[addition,jsonl]"], 2, ["data"]),
     # group size

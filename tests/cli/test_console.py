@@ -38,12 +38,12 @@ def test_a_start_that_fails_leaves_no_folder(command: Command, cwd, tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{n}+1=", "answer": "2"} for n in range(4)])
     (cwd / "wrong.py").write_text("def score(completions, **_):\n    return [1.0]\n")
     before = contents(cwd)
-    refused(command(f"data.path={rows}"), 3, "to 3 or less")
+    refused(command(f"data.path={rows}", "data.prompts_per_rollout=32"), 3, "to 3 or less")
     wrong = [f"data.path={rows}", "data.prompts_per_rollout=2", "reward=./wrong.py:score", "logger=tensorboard"]
     for more in ([], ["run_dir=a/b/c"], ["data.val_fraction=0", "run_dir=d"]):
         refused(command(*wrong, "trainer.accelerator=cpu", *more), 4, "wrong")
         assert [name for name in contents(cwd) if "__pycache__" not in name] == before
     (cwd / "mine").mkdir()
     (cwd / "mine" / "notes.txt").write_text("of the user")
-    command(f"data.path={rows}", "run_dir=mine")
+    command(f"data.path={rows}", "data.prompts_per_rollout=32", "run_dir=mine")
     assert (cwd / "mine" / "notes.txt").exists()
