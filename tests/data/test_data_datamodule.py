@@ -154,9 +154,7 @@ def test_too_few_rows_are_refused_with_the_counts_of_every_filter():
     module = RolloutDataModule(rows=rows, max_prompt_tokens=50, on_bad_row="skip", val_fraction=0.1)
     with pytest.raises(DataError, match=r"prompts_per_rollout=32, and 27 rows") as caught:
         module.prepare(TOKENIZER)
-    assert "rows 33, bad 1, empty 1, overlong 1, truncated 0, kept 27, longest 99, held_out 3. Add rows, loosen" in str(
-        caught.value
-    )
+    assert "rows 33, bad 1, empty 1, overlong 1, kept 27, longest 99, held_out 3. Add rows, loosen" in str(caught.value)
     module.prepare(TOKENIZER, stage="validate")
     assert module.val_names == [""]
 
