@@ -77,7 +77,7 @@ STEPS = (
     Typed(NEWCOMER, "lit-rl data-check data.path=mine.jsonl"),
     Typed(NEWCOMER, "lit-rl reward-test reward=./my_reward.py:score data.path=mine.jsonl"),
     Typed(NEWCOMER, f"python train.py reward=./my_reward.py:score {SHORT}"),
-    Typed(NEWCOMER, f"python train.py data.path=mine.jsonl data.prompts_per_rollout=2 {SHORT}"),
+    Typed(NEWCOMER, f"python train.py data.path=mine.jsonl {SHORT}"),
     Typed(NEWCOMER, f"python train.py data.path=pairs.jsonl {SHORT}"),
     Typed(NEWCOMER, f"python train.py reward.fn=./my_reward.py:score {SHORT}"),
     Typed(NEWCOMER, "lit-rl --help"),
