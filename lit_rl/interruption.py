@@ -152,6 +152,25 @@ def may_be_given_up(*, alone: bool = True) -> Iterator[None]:
         run.works -= run.works > 0
 
 
+@contextmanager
+def in_one_piece() -> Iterator[None]:
+    """A short part of such work that is finished first: who does it would be of no use if it were left in the middle.
+
+    Raises:
+        Interrupted: behind it, where the run was asked to stop meanwhile.
+    """
+    run, works = _run, _run.works
+    if not works or not _in_main_thread():
+        yield
+        return
+    run.works = 0
+    try:
+        yield
+    finally:
+        run.works = works
+    _look(run)
+
+
 def _look(run: _Run) -> None:
     if run.asked:
         raise Interrupted

@@ -18,7 +18,7 @@ from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.source import given_up_together
 from lit_rl.callbacks.signal_watch import SignalWatch
 from lit_rl.generation.ahead import Ahead, Drawn
-from lit_rl.interruption import Interrupted, agreed, ends_the_run, may_be_given_up
+from lit_rl.interruption import Interrupted, agreed, ends_the_run, in_one_piece, may_be_given_up
 
 
 class Ended(Exception):
@@ -56,6 +56,19 @@ def test_a_wait_ends_at_once_and_the_run_with_it(several: bool) -> None:
     with pytest.raises(Ended), ends_the_run(), agreed(), may_be_given_up():
         waits()
     assert time.monotonic() - began < 10 and not interruption.is_working()
+
+
+def test_a_step_that_has_to_be_whole_is_finished_first_and_no_other_follows(several: bool) -> None:
+    steps: list[str] = []
+    with pytest.raises(Ended), ends_the_run(), agreed(), may_be_given_up():
+        while len(steps) < 4:
+            with in_one_piece():
+                steps.append("begun")
+                is_told()
+                steps.append("done")
+    assert steps == ["begun", "done"] and not interruption.is_working()
+    with in_one_piece():  # no work that may be given up: nothing is raised
+        is_told()
 
 
 @pytest.mark.parametrize("work", [lambda: may_be_given_up(), lambda: may_be_given_up(alone=False)])

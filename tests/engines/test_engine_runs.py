@@ -160,6 +160,33 @@ def test_two_ranks_each_with_an_engine(run: Callable[..., Run], strategy: str) -
     assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-4
 
 
+@pytest.mark.exhaustive  # siblings: tests/test_interruption.py, tests/runs/test_signals.py
+def test_a_rollout_of_two_engines_is_given_up_together(run: Callable[..., Run]) -> None:
+    """A signal to one of the ranks, early in a rollout: both leave their engines within seconds, and the run that goes
+    on draws the same rollout from fresh ones."""
+    two = ["trainer.accelerator=cpu", "trainer.devices=2", "strategy=ddp", "trainer.limit_val_batches=0"]
+    long = ["sampling.max_new_tokens=120", "sampling.min_new_tokens=120", "generator.max_num_seqs=2"]
+    paid = ["reward=function", f"reward.fn={Path(__file__).parent / 'digit_rewards.py'}:digits", "reward.workers=0"]
+    chosen = [*SMALL, *two, *long, *paid, "generator=vllm", "generator.heartbeat=0.5", "trainer.max_steps=2"]
+    part = run(*chosen, folder="part")
+    part.reach(1)
+    assert until(lambda: "generating" in part.said.partition("step 1/2")[2], SECONDS), part.said
+    before = time.monotonic()
+    part.process.send_signal(signal.SIGTERM)
+    assert until(lambda: "Stopped at step 1" in part.said or part.process.poll() is not None, SECONDS)
+    noticed = time.monotonic() - before
+    assert part.end() == 143, part.said
+    assert len(part.column("train/reward")) == 1
+    rest = run(*chosen, "ckpt_path=last", folder="part")
+    assert rest.end() == 0, rest.said
+    assert noticed < rest.column("time/generate")[1] / 2, "the rollout was not waited for"
+    whole = run(*chosen, folder="whole")
+    assert whole.end() == 0, whole.said
+    for name in ("train/reward", "train/rewards/digits/std", "train/num_tokens", "train/grad_norm"):
+        assert rest.column(name) == whole.column(name), "the same seeds and weights draw the same samples"
+    assert min(whole.column("train/grad_norm")) > 0, "the first rollout has moved the weights"
+
+
 def test_two_ranks_share_a_server(run: Callable[..., Run], started: Callable[[str], Case]) -> None:
     """Rank 0 sends what both gather; each asks for its own prompts, and holds its own conversations."""
     server = started("server-tied")

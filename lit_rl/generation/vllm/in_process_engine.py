@@ -21,6 +21,7 @@ from lit_rl.generation.vllm.in_process_outputs import answer_of, prompt_of, samp
 from lit_rl.generation.vllm.requests import Request, same_prompt
 from lit_rl.generation.vllm.settings import EngineSettings
 from lit_rl.generation.vllm.work import Work
+from lit_rl.interruption import in_one_piece, may_be_given_up
 
 ADAPTER = "policy"
 """The one adapter that an engine runs, under this name."""
@@ -42,7 +43,7 @@ that vLLM takes down with any of them, so all are shut down with the last.
 
 def _step(engine: Any) -> list[Any]:
     """Let all that runs go on by a token; the outputs of what is done then."""
-    with _failing():
+    with in_one_piece(), _failing():  # vLLM takes no other step once it was left in the middle of one
         return [output for output in engine.step() if output.finished]
 
 
@@ -63,6 +64,9 @@ class InProcessEngine:
         arguments = settings.engine_arguments(model_dtype="auto", cpu=cpu)
         # Inside the processes that are there already: on GPUs, each rank's engine takes the rank's own.
         shared = settings.tensor_parallel_size > 1 or (ranks.world_size() > 1 and not cpu)
+        # Only a model that is cut over ranks has them meet in every step: engines of one rank each meet while they
+        # start, also where they share vLLM's world.
+        self._steps_alone = settings.tensor_parallel_size == 1
         if shared:
             arguments["distributed_executor_backend"] = "external_launcher"
         if sleeps and not cpu:
@@ -130,22 +134,28 @@ class InProcessEngine:
         """See `pause`."""
 
     def run(self, work: Work, heartbeat: Heartbeat | None = None) -> None:
-        engine, running = self._llm.llm_engine, dict[str, tuple[int, Request]]()
+        """Where ranks share an engine the work is done to its end: one that left would let the others wait for it."""
         with undisturbed():
             try:
-                while True:
-                    given = work.requests(wait=not running)
-                    running |= zip(self._enqueue([request for _, request in given]), given)
-                    if not running:
-                        return
-                    for output in _step(engine):
-                        number, request = running.pop(output.request_id)
-                        same_prompt(request, number, output.prompt_token_ids)
-                        work.done(number, [answer_of(output, one) for one in output.outputs])
-                    if heartbeat is not None:
-                        heartbeat(*work.progress)
+                with may_be_given_up(alone=self._steps_alone):
+                    self._complete(work, heartbeat)
             finally:
                 self._abort()
+
+    def _complete(self, work: Work, heartbeat: Heartbeat | None) -> None:
+        """Ask for what comes and take in what is done, until nothing is left."""
+        engine, running = self._llm.llm_engine, dict[str, tuple[int, Request]]()
+        while True:
+            given = work.requests(wait=not running)
+            running |= zip(self._enqueue([request for _, request in given]), given)
+            if not running:
+                return
+            for output in _step(engine):
+                number, request = running.pop(output.request_id)
+                same_prompt(request, number, output.prompt_token_ids)
+                work.done(number, [answer_of(output, one) for one in output.outputs])
+            if heartbeat is not None:
+                heartbeat(*work.progress)
 
     def _enqueue(self, requests: Sequence[Request]) -> list[str]:
         """Give vLLM requests; the names that their outputs will have."""
@@ -154,7 +164,7 @@ class InProcessEngine:
         if not requests:
             return []
         prompts = [prompt_of(request) for request in requests]
-        with _failing():
+        with in_one_piece(), _failing():
             asked = [SamplingParams(**sampling_arguments(request.fields)) for request in requests]
             names = self._llm.enqueue(prompts, asked, use_tqdm=False, lora_request=self._adapter)
         return [name.partition("-")[0] for name in names]  # vLLM adds something random, and takes it off again
