@@ -114,6 +114,7 @@ def rewards_of(form: list[str], imitated: int, game: list[str], steps: int, tmp_
     return rewarded.seen
 
 
+@pytest.mark.all
 def test_a_game_of_several_turns_is_learned(tmp_path: Path) -> None:
     """By the shipped experiments: the form by imitation, and then to read the hints: without them the best wins 0.4."""
     seen = rewards_of(["experiment=guess_sft"], 80, ["experiment=guess"], 30, tmp_path)

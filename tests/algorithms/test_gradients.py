@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from objective_terms import TWO_STEPS, fresh
+from tiers import quick
 
 from lit_rl.algorithms import GRPO, RLOO, Constant, Evaluation
 from lit_rl.algorithms.optim.optimizers import ByPath
@@ -75,7 +76,22 @@ def test_accumulation_changes_nothing(name, tmp_path):
             assert (change - cut[key]).norm() <= 2e-5 * change.norm() + 1e-7, (key, accumulate, split)
 
 
-@pytest.mark.parametrize("name", TWO_STEPS)
+QUICK = {
+    "gspo",
+    "token-sum",
+    "gmpo",
+    "kl-cov",
+    "kl-in-both",
+    "entropy-bonus",
+    "weights",
+    "rejection",
+    "whitened",
+    "ppo",
+}
+"""One of each kind: losses of sequences and of tokens, a term of the batch, KL, entropy, weights, a critic."""
+
+
+@pytest.mark.parametrize("name", quick(TWO_STEPS, QUICK))
 def test_accumulation_changes_nothing_off_policy(name, tmp_path):
     algorithm, settings = TWO_STEPS[name]
     whole = change_of_weights(tmp_path, algorithm, settings, steps=2, lr=0.05)

@@ -632,6 +632,7 @@ def test_float32_adapters_read_wide_numbers_beside_narrow_weights_only():
     assert wide == {"32-true": 0, "bf16-mixed": 0, "bf16-true": SHAPE.layers * (SHAPE.hidden + SHAPE.inner)}
 
 
+@pytest.mark.all
 def test_the_page_of_hardware_has_the_plans_of_now(root):
     done = subprocess.run([sys.executable, root / "scripts" / "hardware_plans.py", "--check"], check=False)
     assert done.returncode == 0, "python scripts/hardware_plans.py"

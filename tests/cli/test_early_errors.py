@@ -94,6 +94,7 @@ for line in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.all
 def test_what_needs_no_torch_is_refused_without_it(root: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(prompts, completions):\n    return [0.0]\n")
     (tmp_path / "nine.jsonl").touch()

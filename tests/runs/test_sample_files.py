@@ -111,6 +111,7 @@ written(pathlib.Path(sys.argv[1]), range(4))
 
 
 @pytest.mark.parametrize("place", ["joining", "joined"])
+@pytest.mark.all
 def test_a_kill_loses_and_doubles_nothing(place: str, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vision_runs import by_letters, quiet_trainer
 from vision_toys import picture
 
@@ -31,6 +32,7 @@ def written(folder: Path, model: Any, data: Any, name: str = "verdicts", steps: 
     return [json.loads(line) for line in path_of(folder, name).read_text().splitlines()]
 
 
+@pytest.mark.all
 def test_pairs_of_digits_are_data_of_dpo_again(tmp_path: Path) -> None:
     digits = RolloutDataModule(task=Digits(), prompts_per_rollout=16, seed=0)
     rows = written(tmp_path, "digits", digits, "pairs", steps=2)
@@ -86,6 +88,7 @@ def test_a_second_file_of_an_image_is_not_written(tmp_path: Path) -> None:
     assert path.read_bytes() == b"kept"
 
 
+@pytest.mark.all
 def test_rows_of_a_run_that_goes_on_are_known_by_their_images(tmp_path: Path) -> None:
     def run() -> list[dict[str, Any]]:
         return written(tmp_path, "digits", RolloutDataModule(task=Digits(), prompts_per_rollout=16, seed=0))

@@ -152,6 +152,7 @@ def test_a_page_names_images_that_are_gone_and_one_of_text_allows_none(photos: A
     assert "img" not in page.split("<style>")[0] and "<img" not in page
 
 
+@pytest.mark.all
 def test_tables_of_text_need_no_pillow(tmp_path: Path) -> None:
     code = """
 import sys
