@@ -61,6 +61,8 @@ _SECRET_VALUE = re.compile(
     r"|(?<=token=)\S+|(?<=api_key=)\S+|(?<=secret=)\S+|(?<=password=)\S+"
 )
 _NOT_SECRET = {"eos_token", "pad_token", "revision"}
+_COUNT_OF_TOKENS = re.compile(r"tokens=(\d+|null)$", re.IGNORECASE)
+"""How a word ends that sets a length: `max_new_tokens=6` is no secret."""
 
 
 @dataclass(frozen=True)
@@ -320,7 +322,7 @@ def redact(node: Any, key: str = "") -> Any:
     if isinstance(node, list):
         return [redact(value, key) for value in node]
     if isinstance(node, str) and key not in _NOT_SECRET:
-        if _SECRET_KEY.search(key) and node:
+        if _SECRET_KEY.search(key) and node and not _COUNT_OF_TOKENS.search(f"{key}={node}"):
             return "<redacted>"
         return _SECRET_VALUE.sub("<redacted>", node)
     return node

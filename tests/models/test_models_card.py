@@ -53,17 +53,19 @@ def test_the_header_is_what_the_hubs_client_reads(tmp_path: Path) -> None:
 
 
 def test_a_card_has_the_command_without_its_folder_and_without_secrets() -> None:
-    typed = ["python", "train.py", "reward=[format,exact_match]", "data.path=my data.jsonl", "run_dir=/data/x"]
+    lengths = ["sampling.max_new_tokens=6", "--data.max_prompt_tokens=null", "data.path=my data.jsonl"]
+    typed = ["python", "train.py", "reward=[format,exact_match]", *lengths, "run_dir=/data/x"]
     secrets = ["+judge.api_key=k1", "model.name=ann:pw@hub", "reward.url=https://ann:pw@host/v1", "x=hf_" + "a" * 24]
     secrets += ["+judge={api_key:k2,url:x}", "+reward.headers={Authorization:Bearer k3}", "+env.env.MY_ACCESS_KEY=k4"]
-    secrets += ["data.path=https://h/x?sig=k5", "+a.hf_token@b=k6"]
+    secrets += ["data.path=https://h/x?sig=k5", "+a.hf_token@b=k6", "+a.tokens=k7", "+a.token=123"]
     command = redact_command(shlex.join([*typed, *secrets, "model.revision=" + "ab" * 20, "y=```"]))
     text = model_card(card_facts("me/base", "grpo", "sums", SUMMARY | {"command": command}))
     (told,) = re.findall(r"## How it was trained\n\n````bash\n(.*)\n````\n", text)
     assert shlex.split(told) == [
         *typed[:-1], "+judge.api_key=<redacted>", "model.name=ann:pw@hub", "reward.url=https://<redacted>host/v1",
         "x=<redacted>", "+judge=<redacted>", "+reward.headers=<redacted>", "+env.env.MY_ACCESS_KEY=<redacted>",
-        "data.path=https://h/x?sig=<redacted>", "+a.hf_token@b=<redacted>", "model.revision=" + "ab" * 20, "y=```",
+        "data.path=https://h/x?sig=<redacted>", "+a.hf_token@b=<redacted>", "+a.tokens=<redacted>",
+        "+a.token=<redacted>", "model.revision=" + "ab" * 20, "y=```",
     ]  # fmt: skip
     assert "How it was trained" not in model_card(card_facts("me/base", "grpo", "sums", SUMMARY))
 
