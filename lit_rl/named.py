@@ -81,15 +81,29 @@ def weights_by_name(weights: Any, names: list[str]) -> dict[str, float]:
         if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(names):
             raise ConfigError(f"weights={weights!r} must be {len(names)} numbers, for {', '.join(names)}.")
         given = dict(zip(names, given))
-    for name, weight in given.items():
+    check_weights("weights", given, names)
+    return {name: float(given.get(name, 1.0)) for name in names}
+
+
+def check_weights(key: str, weights: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuse a weight that belongs to none of the reward functions, or is not a finite number.
+
+    Args:
+        key: Of the weights in the config.
+        weights: By the names of functions.
+        names: Of all functions.
+
+    Raises:
+        ConfigError: names the key and the function.
+    """
+    for name, weight in weights.items():
         if name not in names:
             raise ConfigError(
-                f"weights names {name!r}, which is no reward function. Functions: {', '.join(names)}."
+                f"{key} names {name!r}, which is no reward function. Functions: {', '.join(names)}."
                 f"{did_you_mean(str(name), names)}"
             )
         if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
-            raise ConfigError(f"weights.{name}={weight!r} must be a finite number.")
-    return {name: float(given.get(name, 1.0)) for name in names}
+            raise ConfigError(f"{key}.{name}={weight!r} must be a finite number.")
 
 
 def _bound(tree: ast.Module) -> set[str]:

@@ -109,13 +109,12 @@ def with_data_group(config: DictConfig) -> tuple[DictConfig, str]:
 def with_small_steps(config: DictConfig) -> tuple[DictConfig, str]:
     """The config with steps that fit a small `data.path`, and a line that says so; see `small_files`."""
     typed = _typed()
-    more, note = small_files.step_of(config, typed) if "data.path" in typed else ("", "")
-    if not more:
+    step = small_files.step_of(config, typed) if "data.path" in typed else None
+    if step is None:
         return config, ""
-    with_steps = config.copy()
-    key, _, value = more.partition("=")
-    OmegaConf.update(with_steps, key, int(value))
-    return with_steps, note
+    with_step = config.copy()
+    OmegaConf.update(with_step, step.key, step.rows)
+    return with_step, step.said
 
 
 def _check_columns(config: DictConfig, wanted: Kind | None) -> None:

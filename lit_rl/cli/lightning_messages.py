@@ -13,6 +13,7 @@ import lightning as L
 from jsonargparse import ArgumentError
 
 from lit_rl.cli.build import ALLOWED
+from lit_rl.cli.lightning_words import no_such_key
 from lit_rl.cli.schemas import parameters
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.errors import ConfigError, LitRLError, did_you_mean
@@ -109,5 +110,4 @@ def _unknown(key: str, text: str, factories: Factories) -> ConfigError:
         module, _, last = built[-1].rpartition(".")
         owner = getattr(sys.modules.get(module), last, None)
     names = sorted(n for n in (p.name for p, _ in parameters(owner)) if n not in factories) if owner else []
-    listed = f" {head} has: {', '.join(names)}." if names else ""
-    return ConfigError(f"{key} is not a key.{did_you_mean(name, names)}{listed}")
+    return no_such_key(head, name, names)

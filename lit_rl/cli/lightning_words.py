@@ -40,5 +40,17 @@ def _check_key(key: str) -> None:
     known = [name for name in keys["Trainer"] if not name.startswith("_")]
     name = key.rstrip("+").partition(".")[0]
     if keys["_versions_"] == versions() and name not in known:
-        listed = ", ".join(sorted(known))
-        raise ConfigError(f"trainer.{name} is not a key.{did_you_mean(name, known)} trainer has: {listed}.")
+        raise no_such_key("trainer", name, known)
+
+
+def no_such_key(head: str, name: str, names: Sequence[str]) -> ConfigError:
+    """What is said of a key that is not there: the nearest one, and all that are beside it.
+
+    Args:
+        head: What it belongs to; empty at the top.
+        name: Of the key, below that.
+        names: Those that there are; none where that is not known.
+    """
+    key = f"{head}.{name}" if head else name
+    listed = f" {head} has: {', '.join(sorted(names))}." if names else ""
+    return ConfigError(f"{key} is not a key.{did_you_mean(name, names)}{listed}")

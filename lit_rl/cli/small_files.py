@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -17,8 +18,19 @@ _TASKS = ("fit", "plan", "data_check")
 """Tasks that make steps, or say whether a training could."""
 
 
-def step_of(config: DictConfig, typed: set[str]) -> tuple[str, str]:
-    """The override that makes a step fit `data.path`, and a line that says so; both empty where there is nothing to do.
+@dataclass(frozen=True)
+class SmallStep:
+    """A step of as many rows as a file has."""
+
+    key: str
+    """Of its size in the config."""
+    rows: int
+    said: str
+    """A line for the user."""
+
+
+def step_of(config: DictConfig, typed: set[str]) -> SmallStep | None:
+    """The step that fits `data.path`; None where there is nothing to change.
 
     Rows are counted, not read: where filters leave fewer, the data module says so.
 
@@ -30,20 +42,20 @@ def step_of(config: DictConfig, typed: set[str]) -> tuple[str, str]:
     size = next((name for name in SIZES if isinstance(OmegaConf.select(data, name), int)), None)
     ours = str(OmegaConf.select(data, "_target_")).startswith("lit_rl.data.")  # others may mean anything by these keys
     if not ours or size is None or config.task not in _TASKS or {f"data.{size}", "experiment"} & typed:
-        return "", ""
+        return None
     if not isinstance(data.path, str) or data.split is not None or data.map_row is not None:
-        return "", ""
+        return None
     rows = rows_in(data.path, 2 * data[size])
     if rows is None:
-        return "", ""
+        return None
     own = data.val_path is not None or data.val_split is not None or data.val_fraction == 0
     held = 0 if own else max(1, round(rows * data.val_fraction))
     unit = _unit(config)
     fits = (rows - held) // unit * unit
     if fits < 1 or fits >= data[size]:
-        return "", ""
+        return None
     whole = f"{data.path} has {rows} rows" + (f", {held} of them held out for validation" if held else "")
-    return f"data.{size}={fits}", f"data.{size}={fits} ({whole})"
+    return SmallStep(f"data.{size}", fits, f"data.{size}={fits} ({whole})")
 
 
 def _unit(config: DictConfig) -> int:

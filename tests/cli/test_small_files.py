@@ -62,24 +62,24 @@ def test_the_step_is_the_largest_that_the_rows_fill(tmp_path, count, data, more,
     made = config(path, **data)
     for key, value in more.items():
         OmegaConf.update(made, key, value)
-    override, note = step_of(made, {"data.path"})
-    assert override == (f"data.prompts_per_rollout={fits}" if fits else "")
-    assert bool(note) == bool(fits)
+    step = step_of(made, {"data.path"})
+    assert (step and (step.key, step.rows)) == (("data.prompts_per_rollout", fits) if fits else None)
 
 
 def test_a_launcher_says_how_many_share_a_step(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "mine.jsonl", PROMPTS + PROMPTS[:1])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert step_of(config(path), {"data.path"})[0] == "data.prompts_per_rollout=2"
+    step = step_of(config(path), {"data.path"})
+    assert step is not None and step.rows == 2
 
 
 def test_a_data_module_of_ones_own_with_the_same_keys_is_let_alone():
     made = OmegaConf.create({"task": "fit", "data": {"_target_": "mine.Data", "path": "x", "batch_size": 32}})
     OmegaConf.set_struct(made, True)
-    assert step_of(made, {"data.path"}) == ("", "")
+    assert step_of(made, {"data.path"}) is None
 
 
 def test_of_a_file_that_is_not_small_only_the_beginning_is_read(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "1"}\n' * 65 + "no row at all\n")
-    assert step_of(config(path), {"data.path"}) == ("", "")
+    assert step_of(config(path), {"data.path"}) is None

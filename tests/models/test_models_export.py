@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lit_rl import durable
+from lit_rl.algorithms import GRPO
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.export.checked_folder import unpublished
@@ -376,7 +377,7 @@ def test_the_card_is_valid_yaml_whatever_is_in_the_facts():
         "versions": {"torch": "2.13.0"},
         "dataset": "gsm8k",
     }
-    card = make_card(facts)
+    card = make_card(facts, tags=GRPO.hub_tags)
     header = yaml.safe_load(card.split("---\n")[1])
     assert "base_model" not in header, "it is no owner/name"
     assert header["tags"] == ["lit_rl", "reinforcement-learning", 'gr"po: [x']

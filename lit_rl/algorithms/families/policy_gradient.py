@@ -317,7 +317,7 @@ class PolicyGradient(OnPolicyModule, ABC):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         super().load_rank_state(saved)
         for name, term in self._stateful().items():
-            term.load_state(state.OfTerm(saved["terms"].get(name), name, type(term).__name__))
+            term.load_state(state.saved_by_term(saved["terms"], name, type(term).__name__))
         if self.replay is not None:
             self.replay.see(self.seen_rows(), self.processor)
 

@@ -199,15 +199,14 @@ class GeneratingModule(PolicyModule):
             seed=self.seed,
         )
 
-    def load_rewards(self) -> None:
-        """Load the reward models, and spread them where the ranks score equally often.
+    @property
+    def ranks_score_together(self) -> bool:
+        """Whether all ranks score equally often. Where completions of another model are compared, one may by itself."""
+        return self.evaluation.win_rate_against is None
 
-        A rank may score by itself where all episodes of another one failed, where groups are drawn anew on some ranks,
-        and where completions of another model are compared.
-        """
-        env, groups = getattr(self, "env", None), getattr(self, "groups", None)
-        together = env is None and groups is None and self.evaluation.win_rate_against is None
-        self.reward_functions.load(self.reward_mesh if together else None)
+    def load_rewards(self) -> None:
+        """Load the reward models, and spread them where the ranks score equally often."""
+        self.reward_functions.load(self.reward_mesh if self.ranks_score_together else None)
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """What the reward functions say of each completion, special tokens left out of the text.

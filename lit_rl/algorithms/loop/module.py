@@ -158,6 +158,9 @@ class PolicyModule(L.LightningModule, given.Arguments):
     proven_with_tensor_parallel = False
     """Whether tests hold the method against one process under strategy=fsdp_tp; others are refused there."""
 
+    hub_tags: tuple[str, ...] = ("reinforcement-learning",)
+    """The hub's words for how it trains, for model cards."""
+
     trained_beside: tuple[str, ...] = ()
     """Attribute names of `companions`: modules whose weights belong into a checkpoint too."""
 
@@ -496,7 +499,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
         pipeline = "image-text-to-text" if self.model.sees else "text-generation"
         adapter = isinstance(self.policy, PeftModel) and not self.model.sees
-        card = model_card(facts, loaded_by=self.loaded_by, pipeline=pipeline, adapter=adapter)
+        card = model_card(facts, loaded_by=self.loaded_by, pipeline=pipeline, adapter=adapter, tags=self.hub_tags)
         return export_policy(self.model, weights, self.policy, folder, card=card, prompts=facts.get("prompts"))
 
     @property
@@ -784,7 +787,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if ranks:
             saved = ranks[self.data_rank]
             state.check_format(saved)
-            self.load_rank_state(state.OfAlgorithm(saved["module"], type(self).__name__))
+            self.load_rank_state(state.saved_by_algorithm(saved["module"], type(self).__name__))
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
 
     def _load_other_world(self, ranks: Sequence[dict[str, Any]], loops: dict[str, Any]) -> None:
@@ -795,8 +798,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         before = worlds.slots_before(loops, len(ranks), self.data_ranks)
         worlds.move_on(loops, before, self.slots, self._epoch_batches())
         name = type(self).__name__
-        saved = [state.OfAlgorithm(each["module"], name) for each in ranks]
-        self.load_rank_state(state.OfAlgorithm(self.of_other_ranks(saved), name))
+        saved = [state.saved_by_algorithm(each["module"], name) for each in ranks]
+        self.load_rank_state(state.saved_by_algorithm(self.of_other_ranks(saved), name))
         self.broken_steps.in_a_row, self._other_world = ranks[0]["broken_steps"], True
         rank_zero_info(
             f"The checkpoint was written by {worlds.processes(len(ranks))}, and this run has {self.data_ranks}. "

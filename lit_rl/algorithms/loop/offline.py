@@ -46,6 +46,8 @@ class OfflineModule(PolicyModule, ABC):
     learns_from: ClassVar[Kind]
     """The kind of examples that the data module has to make."""
 
+    hub_tags = ()
+
     headline: ClassVar[tuple[str, ...]] = ("loss",)
     """Validation metrics that a run shows before and after."""
 

@@ -354,6 +354,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         else:
             self.fit_decoding()
 
+    @property
+    def ranks_score_together(self) -> bool:
+        """A rank scores by itself, too, where all episodes of another one failed, and where groups are drawn anew."""
+        return super().ranks_score_together and self.env is None and self.groups is None
+
     def _interaction_with(self, env: Interactive, data: Any) -> EpisodeSource:
         """What holds the policy's conversations with an environment.
 

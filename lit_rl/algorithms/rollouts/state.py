@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -224,53 +224,50 @@ _FROM_ITS_EXPORT = (
 )
 
 
-class OfAlgorithm(dict[str, Any]):
-    """The state of a rank, to read from: one that another kind of algorithm wrote lacks what this one counts.
-
-    Reading a key that is not there raises a StorageError. A KeyError would not do: a defect raises those too.
+class SavedState(dict[str, Any]):
+    """What a checkpoint holds, to read from. Reading a key that is not there raises a StorageError; a KeyError is left
+    to defects.
 
     Args:
         state: As the checkpoint holds it.
-        algorithm: Who reads it.
+        lacks: What is said of a key that is not there.
     """
 
-    def __init__(self, state: Mapping[str, Any], algorithm: str) -> None:
+    def __init__(self, state: Mapping[str, Any], lacks: Callable[[str], str]) -> None:
         super().__init__(state)
-        self._algorithm = algorithm
+        self._lacks = lacks
 
     def __missing__(self, key: str) -> Any:
-        raise StorageError(
-            f"The checkpoint is of another algorithm: it holds no {key} as {self._algorithm} needs. Resume with the "
-            f"algo of the run's config.yaml. {_FROM_ITS_EXPORT}"
-        )
+        raise StorageError(self._lacks(key))
 
 
-class OfTerm(dict[str, Any]):
-    """The state of a term of the objective, to read from. Reading a key that is not there raises a StorageError.
+def saved_by_algorithm(state: Mapping[str, Any], algorithm: str) -> SavedState:
+    """The state of a rank: one that another kind of algorithm wrote lacks what this one, the reader, counts."""
+    return SavedState(
+        state,
+        lambda key: (
+            f"The checkpoint is of another algorithm: it holds no {key} as {algorithm} needs. Resume with the algo of "
+            f"the run's config.yaml. {_FROM_ITS_EXPORT}"
+        ),
+    )
+
+
+def saved_by_term(terms: Mapping[str, Mapping[str, Any]], name: str, term: str) -> SavedState:
+    """The state of a term of the objective.
 
     Args:
-        state: As the checkpoint holds it; None where it holds none.
-        name: Of the term, below `algo`.
-        term: Who reads it.
+        terms: Of all terms, by their names below `algo`.
+        name: Of this one.
+        term: The class that reads it.
 
     Raises:
         StorageError: there is none.
     """
-
-    def __init__(self, state: Mapping[str, Any] | None, name: str, term: str) -> None:
-        super().__init__(state or {})
-        self._name, self._term = name, term
-        if state is None:
-            self._refuse()
-
-    def __missing__(self, key: str) -> Any:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise StorageError(
-            f"The checkpoint holds no state of algo.{self._name} as {self._term} needs it. Resume with the "
-            f"algo/{self._name} of the run's config.yaml."
-        )
+    said = f"The checkpoint holds no state of algo.{name} as {term} needs it. Resume with the algo/{name} of the run's "
+    said += "config.yaml."
+    if name not in terms:
+        raise StorageError(said)
+    return SavedState(terms[name], lambda key: said)
 
 
 def kind_of(algorithm: type) -> str:

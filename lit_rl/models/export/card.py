@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ def model_card(
     pipeline: str = "text-generation",
     how_to_load: str | None = None,
     adapter: bool = False,
+    tags: Sequence[str] = (),
 ) -> str:
     """A model card: YAML header, how to load, how it was trained, results, versions.
 
@@ -45,6 +46,7 @@ def model_card(
         pipeline: The hub's word for what the model does.
         how_to_load: The lines of Python that load it. None: those of the class `loaded_by`.
         adapter: Whether an adapter was trained, which is also there by itself.
+        tags: The hub's words for how it was trained.
 
     Raises:
         ConfigError: a needed fact is missing, or a fact is unknown.
@@ -69,15 +71,14 @@ def model_card(
         *_table("Versions", "package", facts.get("versions", {})),
         f"## Citation\n\n```bibtex\n{CITATION}{_of_paper(str(paper), algorithm) if paper else ''}\n```",
     ]
-    return f"---\n{_header(facts, title, pipeline)}\n---\n\n" + "\n\n".join(body) + "\n"
+    return f"---\n{_header(facts, title, pipeline, tags)}\n---\n\n" + "\n\n".join(body) + "\n"
 
 
-def _header(facts: Mapping[str, Any], title: str, pipeline: str) -> str:
+def _header(facts: Mapping[str, Any], title: str, pipeline: str, tags: Sequence[str]) -> str:
     """The YAML that the hub reads, as its own client writes it."""
     from huggingface_hub import EvalResult, ModelCardData
 
     base, algorithm, paper = str(facts["base_model"]), str(facts["algorithm"]), facts.get("paper")
-    learned = [] if algorithm in _LEARNS_FROM_DATA else ["reinforcement-learning"]
     data = [name for name in str(facts.get("dataset", "")).split(", ") if is_hub_id(name)]
     measured_on = data[0] if len(data) == 1 else str(facts.get("dataset", "unknown"))
     results = [
@@ -97,14 +98,11 @@ def _header(facts: Mapping[str, Any], title: str, pipeline: str) -> str:
         datasets=data or None,
         library_name="transformers",
         pipeline_tag=pipeline,
-        tags=["lit_rl", *learned, algorithm, *([f"arxiv:{paper}"] if paper else [])],
+        tags=["lit_rl", *tags, algorithm, *([f"arxiv:{paper}"] if paper else [])],
         model_name=title if results else None,
         eval_results=results or None,
     ).to_yaml()
 
-
-_LEARNS_FROM_DATA = ("sft", "gkd", "dpo", "kto", "bco", "cpo", "orpo", "rewardmodeling", "processrewardmodeling")
-"""Methods without completions and rewards, of which the hub's word for reinforcement learning is not said."""
 
 _HOW_TO_LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_rl.errors import ConfigError, RewardError, did_you_mean
+from lit_rl.named import check_weights
 from lit_rl.rewards.completion import Completion
 from lit_rl.rewards.execution.caller import Caller, Early
 from lit_rl.rewards.execution.result import FunctionScores
@@ -142,11 +142,4 @@ class _RowsCaller:
 def _check(name: str, recipe: Mapping[str, float], functions: Sequence[str]) -> None:
     if not recipe:
         raise ConfigError(f"recipes.{name} is empty: name at least one function and its weight.")
-    for function, weight in recipe.items():
-        if function not in functions:
-            raise ConfigError(
-                f"recipes.{name} names {function!r}, which is no reward function. Functions: {', '.join(functions)}."
-                f"{did_you_mean(str(function), functions)}"
-            )
-        if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
-            raise ConfigError(f"recipes.{name}.{function}={weight!r} must be a finite number.")
+    check_weights(f"recipes.{name}", recipe, functions)
