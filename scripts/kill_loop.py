@@ -9,20 +9,21 @@ nothing killed: weights, optimizer, metrics and samples, bit for bit.
 
 A round starts the run in a new folder, kills it with SIGKILL up to `--kills` times, each time at a place of `PLACES`,
 goes on with `ckpt_path=last`, and lets it finish. Of two ranks either is killed alone, and the other has to end by
-itself, or both at once. The engine of `--engine` is a process of its own (`engine_apart.py`), which gets the weights
-through a pipe: vLLM is not needed, and not tried. The processes are forked from this one, which has loaded the
-libraries, so that a round takes seconds; they are killed by the kernel like any other. Leaves with 1 where a bit
-differs, or something half-written lies about.
+itself within seconds, or both at once; rank 0 starts the others, as Lightning does it. The engine of `--engine` is a
+process of its own (`engine_apart.py`), which gets the weights through a pipe: vLLM is not needed, and not tried. Rank 0
+is forked from this one, which has loaded the libraries, so that a round of one process takes seconds; it is killed by
+the kernel like any other. Leaves with 1 where a bit differs, or something half-written lies about.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -47,12 +48,15 @@ RUN = [
 """A run of a second beside its start and end."""
 
 RANKS = ["trainer.accelerator=cpu", "strategy=ddp", "trainer.accumulate_grad_batches=1"]
+TRAIN = Path(__file__).parents[1] / "train.py"
 ENGINE = ["generator._target_=engine_apart.EngineApart", "allow_targets=[engine_apart]"]
 
-LONGEST = 4.0
-"""Seconds from the start of a process: a random moment is before."""
-ALONE = 120.0
-"""Seconds in which the ranks that were not killed have to end by themselves."""
+LONGEST, LONGEST_OF_RANKS = 4.0, 20.0
+"""Seconds from the start of a process: a random moment is before. A rank that is started loads the libraries."""
+ALONE = 30.0
+"""Seconds in which the ranks that were not killed have to end by themselves, on a busy machine."""
+_SUBREAPER = 36
+"""Of prctl(2)."""
 
 Signs = Callable[[Path], set[str]]
 PLACES: dict[str, Signs | None] = {
@@ -79,6 +83,7 @@ def main() -> int:
     given = parser.parse_args()
     random.seed(given.seed)
     torch.set_num_threads(1)
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # ranks whose rank 0 is killed become children of this process
     places = given.places or [name for name in PLACES if name != "engine sync" or given.engine]
     with tempfile.TemporaryDirectory(prefix="kill_loop_") as temporary:
         folder = Path(temporary)
@@ -113,12 +118,12 @@ STAYED = "and the other stayed"
 
 def _kill_once(run: Run, folder: Path, places: Sequence[str], killed: Counter[str]) -> str:
     """Start the run, or go on with it, and kill it, or one of its ranks; says where."""
-    name = random.choice(places)
-    signs, deadline = PLACES[name], time.monotonic() + random.uniform(0, LONGEST)
+    name, longest = random.choice(places), LONGEST if run.ranks == 1 else LONGEST_OF_RANKS
+    signs, deadline = PLACES[name], time.monotonic() + random.uniform(0, longest)
     before = signs(folder) if signs else set()
     going = run.start(folder)
     whom = random.choice([None, *range(run.ranks)]) if run.ranks > 1 else None
-    while not (signs(folder) - before if signs else time.monotonic() > deadline):
+    while going.rank(whom or 0) is None or not (signs(folder) - before if signs else time.monotonic() > deadline):
         if going.has_ended():
             return "nowhere: it had finished"
     stayed = going.killed(whom)
@@ -135,29 +140,20 @@ class Run:
     ranks: int
 
     def start(self, folder: Path) -> Going:
-        """Every rank, in a group of its own with what it starts; told who it is as torchrun tells it."""
+        """Rank 0, in a group of its own with what it starts."""
         sys.stdout.flush()
-        port = _free_port()
-        return Going([self._rank(rank, port, folder) for rank in range(self.ranks)])
-
-    def _rank(self, rank: int, port: int, folder: Path) -> int:
         if child := os.fork():
             while os.getpgid(child) == os.getpgrp():  # until it has left our group
                 time.sleep(0)
-            return child
+            return Going(child)
         code = 1
         try:
             os.setsid()
             log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             for descriptor in (1, 2):
                 os.dup2(log, descriptor)
-            sys.argv = ["train.py"]
-            os.environ[SIGN] = str(_sign(folder)) if rank == 0 else os.devnull
-            if self.ranks > 1:
-                told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
-                told |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                told |= {"TORCHELASTIC_RUN_ID": "kill_loop", "TORCHELASTIC_RESTART_COUNT": 0}
-                os.environ.update({name: str(value) for name, value in told.items()})
+            sys.argv = [str(TRAIN)]  # which Lightning starts for other ranks
+            os.environ[SIGN] = str(_sign(folder))
             code = cli.run([*self.command, f"run_dir={folder}", "ckpt_path=last"])
         finally:
             os._exit(code)
@@ -167,48 +163,55 @@ class Going:
     """A run that was started.
 
     Args:
-        ranks: Its processes.
+        group: Its rank 0, which leads the group of all its processes.
     """
 
-    def __init__(self, ranks: list[int]) -> None:
-        self._ranks, self._codes = ranks, dict[int, int]()
+    def __init__(self, group: int) -> None:
+        self._group, self._over = group, False
+        self._codes: dict[int, int] = {}
 
     def ended(self) -> list[int]:
-        """The exit codes, once all have ended."""
+        """The exit codes, once all have ended: of rank 0, and of those that have stayed longer."""
         while not self.has_ended():
             time.sleep(0.02)
-        return [self._codes[rank] for rank in self._ranks]
+        return list(self._codes.values())
 
     def has_ended(self) -> bool:
-        """Whether all have."""
-        for rank in self._ranks:
-            if rank not in self._codes:
-                found, status = os.waitpid(rank, os.WNOHANG)
-                if found:
-                    self._codes[rank] = os.waitstatus_to_exitcode(status)
-        return len(self._codes) == len(self._ranks)
+        """Whether all have. One whose rank 0 is gone is a child of this process."""
+        with contextlib.suppress(ChildProcessError):
+            while not self._over:
+                found, status = os.waitpid(-self._group, os.WNOHANG)
+                if not found:
+                    return False
+                self._codes[found] = os.waitstatus_to_exitcode(status)
+        self._over = True
+        return True
+
+    def rank(self, number: int) -> int | None:
+        """The process of a rank; None where it is not there yet."""
+        if number == 0:
+            return self._group
+        with contextlib.suppress(OSError):  # it has ended
+            started = Path(f"/proc/{self._group}/task/{self._group}/children").read_text().split()
+            return next((int(each) for each in started if f"LOCAL_RANK={number}" in _environment(each)), None)
 
     def killed(self, whom: int | None) -> bool:
         """Kill a rank, or all of them, with what they started. Returns whether one of the others stayed."""
-        self._kill(self._ranks if whom is None else [self._ranks[whom]])
+        if whom is None:
+            os.killpg(self._group, signal.SIGKILL)
+        elif (process := self.rank(whom)) is not None:
+            os.kill(process, signal.SIGKILL)
         until = time.monotonic() + ALONE
         while not self.has_ended() and time.monotonic() < until:
             time.sleep(0.02)
-        stayed = not self.has_ended()
-        self._kill(self._ranks)
+        if stayed := not self.has_ended():
+            os.killpg(self._group, signal.SIGKILL)
         self.ended()
         return stayed
 
-    def _kill(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            if rank not in self._codes:
-                os.killpg(rank, signal.SIGKILL)
 
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _environment(process: str) -> list[str]:
+    return Path(f"/proc/{process}/environ").read_text().split("\0")
 
 
 def _difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:

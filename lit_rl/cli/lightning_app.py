@@ -47,7 +47,12 @@ from lit_rl.cli.precision import Asked, for_trainer, settle
 from lit_rl.cli.schemas import PYTHON_ONLY, parameters
 from lit_rl.commands import evaluate, report, run_report, train
 from lit_rl.commands.export import for_readers
-from lit_rl.commands.other_ranks import end_those_started, stop_lightnings_observer, watching_those_started
+from lit_rl.commands.other_ranks import (
+    end_those_started,
+    stop_lightnings_observer,
+    wait_for_those_started,
+    watching_those_started,
+)
 from lit_rl.commands.run_dir import RunDir, redact, redact_command
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
@@ -308,6 +313,7 @@ class CommandLine(LightningCLI):
             try:
                 with watching_those_started(self.trainer, self._give_up):
                     super()._run_subcommand(subcommand)
+                wait_for_those_started(self.trainer.strategy.launcher)
             except Exception as error:
                 self._write_down(error)
                 raise

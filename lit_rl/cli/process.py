@@ -1,4 +1,5 @@
-"""What a process is set to before the libraries load: threads that wait, tokenizers, memory that was freed."""
+"""What a process is set to before the libraries load: threads that wait, tokenizers, memory that was freed; and that a
+rank ends with rank 0, which has started it."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ import os
 import sys
 from pathlib import Path
 
+from lit_rl.commands import parent
+
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Of mallopt(3)."""
 
 
 def prepare() -> None:
     """Set what is read when libraries load. What the user has set stays."""
+    parent.end_with_it()
     # Forked tokenizers would warn at every start.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for stream in (sys.stdout, sys.stderr):  # in a locale without UTF-8 a prompt must not end a run

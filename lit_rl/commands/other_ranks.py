@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
+from lit_rl.commands import parent
 from lit_rl.errors import SIGNALLED, BackendError, LitRLError
 
 _GRACE = 10.0
@@ -68,12 +69,13 @@ def watching_those_started(
     """Where a process that this one started for another rank fails, this one ends by itself, and says why.
 
     Lightning kills this one, which then leaves no word. Here it has time to hear of it: a collective of gloo fails at
-    once. One that stands where nothing fails, as in a collective of NCCL or where the ranks meet, is ended.
+    once. One that stands where nothing fails, as in a collective of NCCL or where the ranks meet, is ended. Those that
+    this one starts know of it, and end with it (`commands.parent`).
 
     Args:
         trainer: Whose launcher starts processes.
         gave_up: Writes the error down, and returns the exit code. Called in a thread.
-        seconds: Until this process is ended.
+        seconds: Until this process is ended; where the ranks have not met yet it has nothing to lose, and has less.
 
     Raises:
         BackendError: an earlier job of this sweep has ended the others.
@@ -88,7 +90,8 @@ def watching_those_started(
     watch.daemon = True
     watch.start()
     try:
-        yield
+        with parent.told(trainer.strategy.launcher is not None), parent.missed(gave_up):
+            yield
     finally:
         over.set()
 
@@ -101,13 +104,14 @@ def _watch(trainer: L.Trainer, over: threading.Event, gave_up: Callable[[Backend
             stop_lightnings_observer()
         if (failed := _failed()) is None:
             continue
-        if over.wait(seconds):
+        given = seconds if parent.have_met() else min(seconds, _GRACE)
+        if over.wait(given):
             return
         code = BackendError.exit_code
         try:
             code = gave_up(
                 BackendError(
-                    f"A process of another rank, {failed.pid}, {_how_it_ended(failed)}, and for {seconds:.0f} s this "
+                    f"A process of another rank, {failed.pid}, {_how_it_ended(failed)}, and for {given:.0f} s this "
                     "one has not heard of it: it stands where nothing fails. Start the same command with "
                     "ckpt_path=last: the run goes on from its newest checkpoint."
                 )

@@ -17,6 +17,7 @@ from runs_helpers import SMALL, assert_same_run, newest
 
 from lit_rl.commands import other_ranks
 from lit_rl.commands.other_ranks import end_those_started, wait_for_those_started, watching_those_started
+from lit_rl.commands.parent import STARTED_BY
 from lit_rl.commands.run_lock import NAME, RunLock
 from lit_rl.errors import BackendError, StorageError
 
@@ -26,6 +27,10 @@ TWO = [
     *(*SMALL, "trainer.accelerator=cpu", "strategy=ddp", "trainer.devices=2", "trainer.limit_val_batches=0"),
     *("trainer.max_steps=400", "algo.minibatches=2", "callbacks.checkpoint.every_n_train_steps=1"),
 ]
+
+
+AT_ONCE = 20.0
+"""Seconds from a signal, or a fault, to the end of all processes, on a busy machine."""
 
 
 class Launcher:
@@ -64,31 +69,32 @@ def wait_for(path: Path, pattern: str, children: list, seconds: float = 240.0) -
         time.sleep(0.02)
 
 
-def two_of_slurm(process, patch: pytest.MonkeyPatch, tmp_path: Path, folder: Path, generator: str) -> list:
-    """Both ranks, as Slurm would start them; what each says is in `rank_<rank>`. The rollout of step 4 is slow."""
-    told = {"JOB_ID": os.getpid(), "NTASKS": 2, "NTASKS_PER_NODE": 2, "NODEID": 0, "NODELIST": "localhost"}
+def ranks_of_slurm(process, patch: pytest.MonkeyPatch, tmp_path: Path, folder: Path, generator: str, n: int) -> list:
+    """`n` ranks, as Slurm would start them; what each says is in `rank_<rank>`. The rollout of step 4 is slow."""
+    told = {"JOB_ID": os.getpid(), "NTASKS": n, "NTASKS_PER_NODE": n, "NODEID": 0, "NODELIST": "localhost"}
     for name, value in {**told, "JOB_NAME": "a"}.items():
         patch.setenv(f"SLURM_{name}", str(value))
     patch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
     patch.setenv("MET", str(tmp_path))
     patch.setenv("SLOW_AT", "4")
     slow = [f"generator._target_=slow_generators.{generator}", "allow_targets=[slow_generators]"]
+    size = [f"trainer.devices={n}", f"data.prompts_per_rollout={2 * n}", f"run_dir={folder}"]
     children = []
-    for rank in range(2):
+    for rank in range(n):
         patch.setenv("SLURM_PROCID", str(rank))
         patch.setenv("SLURM_LOCALID", str(rank))
         said = (tmp_path / f"rank_{rank}").open("w+")
-        children.append(process(*TWO, *slow, f"run_dir={folder}", stdout=said))
+        children.append(process(*TWO, *slow, *size, stdout=said))
     return children
 
 
-def test_a_second_signal_to_one_rank_ends_both_at_once(
+def test_a_second_signal_to_one_of_three_ranks_ends_all_at_once(
     process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While both do what no first signal ends."""
+    """While they do what no first signal ends."""
     folder = tmp_path / "run"
-    children = two_of_slurm(process, monkeypatch, tmp_path, folder, "Stubborn")
-    for rank in range(2):
+    children = ranks_of_slurm(process, monkeypatch, tmp_path, folder, "Stubborn", 3)
+    for rank in range(3):
         wait_for(tmp_path, f"met_{rank}", children)
     assert json.loads((folder / "summary.json").read_text())["status"] == "running"
     children[1].send_signal(signal.SIGTERM)
@@ -99,8 +105,8 @@ def test_a_second_signal_to_one_rank_ends_both_at_once(
     children[1].send_signal(signal.SIGTERM)
     began = time.monotonic()
     codes = [child.wait(100) for child in children]
-    output = "".join((tmp_path / f"rank_{rank}").read_text() for rank in range(2))
-    assert codes == [128 + signal.SIGTERM] * 2 and time.monotonic() - began < 60, output
+    output = "".join((tmp_path / f"rank_{rank}").read_text() for rank in range(3))
+    assert codes == [128 + signal.SIGTERM] * 3 and time.monotonic() - began < AT_ONCE, output
     assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
     assert not (folder / NAME).exists() and not (folder / "error.json").exists()
 
@@ -117,7 +123,7 @@ def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
     folder = tmp_path / "run"
     with monkeypatch.context() as slurm:
         slurm.setenv("PATH", f"{stands_in.parent}:{os.environ['PATH']}")
-        children = two_of_slurm(process, slurm, tmp_path, folder, "SlowNative")
+        children = ranks_of_slurm(process, slurm, tmp_path, folder, "SlowNative", 2)
     for rank in range(2):
         wait_for(tmp_path, f"met_{rank}", children)
     assert json.loads((folder / NAME).read_text())["pid"] == children[0].pid
@@ -128,7 +134,7 @@ def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
     codes = [child.wait(120) for child in children]
     output = "".join((tmp_path / f"rank_{rank}").read_text() for rank in range(2))
     assert codes == [128 + signal.SIGUSR1] * 2, output
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < AT_ONCE
     assert (tmp_path / "asked").read_text() == f"requeue {os.getpid()}\n", "by rank 0, once"
     assert not (folder / NAME).exists() and not (folder / "error.json").exists()
     assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
@@ -167,10 +173,101 @@ def test_ranks_give_up_together_what_one_of_them_waits_for(
         began = time.monotonic()
         output, _ = child.communicate(timeout=240)
     assert child.returncode == 128 + signal.SIGTERM, output
-    assert time.monotonic() - began < 60, output
+    assert time.monotonic() - began < AT_ONCE, output
     assert newest(run)["global_step"] == 2 and "Stopped at step 2, saved" in output
     assert process(*words, f"run_dir={run}", "ckpt_path=last").wait(240) == 0
     assert_same_run(whole, run)
+
+
+def started_by(process: int) -> list[int]:
+    """The ranks that this process has started, from the moment that the system knows them as such."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent_id = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent_id == process and f"{STARTED_BY}={process}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:  # it has ended, or is not ours
+            continue
+    return found
+
+
+def waits_for_rank_0(process: int) -> bool:
+    """Whether it has loaded PyTorch, and has computed nothing for a second."""
+    if "libtorch_cpu" not in Path(f"/proc/{process}/maps").read_text():
+        return False
+    before = cpu_seconds(process)
+    time.sleep(1.0)
+    return cpu_seconds(process) - before < 0.1
+
+
+def cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize(
+    "rank_1", ["waits for rank 0", pytest.param("has just been started", marks=pytest.mark.exhaustive)]
+)
+def test_a_rank_that_rank_0_has_started_ends_with_it_before_they_have_met(process, tmp_path: Path, rank_1: str) -> None:
+    """It would wait for half an hour. Rank 0 is stopped where it has started rank 1, and killed there."""
+    child = process(*TWO, f"run_dir={tmp_path / 'run'}")
+    until = time.monotonic() + 240
+    while not (started := started_by(child.pid)):
+        assert time.monotonic() < until and child.poll() is None, "it never came to that"
+    if rank_1 == "waits for rank 0":
+        child.send_signal(signal.SIGSTOP)
+        while not waits_for_rank_0(started[0]):
+            assert time.monotonic() < until, "it never came to that"
+    child.kill()
+    began = time.monotonic()
+    output, _ = child.communicate(timeout=60)  # the pipe is closed when both have ended
+    assert time.monotonic() - began < AT_ONCE, output
+    assert f"Process {child.pid}, which was rank 0 and had started this one ({started[0]}), is gone" in output
+
+
+STARTS = """
+import os, subprocess, sys, threading
+os.environ |= {"LIT_RL_STARTED_BY": str(os.getpid()), "LOCAL_RANK": "1"}
+thread = threading.Thread(target=lambda: subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdout=sys.stdout))
+thread.start()
+thread.join()
+sys.stdin.readline()
+"""
+WORKS = """
+import os, sys, time
+from lit_rl.commands import parent
+
+def gave_up(error):
+    print(f"{type(error).__name__}", "STARTED_BY" in "".join(os.environ), flush=True)
+    return error.exit_code
+
+parent.end_with_it()
+with parent.missed(gave_up):
+    print("begun", flush=True)
+    time.sleep(float(sys.argv[1]))
+print("writes", flush=True)
+time.sleep(2.0)
+print("written", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "said"), [(60.0, ["begun", "BackendError False"]), (0.0, ["begun", "writes", "written"])]
+)
+def test_a_rank_ends_with_its_parent_while_they_work_together_and_writes_what_it_writes_then(
+    work: float, said: list[str]
+) -> None:
+    """Not with the thread of its parent that has started it."""
+    words = [sys.executable, "-c", STARTS, WORKS, str(work)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        assert parent.stdout.readline() == "begun\n"
+        time.sleep(1.0)
+        began = time.monotonic()
+        parent.stdin.close()
+        assert ["begun", *parent.stdout.read().split("\n")[:-1]] == said
+        assert time.monotonic() - began < AT_ONCE
 
 
 FAULTS = {"raises": {1: "raises"}, "dies": {1: "dies"}, "hangs": {0: "raises", 1: "hangs"}}
@@ -192,7 +289,8 @@ def test_a_rank_that_fails_ends_the_others_and_is_heard_last(
     wait_for(tmp_path, f"met_{first}", [child])
     began = time.monotonic()
     output, _ = child.communicate(timeout=120)  # the pipe is closed when both have ended
-    assert time.monotonic() - began < 60, output
+    grace = 10 if fault == "hangs" else 0  # which rank 0, that fails, gives to rank 1
+    assert time.monotonic() - began < grace + AT_ONCE, output
     error = json.loads((folder / "error.json").read_text())
     if fault == "dies":
         assert (child.returncode, error["error"], error["rank"]) == (8, "BackendError", 0), output
@@ -206,6 +304,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_heard_last(
 STANDS = """
 import os, pathlib, subprocess, sys, threading, types
 import lightning as L
+import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
 from lit_rl.cli.failures import give_up
 from lit_rl.commands.other_ranks import watching_those_started
@@ -214,6 +313,8 @@ from lit_rl.commands.run_dir import RunDir
 trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
 trainer.strategy._launcher = types.SimpleNamespace(procs=[])
 folder = RunDir(pathlib.Path(sys.argv[1]))
+if sys.argv[3] == "met":
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 with watching_those_started(trainer, lambda error: give_up(error, folder, trainer, "train.py"), float(sys.argv[2])):
     trainer.strategy.launcher.procs.append(subprocess.Popen(["false"]))
     _launch_process_observer(trainer.strategy.launcher.procs)
@@ -221,9 +322,11 @@ with watching_those_started(trainer, lambda error: give_up(error, folder, traine
 """
 
 
-def test_rank_0_that_stands_where_nothing_fails_ends_too_and_says_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seconds", "where"), [("7", "met"), ("100", "before they meet")])
+def test_rank_0_that_stands_where_nothing_fails_ends_too_and_says_why(tmp_path: Path, seconds: str, where: str) -> None:
     """Longer than the five seconds after which Lightning's observer, of which this is the real one, would kill it."""
-    done = subprocess.run([sys.executable, "-c", STANDS, str(tmp_path), "7"], capture_output=True, text=True)
+    words = [sys.executable, "-c", STANDS, str(tmp_path), seconds, where]
+    done = subprocess.run(words, capture_output=True, text=True)
     said = json.loads((tmp_path / "error.json").read_text())
     assert (done.returncode, said["error"], said["rank"]) == (8, "BackendError", 0), done.stderr
     assert "has ended with exit code 1" in said["message"] and said["message"] in done.stderr

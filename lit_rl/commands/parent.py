@@ -1,0 +1,101 @@
+"""A rank that rank 0 has started ends with it. Standard library only: it is loaded before anything else.
+
+Once ranks have met, one hears of another's end by a collective that fails. Before that it would wait for half an hour,
+and a rank that decodes or scores hears of nothing. So a thread asks the system who the parent is: that changes when the
+parent dies. Linux could send a signal then (PR_SET_PDEATHSIG), but at the end of the thread that started this process,
+however that thread ended, and without time to write down why; and other systems have nothing like it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from lit_rl.errors import BackendError
+
+STARTED_BY = "LIT_RL_STARTED_BY"
+"""Variable in which rank 0 leaves its process id for those that it starts."""
+
+GRACE = 10.0
+"""Seconds in which this process may end by itself, as where a collective fails: it knows more then."""
+
+_EVERY = 0.5
+"""Seconds between two looks."""
+
+_over = threading.Event()
+_gave_up: Callable[[BackendError], int] | None = None
+
+
+def end_with_it() -> None:
+    """Where rank 0 has started this process, watch whether it is there, from now on."""
+    told = os.environ.pop(STARTED_BY, None)  # what this process starts is not rank 0's
+    if told is None or os.environ.get("LOCAL_RANK", "0") == "0" or os.name != "posix":
+        return
+    threading.Thread(target=_watch, args=(int(told),), name="lit_rl-parent", daemon=True).start()
+
+
+@contextlib.contextmanager
+def told(starts: bool) -> Iterator[None]:
+    """Leave our process id for the ranks that are started meanwhile.
+
+    Args:
+        starts: Whether any are.
+    """
+    if starts:
+        os.environ[STARTED_BY] = str(os.getpid())
+    try:
+        yield
+    finally:
+        if starts:
+            os.environ.pop(STARTED_BY, None)
+
+
+@contextlib.contextmanager
+def missed(gave_up: Callable[[BackendError], int]) -> Iterator[None]:
+    """Work that this process does together with rank 0. Behind it, it may write for as long as it takes: rank 0, which
+    has done its own, may be gone.
+
+    Args:
+        gave_up: Writes the error down, and returns the exit code. Called in a thread.
+    """
+    global _gave_up
+    _gave_up = gave_up
+    try:
+        yield
+        _over.set()
+    finally:
+        _gave_up = None
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        if _over.wait(_EVERY):
+            return
+    if _over.wait(GRACE if have_met() else 0.0):
+        return
+    error = BackendError(
+        f"Process {parent}, which was rank 0 and had started this one ({os.getpid()}), is gone. Start the same command "
+        "with ckpt_path=last: the run goes on from its newest checkpoint."
+    )
+    code = error.exit_code
+    try:
+        code = (_gave_up or _say)(error)
+    finally:  # also where the terminal is gone, and nothing can be said
+        os._exit(code)
+
+
+def have_met() -> bool:
+    """Whether the ranks have met, so that there may be a collective that fails."""
+    is_initialized = getattr(
+        sys.modules.get("torch.distributed"), "is_initialized", None
+    )  # while it loads there is none
+    return is_initialized is not None and is_initialized()
+
+
+def _say(error: BackendError) -> int:
+    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    sys.stderr.flush()
+    return error.exit_code
