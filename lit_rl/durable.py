@@ -51,12 +51,22 @@ def tried_again(write: Callable[[], T], what: str) -> T:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that the disk is full, or the user's share of it. safetensors and tokenizers, which are
-    written in Rust, say it in their text alone."""
+    """Whether an error says that the disk is full, or the user's share of it."""
+    return _number_of(error) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_failing(error: BaseException) -> bool:
+    """Whether an error says that the disk fails, or the server of a network folder (a stale file handle)."""
+    return _number_of(error) in (errno.EIO, errno.ESTALE)
+
+
+def _number_of(error: BaseException) -> int | None:
+    """The system's number of an error. safetensors and tokenizers, which are written in Rust, say it in their text
+    alone."""
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return error.errno
     said = re.search(r"\(os error (\d+)\)", str(error))
-    return said is not None and int(said[1]) in (errno.ENOSPC, errno.EDQUOT)
+    return int(said[1]) if said is not None else None
 
 
 def check_room(folder: str | Path, size: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from lit_rl.cli.listing import no_choice
 from lit_rl.cli.other_processes import of_other_processes
 from lit_rl.cli.other_words import check_spaces, meaning
-from lit_rl.durable import is_full
+from lit_rl.durable import is_failing, is_full
 from lit_rl.errors import (
     INTERRUPTED,
     BackendError,
@@ -81,7 +81,7 @@ def translated(error: BaseException) -> LitRLError | None:
     """The error as one of ours, or None where it is a defect."""
     if isinstance(error, LitRLError):
         return error
-    for handler in (_hydra, _yaml, of_other_processes, _lightning, _memory, _full_disk, _long_name):
+    for handler in (_hydra, _yaml, of_other_processes, _lightning, _memory, _full_disk, _failing_disk, _long_name):
         if (ours := handler(error)) is not None:
             return ours
     return None
@@ -177,6 +177,15 @@ def _full_disk(error: BaseException) -> LitRLError | None:
     if not is_full(error):
         return None
     return StorageError(f"The disk is full: {error}. Make room, and go on with ckpt_path=last.")
+
+
+def _failing_disk(error: BaseException) -> LitRLError | None:
+    if not is_failing(error):
+        return None
+    return StorageError(
+        f"The disk, or the server whose folder it is, has failed: {error}. What was saved before is as it was: go on "
+        "with ckpt_path=last once it is well again."
+    )
 
 
 def _long_name(error: BaseException) -> LitRLError | None:

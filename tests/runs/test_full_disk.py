@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from runs_helpers import SMALL
 
 from lit_rl import durable
 from lit_rl.callbacks import AtomicCheckpointIO, TimedCheckpoint, checkpoint_io
+from lit_rl.cli.messages import translated
 from lit_rl.durable import PARTIAL, check_room
 from lit_rl.errors import StorageError
 
@@ -38,6 +41,79 @@ def test_a_full_disk_is_tried_again_and_what_was_saved_before_stays(
             disk.save_checkpoint(STATE, target)
         assert target.read_bytes() == before
     assert list(tmp_path.iterdir()) == [target]
+
+
+class FailingFile(io.FileIO):
+    """Stands in for a file of a disk without quota, or of one that fails, which a test cannot have: every write ends
+    with the error `number`."""
+
+    number = 0
+
+    def write(self, data: object) -> int:
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.fixture(params=["EDQUOT", "EIO", "ESTALE"])
+def number(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of the error with which writes of unfinished checkpoints end."""
+    number = getattr(errno, request.param)
+    opened = Path.open
+
+    def open_failing(path: Path, mode: str = "r", *more: object, **others: object) -> object:
+        if mode != "wb" or PARTIAL not in path.name:
+            return opened(path, mode, *more, **others)  # pyright: ignore
+        file = FailingFile(path, mode)
+        file.number = number
+        return file
+
+    monkeypatch.setattr(Path, "open", open_failing)
+    return number
+
+
+def test_a_quota_is_a_full_disk_and_a_failing_disk_is_not_tried_again(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """What was saved before stays, and the message names the error."""
+    monkeypatch.setattr(durable, "WAITS", (0.0, 0.01))
+    target, disk = tmp_path / "step.ckpt", AtomicCheckpointIO()
+    with monkeypatch.context() as well:
+        well.setattr(FailingFile, "write", io.FileIO.write)
+        disk.save_checkpoint({"state_dict": {}}, target)
+    before = target.read_bytes()
+    with pytest.raises(StorageError, match=rf"\[Errno {number}\].* go on from there with ckpt_path=last"):
+        disk.save_checkpoint(STATE, target)
+    assert target.read_bytes() == before and list(tmp_path.iterdir()) == [target]
+    tries = [each for each in recwarn if "finds no room" in str(each.message)]
+    assert len(tries) == (2 if number == errno.EDQUOT else 0)
+
+
+@pytest.mark.parametrize("said", ["{0}", "I/O error: {1} (os error {2})"], ids=["Python", "Rust"])
+def test_an_error_of_the_disk_elsewhere_is_one_of_storage_too(number: int, said: str) -> None:
+    failed = OSError(number, os.strerror(number), "runs/x/summary.json")
+    error = failed if said == "{0}" else RuntimeError(said.format("", os.strerror(number), number))
+    ours = translated(error)
+    assert isinstance(ours, StorageError) and ours.exit_code == 7
+    assert os.strerror(number) in str(ours) and "ckpt_path=last" in str(ours)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("number", ["ESTALE"], indirect=True)
+def test_a_run_whose_disk_fails_ends_with_the_code_of_storage_and_goes_on(
+    train, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While it writes its second checkpoint; the first one stays, and the run goes on from it."""
+    write, run = FailingFile.write, tmp_path / "run"
+    name = f"step_00000002.ckpt{PARTIAL}"
+    monkeypatch.setattr(
+        FailingFile, "write", lambda file, data: (write if name in str(file.name) else io.FileIO.write)(file, data)
+    )
+    words = [*SMALL, "trainer.max_steps=2", "callbacks.checkpoint.every_n_train_steps=1", f"run_dir={run}"]
+    assert train(*words) == 7
+    said = capsys.readouterr().err
+    assert f"[Errno {number}] {os.strerror(number)}" in said and "Traceback" not in said
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000001.ckpt"]
+    monkeypatch.setattr(FailingFile, "write", io.FileIO.write)
+    assert train(*words, "ckpt_path=last") == 0
 
 
 def test_space_is_looked_for_before_any_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
