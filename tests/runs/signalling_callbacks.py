@@ -1,0 +1,17 @@
+"""A callback that sends its own process a signal in the middle of an optimizer step."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning as L
+from signalling_rewards import say_when_and_send
+
+
+class InAnUpdate(L.Callback):
+    """Before the backward pass of optimizer step `UPDATE_AT` (from 1), where that is set."""
+
+    def on_before_backward(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step + 1 == int(os.environ.get("UPDATE_AT", "0")):
+            say_when_and_send(os.getpid())
