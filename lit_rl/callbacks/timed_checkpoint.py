@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils._pytree import tree_leaves
 
+from lit_rl.algorithms.optim.zero import ZeROStrategy
 from lit_rl.durable import check_room
 from lit_rl.errors import StorageError, in_range
 
@@ -65,7 +66,11 @@ class TimedCheckpoint(ModelCheckpoint):
         if not self.dirpath:
             return
         weights = list(pl_module.parameters())
-        one = _bytes(weight for weight in weights if weight.requires_grad) + sum(map(_state_size, trainer.optimizers))
+        if isinstance(trainer.strategy, ZeROStrategy):  # a rank holds a part of both
+            one = trainer.strategy.checkpoint_bytes()
+        else:
+            trained = (weight for weight in weights if weight.requires_grad)
+            one = _bytes(trained) + sum(map(_state_size, trainer.optimizers))
         there = any(Path(self.dirpath).glob("*.ckpt"))
         try:
             check_room(self.dirpath, one * (1 if there else 2) + _bytes(weights))
@@ -131,7 +136,7 @@ def save_step(trainer: L.Trainer, path: str | Path) -> None:
 
 
 def _bytes(weights: Iterable[torch.Tensor]) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in weights)
+    return sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in weights)
 
 
 def _state_size(optimizer: torch.optim.Optimizer) -> int:

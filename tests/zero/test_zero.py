@@ -60,6 +60,15 @@ def test_steps_without_a_finite_gradient_are_left_out_and_counted(stage, two):
     assert norms[0] > 0 and norms[1] == 0 and math.isnan(norms[2]) and norms[3] > 0
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_space_for_a_checkpoint_is_looked_for_before_any_is_used(stage, two):
+    """With nine tenths of what it takes every rank refuses, and nothing of it is there; a tenth more is enough."""
+    folder = two / f"room{stage}"
+    for told in left(folder, "room"):
+        assert list(told) == [0.9] and "could not be written" in told[0.9] and "MB are free" in told[0.9]
+    assert sorted(path.name for path in folder.glob("*ckpt*")) == ["1.1.ckpt", "first.ckpt"]
+
+
 @pytest.mark.parametrize("stage", zero_runs.WHOLE_RUNS)
 def test_a_run_that_is_gone_on_with_is_the_uninterrupted_one(stage, two):
     """From the middle of a rollout, to the bit; what a checkpoint holds reads as plain values."""

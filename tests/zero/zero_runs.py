@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ import lightning as L  # noqa: E402
 from runs_helpers import interrupted  # noqa: E402
 from zero_on_cpu import ZeROOnCPU  # noqa: E402
 
+from lit_rl import durable  # noqa: E402
+from lit_rl.errors import StorageError  # noqa: E402
 from lit_rl.models.policy.sharding import full_state_dict  # noqa: E402
 
 WORDS = [
@@ -131,6 +134,42 @@ def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any)
     trainer.strategy.barrier()
 
 
+class FindsRoom(L.Callback):
+    """Saves at the end where a share of the bytes is free that a checkpoint takes, and notes what came of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.came: dict[float, str] = {}
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        first, durable.WAITS, usage = self.folder / "first.ckpt", (), shutil.disk_usage
+        trainer.save_checkpoint(first)
+        size = sum(path.stat().st_size for path in first.rglob("*"))
+        for share in (0.9, 1.1):
+            shutil.disk_usage = lambda _, free=int(size * share): (10**12, 10**12 - free, free)
+            try:
+                trainer.save_checkpoint(self.folder / f"{share}.ckpt")
+            except StorageError as error:
+                self.came[share] = str(error)
+            shutil.disk_usage = usage
+
+
+def with_room(stage: int, folder: Path) -> None:
+    """Leave `room.pt`: by rank, what it was told for each share."""
+    folder.mkdir(exist_ok=True)
+    module, data = dist_equal.parts(*WORDS[:2], "algo=sft", "data.batch_size=8")
+    room = FindsRoom(folder)
+    trainer = dist_equal.trainer(
+        folder, 2, max_steps=1, strategy=ZeROOnCPU(stage), callbacks=[room], limit_val_batches=0
+    )
+    trainer.fit(module, datamodule=data)
+    told: list[Any] = [None, None]
+    torch.distributed.all_gather_object(told, room.came)
+    if trainer.is_global_zero:
+        torch.save(told, folder / "room.pt")
+    trainer.strategy.barrier()
+
+
 WHOLE_RUNS = {
     1: ["algo=rloo", "algo.iterations=2"],
     2: ["algo=ppo", "algo.minibatches=1", "algo.iterations=2"],
@@ -189,6 +228,8 @@ def main(folder: Path) -> None:
         for name in names:
             print(where, name, flush=True)  # what is at work when it hangs
             run(name, folder / where, 2, accumulate=2, strategy=ZeROOnCPU(stage, **settings))
+    for stage in (2, 3):
+        with_room(stage, folder / f"room{stage}")
     for stage in WHOLE_RUNS:
         whole_runs(folder, stage)
 

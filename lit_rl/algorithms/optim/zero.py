@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.optim import Optimizer
 
-from lit_rl.durable import PARTIAL, flush_tree, write_manifest
+from lit_rl.durable import PARTIAL, check_room, flush_tree, tried_again, write_manifest
 from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models.policy.partitions import give_back
 
@@ -189,6 +190,7 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         target = self.broadcast(os.fspath(filepath))
+        self._check_room(target)
         partial = self.broadcast(f"{target}{PARTIAL}{os.getpid()}")
         with self._frozen_left_out():
             super().save_checkpoint(checkpoint, partial, storage_options)
@@ -203,6 +205,40 @@ class ZeROStrategy(DeepSpeedStrategy):
             shutil.rmtree(target, ignore_errors=True)
             os.replace(partial, target)
         self.barrier()
+
+    def checkpoint_bytes(self) -> int:
+        """What a checkpoint takes, all ranks together: the optimizer's state with its own copy of the trained weights,
+        and below stage 3 these weights once more."""
+        trained = [weight for weight in self.deepspeed_engine.module.parameters() if weight.requires_grad]
+        size = sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in trained)
+        moments = max(len(group.get("betas", ())) for group in self.optimizers[0].param_groups)
+        return size * (1 + moments + (self.stage < 3))
+
+    def _check_room(self, target: str) -> None:
+        """Look for space before any of it is used: on rank 0, for all of them.
+
+        Raises:
+            StorageError: there is too little, also after a while; on every rank.
+        """
+        size, folder = self.checkpoint_bytes(), os.path.dirname(target)
+
+        def look() -> None:
+            said = None
+            if self.is_global_zero:
+                try:
+                    check_room(folder, size)
+                except OSError as error:
+                    said = error.strerror
+            if (said := self.broadcast(said)) is not None:
+                raise OSError(errno.ENOSPC, said, folder)
+
+        try:
+            tried_again(look, f"The checkpoint {target}")
+        except OSError as error:
+            raise StorageError(
+                f"The checkpoint {target} could not be written: {error}. What was saved before is as it was: make "
+                "room, and go on from there with ckpt_path=last."
+            ) from error
 
     @contextmanager
     def _frozen_left_out(self) -> Iterator[None]:
