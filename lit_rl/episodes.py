@@ -10,6 +10,12 @@ End = Literal["answered", "done", "max_turns", "max_tokens", "cut", "timeout", "
 """Why an episode is over: the policy gave an answer that calls no tool (answered); the environment said so (done); a
 limit of turns, of tokens, or of one turn's tokens or the environment's own (cut) was met; time was up; it raised."""
 
+TOKENS = "tokens/"
+"""How the columns of a table begin that hold an episode's tokens."""
+
+RETURNED_IMAGES = "returned_images"
+"""The column of what tools and environments showed in an episode, where they showed anything."""
+
 
 @dataclass(frozen=True)
 class Episode:

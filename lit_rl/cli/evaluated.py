@@ -19,8 +19,9 @@ from lit_rl.cli.other_words import ELSEWHERE
 from lit_rl.cli.replays import config_of
 from lit_rl.commands import folder_state
 from lit_rl.commands.config_changes import between
+from lit_rl.commands.redaction import redact, redact_command
 from lit_rl.commands.rendezvous import Rendezvous
-from lit_rl.commands.run_dir import RunDir, redact, redact_command
+from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError
 
 TASKS = ("eval", "validate", "test", "predict", "best_of_n")

@@ -30,9 +30,7 @@ from lit_rl.cli import (
     exporting,
     quiet,
     replays,
-    reporting,
     serving,
-    transcribing,
 )
 from lit_rl.cli.build import build, check_answered, check_judged, plain
 from lit_rl.cli.failures import give_up, write_down
@@ -67,8 +65,9 @@ from lit_rl.commands.other_ranks import (
     watching_those_started,
 )
 from lit_rl.commands.place import place_of
+from lit_rl.commands.redaction import redact
 from lit_rl.commands.rendezvous import Rendezvous
-from lit_rl.commands.run_dir import RunDir, Start, redact
+from lit_rl.commands.run_dir import RunDir, Start
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
 from lit_rl.data.offline.example_module import ExampleDataModule
@@ -90,8 +89,6 @@ _WITHOUT_A_RUN = {
     "chat": chats.run,
     "serve": serving.run,
     "doctor": doctoring.run,
-    "transcripts": transcribing.run,
-    "report": reporting.run,
     "export": exporting.run,
 }
 """Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""

@@ -48,7 +48,8 @@ from lit_rl.cli.schemas import PYTHON_ONLY, parameters
 from lit_rl.commands import evaluate, report, run_report, train
 from lit_rl.commands.export import for_readers
 from lit_rl.commands.other_ranks import end_those_started, stop_lightnings_observer, watching_those_started
-from lit_rl.commands.run_dir import RunDir, redact, redact_command
+from lit_rl.commands.redaction import redact, redact_command
+from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
 from lit_rl.data.tasks import Task

@@ -243,7 +243,9 @@ def test_schemas_of_another_lightning_are_not_taken(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_task_has_something_that_runs_it() -> None:
-    assert set(hydra_start.TASKS) == {*hydra_app.TASKS, *hydra_app._WITHOUT_A_RUN, "replay"}
+    assert set(hydra_start.TASKS) == {
+        *hydra_app.TASKS, *hydra_app._WITHOUT_A_RUN, *hydra_start._OF_FILES, "replay",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
