@@ -16,6 +16,7 @@ from omegaconf import DictConfig, flag_override
 from lit_rl.cli import (
     choices,
     config_files,
+    data_kinds,
     early,
     hydra_node,
     own_keys,
@@ -106,6 +107,7 @@ def run(config: DictConfig) -> int:
     """One job."""
     _check(config)
     early.check(config)
+    data_kinds.check(config)
     if config.task in _OF_FILES:
         return _OF_FILES[config.task](config) if is_main() else 0
     _load(config.task)
@@ -116,15 +118,12 @@ def run(config: DictConfig) -> int:
 
 
 def _chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """`data_choice.chosen_before`, which loads torch, where the words name a file whose columns are to be looked at."""
+    """`data_kinds.chosen_before`, where the words name a file whose columns are to be looked at."""
     keys = {word.lstrip("+").partition("=")[0] for word in arguments}
     if "data.path" not in keys or keys & early.TELL_THE_DATA:
         return list(arguments), ""
     early.check_words(arguments)
-    _load(next((word.partition("=")[2] for word in reversed(arguments) if word.startswith("task=")), "fit"))
-    from lit_rl.cli import data_choice
-
-    return data_choice.chosen_before(arguments)
+    return data_kinds.chosen_before(arguments)
 
 
 def _load(task: str) -> None:
