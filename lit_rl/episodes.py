@@ -6,9 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+Message = dict[str, Any]
+"""One chat message: at least ``role`` and ``content``."""
+
+Prompt = str | list[Message]
+"""A prompt as the data set has it: plain text, or a list of chat messages."""
+
 End = Literal["answered", "done", "max_turns", "max_tokens", "cut", "timeout", "failed"]
 """Why an episode is over: the policy gave an answer that calls no tool (answered); the environment said so (done); a
 limit of turns, of tokens, or of one turn's tokens or the environment's own (cut) was met; time was up; it raised."""
+
+TOKENS = "tokens/"
+"""How the columns of a table begin that hold an episode's tokens."""
+
+RETURNED_IMAGES = "returned_images"
+"""The column of what tools and environments showed in an episode, where they showed anything."""
 
 
 @dataclass(frozen=True)

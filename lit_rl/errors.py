@@ -133,6 +133,11 @@ def seed_in_range(key: str, seed: int) -> None:
         raise ConfigError(f"{key}={seed} is out of range: allowed are whole numbers from 0 to {2**63 - 1}.")
 
 
+def in_words(size: float) -> str:
+    """Bytes for a reader: `0.07 GiB`, or `72 MiB` where that is less than a tenth of one."""
+    return f"{size / 2**20:.3g} MiB" if size < 2**30 / 10 else f"{size / 2**30:.3g} GiB"
+
+
 def in_range(
     key: str,
     value: float,

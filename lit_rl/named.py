@@ -4,24 +4,44 @@ from __future__ import annotations
 
 import ast
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.errors import BackendError, ConfigError, did_you_mean
+from lit_rl.offline import read_the_cache_alone_where_there_is_no_hub
 
 FUNCTION_FORM = "allowed are 'package.module:name' and './file.py:name'"
 
 MODEL_FILES = ("config.json", "adapter_config.json")
 """What a folder that can be read as a model or as an adapter holds one of."""
 
+TINY = Path(__file__).parent / "models" / "tiny"
+"""The policy that comes with the package: small enough to learn on a laptop CPU."""
+
+DIGITS = Path(__file__).parent / "models" / "digits"
+"""The one over images: it reads handwritten digits, a third of them right when it samples."""
+
+SHIPPED = {"tiny": TINY, "digits": DIGITS}
+"""Policies that come with the package, by their names."""
+
+NOT_CACHED = (
+    "is not in the local cache, and the hub is not asked (HF_HUB_OFFLINE is set, or it cannot be reached). Where there "
+    "is a network, run `hf download {name}` and copy the cache; or give a folder."
+)
+"""What is said of a model of the hub of which nothing is there."""
+
 _PAGE = re.compile(r"https?://[^/]+/([^/?#]+/[^/?#]+)")
 """A model's page on the hub."""
 
 _LOCAL = re.compile(r"[./~\\]|[A-Za-z]:\\")
 """How a name begins that can only mean a folder."""
+
+_OTHER_CACHES = ("TRANSFORMERS_CACHE", "PYTORCH_TRANSFORMERS_CACHE", "PYTORCH_PRETRAINED_BERT_CACHE")
+"""Variables with which older versions of transformers read another cache."""
 
 _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -146,6 +166,35 @@ def local_model(key: str, name: str) -> Path | None:
         near = did_you_mean(folder.name, _models_in(folder.parent))
         raise ConfigError(f"{key}={name!r} is written as a path, and there is no such folder.{near}")
     return None
+
+
+def copy_without_hub(name: str) -> Path:
+    """Where a script such as `scripts/smollm2.py` puts what stands for a model of the hub, with no hub to reach.
+
+    `$LIT_RL_CACHE` moves it; it is `~/.cache/lit_rl` otherwise.
+    """
+    cache = Path(os.environ.get("LIT_RL_CACHE") or "~/.cache/lit_rl").expanduser()
+    return cache / "models" / name
+
+
+def check_can_be_read(key: str, name: str) -> None:
+    """Refuse a model of the hub that can only be missing: the hub cannot be asked, and nothing of it is in the cache.
+    What is wrong with one that is there, or that the hub has, is told where it is read.
+
+    Raises:
+        ConfigError: as `local_model`.
+        BackendError: it is missing.
+    """
+    if name in SHIPPED or local_model(key, name) or (copy_without_hub(name) / "config.json").is_file():
+        return
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None or any(os.environ.get(each) for each in _OTHER_CACHES):
+        return
+    read_the_cache_alone_where_there_is_no_hub()
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    if constants.HF_HUB_OFFLINE and not any(folder.glob("snapshots/*/*")):
+        raise BackendError(f"{key}={name!r} {NOT_CACHED.format(name=name)}")
 
 
 def _models_in(parent: Path) -> set[str]:

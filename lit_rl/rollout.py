@@ -17,17 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rl.constraints import LogitBias, Structured
-from lit_rl.episodes import Episode
+from lit_rl.episodes import Episode, Prompt
+from lit_rl.episodes import Message as Message
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.ops.transforms import Truncation
 from lit_rl.turns import Responder
 from lit_rl.vision import PromptVision, Vision
-
-Message = dict[str, Any]
-"""One chat message: at least ``role`` and ``content``."""
-
-Prompt = str | list[Message]
-"""A prompt as the data set has it: plain text, or a list of chat messages."""
 
 PromptForm = Literal["text", "messages"]
 """How a policy is asked: in plain text as it stands, or in messages that its chat template renders."""

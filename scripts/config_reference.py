@@ -1,6 +1,6 @@
 """Write docs/configuration/, a page for each group, and the tables of docs/configuration.md, from the YAML files of
-`conf/` and the docstrings of the classes; and lit_rl/cli/schema_keys.yaml, what each schema has
-and what constructors allow.
+`conf/` and the docstrings of the classes; lit_rl/cli/schema_keys.yaml, what each schema has
+and what constructors allow; and lit_rl/commands/defaults.yaml, the defaults that `lit-rl report` compares with.
 
     python scripts/config_reference.py
 
@@ -21,6 +21,7 @@ import range_calls  # beside this script
 import yaml
 
 from lit_rl.cli import key_names, listing, schemas, stored_schemas
+from lit_rl.commands import defaults as constructors
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -315,6 +316,20 @@ def schema_keys() -> str:
     return "\n".join(lines) + "\n"
 
 
+def usual() -> str:
+    """lit_rl/commands/defaults.yaml as it should be: of all that schemas and shipped files name."""
+    named = {*schemas.TARGETS.values(), *schemas.functions().values()}
+    for path in CONF.rglob("*.yaml"):
+        named |= set(re.findall(r"_target_: ([\w.]+)", path.read_text()))
+    found = {target: constructors.looked_up(target) for target in sorted(named) if target.startswith(constructors.OURS)}
+    lines = [
+        "# The defaults of constructors and functions, for `lit-rl report`. Do not edit by hand:",
+        f"# `python scripts/config_reference.py` writes this file.\n_lightning_: {constructors.lightning()!r}",
+    ]
+    lines += [f"{target}: {in_a_line(constructors.as_plain(each))}" for target, each in found.items()]
+    return "\n".join(lines) + "\n"
+
+
 def in_a_line(value: Any) -> str:
     """As YAML."""
     return yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).strip()
@@ -326,3 +341,4 @@ if __name__ == "__main__":
     for group in GROUPS:
         (PAGES / f"{group}.md").write_text(page(group))
     key_names.SCHEMA_KEYS.write_text(schema_keys())
+    constructors.FILE.write_text(usual())

@@ -1,32 +1,82 @@
 """They watch and save, and never steer: remove them all and the trained weights are the same. An alarm alone may end a
-run, or take it back, where the user says so (`then`)."""
+run, or take it back, where the user says so (`then`).
 
-from lit_rl.callbacks.alarms import Alarm as Alarm
-from lit_rl.callbacks.alarms import ClippedShare as ClippedShare
-from lit_rl.callbacks.alarms import DeadGroups as DeadGroups
-from lit_rl.callbacks.alarms import EntropyCollapse as EntropyCollapse
-from lit_rl.callbacks.alarms import HeldOutFlat as HeldOutFlat
-from lit_rl.callbacks.alarms import KLBlowUp as KLBlowUp
-from lit_rl.callbacks.alarms import LengthDrift as LengthDrift
-from lit_rl.callbacks.alarms import RepetitionDrift as RepetitionDrift
-from lit_rl.callbacks.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
-from lit_rl.callbacks.ema import BEMAWeights as BEMAWeights
-from lit_rl.callbacks.ema import EMAWeights as EMAWeights
-from lit_rl.callbacks.export import Export as Export
-from lit_rl.callbacks.graceful_stop import GracefulStop as GracefulStop
-from lit_rl.callbacks.histograms import Histograms as Histograms
-from lit_rl.callbacks.hub_samples import HubSamples as HubSamples
-from lit_rl.callbacks.jsonl import JsonlLogger as JsonlLogger
-from lit_rl.callbacks.merge import MergedWeights as MergedWeights
-from lit_rl.callbacks.preference_sets import PreferenceSets as PreferenceSets
-from lit_rl.callbacks.progress import Progress as Progress
-from lit_rl.callbacks.record import Record as Record
-from lit_rl.callbacks.rollouts import Rollouts as Rollouts
-from lit_rl.callbacks.rollouts import SavedRollout as SavedRollout
-from lit_rl.callbacks.samples import Samples as Samples
-from lit_rl.callbacks.timed_checkpoint import TimedCheckpoint as TimedCheckpoint
-from lit_rl.callbacks.token_samples import TokenSamples as TokenSamples
-from lit_rl.callbacks.trackio_logger import TrackioLogger as TrackioLogger
-from lit_rl.callbacks.unwritten import let_loggers_fail as let_loggers_fail
-from lit_rl.callbacks.unwritten import not_written as not_written
-from lit_rl.callbacks.watchdog import Watchdog as Watchdog
+Each name is imported when it is first asked for: what reads the files of a run needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` says the same to Python, and a test compares the two
+    from lit_rl.callbacks.alarms import Alarm as Alarm
+    from lit_rl.callbacks.alarms import ClippedShare as ClippedShare
+    from lit_rl.callbacks.alarms import DeadGroups as DeadGroups
+    from lit_rl.callbacks.alarms import EntropyCollapse as EntropyCollapse
+    from lit_rl.callbacks.alarms import HeldOutFlat as HeldOutFlat
+    from lit_rl.callbacks.alarms import KLBlowUp as KLBlowUp
+    from lit_rl.callbacks.alarms import LengthDrift as LengthDrift
+    from lit_rl.callbacks.alarms import RepetitionDrift as RepetitionDrift
+    from lit_rl.callbacks.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
+    from lit_rl.callbacks.ema import BEMAWeights as BEMAWeights
+    from lit_rl.callbacks.ema import EMAWeights as EMAWeights
+    from lit_rl.callbacks.export import Export as Export
+    from lit_rl.callbacks.graceful_stop import GracefulStop as GracefulStop
+    from lit_rl.callbacks.histograms import Histograms as Histograms
+    from lit_rl.callbacks.hub_samples import HubSamples as HubSamples
+    from lit_rl.callbacks.jsonl import JsonlLogger as JsonlLogger
+    from lit_rl.callbacks.merge import MergedWeights as MergedWeights
+    from lit_rl.callbacks.preference_sets import PreferenceSets as PreferenceSets
+    from lit_rl.callbacks.progress import Progress as Progress
+    from lit_rl.callbacks.record import Record as Record
+    from lit_rl.callbacks.rollouts import Rollouts as Rollouts
+    from lit_rl.callbacks.rollouts import SavedRollout as SavedRollout
+    from lit_rl.callbacks.samples import Samples as Samples
+    from lit_rl.callbacks.timed_checkpoint import TimedCheckpoint as TimedCheckpoint
+    from lit_rl.callbacks.token_samples import TokenSamples as TokenSamples
+    from lit_rl.callbacks.trackio_logger import TrackioLogger as TrackioLogger
+    from lit_rl.callbacks.unwritten import let_loggers_fail as let_loggers_fail
+    from lit_rl.callbacks.unwritten import not_written as not_written
+    from lit_rl.callbacks.watchdog import Watchdog as Watchdog
+
+_PLACES = {
+    "alarms": "Alarm ClippedShare DeadGroups EntropyCollapse HeldOutFlat KLBlowUp LengthDrift RepetitionDrift",
+    "checkpoint_io": "AtomicCheckpointIO",
+    "ema": "BEMAWeights EMAWeights",
+    "export": "Export",
+    "graceful_stop": "GracefulStop",
+    "histograms": "Histograms",
+    "hub_samples": "HubSamples",
+    "jsonl": "JsonlLogger",
+    "merge": "MergedWeights",
+    "preference_sets": "PreferenceSets",
+    "progress": "Progress",
+    "record": "Record",
+    "rollouts": "Rollouts SavedRollout",
+    "samples": "Samples",
+    "timed_checkpoint": "TimedCheckpoint",
+    "token_samples": "TokenSamples",
+    "trackio_logger": "TrackioLogger",
+    "unwritten": "let_loggers_fail not_written",
+    "watchdog": "Watchdog",
+}
+"""Public names, by the module of this package that has them."""
+
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _PLACES.items() for name in names.split()}
+
+__all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for, and keep it."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """The public names, and those that every module has."""
+    return sorted({name for name in globals() if name.startswith("__")} | _MODULE_OF.keys())

@@ -16,7 +16,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.algorithms.ranks import sharing_rows
 from lit_rl.callbacks.kept_images import KeptImages
-from lit_rl.data.offline.formats import COLUMNS, OTHER_MASKS
+from lit_rl.data.kinds import COLUMNS
+from lit_rl.data.offline.formats import OTHER_MASKS
 from lit_rl.data.splits import prompt_key
 from lit_rl.data.templates import control_tokens
 from lit_rl.errors import ConfigError, StorageError, did_you_mean, in_range

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_rl.callbacks.alarms.base import ALARMS
+from lit_rl.callbacks.file_names import ALARMS
 from lit_rl.callbacks.preference_sets import SETS
 from lit_rl.callbacks.rollouts import STEP_FILES
 from lit_rl.callbacks.sample_files import SAMPLE_FILES, cut_back

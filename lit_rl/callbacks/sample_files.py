@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lit_rl.algorithms.evaluation.token_columns import PREFIX
 from lit_rl.callbacks.kept_images import arrow_images, image_features
 from lit_rl.durable import flush, replacing
+from lit_rl.episodes import TOKENS
 from lit_rl.errors import StorageError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def write_parquet(table: dict[str, list[Any]], path: Path) -> None:
 
     images = {key: found for key, values in table.items() if (found := arrow_images(values)) is not None}
     columns = {
-        key: images[key] if key in images else _storable(values, lists=key.startswith(PREFIX))
+        key: images[key] if key in images else _storable(values, lists=key.startswith(TOKENS))
         for key, values in table.items()
     }
     _store(pyarrow.table(columns), list(images), path)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lit_rl.commands.compare import compare
 from lit_rl.commands.folder_state import nearest_run
 from lit_rl.errors import ConfigError
 
@@ -27,9 +27,4 @@ def run(words: Sequence[str]) -> int:
             raise ConfigError(
                 f"{folder} is no folder: give the folders of two runs, such as runs/a runs/b.{nearest_run(folder)}"
             )
-    if "torch" not in sys.modules:
-        sys.stderr.write("lit-rl compare: loading torch, lightning and transformers ...\n")
-        sys.stderr.flush()
-    from lit_rl.commands.compare import compare
-
     return compare(first, second)

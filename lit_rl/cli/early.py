@@ -10,12 +10,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rl.cli import allowed, own_keys
-from lit_rl.cli.whereabouts import folder_of, is_launched, is_sweep, writes_nothing
+from lit_rl.cli import accelerators, allowed, own_keys
+from lit_rl.cli.whereabouts import folder_of, is_launched, is_over_a_run, is_sweep, writes_nothing
 from lit_rl.commands import folder_state
 from lit_rl.data.sources import local_path
 from lit_rl.errors import ConfigError
-from lit_rl.named import check_function, local_model, weights_by_name
+from lit_rl.named import check_can_be_read, check_function, local_model, weights_by_name
 from lit_rl.vllm_package import require_vllm
 
 TELL_THE_DATA = {"data", "algo", "experiment", "data.prompt_key"}
@@ -69,8 +69,19 @@ def check(config: DictConfig) -> None:
         _check_engine(config)
         for name in _texts(_at(config, "model.name")):
             local_model("model.name", name)
+    if config.task in _OF_A_TRAINER:
+        accelerators.check(_at(config, "trainer.accelerator"))
     if not is_launched():
         _check_start(config)
+        _check_hub(config)
+
+
+def _check_hub(config: DictConfig) -> None:
+    """Refuse a model of the hub that is not there. Where settings of a run come first, its model is not this one."""
+    ours = _at(config, "model._target_") == "lit_rl.models.LanguageModel" and not _at(config, "model.init_kwargs")
+    if config.task in (*_OF_A_MODEL, "data_check") and ours and not is_over_a_run(config.task, config.run_dir):
+        for name in _texts(_at(config, "model.name")):
+            check_can_be_read("model.name", name)
 
 
 def _check_engine(config: DictConfig) -> None:

@@ -17,13 +17,12 @@ from lit_rl.cli import own_keys, run_trust
 from lit_rl.cli.build import plain
 from lit_rl.cli.other_words import ELSEWHERE
 from lit_rl.cli.replays import config_of
-from lit_rl.commands import folder_state
+from lit_rl.cli.whereabouts import is_over_a_run
 from lit_rl.commands.config_changes import between
+from lit_rl.commands.redaction import redact, redact_command
 from lit_rl.commands.rendezvous import Rendezvous
-from lit_rl.commands.run_dir import RunDir, redact, redact_command
+from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError
-
-TASKS = ("eval", "validate", "test", "predict", "best_of_n")
 
 PARTS = ("seed", "model", "data", "reward", "env", "judge", "reference", "sampling", "eval", "algo")
 """What is the run's where nothing was typed. What computes and writes is the command's: Trainer, generator, loggers."""
@@ -43,18 +42,6 @@ _OF_TRAINING = (
 
 _NAMED = ("model", "data", "reward", "env", "judge", "reference", "sampling", "algo")
 """What changes a number's meaning, where it is not as the run had it."""
-
-
-def is_over_a_run(task: str, run_dir: str | None) -> bool:
-    """Whether this command evaluates, and its `run_dir` is the folder of a run; of one that cannot be read, too."""
-    if task not in TASKS or not run_dir:
-        return False
-    try:
-        folder = Path(str(run_dir)).expanduser()
-        found = folder_state.read_config(folder)
-        return (folder / "config.yaml").is_file() and (not found or folder_state.is_of_a_run(found))
-    except (OSError, RuntimeError):  # no name of a folder, which is said where it is opened
-        return False
 
 
 def check_every_node_sees(meeting: Rendezvous, task: str, run_dir: str) -> None:

@@ -10,7 +10,8 @@ import lightning as L
 from lit_rl.cli.messages import described
 from lit_rl.cli.other_processes import has_lost_another
 from lit_rl.commands.other_ranks import OtherRankFailed
-from lit_rl.commands.run_dir import RunDir, redact_command
+from lit_rl.commands.redaction import redact_command
+from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import BackendError, LitRLError
 
 

@@ -23,6 +23,7 @@ from lit_rl.callbacks.slurm import is_requeued
 from lit_rl.cli import (
     chats,
     data_choice,
+    data_kinds,
     doctoring,
     early,
     ends,
@@ -30,9 +31,7 @@ from lit_rl.cli import (
     exporting,
     quiet,
     replays,
-    reporting,
     serving,
-    transcribing,
 )
 from lit_rl.cli.build import build, check_answered, check_judged, plain
 from lit_rl.cli.failures import give_up, write_down
@@ -41,10 +40,12 @@ from lit_rl.cli.precision import for_trainer, settle
 from lit_rl.cli.trainers import trainer_of
 from lit_rl.cli.whereabouts import (
     COMPUTE_NOTHING,
+    EVALUATE,
     TOLD_CHECKPOINT,
     TOLD_FOLDER,
     folder_of,
     is_main,
+    is_over_a_run,
     is_sweep,
     writes_nothing,
 )
@@ -67,8 +68,9 @@ from lit_rl.commands.other_ranks import (
     watching_those_started,
 )
 from lit_rl.commands.place import place_of
+from lit_rl.commands.redaction import redact
 from lit_rl.commands.rendezvous import Rendezvous
-from lit_rl.commands.run_dir import RunDir, Start, redact
+from lit_rl.commands.run_dir import RunDir, Start
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
 from lit_rl.data.offline.example_module import ExampleDataModule
@@ -90,8 +92,6 @@ _WITHOUT_A_RUN = {
     "chat": chats.run,
     "serve": serving.run,
     "doctor": doctoring.run,
-    "transcripts": transcribing.run,
-    "report": reporting.run,
     "export": exporting.run,
 }
 """Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
@@ -110,7 +110,7 @@ def run(config: DictConfig) -> int:
         config = _with_settings_of_others(config)
         return _run_as_told(config, RunDir(Path(os.environ[TOLD_FOLDER])), os.environ[TOLD_CHECKPOINT] or None)
     # What nodes see of a run's folder they read once they have met: one that sees another one must not leave alone.
-    meet_first = config.task in evaluated.TASKS and config.run_dir
+    meet_first = config.task in EVALUATE and config.run_dir
     meeting = _meeting(config) if meet_first else None
     try:
         if meeting is not None:
@@ -128,7 +128,7 @@ def run(config: DictConfig) -> int:
 
 def _with_settings_of_others(config: DictConfig) -> DictConfig:
     """The config with the settings of the run that is evaluated, or with the group that the data choose."""
-    if evaluated.is_over_a_run(config.task, config.run_dir):
+    if is_over_a_run(config.task, config.run_dir):
         if is_sweep():
             raise ConfigError(
                 f"lit-rl {config.task.replace('_', '-')} over the run of {config.run_dir} takes no sweep (-m): start "
@@ -288,7 +288,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
         lock: Of the folder, where it is held already.
     """
     tree, dry = plain(config), writes_nothing(config)
-    data_choice.check_pair(config)
+    data_kinds.check_pair(config)
     if tree["task"] == "plan":
         tree |= {"callbacks": {}}
         tree["trainer"] |= {"limit_val_batches": 0, "enable_progress_bar": False}

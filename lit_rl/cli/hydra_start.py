@@ -13,7 +13,19 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, flag_override
 
-from lit_rl.cli import choices, config_files, early, hydra_node, own_keys, quiet, stored_schemas, sweeping
+from lit_rl.cli import (
+    choices,
+    config_files,
+    data_kinds,
+    early,
+    hydra_node,
+    own_keys,
+    quiet,
+    reporting,
+    stored_schemas,
+    sweeping,
+    transcribing,
+)
 from lit_rl.cli.messages import reported
 from lit_rl.cli.whereabouts import TOLD_CHECKPOINT, TOLD_FOLDER, folder_of, is_main, is_sweep, writes_nothing
 from lit_rl.errors import BackendError, ConfigError, did_you_mean, seed_in_range
@@ -23,6 +35,8 @@ TASKS = (
     "serve", "doctor", "transcripts", "report", "export", "replay",
 )  # fmt: skip
 """What `task=` may be."""
+_OF_FILES = {"transcripts": transcribing.run, "report": reporting.run}
+"""Tasks that read what a run has written, for which torch is not loaded."""
 _READ_A_RUN = ("replay", "chat", "export", "eval", "validate", "test", "predict", "best_of_n")
 """Those that take settings from the folder of a run."""
 _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", TOLD_FOLDER, TOLD_CHECKPOINT)
@@ -93,6 +107,9 @@ def run(config: DictConfig) -> int:
     """One job."""
     _check(config)
     early.check(config)
+    data_kinds.check(config)
+    if config.task in _OF_FILES:
+        return _OF_FILES[config.task](config) if is_main() else 0
     _load(config.task)
     with quiet.without_root_handlers():
         from lit_rl.cli import hydra_app
@@ -101,15 +118,12 @@ def run(config: DictConfig) -> int:
 
 
 def _chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """`data_choice.chosen_before`, which loads torch, where the words name a file whose columns are to be looked at."""
+    """`data_kinds.chosen_before`, where the words name a file whose columns are to be looked at."""
     keys = {word.lstrip("+").partition("=")[0] for word in arguments}
     if "data.path" not in keys or keys & early.TELL_THE_DATA:
         return list(arguments), ""
     early.check_words(arguments)
-    _load(next((word.partition("=")[2] for word in reversed(arguments) if word.startswith("task=")), "fit"))
-    from lit_rl.cli import data_choice
-
-    return data_choice.chosen_before(arguments)
+    return data_kinds.chosen_before(arguments)
 
 
 def _load(task: str) -> None:

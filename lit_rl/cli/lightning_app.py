@@ -53,7 +53,8 @@ from lit_rl.commands.other_ranks import (
     wait_for_those_started,
     watching_those_started,
 )
-from lit_rl.commands.run_dir import RunDir, redact, redact_command
+from lit_rl.commands.redaction import redact, redact_command
+from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
 from lit_rl.data.tasks import Task

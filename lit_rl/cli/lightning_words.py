@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lit_rl.cli.key_names import schema_keys
+from lit_rl.cli.listing import some_keys
 from lit_rl.cli.stored_schemas import versions
 from lit_rl.errors import ConfigError, did_you_mean
 
@@ -52,5 +53,5 @@ def no_such_key(head: str, name: str, names: Sequence[str]) -> ConfigError:
         names: Those that there are; none where that is not known.
     """
     key = f"{head}.{name}" if head else name
-    listed = f" {head} has: {', '.join(sorted(names))}." if names else ""
+    listed = some_keys(head, name, names, "lit-rl fit --help")
     return ConfigError(f"{key} is not a key.{did_you_mean(name, names)}{listed}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lit_rl.errors import ConfigError, did_you_mean
@@ -13,6 +14,9 @@ from lit_rl.errors import ConfigError, did_you_mean
 _WIDTH = 119
 _MANY = 20
 """Choices that would bury a hint behind which they stand."""
+
+_NEIGHBOURS = 5
+"""Keys that are named beside one that is not there."""
 
 
 def conf_folder() -> Path:
@@ -64,6 +68,23 @@ def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
     if near and len(options) > _MANY:
         return f"{group}={choice} is not a choice.{near} `lit-rl list {group}` says what the {len(options)} are."
     return f"{group}={choice} is not a choice.{near} {group} has: {', '.join(options)}."
+
+
+def some_keys(head: str, name: str, names: Iterable[str], command: str = "") -> str:
+    """What is said of the keys beside one that is not there: those with the most similar names, and what lists all.
+
+    Args:
+        head: What they belong to; empty at the top.
+        name: The key, below that.
+        names: Those that there are; none where that is not known.
+        command: Lists them; empty is that of a training.
+    """
+    there, owner = sorted(names), head or "The top level"
+    if len(there) <= _NEIGHBOURS:
+        return f" {owner} has: {', '.join(there)}." if there else ""
+    near = difflib.get_close_matches(name, there, n=_NEIGHBOURS, cutoff=0.0)
+    command = command or f"lit-rl train --cfg job{f' --package {head}' if head else ''}"
+    return f" {owner} has {', '.join(near)} and {len(there) - len(near)} more: `{command}` lists them."
 
 
 def run(words: Sequence[str]) -> int:

@@ -13,7 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lit_rl.cli.listing import no_choice
+from lit_rl.cli import accelerators
+from lit_rl.cli.listing import no_choice, some_keys
 from lit_rl.cli.other_processes import of_other_processes
 from lit_rl.cli.other_words import check_spaces, meaning
 from lit_rl.durable import is_failing, is_full
@@ -106,9 +107,9 @@ def _hydra(error: BaseException) -> LitRLError | None:
             names = _siblings(link)
             if not names:
                 return ConfigError(f"{key} is not a key yet. To add it: +{key}=...")
-            listed = f" {key.rpartition('.')[0] or 'The top level'} has: {', '.join(names)}." if names else ""
-            near = meaning(key) or did_you_mean(key.rpartition(".")[2], names) or _elsewhere(link)
-            return ConfigError(f"{key} is not a key.{near}{listed}")
+            head, _, name = key.rpartition(".")
+            near = meaning(key) or did_you_mean(name, names) or _elsewhere(link)
+            return ConfigError(f"{key} is not a key.{near}{some_keys(head, name, names)}")
         if isinstance(link, ValidationError) and link.full_key:
             reason = str(link).split("\n")[0]
             return ConfigError(f"{link.full_key}: {reason}. See its type in: python train.py --cfg job")
@@ -205,12 +206,7 @@ def _lightning(error: BaseException) -> LitRLError | None:
     if isinstance(error, MisconfigurationException):
         away = ("accelerator", "GPU", "CUDA", "device", "precision", "backend", "deepspeed")
         if text.startswith("No supported gpu backend"):
-            seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-            hidden = "" if seen is None else f" with CUDA_VISIBLE_DEVICES={seen!r}"
-            return BackendError(
-                f"trainer.accelerator=gpu, and PyTorch sees no GPU{hidden}: set trainer.accelerator=auto or cpu. "
-                "`lit-rl env` shows what is there."
-            )
+            return accelerators.no_gpu("gpu")
         if "monitor" not in text and any(word in text for word in away):
             return BackendError(text)
         return ConfigError(text)

@@ -6,11 +6,12 @@ Only where it can mean one thing; else the message names the keys. Nothing heavy
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lit_rl.cli import key_names, other_names
-from lit_rl.cli.listing import conf_folder, defaults, groups, keys, no_choice
+from lit_rl.cli.listing import conf_folder, defaults, groups, keys, no_choice, some_keys
 from lit_rl.errors import ConfigError, did_you_mean, nearest
 
 MEANS = {
@@ -40,6 +41,7 @@ MEANS = {
     "epochs": "trainer.max_epochs",
     "gpus": "trainer.devices",
     "lora_r": "model.lora.r",
+    "reward_funcs": "reward",
     "reward.func": "reward.fn",
     "reward.function": "reward.fn",
     "losses": "replay.losses",
@@ -61,7 +63,6 @@ AMBIGUOUS = {
     "wandb": "logger=[tensorboard,wandb]",
     "kl_coef": "algo.beta, the KL in the loss, or algo.reward_beta, the KL in the reward",
     "max_prompt_length": "data.max_prompt_tokens; longer prompts are left out, not cut (data.overlong)",
-    "reward_funcs": "reward=NAME, or reward=./mine.py:score",
     "dataset": "data=NAME (lit-rl list data), or data.path=FILE",
 }
 """Names of TRL and others that are more than one key here, or another unit, with what to type: those of which the table
@@ -74,6 +75,8 @@ _FLAGS = (
 _SHORT_FLAGS = ("-h", "-c", "-p", "-r", "-m", "-s", "-i", "-cp", "-cn", "-cd")
 """Hydra's."""
 _MAY_BE_REMOVED = ("callbacks", "logger", "debug", "experiment")
+_FUNCTIONS = re.compile(r"\[ *([^\],]*\w:\w+(?: *, *[^\],]*\w:\w+)*) *\]")
+"""A list of paths of functions."""
 _PLAIN = re.compile(r"[\w./~-]+")
 ELSEWHERE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 """Options of Hydra's that bring groups of the user's; the next word is theirs."""
@@ -92,12 +95,12 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     out: list[str] = []
     new: list[str] = []
     check_spaces(words)
-    for word in words:
+    for word, next_word in zip(words, [*words[1:], ""]):
         key, equals, value = word.partition("=")
         if word.startswith("~") and not any(each.startswith((f"+{key[1:]}.", f"+{key[1:]}=")) for each in words):
             _check_removed(key[1:], found)
         if word.startswith("-") and key not in (*_FLAGS, *_SHORT_FLAGS):
-            raise ConfigError(_dashed(key))
+            raise ConfigError(_dashed(key, value if equals else next_word))
         if not equals or word.startswith("-"):
             out.append(word)
             continue
@@ -113,8 +116,8 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
         read = _read(MEANS.get(key, key), value, typed, found)
         if read != [word]:
             new += read
-        elif not own:
-            _check(key, value, found, choices)
+        if not own and read in ([word], [f"reward={value}"]):
+            _check(*read[0].split("=", 1), found, choices)
         out += read
     return out, new
 
@@ -161,6 +164,8 @@ def _read(key: str, value: str, typed: set[str], found: Mapping[str, Mapping[str
         return ["model=local", f"model.name={_quoted(value)}"]
     if key == "reward" and value not in found["reward"] and re.search(r"\w:\w+$", value) and "{" not in value:
         return ["reward=function", f"reward.fn={_quoted(value)}"]
+    if key == "reward" and (many := _FUNCTIONS.fullmatch(value)) and "{" not in value:
+        return ["reward=function", f"reward.fn=[{','.join(map(_quoted, re.split(r' *, *', many[1])))}]"]
     if key == "reward.fn" and not {"reward", "experiment"} & typed:
         return ["reward=function", f"reward.fn={value}"]
     return [f"{key}={value}"]
@@ -191,7 +196,7 @@ def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices
     known = {*tops, *keys()} - {"hydra"}
     if not dot and head.isidentifier() and head not in {*known, "hydra"}:
         hint = _meant(head, known, choices)
-        raise ConfigError(f"{head} is not a key.{hint} The top level has: {', '.join(sorted(known))}.")
+        raise ConfigError(f"{head} is not a key.{hint}{some_keys('', head, known)}")
     hint = "" if head in {*known, "hydra"} else did_you_mean(head, tops) or meaning(key)
     if dot and head.isidentifier() and hint:  # others wait for the whole config
         raise ConfigError(f"{key} is not a key.{hint}")
@@ -199,14 +204,19 @@ def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices
         _check_in_group(key, head, rest.partition(".")[0], choices[head])
 
 
-def _dashed(flag: str) -> str:
-    """What is said of `--lr`, where `key=value` is written."""
+def _dashed(flag: str, value: str) -> str:
+    """What is said of `--lr`, where `key=value` is written.
+
+    Args:
+        value: What followed; nothing, or another option or setting, is no value of it.
+    """
     name = flag.lstrip("-").replace("-", "_")
     if name in AMBIGUOUS:
         return f"{flag} is no option: settings are written key=value. What it may mean: {AMBIGUOUS[name]}."
+    said = shlex.quote(value) if value and not value.startswith("-") and "=" not in value else "..."
     if name not in MEANS and (told := other_names.said(name)) and name not in {*groups([conf_folder()]), *keys()}:
         return f"{flag} is no option: settings are written key=value.{told}"
-    return f"{flag} is no option: settings are written key=value, such as {MEANS.get(name, name)}=..."
+    return f"{flag} is no option: settings are written key=value, such as {MEANS.get(name, name)}={said}"
 
 
 def _meant(name: str, known: set[str], choices: Mapping[str, str]) -> str:
@@ -241,4 +251,4 @@ def _check_in_group(key: str, group: str, name: str, choice: str) -> None:
     if name.isidentifier() and name not in key_names.of_group(group):
         has = sorted(name for name in key_names.of_choice(group, choice) if not name.startswith("_"))
         if near := meaning(key) or did_you_mean(name, has):
-            raise ConfigError(f"{group}.{name} is not a key.{near} {group} has: {', '.join(has)}.")
+            raise ConfigError(f"{group}.{name} is not a key.{near}{some_keys(group, name, has)}")

@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from lit_rl.commands import folder_state
 from lit_rl.errors import StorageError
 
 TOLD_FOLDER, TOLD_CHECKPOINT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
@@ -19,6 +20,9 @@ TOLD_FOLDER, TOLD_CHECKPOINT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
 
 COMPUTE_NOTHING = ("reward_test", "env_check")
 """Tasks whose policy is never asked."""
+
+EVALUATE = ("eval", "validate", "test", "predict", "best_of_n")
+"""Tasks that evaluate a policy."""
 
 _RANKS = (
     "RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK"
@@ -38,6 +42,18 @@ def is_launched() -> bool:
 def is_sweep() -> bool:
     """Whether this is a job of one."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def is_over_a_run(task: str, run_dir: str | None) -> bool:
+    """Whether this command evaluates, and its `run_dir` is the folder of a run; of one that cannot be read, too."""
+    if task not in EVALUATE or not run_dir:
+        return False
+    try:
+        folder = Path(str(run_dir)).expanduser()
+        found = folder_state.read_config(folder)
+        return (folder / "config.yaml").is_file() and (not found or folder_state.is_of_a_run(found))
+    except (OSError, RuntimeError):  # no name of a folder, which is said where it is opened
+        return False
 
 
 def writes_nothing(config: DictConfig) -> bool:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-OURS = ("lit_rl.", "lightning.")
-"""Packages whose constructors are looked at. A run's config may name others; reading it imports none of them."""
+from lit_rl.commands import defaults
+from lit_rl.commands.defaults import Made
 
 _OF_OTHER_COMMANDS = (
     "plan", "reward_test", "data_check", "env_check", "chat", "serve", "doctor", "transcripts", "losses", "rollout",
@@ -109,12 +107,12 @@ def _differing(key: str, value: Any, default: Any, known: Mapping[str, Any]) -> 
             yield key, value, _said(default)
         return
     target = value.get("_target_")
-    defaults = {**dict(_defaults(target)), **known}
-    if target is not None and default is not None and _name(default) not in (None, str(target).rpartition(".")[2]):
+    usual = {**defaults.of(target), **known}
+    if target is not None and isinstance(default, Made) and default.name != str(target).rpartition(".")[2]:
         yield f"{key}._target_", target, _said(default)
     for name, each in value.items():
         if name not in ("_target_", "_partial_", "seed"):
-            yield from _differing(f"{key}.{name}", each, defaults.get(name), {})
+            yield from _differing(f"{key}.{name}", each, usual.get(name), {})
 
 
 def _plain(value: Any) -> Any:
@@ -123,55 +121,11 @@ def _plain(value: Any) -> Any:
         return [_plain(each) for each in value] or None
     if isinstance(value, Mapping):
         return dict(value) or None
-    return None if callable(value) else value
+    return None if isinstance(value, Made) and value.function else value
 
 
 def _said(default: Any) -> Any:
-    return _name(default) if callable(default) or _name(default) else default
-
-
-def _name(default: Any) -> str | None:
-    """Of a function, a `functools.partial` of one, or an object of ours; None for plain values."""
-    inner = getattr(default, "func", default)
-    if inspect.isroutine(inner) or isinstance(inner, type):
-        return inner.__name__
-    return type(inner).__name__ if type(inner).__module__.startswith("lit_rl.") else None
-
-
-def _defaults(target: Any) -> Iterator[tuple[str, Any]]:
-    """Of a constructor or a function of ours, those of parents too where it hands keywords on."""
-    found = _load(target) if isinstance(target, str) and target.startswith(OURS) else None
-    if found is None:
-        return
-    owners = (
-        [vars(cls)["__init__"] for cls in found.__mro__ if "__init__" in vars(cls)]
-        if inspect.isclass(found)
-        else [found]
-    )
-    given: dict[str, Any] = {}
-    for function in owners:
-        signature = _signature(function)
-        for name, parameter in signature.items():
-            if parameter.default is not parameter.empty:
-                given.setdefault(name, parameter.default)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values()):
-            break
-    yield from given.items()
-
-
-def _signature(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def _load(target: str) -> Any:
-    module, _, name = target.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ImportError:  # an optional package is missing, or a version had it elsewhere
-        return None
+    return default.name if isinstance(default, Made) else default
 
 
 def _shipped_trainer() -> dict[str, Any]:

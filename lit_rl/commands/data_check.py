@@ -19,9 +19,9 @@ from lit_rl.commands.first_row import as_read, first_row
 from lit_rl.commands.image_check import say_bad_images, say_images, seen_sets
 from lit_rl.commands.template_check import say_template
 from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.example import Example, Kind
+from lit_rl.data.kinds import Kind, kind_of
+from lit_rl.data.offline.example import Example
 from lit_rl.data.offline.example_module import ExampleDataModule
-from lit_rl.data.offline.formats import COLUMNS
 from lit_rl.data.splits import prompt_key
 from lit_rl.errors import DataError, in_range
 from lit_rl.images import ImageRef
@@ -31,24 +31,6 @@ from lit_rl.videos import VideoRef
 
 _LONGEST, _RUNS, _BINS, _BAR, _RENDERED = 400, 40, 8, 40, 100
 _OPEN, _CLOSE = "⟦", "⟧"
-
-_READ_AS: tuple[tuple[str, Kind], ...] = (
-    ("tokenised", "texts"),
-    ("stepwise", "stepwise"),
-    ("preference", "pairs"),
-    ("unpaired preference", "verdicts"),
-    ("prompt-completion", "texts"),
-    ("language modelling (messages)", "texts"),
-)
-
-
-def kind_of(row: Mapping[str, Any]) -> Kind | None:
-    """What the columns of a row are for; None: prompts to be answered, or nothing that is known."""
-    found = {name for name, value in row.items() if value is not None}
-    for name, kind in _READ_AS:
-        if found.issuperset(COLUMNS[name]):
-            return kind
-    return "texts" if "text" in found and "prompt" not in found else None
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from lit_rl.algorithms.evaluation.statistics import mean_with_interval
+from lit_rl.ops.intervals import wilson
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,8 @@ def mcnemar(better: int, worse: int) -> float:
 def newcombe(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
     """The interval of a difference of paired shares (Newcombe 1998, method 10)."""
     n = len(first)
-    (p, low_p, high_p), (q, low_q, high_q) = (mean_with_interval(torch.tensor(each)) for each in (first, second))
+    p, q = sum(first) / n, sum(second) / n
+    (low_p, high_p), (low_q, high_q) = wilson(p, n), wilson(q, n)
     both = sum(a * b for a, b in zip(first, second))
     neither = sum((1 - a) * (1 - b) for a, b in zip(first, second))
     a, b, c, d = both, n * p - both, n * q - both, neither

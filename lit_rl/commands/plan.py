@@ -12,11 +12,11 @@ import lightning as L
 from rich.console import Console
 from rich.table import Table
 
-from lit_rl.algorithms.preflight.memory import MemoryPlan, in_words
+from lit_rl.algorithms.preflight.memory import MemoryPlan
 from lit_rl.callbacks.text import plan_table
 from lit_rl.commands.step_memory import planned
 from lit_rl.commands.train import Run
-from lit_rl.errors import BackendError, StorageError
+from lit_rl.errors import BackendError, StorageError, in_words
 
 
 def plan(run: Run, *, memory_gb: float | None, probe: bool) -> int:

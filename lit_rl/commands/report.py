@@ -13,13 +13,11 @@ import lightning as L
 from rich.console import Console
 from rich.table import Table
 
-from lit_rl.callbacks.alarms.base import ALARMS
+from lit_rl.callbacks.file_names import ALARMS
 from lit_rl.callbacks.unwritten import not_written
+from lit_rl.commands.run_curves import PHASES
 from lit_rl.errors import StorageError
 from lit_rl.rollout import PromptForm
-
-PHASES = ("generate", "reward", "update")
-"""Of a rollout; a run that learns from a data set has updates only."""
 
 MEASURED = tuple(f"{name}{end}" for name in ("reward", "win_rate") for end in ("", "_low", "_high"))
 """What the closing table shows of a validation: names behind the set's."""

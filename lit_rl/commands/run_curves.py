@@ -10,6 +10,9 @@ from fnmatch import fnmatchcase
 from lit_rl.commands.curves import Line
 from lit_rl.commands.run_files import RunFiles, Series
 
+PHASES = ("generate", "reward", "update")
+"""Of a rollout; a run that learns from a data set has updates only."""
+
 _LEARNED = (
     "reward", "win_rate", "pass@*", "accuracy", "rewards/accuracies", "margin", "rewards/margins",
     "mean_token_accuracy", "rewards/chosen", "rewards/rejected", "rewards/*/mean", "verifiers/*",

@@ -7,20 +7,19 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from lit_rl.callbacks.alarms.going_back import FOLDER as BEFORE_ALARM
 from lit_rl.callbacks.checkpoint_files import newest_whole
 from lit_rl.callbacks.record import FILES, record_files
 from lit_rl.commands import folder_state
+from lit_rl.commands.redaction import redact
 from lit_rl.commands.run_lock import NAME, RunLock
+from lit_rl.commands.run_names import PAGE, RunNames
 from lit_rl.durable import PARTIAL, flush, replacing
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.export.checked_folder import unpublished
@@ -28,9 +27,6 @@ from lit_rl.models.export.checked_folder import unpublished
 Start = Literal["new", "anew", "resumed"]
 """How a run begins in its folder: with nothing there; in place of one that died before its first checkpoint; or from a
 checkpoint."""
-
-PAGE = "report.html"
-"""What `lit-rl report` makes of the rest: written anew at each end of a run."""
 
 HF_STEPS = "hf_steps"
 """Folder of the exports that `callbacks.export` writes: `step_00000100`."""
@@ -51,53 +47,10 @@ REPLACED = (
 )
 """Names that a run writes, and would replace or add to, beside config.yaml."""
 
-_SECRET_KEY = re.compile(
-    r"(^|[_-])(token|api_key|api-key|apikey|access_key|private_key|secret|password|passwd|credential|authorization)s?$",
-    re.IGNORECASE,
-)
-_SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|[0-9a-f]{40})\b|(?<=://)[^/@\s]+@"
-    r"|(?<=Bearer )\S+|(?<=[?&]sig=)[^&\s]+|(?<=[?&]signature=)[^&\s]+"
-    r"|(?<=token=)\S+|(?<=api_key=)\S+|(?<=secret=)\S+|(?<=password=)\S+"
-)
-_NOT_SECRET = {"eos_token", "pad_token", "revision"}
-_COUNT_OF_TOKENS = re.compile(r"tokens=(\d+|null)$", re.IGNORECASE)
-"""How a word ends that sets a length: `max_new_tokens=6` is no secret."""
-
 
 @dataclass(frozen=True)
-class RunDir:
-    """A folder and the names in it."""
-
-    path: Path
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def error(self) -> Path:
-        return self.path / "error.json"
-
-    @property
-    def page(self) -> Path:
-        return self.path / PAGE
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def hf(self) -> Path:
-        return self.path / "hf"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
+class RunDir(RunNames):
+    """The folder of a run that is to be, goes on or has ended: what may be written there, and what stands there."""
 
     def read_summary(self) -> dict[str, Any]:
         """What the summary says so far; empty where there is none. Nothing depends on a damaged one: it is made anew,
@@ -293,36 +246,3 @@ def _replace(path: Path, text: str) -> None:
     with replacing(path) as partial:
         partial.write_text(text)
         flush(partial)
-
-
-def redact_command(command: str) -> str:
-    """A command line whose words are redacted as a config is: `group.key=value` by the names of its key, and a value
-    with a part that is a secret as a whole."""
-    return shlex.join(_redacted_word(*word.partition("=")) for word in shlex.split(command))
-
-
-def _redacted_word(key: str, equals: str, value: str) -> str:
-    if not equals:
-        return redact(key)
-    name = key.partition("@")[0].rpartition(".")[2]
-    if value[:1] not in ("{", "["):
-        return key + equals + redact(value, name)
-    try:
-        # Hydra needs no blank behind the colon of a dictionary, YAML does. What is no YAML then is hidden as a whole.
-        tree = yaml.safe_load(re.sub(r":(?! )", ": ", value))
-    except yaml.YAMLError:
-        return f"{key}{equals}<redacted>"
-    return f"{key}{equals}{value if redact(tree, name) == tree else '<redacted>'}"
-
-
-def redact(node: Any, key: str = "") -> Any:
-    """The tree with everything that is a secret by its name or its form replaced."""
-    if isinstance(node, dict):
-        return {name: redact(value, str(name)) for name, value in node.items()}
-    if isinstance(node, list):
-        return [redact(value, key) for value in node]
-    if isinstance(node, str) and key not in _NOT_SECRET:
-        if _SECRET_KEY.search(key) and node and not _COUNT_OF_TOKENS.search(f"{key}={node}"):
-            return "<redacted>"
-        return _SECRET_VALUE.sub("<redacted>", node)
-    return node

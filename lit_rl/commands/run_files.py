@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from lit_rl.callbacks.alarms.base import ALARMS
+from lit_rl.callbacks.file_names import ALARMS
 from lit_rl.callbacks.sample_files import SampleTable, tables_in
 from lit_rl.commands import folder_state
-from lit_rl.commands.run_dir import RunDir
+from lit_rl.commands.run_names import RunNames
 from lit_rl.errors import ConfigError
 
 
@@ -73,7 +73,7 @@ def read(run_dir: Path) -> RunFiles:
     Raises:
         ConfigError: it is no folder, or neither config.yaml nor metrics.jsonl is there.
     """
-    names = RunDir(run_dir)
+    names = RunNames(run_dir)
     folder_state.check_is_folder(run_dir)
     if not (names.config.is_file() or names.metrics.is_file()):
         raise ConfigError(f"run_dir={run_dir} holds no run: neither config.yaml nor metrics.jsonl is there.")

@@ -8,16 +8,15 @@ from typing import Any
 
 import yaml
 
-from lit_rl.algorithms.preflight.memory import in_words
 from lit_rl.commands.config_changes import changes, set_by_model
 from lit_rl.commands.curves import chart, histograms, number
 from lit_rl.commands.html_file import data, document, safe
-from lit_rl.commands.report import PHASES
 from lit_rl.commands.run_alarms import Finding, findings
-from lit_rl.commands.run_curves import Group, groups_of, measured, of_set, sets_of
+from lit_rl.commands.run_curves import PHASES, Group, groups_of, measured, of_set, sets_of
 from lit_rl.commands.run_files import RunFiles
 from lit_rl.commands.run_page_style import SCRIPT, STYLE
 from lit_rl.commands.run_samples import SampleFiles, distributions, samples_of
+from lit_rl.errors import in_words
 
 _FIRST = 6
 """Charts of a group that are open from the start."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lit_rl.commands import html_file, run_files, run_page
-from lit_rl.commands.run_dir import PAGE, RunDir
+from lit_rl.commands.run_names import PAGE, RunNames
 
 
 def report(run_dir: Path) -> int:
@@ -25,7 +25,7 @@ def report(run_dir: Path) -> int:
 
 def write(run_dir: Path) -> Path:
     """The page's file."""
-    target = RunDir(run_dir).page
+    target = RunNames(run_dir).page
     html_file.write(target, run_page.page(run_files.read(run_dir)))
     return target
 
@@ -39,7 +39,7 @@ def write_at_the_end(run_dir: Path) -> None:
     Console().print(said, soft_wrap=True, highlight=False, markup=False)
 
 
-def write_or_say_what_to_add(run_dir: RunDir) -> None:
+def write_or_say_what_to_add(run_dir: RunNames) -> None:
     """The page of a run of LightningCLI that has ended, where it logged its metrics; else the keys that make it do."""
     if run_dir.metrics.is_file():
         return write_at_the_end(run_dir.path)

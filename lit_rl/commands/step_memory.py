@@ -11,8 +11,8 @@ import torch
 
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.cut import remedies
-from lit_rl.algorithms.preflight.memory import MemoryPlan, in_words
-from lit_rl.errors import BackendError, is_out_of_memory
+from lit_rl.algorithms.preflight.memory import MemoryPlan
+from lit_rl.errors import BackendError, in_words, is_out_of_memory
 from lit_rl.generation.base import InProcessGenerator
 
 _OF_LEARNING = ("gradients", "buckets", "optimizer")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_rl.commands import run_files
+from lit_rl.commands.redaction import redact
 from lit_rl.commands.run_curves import of_set, sets_of
-from lit_rl.commands.run_dir import redact
 from lit_rl.commands.run_files import RunFiles
 from lit_rl.commands.run_page import HIGHER, LOWER
 from lit_rl.errors import ConfigError, StorageError

@@ -24,7 +24,8 @@ from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.callbacks.unwritten import not_written
 from lit_rl.commands import leaving, report, run_report
 from lit_rl.commands.export import FOLDER, card_facts, for_readers
-from lit_rl.commands.run_dir import RunDir, redact_command
+from lit_rl.commands.redaction import redact_command
+from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.step_memory import peak_memory, told_of_memory
 from lit_rl.errors import SIGNALLED, ConfigError, GenerationError

@@ -11,9 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_rl.algorithms.evaluation.tables import RETURNED_IMAGES
-from lit_rl.algorithms.evaluation.token_columns import PREFIX
 from lit_rl.callbacks.sample_files import SampleTable, tables_in
+from lit_rl.episodes import RETURNED_IMAGES
+from lit_rl.episodes import TOKENS as PREFIX
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.images import COLUMNS as IMAGE_COLUMNS
 from lit_rl.videos import COLUMNS as VIDEO_COLUMNS

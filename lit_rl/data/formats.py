@@ -7,8 +7,8 @@ from typing import Any
 
 from lit_rl.data.checks import excerpt
 from lit_rl.data.image_parts import sound_parts, text_of
+from lit_rl.episodes import Message, Prompt
 from lit_rl.errors import DataError, LitRLError, did_you_mean
-from lit_rl.rollout import Message, Prompt
 
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")

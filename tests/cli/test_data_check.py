@@ -11,8 +11,8 @@ import pytest
 from cli_helpers import Command, contents, refused, write_jsonl
 
 import lit_rl.data.jsonl
-from lit_rl.commands.data_check import kind_of
 from lit_rl.commands.first_row import first_row
+from lit_rl.data.kinds import kind_of
 from lit_rl.data.sources import load_rows
 from lit_rl.errors import DataError
 

@@ -15,15 +15,27 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
+from huggingface_hub import constants
 from hydra.utils import get_object
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import OmegaConf
 
-from lit_rl.cli import allowed, early, hydra_app, hydra_start, key_names, schemas, stored_schemas
-from lit_rl.errors import ConfigError, DataError, LitRLError
-from lit_rl.named import check_function
+from lit_rl.cli import (
+    accelerators,
+    allowed,
+    data_kinds,
+    early,
+    hydra_app,
+    hydra_start,
+    key_names,
+    schemas,
+    stored_schemas,
+)
+from lit_rl.errors import BackendError, ConfigError, DataError, LitRLError
+from lit_rl.named import check_can_be_read, check_function
 from lit_rl.rewards.functions.by_path import load_function
 
 REFUSED = {
@@ -35,6 +47,19 @@ REFUSED = {
     "seed=abc": (2, "seed='abc' is no whole number"),
     "data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder. Did you mean 'nine.jsonl'?"),
     "data=jsonl data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder."),
+    "data.path=odd.jsonl": (3, "odd.jsonl:1: columns found: prmpt, answer; they are of no format that is known."),
+    "algo=dpo data.path=prompts.jsonl": (
+        2,
+        "DPO needs pairs of a chosen and a rejected completion, and prompts.jsonl ",
+    ),
+    "plan algo=kto data.path=prompts.jsonl": (2, "KTO needs completions with a verdict, and prompts.jsonl has"),
+    "algo=sft data=jsonl data.path=prompts.jsonl": (
+        2,
+        "SFT needs texts to imitate, and data=jsonl (RolloutDataModule)",
+    ),
+    "data=addition data.path=prompts.jsonl": (2, "is a file of yours, and data=addition is computed"),
+    "model=nobody/nothing": (8, "model.name='nobody/nothing' is not in the local cache, and the hub is not asked"),
+    "data-check model=nobody/nothing": (8, "model.name='nobody/nothing' is not in the local cache"),
     "reward=./nowhere.py:score": (2, "reward.fn: there is no file"),
     "reward=./mine.py:scor": (2, "reward.fn='./mine.py:scor': there is no 'scor'. There are: score."),
     "model=./nowhere": (2, "model.name='./nowhere' is written as a path, and there is no such folder"),
@@ -98,11 +123,14 @@ for line in json.loads(sys.argv[1]):
 def test_what_needs_no_torch_is_refused_without_it(root: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(prompts, completions):\n    return [0.0]\n")
     (tmp_path / "nine.jsonl").touch()
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "odd.jsonl").write_text('{"prmpt": "1+1=", "answer": "2"}\n')
     (tmp_path / "finished").mkdir()
     run = dict.fromkeys(("algo", "data", "run_dir", "task", "trainer"))
     (tmp_path / "finished" / "config.yaml").write_text(json.dumps(run))
     (tmp_path / "finished" / "summary.json").write_text('{"status": "finished"}')
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "none")}
     command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(list(REFUSED))]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -110,7 +138,61 @@ def test_what_needs_no_torch_is_refused_without_it(root: Path, tmp_path: Path) -
         ended, said = json.loads(row)
         assert (ended, words in said) == (code, True), f"{line}: {ended}: {said}"
         assert "composing the config ..." in said and "loading torch" not in said
-    assert {path.name for path in tmp_path.iterdir()} == {"mine.py", "nine.jsonl", "finished"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("mine.py", "nine.jsonl", "prompts.jsonl", "odd.jsonl", "finished"),
+    }
+
+
+def test_what_an_algorithm_needs_and_a_data_module_makes_is_what_their_classes_say() -> None:
+    for table, name, none in ((data_kinds.LEARNS_FROM, "learns_from", None), (data_kinds.SERVES, "serves", (None,))):
+        assert {target: getattr(get_object(target), name, none) for target in table} == table
+    shipped = {each for each in schemas.TARGETS.values() if re.fullmatch(r"lit_rl\.algorithms\.\w+", each)}
+    assert shipped - {"lit_rl.algorithms.Evaluation"} == data_kinds.LEARNS_FROM.keys()
+    assert {each for each in schemas.TARGETS.values() if each.endswith("DataModule")} == data_kinds.SERVES.keys()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is left to Lightning")
+def test_a_gpu_is_refused_where_torch_can_see_none_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert accelerators._built() == {"cuda": bool(torch.version.cuda), "hip": bool(torch.version.hip)}
+    for word in ("auto", "cpu", "tpu", None):
+        accelerators.check(word)
+    if torch.cuda.is_available():
+        accelerators.check("gpu")
+    cases = [
+        (True, False, False, True),
+        (True, False, True, False),
+        (False, False, True, True),
+        (False, True, False, False),
+    ]
+    for cuda, hip, driver, refused in cases:
+        monkeypatch.setattr(accelerators, "_built", lambda built={"cuda": cuda, "hip": hip}: built)
+        monkeypatch.setattr(accelerators, "_can_be_loaded", lambda library, there=driver: there)
+        if not refused:
+            accelerators.check("gpu")
+            continue
+        with pytest.raises(BackendError, match="trainer.accelerator=cuda, and PyTorch sees no GPU"):
+            accelerators.check("cuda")
+    with pytest.raises(BackendError, match="trainer.accelerator=mps"):
+        accelerators.check("mps")
+    monkeypatch.setattr(accelerators, "_built", dict)  # a version of torch that does not say it
+    accelerators.check("gpu")
+
+
+def test_a_model_of_the_hub_is_missing_only_where_nothing_of_it_is_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(BackendError, match="model.name='ann/x' is not in the local cache, .* `hf download ann/x`"):
+        check_can_be_read("model.name", "ann/x")
+    file = tmp_path / "models--ann--x" / "snapshots" / "1a" / "config.json"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    check_can_be_read("model.name", "ann/x")
+    check_can_be_read("model.name", "tiny")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy")  # which may know the hub
+    check_can_be_read("model.name", "ann/y")
 
 
 def test_what_is_refused_early_the_constructor_refuses_in_the_same_words() -> None:
@@ -243,7 +325,9 @@ def test_schemas_of_another_lightning_are_not_taken(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_task_has_something_that_runs_it() -> None:
-    assert set(hydra_start.TASKS) == {*hydra_app.TASKS, *hydra_app._WITHOUT_A_RUN, "replay"}
+    assert set(hydra_start.TASKS) == {
+        *hydra_app.TASKS, *hydra_app._WITHOUT_A_RUN, *hydra_start._OF_FILES, "replay",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from cli_helpers import Command, contents, refused, write_jsonl
 
 from lit_rl import cli
+from lit_rl.cli.listing import some_keys
 from lit_rl.cli.other_words import AMBIGUOUS, MEANS, translated
 from lit_rl.errors import ConfigError
 
@@ -35,6 +37,24 @@ def test_one_word(typed, read):
     words, new = translated([typed])
     assert words == read
     assert new == ([] if read == [typed] else read)
+
+
+def test_reward_funcs_is_the_reward():
+    assert translated(["reward_funcs=./mine.py:score"])[0] == ["reward=function", "reward.fn=./mine.py:score"]
+    assert translated(["reward_funcs=exact_match"])[0] == ["reward=exact_match"]
+    for key in ("reward_funcs", "reward"):
+        many = translated([f"{key}=[./mine.py:score, my_package.rewards:brief]"])[0]
+        assert many == ["reward=function", "reward.fn=[./mine.py:score,my_package.rewards:brief]"]
+    with pytest.raises(ConfigError, match="reward=exact_matsh is not a choice. Did you mean 'exact_match'"):
+        translated(["reward_funcs=exact_matsh"])
+
+
+def test_of_many_keys_the_nearest_are_named_and_a_command_lists_all():
+    with pytest.raises(ConfigError) as refusal:
+        translated(["algo.group_siez=4"])
+    said = str(refusal.value)
+    assert re.search(r"algo has group_size(, \w+){4} and \d+ more: `lit-rl train --cfg job --package algo` lists", said)
+    assert some_keys("eval", "x", ["b", "a"]) == " eval has: a, b."
 
 
 def test_a_reward_that_was_chosen_stays():
@@ -73,7 +93,7 @@ def test_beta_of_rloo_is_another_one():
         ("wandb_=true", "What it may mean: logger=[tensorboard,wandb]"),
         ("minibatch=2", "Did you mean 'algo.minibatches'?"),
         ("algorithm=grpo", "algorithm is not a key. Did you mean 'algo'?"),
-        ("nonsense_words=2", "nonsense_words is not a key. The top level has: algo, "),
+        ("nonsense_words=2", "nonsense_words is not a key. The top level has "),
         ("sampling.topp=0.9", "sampling.topp is not a key. Did you mean 'top_p'"),
         ("algo.num_generations=4", "algo.num_generations is not a key. Did you mean 'algo.group_size'?"),
         ("algo.lr=1e-5", "algo.lr is not a key. Did you mean 'optimizer.lr'?"),
@@ -116,11 +136,12 @@ def test_keys_that_another_word_brings_are_left_to_hydra(added):
 @pytest.mark.parametrize(
     "typed, meant",
     [
-        (["--lr", "1e-4"], "--lr is no option: settings are written key=value, such as optimizer.lr=..."),
-        (["-lr", "1e-4"], "-lr is no option: settings are written key=value, such as optimizer.lr=..."),
-        (["--learning-rate=1e-4"], "such as optimizer.lr=..."),
+        (["--lr", "1e-4"], "--lr is no option: settings are written key=value, such as optimizer.lr=1e-4"),
+        (["-lr", "1e-4"], "-lr is no option: settings are written key=value, such as optimizer.lr=1e-4"),
+        (["--lr", "seed=1"], "such as optimizer.lr=..."),
+        (["--learning-rate=1e-4"], "such as optimizer.lr=1e-4"),
         (["--batch-size", "4"], "What it may mean: data.prompts_per_rollout"),
-        (["--seed", "1"], "such as seed=..."),
+        (["--seed", "1"], "such as seed=1"),
         (["--use-peft"], "use_peft is TRL's name. Here: model.lora.r=..."),
     ],
 )

@@ -7,7 +7,7 @@ import shlex
 import pytest
 from cli_helpers import Command, contents, refused, write_jsonl
 
-from lit_rl.cli.data_choice import GROUPS
+from lit_rl.cli.data_kinds import GROUPS
 
 SUM = {"prompt": "1+1=", "answer": "2"}
 ROWS = {

@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from lit_rl.cli import key_names, schemas
+from lit_rl.commands import defaults
 
 
 def test_the_configuration_reference_is_up_to_date(root: Path) -> None:
@@ -25,6 +26,7 @@ def test_the_configuration_reference_is_up_to_date(root: Path) -> None:
         assert said == reference.page(group), "run: python scripts/config_reference.py"
     assert {path.stem for path in reference.PAGES.glob("*.md")} == reference.GROUPS.keys()
     assert key_names.SCHEMA_KEYS.read_text() == reference.schema_keys(), "run: python scripts/config_reference.py"
+    assert defaults.FILE.read_text() == reference.usual(), "run: python scripts/config_reference.py"
 
 
 def test_the_page_of_errors_is_up_to_date(root: Path) -> None:

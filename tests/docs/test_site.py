@@ -123,8 +123,8 @@ def test_what_a_page_fetches_is_there(site: Path) -> None:
 def offered(root: Path, package: str) -> Iterator[str]:
     """What a package names in its `__init__`, each by its full name."""
     tree = ast.parse((root / "lit_rl" / package.replace(".", "/") / "__init__.py").read_text())
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lit_rl."):
             yield from (f"{node.module}.{name.name}" for name in node.names)
 
 

@@ -25,7 +25,7 @@ import lit_rl.cli
 from lit_rl.algorithms import GRPO, AdamW, Linear
 from lit_rl.cli import lightning_app
 from lit_rl.cli.lightning_app import CONFIG_NAME, WithKeywords
-from lit_rl.commands.run_dir import redact_command
+from lit_rl.commands.redaction import redact_command
 from lit_rl.commands.run_lock import NAME
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition

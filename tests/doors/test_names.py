@@ -6,10 +6,12 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lit_rl
+import lit_rl.callbacks
 
 
 def test_the_package_alone_loads_no_torch() -> None:
@@ -32,8 +34,9 @@ def test_dir_lists_the_public_names_alone() -> None:
     assert {name for name in dir(lit_rl) if not name.startswith("__")} == set(lit_rl.__all__)
 
 
-def test_type_checkers_are_told_the_same_names() -> None:
-    tree = ast.parse(Path(lit_rl.__file__).read_text())
+@pytest.mark.parametrize("package", [lit_rl, lit_rl.callbacks], ids=lambda package: package.__name__)
+def test_type_checkers_are_told_the_same_names(package: Any) -> None:
+    tree = ast.parse(Path(package.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     told = {}
     for node in block.body:
@@ -41,7 +44,8 @@ def test_type_checkers_are_told_the_same_names() -> None:
         (alias,) = node.names
         assert alias.name == alias.asname  # a re-export
         told[alias.name] = node.module
-    assert told == lit_rl._MODULE_OF
+    assert told == package._MODULE_OF
+    assert all(getattr(package, name) is getattr(sys.modules[place], name) for name, place in told.items())
 
 
 def test_all_algorithms_are_among_them() -> None:

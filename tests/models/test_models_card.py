@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, metadata_load
 
 from lit_rl.algorithms import GRPO, SFT
 from lit_rl.commands.export import PAPERS, card_facts
-from lit_rl.commands.run_dir import redact_command
+from lit_rl.commands.redaction import redact_command
 from lit_rl.models.export.card import CITATION, model_card
 
 NAN = {"reward": float("nan")}

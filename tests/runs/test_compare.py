@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,23 +65,6 @@ def test_the_t_test_by_hand() -> None:
     assert (found.low, found.high) == (pytest.approx(2 - half, abs=1e-5), pytest.approx(2 + half, abs=1e-5))
     assert paired([0.5, 0.25], [0.5, 0.25]).p == 1 and paired([0.5], [0.75]).high == math.inf
     assert paired([0.5, 0.5], [0.75, 0.75]).p == 0
-
-
-def test_the_command_speaks_before_it_loads_and_refuses_a_folder_that_is_not_there_at_once(tmp_path: Path) -> None:
-    first, second = run(tmp_path / "a", [0, 0, 0, 1]), run(tmp_path / "b", [1, 1, 1, 1])
-    code = (
-        "import sys; from lit_rl.cli import comparing; from lit_rl.errors import ConfigError\n"
-        "try: comparing.run([sys.argv[1], 'nowhere'])\n"
-        "except ConfigError as error: print(error)\n"
-        "assert 'torch' not in sys.modules\n"
-        "sys.modules['lit_rl.commands.compare'] = None\n"
-        "try: comparing.run(sys.argv[1:])\n"
-        "except ImportError: pass\n"
-    )
-    command = [sys.executable, "-c", code, str(first), str(second)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("nowhere is no folder")
-    assert done.stderr == "lit-rl compare: loading torch, lightning and transformers ...\n"
 
 
 def test_one_prompt_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -46,6 +50,49 @@ def run(train, whole) -> Path:
         alarm = ["+schemas@callbacks.length_drift=LengthDrift", *ALARMED]
         assert train(*OVERRIDES, keep, loggers, *writers, *alarm, f"run_dir={whole}") == 0
     return whole
+
+
+WITHOUT_TORCH = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "lightning", "transformers"):
+            raise AssertionError(f"{name} is loaded")
+
+sys.meta_path.insert(0, Refuses())
+from hydra.core.global_hydra import GlobalHydra
+from lit_rl import cli
+for words in json.loads(sys.argv[1]):
+    GlobalHydra.instance().clear()
+    sys.argv = ["lit-rl", *words]
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as said:
+        code = cli.run(words)
+    print(json.dumps([code, out.getvalue() + said.getvalue()]))
+"""
+
+
+def test_commands_that_read_files_load_no_torch(run: Path, root: Path, tmp_path: Path) -> None:
+    for name in ("a", "twin"):
+        shutil.copytree(run, tmp_path / name)
+    lines = {
+        "report run_dir=a": (0, "a/report.html  (one file"),
+        "compare a twin": (0, "a/compare_twin.html  (one file"),
+        "transcripts run_dir=a": (0, "a/transcripts.html  ("),
+        "report run_dir=b": (2, "run_dir=b is no folder"),
+        "compare a b": (2, "b is no folder"),
+        "transcripts run_dir=b": (2, "run_dir=b is no folder"),
+    }
+    (tmp_path / "a" / "report.html").unlink()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps([line.split() for line in lines])]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for (line, (code, words)), row in zip(lines.items(), done.stdout.splitlines(), strict=True):
+        ended, said = json.loads(row)
+        assert (ended, words in said) == (code, True), (line, ended, said)
+    assert all((tmp_path / "a" / f"{name}.html").is_file() for name in ("report", "compare_twin", "transcripts"))
 
 
 def damage(path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.ops.advantages import group_std
+from lit_rl.ops.intervals import Z, wilson
 from lit_rl.ops.masking import variance
 from lit_rl.ops.mismatch import effective_share
 from lit_rl.ops.step import Highest, Lowest, Metric, Summed
@@ -173,12 +174,10 @@ def mean_with_interval(x: Tensor) -> tuple[float, float, float]:
     n = len(x)
     if n == 0:
         return math.nan, math.nan, math.nan
-    mean, z = float(x.mean()), 1.959963984540054
+    mean = float(x.mean())
     if bool(((x == 0) | (x == 1)).all()):
-        centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
-        half = z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-        return mean, max(0.0, centre - half), min(1.0, centre + half)
-    half = z * float(x.std()) / math.sqrt(n) if n > 1 else math.inf
+        return mean, *wilson(mean, n)
+    half = Z * float(x.std()) / math.sqrt(n) if n > 1 else math.inf
     return mean, mean - half, mean + half
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_rl.environments.observations import images_of_content
-from lit_rl.episodes import Episode
+from lit_rl.episodes import RETURNED_IMAGES, Episode
 from lit_rl.generation.collect import as_reward_input
 from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch
@@ -44,10 +44,6 @@ def sample_table(
     if completions.episodes is not None:
         table |= {"group": completions.group_id.tolist()} | _of_episodes(completions.episodes)
     return table | {name: values for name, values in {**columns, **scores.extras}.items() if name not in table}
-
-
-RETURNED_IMAGES = "returned_images"
-"""The column of what tools and environments showed in an episode, where they showed anything."""
 
 
 def _of_episodes(episodes: Sequence[Episode]) -> dict[str, list[Any]]:

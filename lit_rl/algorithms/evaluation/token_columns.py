@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.episodes import TOKENS as PREFIX
 from lit_rl.generation.pieces import pieces_of
 from lit_rl.rollout import Completions, Rollout
-
-PREFIX = "tokens/"
-"""Of the names of these columns."""
 
 
 def token_columns(

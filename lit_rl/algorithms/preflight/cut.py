@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lit_rl.algorithms.preflight.memory import Memory, MemoryPlan, in_words
-from lit_rl.errors import ConfigError, in_range
+from lit_rl.algorithms.preflight.memory import Memory, MemoryPlan
+from lit_rl.errors import ConfigError, in_range, in_words
 
 MOST_DECODED = 2**20
 """Sequences of a decode batch, and rows that are scored at once, where memory sets no bound."""

@@ -61,11 +61,6 @@ from lit_rl.ops.linear_logprobs import COLUMNS, KEPT
 GIB = 2**30
 
 
-def in_words(size: float) -> str:
-    """Bytes for a reader: `0.07 GiB`, or `72 MiB` where that is less than a tenth of one."""
-    return f"{size / 2**20:.3g} MiB" if size < GIB / 10 else f"{size / GIB:.3g} GiB"
-
-
 LOGITS_OF_A_STEP = 4
 """Tensors of the size of a decode step's logits that are there at a time."""
 

@@ -13,12 +13,10 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lit_rl.callbacks.alarms.going_back import GoodCheckpoint, can_go_back
+from lit_rl.callbacks.file_names import ALARMS
 from lit_rl.errors import ConfigError, in_range
 
 Then = Literal["warn", "stop", "roll_back"]
-
-ALARMS = "alarms.jsonl"
-"""In the run directory: one line for each time that an alarm rang."""
 
 
 class Alarm(L.Callback, ABC):

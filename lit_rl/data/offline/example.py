@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from lit_rl.data.image_prompts import Shown
+from lit_rl.data.kinds import Kind as Kind
 from lit_rl.rollout import Prompt
-
-Kind = Literal["texts", "pairs", "verdicts", "stepwise"]
-"""What a method learns from. Paired rows serve those that learn from verdicts: each gives two."""
 
 KINDS = ("texts", "pairs", "verdicts", "stepwise")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rl.data.checks import excerpt
+from lit_rl.data.kinds import COLUMNS, USABLE, Kind
 from lit_rl.data.offline.conversations import (
     Text,
     as_messages,
@@ -20,36 +21,10 @@ from lit_rl.data.offline.conversations import (
     together,
     with_system,
 )
-from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.tokenised import masked_tokens
 from lit_rl.errors import DataError, did_you_mean
 from lit_rl.rollout import Prompt
 from lit_rl.videos import Visual
-
-COLUMNS: dict[str, tuple[str, ...]] = {
-    "tokenised": ("input_ids",),
-    "stepwise": ("prompt", "completions", "labels"),
-    "unpaired preference": ("prompt", "completion", "label"),
-    "prompt-completion": ("prompt", "completion"),
-    "language modelling (messages)": ("messages",),
-    "language modelling (text)": ("text",),
-    "preference": ("chosen", "rejected"),
-}
-"""Formats and the columns that they need. `preference` takes a `prompt` too; without one it is implicit."""
-
-USABLE: dict[Kind, tuple[str, ...]] = {
-    "texts": (
-        "tokenised",
-        "prompt-completion",
-        "language modelling (messages)",
-        "language modelling (text)",
-        "preference",
-    ),
-    "pairs": ("preference",),
-    "verdicts": ("unpaired preference", "preference"),
-    "stepwise": ("stepwise",),
-}
-"""Formats that serve a kind; the first whose columns a row has is the row's."""
 
 OTHER_MASKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 

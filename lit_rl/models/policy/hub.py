@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lit_rl.errors import BackendError, ConfigError, LitRLError, StorageError
-from lit_rl.named import local_model
+from lit_rl.named import DIGITS as DIGITS
+from lit_rl.named import NOT_CACHED, copy_without_hub, local_model
+from lit_rl.named import SHIPPED as SHIPPED
+from lit_rl.named import TINY as TINY
 from lit_rl.offline import read_the_cache_alone_where_there_is_no_hub
-
-TINY = Path(__file__).parents[1] / "tiny"
-"""The policy that comes with the package: small enough to learn on a laptop CPU."""
-
-DIGITS = Path(__file__).parents[1] / "digits"
-"""The one over images: it reads handwritten digits, a third of them right when it samples."""
-
-SHIPPED = {"tiny": TINY, "digits": DIGITS}
-"""Policies that come with the package, by their names."""
 
 _LFS = b"version https://git-lfs"
 _CONFIG_ERRORS = {"StrictDataclassFieldValidationError", "StrictDataclassClassValidationError"}
@@ -32,15 +25,6 @@ _JSON_FILES = (
 )  # fmt: skip
 _JSON_ERRORS = {"JSONDecodeError", "UnicodeDecodeError", "AttributeError", "TypeError"}
 """What reading one of them may raise: its values are asked for as if it were an object."""
-
-
-def copy_without_hub(name: str) -> Path:
-    """Where a script such as `scripts/smollm2.py` puts what stands for a model of the hub, with no hub to reach.
-
-    `$LIT_RL_CACHE` moves it; it is `~/.cache/lit_rl` otherwise.
-    """
-    cache = Path(os.environ.get("LIT_RL_CACHE") or "~/.cache/lit_rl").expanduser()
-    return cache / "models" / name
 
 
 def resolve(key: str, name: str, revision: str | None = None) -> str:
@@ -146,8 +130,7 @@ def _from_hub(key: str, name: str, error: Exception) -> LitRLError | None:
         ),
         (
             errors.OfflineModeIsEnabled,
-            "is not in the local cache, and the hub is not asked (HF_HUB_OFFLINE is set, or it cannot be reached). "
-            f"Where there is a network, run {download} and copy the cache; or give a folder.",
+            NOT_CACHED.format(name=name),
         ),
     ]
     causes = list(_chain(error))

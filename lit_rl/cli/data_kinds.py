@@ -1,0 +1,259 @@
+"""Which data an algorithm learns from, and what the columns of a file are for; known without torch."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lit_rl.cli.early import TELL_THE_DATA
+from lit_rl.cli.targets import ALLOWED, check_target
+from lit_rl.cli.whereabouts import is_over_a_run
+from lit_rl.commands.first_row import first_row
+from lit_rl.data.kinds import COLUMNS, USABLE, Kind, kind_of
+from lit_rl.errors import ConfigError, DataError, did_you_mean
+
+GROUPS: dict[Kind | None, str] = {
+    "texts": "texts",
+    "pairs": "preferences",
+    "verdicts": "preferences",
+    "stepwise": "steps",
+    None: "jsonl",
+}
+"""The data group of each kind; of prompts to be answered where there is none."""
+
+COMPUTED: dict[Kind | None, str] = {
+    "texts": "addition_text",
+    "pairs": "addition_pairs",
+    "verdicts": "addition_pairs",
+    "stepwise": "addition_steps",
+    None: "addition",
+}
+"""The same for data that comes with the package."""
+
+ALGORITHMS: dict[Kind | None, str] = {
+    "texts": "sft",
+    "pairs": "dpo",
+    "verdicts": "kto",
+    "stepwise": "process_reward_model",
+}
+"""What learns from a file of each kind, where no algorithm was typed; prompts go to that of `config.yaml`."""
+
+LEARNS_FROM: dict[str, Kind | None] = {
+    **dict.fromkeys((f"lit_rl.algorithms.{name}" for name in ("SFT", "GKD")), "texts"),
+    **dict.fromkeys((f"lit_rl.algorithms.{name}" for name in ("DPO", "CPO", "ORPO", "RewardModeling")), "pairs"),
+    **dict.fromkeys((f"lit_rl.algorithms.{name}" for name in ("KTO", "BCO")), "verdicts"),
+    "lit_rl.algorithms.ProcessRewardModeling": "stepwise",
+    **dict.fromkeys(
+        f"lit_rl.algorithms.{name}" for name in ("GRPO", "RLOO", "Reinforce", "PPO", "OnlineDPO", "NashMD", "XPO")
+    ),
+}
+"""What the shipped algorithms need, as their `learns_from` says; None: prompts to be answered."""
+
+SERVES: dict[str, tuple[Kind | None, ...]] = {
+    "lit_rl.data.datamodule.RolloutDataModule": (None,),
+    "lit_rl.data.offline.datamodule.SupervisedDataModule": ("texts",),
+    "lit_rl.data.offline.datamodule.PreferenceDataModule": ("pairs", "verdicts"),
+    "lit_rl.data.offline.datamodule.StepwiseDataModule": ("stepwise",),
+}
+"""What the shipped data modules make, as their `serves` says."""
+
+OF_PROMPTS = ("best_of_n", "reward_test", "env_check")
+"""Tasks that take prompts to be answered, whatever the columns."""
+
+OF_ANY_ROWS = ("fit", "validate", "test", "predict", "eval", "plan", "data_check")
+"""Tasks whose data group is told from the columns."""
+
+_HOW_ROWS_ARE_READ = ("path", "split", "name", "on_bad_row", "rename", "map_row")
+
+
+def check(config: DictConfig) -> None:
+    """Refuse a file or a data group that the algorithm cannot learn from, where that is told without torch. What is not
+    told here is told once everything is loaded: of rows that a function makes, and of classes of the user's.
+
+    Raises:
+        ConfigError: as `check_pair`.
+        DataError: the file cannot be read, or its columns are of no format.
+    """
+    if config.task not in ("fit", "plan", "reward_test"):
+        return
+    if config.algo.get("_target_") not in LEARNS_FROM or config.data.get("_target_") not in SERVES:
+        return
+    typed = typed_keys()
+    if "data.path" not in typed or {"data", "experiment"} & typed:
+        return check_pair(config)
+    path, wanted = config.data.get("path"), learns_from(config)
+    plainly = isinstance(path, str) and Path(path).expanduser().is_file() and config.data.get("map_row") is None
+    if config.task not in OF_PROMPTS and "algo" in typed and plainly:
+        check_columns(config, wanted)
+
+
+def check_columns(config: DictConfig, wanted: Kind | None) -> None:
+    """Refuse a file whose columns are for other algorithms than the one that was typed."""
+    if wanted is None:  # a row of any format has a prompt, under a name of its own at times
+        return
+    kind, why = by_columns(config.data, config.allow_targets)
+    if kind != wanted and not (kind == "pairs" and "preference" in USABLE[wanted]):
+        algo = f"algo={ALGORITHMS.get(kind, 'grpo')}"
+        typed = [algo if word.startswith("algo=") else word for word in HydraConfig.get().overrides.task]
+        raise ConfigError(
+            f"{_name_of(config, 'algo')} needs {_WORDS[wanted]}, and {config.data.path} has {why}: "
+            f"{_WORDS[kind]}. Name columns with data.rename={{old: new}}, or type:\n  {_entered(typed)}"
+        )
+
+
+def groups_of(kind: Kind | None, task: str) -> list[str]:
+    """The choices that rows of a kind are for; the algorithm only where the task runs one."""
+    algo = [f"algo={ALGORITHMS[kind]}"] if kind in ALGORITHMS and task != "data_check" else []
+    return [*algo, f"data={GROUPS[kind]}"]
+
+
+def check_pair(config: DictConfig) -> None:
+    """Refuse a data module that makes what the algorithm does not learn from, before either is built.
+
+    Raises:
+        ConfigError: says what the algorithm learns from, what the data gives, and the line to type.
+    """
+    wanted = learns_from(config)
+    if config.task == "reward_test":
+        wanted = None  # rewards score answers to prompts, whatever the algorithm
+    gives = _serves(config)
+    group = HydraConfig.get().runtime.choices.get("data")
+    if wanted not in gives:
+        who = "lit-rl reward-test" if config.task == "reward_test" else _name_of(config, "algo")
+        raise ConfigError(
+            f"{who} needs {_WORDS[wanted]}, and data={group} ({_name_of(config, 'data')}) gives "
+            f"{' or '.join(_WORDS[kind] for kind in gives)}. Type:\n  {_line(config, wanted)}"
+        )
+    if "data.path" in typed_keys() and config.data.get("task") is not None:
+        raise ConfigError(
+            f"data.path={config.data.path} is a file of yours, and data={group} is computed (came: path, task). "
+            f"Type:\n  {_line(config, wanted)}"
+        )
+
+
+_WORDS: dict[Kind | None, str] = {
+    "texts": "texts to imitate",
+    "pairs": "pairs of a chosen and a rejected completion",
+    "verdicts": "completions with a verdict",
+    "stepwise": "steps with labels",
+    None: "prompts to be answered",
+}
+
+
+def _line(config: DictConfig, wanted: Kind | None) -> str:
+    """What was typed, with the data group of the kind that is wanted."""
+    typed = list(HydraConfig.get().overrides.task)
+    path = config.data.get("path")
+    group = (COMPUTED if path is None else GROUPS)[wanted]
+    more = [] if path is None or "data.path" in typed_keys() else ["data.path=FILE"]
+    at = next((i for i, word in enumerate(typed) if word.startswith("data=")), len(typed))
+    return _entered([*typed[:at], f"data={group}", *more, *typed[at + 1 :]])
+
+
+def _entered(words: Sequence[str]) -> str:
+    """The line that starts a training with these overrides, as this one was started."""
+    entry = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else ["lit-rl", "train"]
+    return shlex.join([*entry, *words])
+
+
+def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
+    """The words of a command with the groups that fit `data.path`, and a line that says which.
+
+    Before Hydra composes: it knows the keys of a group only, so `data.max_length=64` needs the group first. Left as
+    they are where `with_data_group` chooses without a look at the columns, where the words cannot be read alone (a
+    value that stands elsewhere), and where they are another command's.
+
+    Args:
+        arguments: `sys.argv`.
+
+    Raises:
+        DataError: as `with_data_group`.
+    """
+    words, kept = list(arguments), (list(arguments), "")
+    overrides = [word for word in words[1:] if "=" in word and not word.startswith("-")]
+    task = next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("task=")), "fit")
+    run_dir = next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("run_dir=")), None)
+    if task not in OF_ANY_ROWS or is_over_a_run(task, run_dir):
+        return kept
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        given = {override.key_or_group: override.value() for override in parsed if not override.is_sweep_override()}
+        elsewhere = TELL_THE_DATA & {override.key_or_group for override in parsed}
+        if elsewhere or not isinstance(given.get("data.path"), str):
+            return kept
+        tree = OmegaConf.create({"allow_targets": []})
+        for key, value in given.items():
+            if key == "allow_targets" or key.startswith("data."):
+                OmegaConf.update(tree, key, value, force_add=True)
+        OmegaConf.resolve(tree)
+    except (HydraException, OmegaConfBaseException):  # Hydra says what is wrong, if anything is
+        return kept
+    kind, why = by_columns(tree.data, tree.allow_targets)
+    at, groups = words.index(overrides[0]), groups_of(kind, task)  # among the other overrides, which stand in one row
+    return [*words[:at], *groups, *words[at:]], f"{' '.join(groups)} ({why})"
+
+
+def typed_keys() -> set[str]:
+    """The keys and groups of the command line."""
+    return {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in HydraConfig.get().overrides.task}
+
+
+def learns_from(config: DictConfig) -> Kind | None:
+    """What the algorithm needs; None: prompts to be answered."""
+    target = config.algo._target_
+    return LEARNS_FROM[target] if target in LEARNS_FROM else getattr(_class_of(config, "algo"), "learns_from", None)
+
+
+def _serves(config: DictConfig) -> tuple[Kind | None, ...]:
+    target = config.data._target_
+    return SERVES[target] if target in SERVES else getattr(_class_of(config, "data"), "serves", (None,))
+
+
+def _name_of(config: DictConfig, key: str) -> str:
+    return str(config[key]._target_).rpartition(".")[2]
+
+
+def _class_of(config: DictConfig, key: str) -> Any:
+    """What the target of a group names."""
+    target = config[key]["_target_"]
+    check_target(key, target, (*ALLOWED, *(f"{name}." for name in config.allow_targets)))
+    return get_object(target)
+
+
+def by_columns(data: DictConfig, allow: Sequence[str]) -> tuple[Kind | None, str]:
+    """What the first row's columns are for, and the reason in words.
+
+    Args:
+        data: Those settings of `data` that say how a row is read.
+        allow: What `allow_targets` allows.
+    """
+    given: Any = OmegaConf.create({key: data.get(key) for key in _HOW_ROWS_ARE_READ})
+    reading: Any = {key: node for key, node in OmegaConf.to_container(given, resolve=True).items() if node is not None}
+    if "map_row" in reading:
+        from lit_rl.cli.build import build, plain
+
+        reading["map_row"] = build(
+            plain(OmegaConf.create({"data": given, "allow_targets": list(allow)}))["data"]["map_row"]
+        )
+    row, where = first_row(**reading)
+    kind = kind_of(row)
+    if kind is None and "prompt" not in row:
+        known = dict.fromkeys(column for columns in COLUMNS.values() for column in columns)
+        near = next((hint for column in row if (hint := did_you_mean(column, known))), "")
+        needed = "; ".join(dict.fromkeys(", ".join(columns) for columns in COLUMNS.values()))
+        raise DataError(
+            f"{where}: columns found: {', '.join(row) or 'none'}; they are of no format that is known. Known "
+            f"are prompt (to be answered) and {needed}. Name columns with data.rename={{old: new}}, or say data=jsonl "
+            f"and data.prompt_key.{near}"
+        )
+    return kind, f"columns {', '.join(name for name, value in row.items() if value is not None)}"

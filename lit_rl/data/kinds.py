@@ -1,0 +1,52 @@
+"""What rows are for, told from the names of their columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Kind = Literal["texts", "pairs", "verdicts", "stepwise"]
+"""What a method learns from. Paired rows serve those that learn from verdicts: each gives two."""
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "tokenised": ("input_ids",),
+    "stepwise": ("prompt", "completions", "labels"),
+    "unpaired preference": ("prompt", "completion", "label"),
+    "prompt-completion": ("prompt", "completion"),
+    "language modelling (messages)": ("messages",),
+    "language modelling (text)": ("text",),
+    "preference": ("chosen", "rejected"),
+}
+"""Formats and the columns that they need. `preference` takes a `prompt` too; without one it is implicit."""
+
+USABLE: dict[Kind, tuple[str, ...]] = {
+    "texts": (
+        "tokenised",
+        "prompt-completion",
+        "language modelling (messages)",
+        "language modelling (text)",
+        "preference",
+    ),
+    "pairs": ("preference",),
+    "verdicts": ("unpaired preference", "preference"),
+    "stepwise": ("stepwise",),
+}
+"""Formats that serve a kind; the first whose columns a row has is the row's."""
+
+_READ_AS: tuple[tuple[str, Kind], ...] = (
+    ("tokenised", "texts"),
+    ("stepwise", "stepwise"),
+    ("preference", "pairs"),
+    ("unpaired preference", "verdicts"),
+    ("prompt-completion", "texts"),
+    ("language modelling (messages)", "texts"),
+)
+
+
+def kind_of(row: Mapping[str, Any]) -> Kind | None:
+    """What the columns of a row are for; None: prompts to be answered, or nothing that is known."""
+    found = {name for name, value in row.items() if value is not None}
+    for name, kind in _READ_AS:
+        if found.issuperset(COLUMNS[name]):
+            return kind
+    return "texts" if "text" in found and "prompt" not in found else None
