@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.cli import accelerators, allowed, own_keys
@@ -67,6 +68,7 @@ def check(config: DictConfig) -> None:
         _check_weights(allowed.plain(config, "reward"))
     if config.task in _OF_A_MODEL:
         _check_engine(config)
+        _check_first_stage(config)
         for name in _texts(_at(config, "model.name")):
             local_model("model.name", name)
     if config.task in _OF_A_TRAINER:
@@ -91,6 +93,18 @@ def _check_engine(config: DictConfig) -> None:
         require_vllm("generator=vllm")
     if name == "VLLMServerGenerator" and _at(config, "generator.launch") is True:
         require_vllm("generator.launch=true")
+
+
+def _check_first_stage(config: DictConfig) -> None:
+    """Refuse an experiment that begins with the model of an SFT run, where that run has left none."""
+    folder, model = (str(_at(config, key) or "") for key in ("sft_dir", "model.name"))
+    if not folder or model != f"{folder}/hf" or Path(model).expanduser().is_dir():
+        return
+    name = HydraConfig.get().runtime.choices.get("experiment")
+    raise ConfigError(
+        f"sft_dir={folder}: there is no {model}. experiment={name} begins with the model of a finished SFT run. First "
+        f"run: python train.py experiment={name}_sft run_dir={folder}. For a run that you have: sft_dir=RUN_DIR."
+    )
 
 
 def _check_run(config: DictConfig, folder: Path) -> None:

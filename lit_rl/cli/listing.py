@@ -56,9 +56,10 @@ def defaults() -> dict[str, str]:
     return {name: choice.strip("[]") for name, choice in re.findall(r"- (\w+): (\S+)", head) if choice != "null"}
 
 
-def keys() -> list[str]:
-    """What stands at the top of the config beside the groups."""
-    text = (conf_folder() / "config.yaml").read_text(encoding="utf-8")
+def keys(file: str = "config.yaml") -> list[str]:
+    """What stands at the top of the config, or of a file of a group, beside the groups; nothing where there is none."""
+    path = conf_folder() / file
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return [name for name in re.findall(r"^(\w+):", text, re.M) if name != "defaults"]
 
 

@@ -91,7 +91,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     own = any(word.startswith((*ELSEWHERE, "hydra.searchpath")) for word in words)  # groups that we do not see
     found = groups([conf_folder()])
     typed = {word.partition("=")[0] for word in words if "=" in word}
-    choices = _choices(words)
+    choices, added = _choices(words), _added(words)
     out: list[str] = []
     new: list[str] = []
     check_spaces(words)
@@ -117,7 +117,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if read != [word]:
             new += read
         if not own and read in ([word], [f"reward={value}"]):
-            _check(*read[0].split("=", 1), found, choices)
+            _check(*read[0].split("=", 1), found, choices, added)
         out += read
     return out, new
 
@@ -158,6 +158,11 @@ def _choices(words: Sequence[str]) -> dict[str, str]:
     return {group: choice for group, choice in {**defaults(), **typed}.items() if group not in added}
 
 
+def _added(words: Sequence[str]) -> set[str]:
+    """The keys at the top of the experiment's file, which may have some of its own."""
+    return {key for word in words if word.startswith("experiment=") for key in keys(f"{word.replace('=', '/')}.yaml")}
+
+
 def _read(key: str, value: str, typed: set[str], found: Mapping[str, Mapping[str, str]]) -> list[str]:
     """One word as ours."""
     if key == "model" and value not in found["model"] and _is_path(value):
@@ -184,8 +189,11 @@ def _quoted(value: str) -> str:
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices: Mapping[str, str]) -> None:
-    """Refuse what needs no look at the config: a choice that its group lacks, and a key that no choice has."""
+def _check(
+    key: str, value: str, found: Mapping[str, Mapping[str, str]], choices: Mapping[str, str], added: set[str]
+) -> None:
+    """Refuse what needs no look at the config: a choice that its group lacks, and a key that no choice has and no
+    experiment adds."""
     if key in found and _PLAIN.fullmatch(value) and value != "null" and value not in found[key]:
         raise ConfigError(no_choice(key, value, list(found[key])))
     for word in value[1:-1].split(",") if key in found and re.fullmatch(r"\[[\w,. -]+\]", value) else ():
@@ -193,7 +201,7 @@ def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices
             raise ConfigError(no_choice(key, word.strip(), list(found[key])))
     head, dot, rest = key.partition(".")
     tops = {group for group in found if "/" not in group}
-    known = {*tops, *keys()} - {"hydra"}
+    known = {*tops, *keys(), *added} - {"hydra"}
     if not dot and head.isidentifier() and head not in {*known, "hydra"}:
         hint = _meant(head, known, choices)
         raise ConfigError(f"{head} is not a key.{hint}{some_keys('', head, known)}")

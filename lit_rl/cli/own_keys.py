@@ -29,7 +29,9 @@ def check_read(groups: Iterable[str], config: DictConfig) -> None:
     Raises:
         ConfigError: names the first such key, and the nearest that is read.
     """
-    known = {*groups, *listing.defaults(), "hydra", *listing.keys()}
+    experiment = HydraConfig.get().runtime.choices.get("experiment")
+    of_experiment = {*listing.keys(f"experiment/{experiment}.yaml")} - {*typed()}  # what it refers to may be replaced
+    known = {*groups, *listing.defaults(), "hydra", *listing.keys(), *of_experiment}
     for name in (str(key) for key in config):
         if name not in known and not re.search(rf"\$\{{{name}[.}}]", OmegaConf.to_yaml(config, resolve=False)):
             raise ConfigError(f"{name} is no key: nothing would read it.{did_you_mean(name, known)}")

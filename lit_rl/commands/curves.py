@@ -10,7 +10,7 @@ from lit_rl.commands.html_file import data, safe
 from lit_rl.commands.run_files import Series
 
 WIDTH, HEIGHT = 400, 192
-_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 10, 10, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 10, 34
 
 MOST_POINTS = 200
 """Of a line; of more, the lowest and the highest of each stretch are drawn."""
@@ -72,7 +72,7 @@ def chart(title: str, lines: Sequence[Line]) -> str:
     return (
         f'<figure class="chart"><figcaption><span class="name">{name}</span>{keys}</figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}, {steps}; last: {safe(said)}" '
-        f'data-frame="{frame.left:g} {frame.right:g} {_LEFT} {WIDTH - _RIGHT}">{_axes(frame)}{drawn}'
+        f'data-frame="{frame.left:g} {frame.right:g} {_LEFT} {WIDTH - _RIGHT}">{_axes(frame, title)}{drawn}'
         f'<line class="cursor" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" hidden></line></svg>'
         '<output class="read" aria-hidden="true"></output></figure>\n'
     )
@@ -137,8 +137,8 @@ def _frame(lines: Sequence[Line]) -> _Frame:
     return _Frame(min(steps), max(steps), low - room, high + room)
 
 
-def _axes(frame: _Frame) -> str:
-    parts = []
+def _axes(frame: _Frame, measured: str) -> str:
+    parts = [_named_axes("optimizer step", measured, _LEFT, HEIGHT)]
     for value in ticks(frame.bottom, frame.top):
         y = f"{frame.y(value):.1f}"
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
@@ -146,9 +146,22 @@ def _axes(frame: _Frame) -> str:
     for step in filter(float.is_integer, ticks(frame.left, frame.right, 5)):
         x = f"{frame.x(step):.1f}"
         parts.append(f'<text x="{x}" y="{HEIGHT - 19}" text-anchor="middle">{_tick(step)}</text>')
-    middle = (_LEFT + WIDTH - _RIGHT) / 2
-    parts.append(f'<text x="{middle:g}" y="{HEIGHT - 4}" text-anchor="middle">optimizer step</text>')
     return "".join(parts)
+
+
+def _named_axes(across: str, up: str, left: int, height: int) -> str:
+    """The names of both axes, below the picture and, turned, to the left of it; long ones are cut."""
+    x, y = (left + WIDTH - _RIGHT) / 2, (_TOP + height - _BOTTOM) / 2
+    turned = f'transform="translate(12 {y:g}) rotate(-90)"'
+    up = _cut(up, max(5, (height - _TOP - _BOTTOM) // 6))
+    return (
+        f'<text class="axis" x="{x:g}" y="{height - 4}" text-anchor="middle">{safe(_cut(across, 50))}</text>'
+        f'<text class="axis" {turned} text-anchor="middle">{safe(up)}</text>'
+    )
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}\u2026"
 
 
 def _tick(value: float) -> str:
@@ -201,18 +214,19 @@ def _marks(line: Line, frame: _Frame, colour: str, says: str) -> str:
 # ---------------------------------------------------------------------- dots
 
 
-def dots(title: str, columns: Sequence[tuple[str, Sequence[float]]]) -> str:
+def dots(measure: str, key: str, columns: Sequence[tuple[str, Sequence[float]]]) -> str:
     """A column of dots for each value of a setting, and a line through their means.
 
     Args:
-        title: Of what was measured.
+        measure: The metric whose last values the dots are.
+        key: The setting.
         columns: A label and finite numbers, from left to right; none is empty.
     """
     values = [value for _, each in columns for value in each]
     low, high = min(values), max(values)
     room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
     frame = _Frame(-0.5, len(columns) - 0.5, low - room, high + room)
-    parts = []
+    parts = [_named_axes(key, measure, _LEFT, HEIGHT)]
     for value in ticks(frame.bottom, frame.top):
         y = f"{frame.y(value):.1f}"
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
@@ -224,10 +238,9 @@ def dots(title: str, columns: Sequence[tuple[str, Sequence[float]]]) -> str:
     for i, (label, each) in enumerate(columns):
         x = f"{frame.x(i):.1f}"
         parts += [f'<circle class="c0" cx="{x}" cy="{frame.y(value):.1f}" r="3.4"/>' for value in each]
-        short = label if len(label) <= longest else f"{label[: longest - 1]}\u2026"
-        parts.append(f'<text x="{x}" y="{HEIGHT - 19}" text-anchor="middle">{safe(short)}</text>')
+        parts.append(f'<text x="{x}" y="{HEIGHT - 19}" text-anchor="middle">{safe(_cut(label, longest))}</text>')
     said = "; ".join(f"{label}: {', '.join(map(number, each))}" for label, each in columns)
-    return _figure(title, said, HEIGHT, parts)
+    return _figure(f"{measure}, last, by {key}", said, HEIGHT, parts)
 
 
 # ---------------------------------------------------------------------- histograms
@@ -237,16 +250,16 @@ def histograms(title: str, rows: Sequence[tuple[str, Sequence[float]]], bins: in
     """One row of bars for each set of numbers, all over the same range; a set's highest bar fills its row.
 
     Args:
-        title: Of what is counted.
+        title: Of the numbers; each set's bars count completions.
         rows: A label and finite numbers, in the order in which they are shown; no set is empty.
     """
     low, high = min(min(values) for _, values in rows), max(max(values) for _, values in rows)
     if low == high:
         low, high = low - 0.5, high + 0.5
-    tall, gap, left = 30, 6, 84
-    height = len(rows) * (tall + gap) + 20
+    tall, gap, left = 30, 6, 92
+    height = len(rows) * (tall + gap) + 34
     wide = (WIDTH - left - _RIGHT) / bins
-    parts = []
+    parts = [_named_axes(title, "count", left, height)]
     for row, (label, values) in enumerate(rows):
         counts = counted(values, low, high, bins)
         ground = (row + 1) * (tall + gap)
@@ -262,7 +275,7 @@ def histograms(title: str, rows: Sequence[tuple[str, Sequence[float]]], bins: in
         parts.append(f'<text x="{left - 6}" y="{ground - 1}" text-anchor="end">mean {mean:.3g}</text>')
     for value in ticks(low, high, 5):
         x = left + (WIDTH - left - _RIGHT) * (value - low) / (high - low)
-        parts.append(f'<text x="{x:.1f}" y="{height - 5}" text-anchor="middle">{_tick(value)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{height - 19}" text-anchor="middle">{_tick(value)}</text>')
     said = "; ".join(f"{label}: {len(values)} numbers, mean {sum(values) / len(values):.3g}" for label, values in rows)
     return _figure(title, said, height, parts)
 

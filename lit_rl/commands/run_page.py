@@ -262,9 +262,9 @@ def _samples(run: RunFiles, written: SampleFiles) -> str:
         f'<label>order<select id="sort">{sorts}</select></label>'
         f'<label>colour by<select id="by">{colours}</select></label>'
         '<label>search<input id="words" type="search"></label><output id="count"></output></div>'
-        '<p class="dim" id="held"></p><div class="browser">'
+        '<p class="dim" id="held"></p><p id="legend"></p><div class="browser">'
         '<div id="rows" role="listbox" tabindex="0" aria-label="Completions; arrow keys choose one"></div>'
-        '<div id="shown" aria-live="polite"></div></div><p id="legend"></p>'
+        '<div id="shown" aria-live="polite"></div></div>'
         f"{_by_tokens(run, written)}{left_out}"
         f'<script type="application/json" id="samples">{data(written.files)}</script>\n'
     )

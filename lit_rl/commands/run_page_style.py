@@ -167,7 +167,12 @@ const orders = {
   advantage: (a, b) => Math.abs(row_at(b).a ?? 0) - Math.abs(row_at(a).a ?? 0),
   long: (a, b) => text(row_at(b)).length - text(row_at(a)).length,
 };
-const largest = numbers => numbers.reduce((a, b) => Math.max(a, Math.abs(b)), 0);
+// What has the full colour: nineteen in twenty of the sizes other than 0 are at most that, so that one of them alone
+// does not leave all others pale.
+function strong(numbers) {
+  const sorted = numbers.map(Math.abs).filter(x => x).sort((a, b) => a - b);
+  return sorted.length ? sorted[Math.ceil(.95 * sorted.length) - 1] : 0;
+}
 
 function sizes(row, name) {
   if (!row.t || !row.t[name]) return [];
@@ -179,10 +184,10 @@ function open_file() {
   full = {};
   for (const name in kinds) {
     const found = file.rows.flatMap(row => sizes(row, name));
-    if (found.length) full[name] = largest(found) || 1;
+    if (found.length) full[name] = strong(found) || 1;
   }
   const advantages = file.rows.map(row => row.a).filter(a => a !== null);
-  if (!full.advantage && advantages.length) full.advantage = largest(advantages) || 1;
+  if (!full.advantage && advantages.length) full.advantage = strong(advantages) || 1;
   const tokens = file.rows.some(row => row.t), by = at('by');
   for (const option of by.options) {
     option.disabled = !(option.value === 'none' || option.value in full || (option.value === 'mask' && tokens));
@@ -292,9 +297,21 @@ function show() {
   legend();
 }
 
+// What the legend shows: shares of the full colour, those below 0 where a token has such a colour.
+function shares_of(by) {
+  const below = by === 'advantage' || file.rows.some(row => sizes(row, by).some(x => x < 0));
+  return kinds[by][1] !== kinds[by][2] && below ? [-1, -.5, 0, .5, 1] : [0, .5, 1];
+}
+
+function number_at(by, share) {
+  const size = share * full[by];
+  return { ratio: Math.exp(size), logprob: -size }[by] ?? size;
+}
+
 function legend() {
   const by = at('by').value, node = at('legend'), tokens = file.rows.filter(row => row.t);
-  node.replaceChildren();
+  node.replaceChildren(make('b', at('by').selectedOptions[0].text + ': '));
+  if (by === 'none') node.replaceChildren();
   if (by === 'mask') {
     for (const mask in masks) {
       if (!tokens.some(row => row.t.mask.includes(mask))) continue;
@@ -303,11 +320,15 @@ function legend() {
       node.append(key);
     }
   } else if (kinds[by]) {
-    const top = { ratio: Math.exp(full[by]), logprob: -full[by] }[by] ?? full[by];
     const whole = tokens.length ? '' : ' (of the whole completion: this file has no tokens)';
     const row = row_at(order[chosen]);
     const missing = row && row.t && !row.t[by] ? ' (not computed of this completion when it was learned from)' : '';
-    node.textContent = `${by}: ${kinds[by][3]}; full colour at ${short(top)}${whole}${missing}`;
+    for (const share of full[by] ? shares_of(by) : []) {
+      const key = make('i', short(number_at(by, share)));
+      paint(key, by, number_at(by, share));
+      node.append(key);
+    }
+    node.append(`and beyond; ${kinds[by][3]}${whole}${missing}`);
   }
 }
 

@@ -49,7 +49,7 @@ def _keys(sweep: Sweep) -> str:
                 if job.measure == measure and job.last is not None:
                     found.setdefault(job.given.get(key, "-"), []).append(job.last)
             if len(found) > 1:
-                drawn.append(dots(f"{measure}, last, by {key}", [(each, found[each]) for each in _ordered(found)]))
+                drawn.append(dots(measure, key, [(each, found[each]) for each in _ordered(found)]))
     none = '<p class="dim">No key has two values that ended with a number of the same metric.</p>'
     return f'<div class="charts">{"".join(drawn)}</div>\n' if drawn else none
 

@@ -47,6 +47,7 @@ VALUES = {  # what has no default
     "env/gymnasium": ["env.id=FrozenLake-v1"],
     "data/random_play": ["algo=sft", "data.task.id=FrozenLake-v1", "data.task.prompt='?'"],
     "experiment/smollm2_dpo": ["model.name=tiny"],
+    "experiment/sft_then_grpo": ["model.name=tiny"],
     "experiment/smollm2_words": ["model.name=tiny"],
     "experiment/smollm2_tool": ["model.name=tiny"],
     "optimizer/by_path": ["optimizer.path=torch.optim.SGD"],

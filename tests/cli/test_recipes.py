@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_helpers import Command, metrics, write_jsonl
+from cli_helpers import Command, metrics, refused, write_jsonl
 
 GSM8K = [{"question": f"What is {n} and {n}?", "answer": f"It is {n}+{n}={2 * n}.\n#### {2 * n}"} for n in range(8)]
 ULTRAFEEDBACK = [
@@ -50,3 +50,37 @@ def test_the_page_of_recipes_names_every_experiment_of_a_pretrained_model(root: 
     models = re.compile(r"smollm2|qwen|Qwen")
     shipped = {path.stem for path in (root / "conf/experiment").glob("*.yaml") if models.search(path.read_text())}
     assert set(ROWS) <= shipped and shipped <= told
+
+
+SHORT = ["data.task.max_operand=20", "data.task.val_rows=2", "eval.limit=2", "trainer.max_steps=2", "logger=none"]
+
+
+@pytest.mark.all
+def test_the_second_stage_begins_with_the_model_of_the_first_and_says_what_to_type_where_there_is_none(
+    command: Command, cwd: Path
+) -> None:
+    missing = command("experiment=sft_then_grpo", *SHORT)
+    refused(missing, 2, "there is no runs/sft_then_grpo_sft/hf", "experiment=sft_then_grpo_sft run_dir=runs/sft_then")
+    assert not (cwd / "runs").exists()
+    for name in ("sft_then_grpo_sft", "sft_then_grpo"):
+        outcome = command(f"experiment={name}", *SHORT, *(() if name.endswith("sft") else ("run_dir=runs/second",)))
+        assert outcome.code == 0, outcome.err
+    first, second = (
+        json.loads((cwd / f"runs/{name}/summary.json").read_text()) for name in ("sft_then_grpo_sft", "second")
+    )
+    assert first["after"][""]["greedy"] == second["before"][""]["greedy"] and "greedy" in second["after"][""]
+    for words in (
+        ["report"],
+        ["export", "export.folder=again"],
+        ["replay", "replay.losses=[run]"],
+    ):  # its config is read
+        said = command(f"task={words[0]}", "run_dir=runs/second", *words[1:])
+        assert said.code == 0, said.err
+
+    elsewhere = command("experiment=sft_then_grpo", "sft_dir=runs/none", "model=qwen0.5b", *SHORT)
+    refused(elsewhere, 2, "sft_dir=runs/none: there is no runs/none/hf")
+    refused(command("sft_dir=runs/none", *SHORT), 2, "sft_dir is not a key")
+    replaced = ["experiment=sft_then_grpo", "model.name=tiny", "run_dir=runs/own", *SHORT]
+    refused(command(*replaced, "sft_dir=runs/none"), 2, "sft_dir is no key: nothing would read it")
+    own = command(*replaced)
+    assert own.code == 0, own.err

@@ -18,7 +18,7 @@ from run_folders import CONFIG, run_folder, samples
 
 from lit_rl.commands import run_files
 from lit_rl.commands.config_changes import between, changes, set_by_model
-from lit_rl.commands.curves import Line, chart, counted, smoothed, thinned, ticks
+from lit_rl.commands.curves import Line, chart, counted, dots, histograms, smoothed, thinned, ticks
 from lit_rl.commands.html_file import data
 from lit_rl.commands.run_alarms import findings
 from lit_rl.commands.run_curves import groups_of
@@ -396,14 +396,28 @@ def test_curves_keep_what_sticks_out_and_ticks_are_round() -> None:
 def test_a_point_is_where_its_number_is() -> None:
     """Of a line from (0, 0) to (1, 1) the ends lie on the frame less its margin of a twentieth."""
     text = chart("x", [Line("a", series(0.0, 1.0))])
-    assert ">optimizer step</text>" in text and ">0.5</text>" not in text.partition('text-anchor="middle"')[2]
+    below, left = re.findall(r'<text class="axis"([^>]*)>([^<]*)</text>', text)
+    assert below[1] == "optimizer step" and left[1] == "x" and "rotate(-90)" in left[0]
+    assert len([step for step in re.findall(r'text-anchor="middle">([^<]*)<', text) if step == "0.5"]) == 0
     (path,) = re.findall(r'class="line c0"[^>]* d="M([^"]+)"', text)
     (x0, y0), (x1, y1) = (map(float, point.split()) for point in path.split("L"))
     assert (
-        (x0, x1) == (44, 390)
+        (x0, x1) == (58, 390)
         and y0 == pytest.approx(158 - 148 / 22, abs=0.1)
         and y1 == pytest.approx(10 + 148 / 22, abs=0.1)
     )
+
+
+def test_every_picture_names_both_axes_and_cuts_long_names() -> None:
+    long = "completions/max_terminated_length"
+    drawn = {
+        ("optimizer step", f"{long[:23]}\u2026"): chart(long, [Line("a", series(0.0, 1.0))]),
+        ("reward", "count"): histograms("reward", [("step 0", [0.0, 1.0])]),
+        ("optimizer.lr", "val/reward"): dots("val/reward", "optimizer.lr", [("1e-5", [0.1]), ("1e-4", [0.2, 0.3])]),
+    }
+    for names, text in drawn.items():
+        assert tuple(re.findall(r'<text class="axis"[^>]*>([^<]*)</text>', text)) == names
+    assert f'<span class="name">{long}</span>' in next(iter(drawn.values())), "whole above the picture"
 
 
 # ---------------------------------------------------------------------- doors
