@@ -117,7 +117,8 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if read != [word]:
             new += read
         if not own and read in ([word], [f"reward={value}"]):
-            _check(*read[0].split("=", 1), found, choices, added)
+            name, _, said = read[0].partition("=")
+            _check(name, said, found, choices, added)
         out += read
     return out, new
 

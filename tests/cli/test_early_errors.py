@@ -107,6 +107,8 @@ class Refuses:
             raise AssertionError("torch is loaded")
 
 sys.meta_path.insert(0, Refuses())
+import pytest, quick_configs
+quick_configs.install(pytest.MonkeyPatch())
 from hydra.core.global_hydra import GlobalHydra
 from lit_rl import cli
 for line in json.loads(sys.argv[1]):
@@ -129,7 +131,8 @@ def test_what_needs_no_torch_is_refused_without_it(root: Path, tmp_path: Path) -
     run = dict.fromkeys(("algo", "data", "run_dir", "task", "trainer"))
     (tmp_path / "finished" / "config.yaml").write_text(json.dumps(run))
     (tmp_path / "finished" / "summary.json").write_text('{"status": "finished"}')
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    path = [str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "none")}
     command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(list(REFUSED))]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torchvision_beside  # noqa: F401  # before transformers, which looks for torchvision once
+import warm
 from dist_equal import in_processes
 from hydra.core.global_hydra import GlobalHydra
 
@@ -50,7 +51,7 @@ def _processes(root: Path) -> Iterator[Callable[..., subprocess.Popen]]:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(root / "train.py"), *overrides]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, env=env, start_new_session=True, **{**pipes, **kwargs}))
+        started.append(warm.Popen(command, env=env, start_new_session=True, **{**pipes, **kwargs}))
         return started[-1]
 
     yield start
@@ -78,7 +79,7 @@ def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def process(root: Path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """`process(*overrides)` starts a real `python train.py`, in a session of its own, one thread."""
+    """`process(*overrides)` starts a `python train.py` (see `warm`), in a session of its own, one thread."""
     yield from _processes(root)
 
 

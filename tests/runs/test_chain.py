@@ -7,12 +7,12 @@ should; in `make test-exhaustive` with all of them, and every stage is better th
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 pytestmark = [pytest.mark.chain, pytest.mark.all, pytest.mark.xdist_group("chain")]
 
@@ -22,7 +22,7 @@ def out(tmp_path_factory: pytest.TempPathFactory, root: Path, request: pytest.Fi
     folder = tmp_path_factory.mktemp("chain")
     command = [sys.executable, str(root / "scripts" / "chain.py"), str(folder), "--share", request.param]
     command += ["--picture", str(folder / "chain.png")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=2400)
+    result = warm.run(command, timeout=2400)
     assert result.returncode == 0, result.stderr[-3000:]
     (folder / "said").write_text(result.stdout)
     return folder
@@ -75,7 +75,7 @@ def test_rollouts_are_those_of_the_model_before_them(out):
 
 def test_a_finished_chain_is_measured_again_and_not_run_again(out, root):
     command = [sys.executable, str(root / "scripts" / "chain.py"), str(out)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    result = warm.run(command, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "python train.py" not in result.stdout
     assert "online_dpo" in result.stdout

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm
 from test_rendezvous import together
 
 from lit_rl.cli import evaluated
@@ -35,7 +36,7 @@ def two_nodes(root: Path, *words: str, cwds: tuple[Path, Path]) -> list[tuple[in
     )
     command = [sys.executable, str(root / "train.py"), *words, "trainer.accelerator=cpu", "trainer.num_nodes=2"]
     started = [
-        subprocess.Popen(
+        warm.Popen(
             command, cwd=cwd, env=env | {"RANK": str(rank), "GROUP_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
         )
         for rank, cwd in enumerate(cwds)

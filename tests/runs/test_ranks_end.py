@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import warm
 from runs_helpers import SMALL, assert_same_run, newest
 
 from lit_rl.commands import other_ranks
@@ -325,8 +326,7 @@ with watching_those_started(trainer, lambda error: give_up(error, folder, traine
 @pytest.mark.parametrize(("seconds", "where"), [("7", "met"), ("100", "before they meet")])
 def test_rank_0_that_stands_where_nothing_fails_ends_too_and_says_why(tmp_path: Path, seconds: str, where: str) -> None:
     """Longer than the five seconds after which Lightning's observer, of which this is the real one, would kill it."""
-    words = [sys.executable, "-c", STANDS, str(tmp_path), seconds, where]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = warm.run([sys.executable, "-c", STANDS, str(tmp_path), seconds, where])
     said = json.loads((tmp_path / "error.json").read_text())
     assert (done.returncode, said["error"], said["rank"]) == (8, "BackendError", 0), done.stderr
     assert "has ended with exit code 1" in said["message"] and said["message"] in done.stderr

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import datasets
 import pyarrow.parquet
 import pytest
+import warm
 from PIL import Image
 from runs_helpers import SMALL, assert_same_run, interrupted
 
@@ -116,7 +116,7 @@ def test_a_kill_loses_and_doubles_nothing(place: str, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
     command = [sys.executable, "-c", KILLED, str(tmp_path / "samples"), place]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    done = warm.run(command, cwd=root, env=environment)
     assert done.returncode == -9, done.stderr
     folder = tmp_path / "samples"
     assert steps(folder) == [0, 1, 2, 3] and len(names(folder)) > 2

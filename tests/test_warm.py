@@ -1,0 +1,66 @@
+"""Processes that are forked are as those that Python starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import warm
+
+pytestmark = [pytest.mark.all, pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="nothing is forked here")]
+
+SAYS = """
+import atexit, json, os, subprocess, sys, threading
+atexit.register(print, "at the end")
+sys.stderr.write("beside\\n")
+alone = subprocess.run([sys.executable, "-c", "import sys; print('torch' in sys.modules)"], capture_output=True)
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path[:2], "cwd": os.getcwd(), "one": os.environ.get("ONE"), "pid": os.getpid(),
+    "session": os.getsid(0), "loaded": "torch" in sys.modules, "threads": threading.active_count(),
+    "file": globals().get("__file__"), "name": __name__, "main": sys.modules["__main__"].__dict__ is globals(),
+    "child": alone.stdout.decode(),
+}))
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("kind", ["-c", "script"])
+def test_words_streams_environment_folder_session_and_exit_code_are_its_own(kind: str, tmp_path: Path) -> None:
+    script = tmp_path / "says.py"
+    script.write_text(SAYS)
+    command = [sys.executable, *(["-c", SAYS] if kind == "-c" else [str(script)]), "a word"]
+    given = {"cwd": tmp_path, "env": {**os.environ, "ONE": "1", "PYTHONPATH": "/mine"}, "start_new_session": True}
+    found = []
+    for popen in (warm.Popen, subprocess.Popen):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with popen(command, **pipes, **given) as process:  # pyright: ignore
+            out, err = process.communicate(timeout=120)
+        said, last = out.splitlines()
+        found.append(json.loads(said))
+        assert (process.returncode, process.poll(), err, last) == (7, 7, "beside\n", "at the end")
+        assert found[-1].pop("pid") == found[-1].pop("session") == process.pid
+    assert [each.pop("loaded") for each in found] == [True, False]
+    assert found[0] == found[1] and found[0]["child"] == "False\n"
+
+
+def test_a_signal_ends_it_and_what_it_raised_is_told() -> None:
+    with warm.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.01)
+        process.terminate()
+        assert process.wait(30) == -signal.SIGTERM
+    done = warm.run([sys.executable, "-c", "1 / 0"])
+    assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n") and not done.stdout
+
+
+@pytest.mark.parametrize("change", [{"env": {"HF_HUB_OFFLINE": "a new one"}}, {"preexec_fn": lambda: None}])
+def test_what_only_a_new_interpreter_can_be_is_one(change: dict) -> None:
+    given = {**change, "env": {**os.environ, **change.get("env", {})}}
+    done = warm.run([sys.executable, "-c", "import sys; print('torch' in sys.modules)"], **given)
+    assert done.stdout == "False\n"
