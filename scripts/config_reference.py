@@ -87,6 +87,10 @@ GROUPS = {
 }
 """The groups at the top, each with a page of its own, and what it is about."""
 
+SURPRISING = ("algo.minibatches", "algo.beta", "algo.reward_beta")
+EXPLAINED = " [Why it is called that](../configuration.md#names-that-surprise)."
+"""Keys whose names the entry page explains, and what leads there."""
+
 BY_NAME = ("algo.preference",)
 """Where several choices stand side by side, each under its own name."""
 
@@ -250,8 +254,10 @@ def key_table(prefix: str, names: list[str]) -> str:
         only = "" if of_all else f" ({', '.join(name for name, _, _ in found)} only)"
         meanings = list(dict.fromkeys(meaning for _, _, meaning in found))
         others = [f"{name}: {meaning}" for name, _, meaning in found[1:] if not meanings[0].startswith(meaning)]
-        text = cell(" ".join([meanings[0], *others]))
-        lines.append(f"| `{prefix}.{key}` | {defaults(prefix, key, found)} | {text}{only} |")
+        said = f"{found[0][0]}: {meanings[0]}" if others else meanings[0]
+        text = cell(" ".join([said, *others]))
+        why = EXPLAINED if f"{prefix}.{key}" in SURPRISING else ""
+        lines.append(f"| `{prefix}.{key}` | {defaults(prefix, key, found)} | {text}{only}{why} |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The commands of docs/start.md, how-to.md and tutorials.md compose; those of from-verl.md too, and its keys exist."""
+"""The commands of the pages that are not run compose, and the keys of docs/from-verl.md exist."""
 
 from __future__ import annotations
 
@@ -16,9 +16,21 @@ from lit_rl import cli
 from lit_rl.cli.other_words import translated
 
 GUIDES = ("start.md", "how-to.md", "tutorials.md", "from-verl.md")
+REFERENCE = (
+    "commands.md",
+    "generators.md",
+    "hardware.md",
+    "real-model.md",
+    "reliability.md",
+    "replay.md",
+    "scale.md",
+)
+COMMAND = re.compile(r"\s*(lit-rl|python|make|srun) ")
 VERL = ("Methods", "Batches", "Objective", "Sampling", "Model and devices", "Runs")
 """Headings of the tables of from-verl.md."""
-RUN_ELSEWHERE = ("make", "source", "tensorboard")
+RUN_ELSEWHERE = ("make", "pip", "source", "tensorboard")
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WHOLE = {"algo": "grpo", "experiment": "null"}
 """Groups that choose parts of others, with their defaults: what is composed together has the same of them."""
 ANY_VALUE = ("run_dir", "seed", "ckpt_path", "task", "trainer.max_steps", "model.name", "data.path", "optimizer.lr")
@@ -54,7 +66,7 @@ def commands_of(document: Path, cwd: Path) -> Iterator[list[str]]:
             (cwd / block.file).parent.mkdir(parents=True, exist_ok=True)
             (cwd / block.file).write_text(block.text)
     for words in (words for block in found for words in block.commands):
-        match words:
+        match words[1:] if words[0] == "srun" else words:
             case ["python", "train.py", "--config-dir", folder, *overrides]:
                 own = {f"data={path.stem}" for path in (cwd / folder / "data").glob("*.yaml")}
                 assert own & set(overrides), words
@@ -68,6 +80,8 @@ def commands_of(document: Path, cwd: Path) -> Iterator[list[str]]:
             case ["lit-rl", command, *overrides]:
                 assert command in cli.HYDRA, words
                 yield overrides
+            case ["python", script, *_] if (ROOT / script).is_file():
+                continue  # of scripts/, whose tests run them
             case ["python", script]:
                 exec(compile((cwd / script).read_text(), script, "exec"), {})
             case [command, *_]:
@@ -92,7 +106,7 @@ def test_the_commands_of_the_guides_compose(root: Path, cwd: Path) -> None:
     """Those that agree in one config. What they do is tested by the pages that explain it."""
     asked: list[Asked] = list(lines_of_verl(root / "docs" / "from-verl.md"))
     assert len(asked) > 90
-    for name in GUIDES:
+    for name in (*GUIDES, *REFERENCE):
         own = [Asked(as_words(words)) for words in commands_of(root / "docs" / name, cwd)]
         assert own, name
         asked += own
@@ -111,6 +125,17 @@ def test_the_commands_of_the_guides_compose(root: Path, cwd: Path) -> None:
             for name in key.split("."):
                 assert name in node, (key, one.words)
                 node = node[name]
+
+
+def test_a_block_of_commands_says_that_it_is_one() -> None:
+    """What tests compose and run are blocks of bash; a command in a block of text would go unread."""
+    unread = [
+        block.text
+        for page in PAGES
+        for block in blocks(page)
+        if block.language == "text" and all(COMMAND.match(line) for line in block.text.splitlines() if line)
+    ]
+    assert not unread
 
 
 @pytest.mark.all

@@ -22,6 +22,8 @@ Train = Callable[..., int]
 OTHER_COMMANDS = ("make", "source", "tensorboard")
 PROCESSES = ("strategy=ddp", "strategy=fsdp")
 """Runs of several processes are composed here; tests/runs/test_dist.py runs them."""
+SERVER = "generator=vllm_server"
+"""So are runs and servers of vLLM; tests/engines runs them."""
 
 
 def documents(root: Path) -> list[Path]:
@@ -103,12 +105,14 @@ def test_the_commands_of_a_document_run(name: str, root: Path, cwd: Path, train:
         line = " ".join(words)
         match words:
             case ["python", "train.py", *overrides] if (
-                away & set(words) or set(PROCESSES) & set(words) or "=owner/" in line
+                away & set(words) or {*PROCESSES, SERVER} & set(words) or "=owner/" in line
             ):
                 composes(overrides)
             case ["python", "train.py", *overrides]:
                 assert train(*small(overrides, number)) == 0, line
                 ran += 1
+            case ["lit-rl", "serve", *overrides]:
+                composes(overrides)
             case ["lit-rl", "fit", *arguments]:
                 assert train("fit", *arguments, "--trainer.max_steps=1", "--trainer.limit_val_batches=1") == 0, line
             case ["lit-rl", "reward-test" | "data-check" | "env-check" | "transcripts" | "eval" as task, *overrides]:
