@@ -2,9 +2,10 @@
 that has loaded them and has done nothing else.
 
 `Popen` is as the one of `subprocess`: what it starts has its own id, session, streams, environment, signals and exit
-code, and ends as Python ends. Two things differ: its parent is the process that it was forked from, and names are
-hashed as there, so that two of them order a set alike. So what starts the ranks of `dist_jobs`, and the commands of the
-documentation, starts new interpreters. What cannot be forked is a new interpreter too: see `_fit`.
+code, and ends as Python ends. Two things differ. Its parent is the process that it was forked from, so a rank is not
+told who has started it. And names are hashed as there, so that two of them order a set alike. So what starts the ranks
+of `dist_jobs`, and the commands of the documentation, starts new interpreters. What cannot be forked is a new
+interpreter too: see `_fit`.
 """
 
 from __future__ import annotations
@@ -216,6 +217,7 @@ def _begun(
     ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(environment, **{_WHERE: path})
+    os.environ.pop("LIT_RL_STARTED_BY", None)  # a rank that watches its parent: see `lit_rl.commands.parent`
     given = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
     first = "" if words[0] == "-c" else str(Path(words[0]).resolve().parent)
     sys.path[:] = [first, *given, *(each for each in sys.path[1:] if each not in ours)]

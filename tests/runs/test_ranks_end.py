@@ -210,8 +210,11 @@ def cpu_seconds(process: int) -> float:
 @pytest.mark.parametrize(
     "rank_1", ["waits for rank 0", pytest.param("has just been started", marks=pytest.mark.exhaustive)]
 )
-def test_a_rank_that_rank_0_has_started_ends_with_it_before_they_have_met(process, tmp_path: Path, rank_1: str) -> None:
+def test_a_rank_that_rank_0_has_started_ends_with_it_before_they_have_met(
+    process, tmp_path: Path, rank_1: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would wait for half an hour. Rank 0 is stopped where it has started rank 1, and killed there."""
+    monkeypatch.setattr(warm, "Popen", subprocess.Popen)  # rank 1 has to be a child of rank 0
     child = process(*TWO, f"run_dir={tmp_path / 'run'}")
     until = time.monotonic() + 240
     while not (started := started_by(child.pid)):
