@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +75,33 @@ def leave(module: Any, runner: L.Trainer, path: Path, **beside: Any) -> None:
 
 def in_processes(script: str, folder: Path, *names: str) -> Path:
     """Run `python script folder names` to its end, in a session of its own; return the folder. It starts others."""
-    child = subprocess.Popen(
-        [sys.executable, script, str(folder), *names], env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = child.communicate(timeout=2400)
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, 9)
-            child.wait()
+    with port_of_ours() as port:
+        child = subprocess.Popen(
+            [sys.executable, script, str(folder), *names],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            output, _ = child.communicate(timeout=2400)
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, 9)
+                child.wait()
     assert child.returncode == 0, output[-6000:]
     return folder
+
+
+@contextlib.contextmanager
+def port_of_ours() -> Iterator[int]:
+    """A port where processes that are started meanwhile can meet, and which the system gives to nobody else.
+
+    Lightning looks for a free one, lets it go and opens it again: another job of this machine may be given it between.
+    A socket that holds it and does not listen lets a store of torch listen there.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield holder.getsockname()[1]
 
 
 def left(folder: Path, name: str) -> Any:
