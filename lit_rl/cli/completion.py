@@ -1,4 +1,4 @@
-"""`lit-rl completion bash`: what bash loads so that TAB knows commands, groups and their choices.
+"""`lit-rl completion SHELL`: what bash, zsh or fish loads so that TAB knows commands, groups and their choices.
 
 Read from file names alone: a TAB must not wait until torch has loaded.
 """
@@ -26,12 +26,29 @@ _lit_rl() {
 complete -F _lit_rl lit-rl
 """
 
+ZSH = """\
+_lit_rl() {
+    local -a found begun whole
+    found=(${(f)"$(lit-rl completion words "$PREFIX" 2>/dev/null)"})
+    (( $#found )) || { _files; return }
+    begun=(${(M)found:#*=}) whole=(${found:#*=})
+    compadd -S '' -a begun
+    compadd -a whole
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+compdef _lit_rl lit-rl
+"""
+FISH = """\
+complete -c lit-rl -a '(lit-rl completion words (commandline -ct) 2>/dev/null)'
+"""
+SHELLS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+
 
 def run(words: Sequence[str], commands: Sequence[str]) -> int:
     """Print the script, or, for that script, the words that begin like the one that is typed.
 
     Args:
-        words: `bash`; or `words` and the beginning.
+        words: The shell; or `words` and the beginning.
         commands: What may stand first.
 
     Raises:
@@ -41,12 +58,12 @@ def run(words: Sequence[str], commands: Sequence[str]) -> int:
         begun = words[1] if len(words) > 1 else ""
         sys.stdout.write("".join(f"{word}\n" for word in candidates(begun, commands)))
         return 0
-    if list(words) != ["bash"]:
+    if len(words) != 1 or words[0] not in SHELLS:
         raise ConfigError(
-            f"lit-rl completion knows bash, and got {' '.join(words) or 'no shell'}. Type: "
-            'eval "$(lit-rl completion bash)"'
+            f"lit-rl completion knows {', '.join(SHELLS)}, and got {' '.join(words) or 'no shell'}. Type: "
+            'eval "$(lit-rl completion bash)", the same with zsh, or: lit-rl completion fish | source'
         )
-    sys.stdout.write(BASH)
+    sys.stdout.write(SHELLS[words[0]])
     return 0
 
 

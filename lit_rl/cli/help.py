@@ -160,8 +160,12 @@ COMMANDS = {
     ),
     "env": Command("versions, devices and optional packages of this machine", ("lit-rl env",)),
     "completion": Command(
-        "words for the TAB key of bash",
-        ('eval "$(lit-rl completion bash)"          # in ~/.bashrc to keep it',),
+        "words for the TAB key of bash, zsh and fish",
+        (
+            'eval "$(lit-rl completion bash)"          # in ~/.bashrc to keep it',
+            'eval "$(lit-rl completion zsh)"           # in ~/.zshrc',
+            "lit-rl completion fish | source           # in ~/.config/fish/config.fish",
+        ),
     ),
 }
 """Every command but LightningCLI's, in the order of the overview."""

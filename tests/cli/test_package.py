@@ -6,6 +6,7 @@ import email
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -185,6 +186,26 @@ class TestHelp:
             ["bash", "-c", found], cwd=cwd, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True
         )
         assert done.stdout == "remax\n", done.stderr
+
+    @pytest.mark.parametrize("shell", ["zsh", "fish"])
+    def test_completes_words_in_other_shells(self, shell, command: Command, cwd):
+        assert command("completion", shell).out == completion.SHELLS[shell]
+        refused(command("completion", "tcsh"), 2, "lit-rl completion knows bash, zsh, fish, and got tcsh")
+        if (there := shutil.which(shell)) is None:
+            pytest.skip(f"{shell} is not installed")
+        (cwd / "lit-rl").write_text(
+            f"#!/bin/sh\nexec {sys.executable} -c 'from lit_rl.cli import main; main()' \"$@\"\n"
+        )
+        (cwd / "lit-rl").chmod(0o755)
+        asks = {
+            "fish": 'lit-rl completion fish | source; complete -C "lit-rl algo=rema"',
+            "zsh": "compdef() { }; compadd() { print -l ${(P)@[-1]} }; PREFIX=algo=rema; "
+            'eval "$(lit-rl completion zsh)"; _lit_rl',
+        }
+        env = {**os.environ, "PATH": f"{cwd}:{os.environ['PATH']}", "HOME": str(cwd)}
+        plain = ["-f"] if shell == "zsh" else []
+        done = subprocess.run([there, *plain, "-c", asks[shell]], env=env, capture_output=True, text=True)
+        assert done.stdout.split() == ["algo=remax"], done.stderr
 
     def test_says_what_is_installed(self, command: Command, cwd):
         outcome = command("env")

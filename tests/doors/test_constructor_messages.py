@@ -174,6 +174,18 @@ def test_a_loss_of_pairs_that_is_a_scalar(tmp_path: Path) -> None:
         fit(module, tmp_path, data)
 
 
+def test_completions_of_a_sampling_that_nobody_chose_fit_the_context(tmp_path: Path) -> None:
+    module = GRPO("tiny", exact_match, group_size=2)
+    with pytest.warns(UserWarning, match=r"no sampling was given, the default of 512 tokens does not fit") as said:
+        fit(module, tmp_path)
+    context, longest = module.model.context_length, module.trainer.datamodule.longest_prompt  # pyright: ignore
+    assert context is not None and module.sampling == Sampling(max_new_tokens=context - longest)
+    assert sum("no sampling was given" in str(each.message) for each in said) == 1
+    typed = GRPO("tiny", exact_match, group_size=2, sampling=Sampling(max_new_tokens=512))
+    with pytest.raises(ConfigError, match=rf"Lower sampling\.max_new_tokens to {context - longest}"):
+        fit(typed, tmp_path)
+
+
 def test_a_module_is_not_called() -> None:
     with pytest.raises(ConfigError, match=r"GRPO is not called\. Train it with trainer\.fit"):
         grpo()("17+25=")

@@ -16,6 +16,7 @@ from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, 
 from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedModel, Drawing, compare
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.strategies import whole_weights
+from lit_rl.algorithms.preflight import data as preflight
 from lit_rl.algorithms.preflight import given
 from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
@@ -37,6 +38,9 @@ from lit_rl.rewards.sums.begun import BegunRewards
 from lit_rl.rewards.sums.weighted import Rewards, Scores, TrainerState
 from lit_rl.rollout import Completions, PromptBatch, Sampling
 
+_NOT_CHOSEN = Sampling()
+"""The sampling of who gives none: its completions are made shorter where the model's context is."""
+
 
 class GeneratingModule(PolicyModule):
     """A `PolicyModule` with a generator and rewards. Every policy is validated with it, whatever it learns from.
@@ -45,7 +49,8 @@ class GeneratingModule(PolicyModule):
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
         generator: Draws the completions. None is the in-process decode loop.
-        sampling: How training completions are drawn.
+        sampling: How training completions are drawn. Where a script gives none, completions have 512 tokens at most, or
+            as many as the model's context leaves behind the longest prompt.
         evaluation: How validation samples.
         judge: Says which of two completions is better: a judge of `lit_rl.rewards`, or a function. None compares
             the summed rewards. Asked by `eval.win_rate_against`.
@@ -60,7 +65,7 @@ class GeneratingModule(PolicyModule):
         reward: Any,
         *,
         generator: Generator | None = None,
-        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+        sampling: Sampling = _NOT_CHOSEN,
         evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
         judge: Judge | Callable[..., Any] | None = None,
         log_entropy: bool = True,
@@ -74,6 +79,7 @@ class GeneratingModule(PolicyModule):
         self.reward_functions = reward if isinstance(reward, Rewards) else Rewards(reward)
         self.generator: Generator = NativeGenerator() if generator is None else as_generator(generator)
         self.sampling, self.evaluation = sampling, evaluation
+        self._sampling_is_chosen = sampling is not _NOT_CHOSEN
         self.judge = as_judge(judge)
         self.log_entropy = log_entropy
         self.stopwatch = Stopwatch("generate", "reward")
@@ -102,6 +108,12 @@ class GeneratingModule(PolicyModule):
 
     interaction: EpisodeSource | None = None
     """Makes completions of more than one turn. None: a completion is one turn."""
+
+    def shorten_to_context(self, longest: int) -> None:
+        """Make a sampling that nobody chose fit behind prompts of so many tokens. An episode's length is `env`'s."""
+        if not self._sampling_is_chosen and self.interaction is None and longest:
+            self.sampling = preflight.shortened(self.model, self.sampling, longest)
+            self._sampling_is_chosen = True
 
     def longest_prompt(self, longest: int) -> int:
         """Tokens that a prompt of the data may have as the policy reads it."""

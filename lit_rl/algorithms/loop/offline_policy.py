@@ -102,6 +102,7 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
         super().setup(stage)
         data: Any = self.trainer.datamodule  # pyright: ignore
         if longest := data.longest_val_prompt:
+            self.shorten_to_context(longest)
             own = self.evaluation.max_new_tokens
             group, new_tokens = ("sampling", self.sampling.max_new_tokens) if own is None else ("eval", own)
             preflight.fits_context(self.model, f"{group}.max_new_tokens", longest, new_tokens, "data.max_length")

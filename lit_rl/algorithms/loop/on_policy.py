@@ -374,6 +374,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         """Tell the rewards which columns there are; refuse rows that they cannot score, and prompts that leave no room
         for a completion."""
         episodes = () if self.env is None else self.env.columns
+        self.shorten_to_context(max(data.longest_prompt if stage == "fit" else 0, data.longest_val_prompt or 0))
         if stage == "fit":
             self.reward_functions.bind([*data.columns, *episodes])
             self._fits(data.longest_prompt, self.sampling, "sampling.max_new_tokens")

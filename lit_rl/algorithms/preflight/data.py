@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -73,6 +74,27 @@ def fits_context(
         f"{longest + new_tokens}, but the context of {model.name} holds {holds}. Lower "
         f"{key} to {max(1, holds - longest)}{prompts}."
     )
+
+
+def shortened(model: LanguageModel, sampling: Sampling, longest: int) -> Sampling:
+    """A sampling that nobody chose, with completions as long as the model's context leaves room for; said where that
+    changes it. Where there is no room at all it stays, and `fits_context` refuses it.
+
+    Args:
+        model: Whose context.
+        sampling: Of the constructor's default.
+        longest: Tokens of the longest prompt.
+    """
+    holds = model.context_length
+    room = sampling.max_new_tokens if holds is None else holds - longest
+    if not 1 <= room < sampling.max_new_tokens:
+        return sampling
+    rank_zero_warn(
+        f"sampling.max_new_tokens={room}: no sampling was given, the default of {sampling.max_new_tokens} tokens does "
+        f"not fit, and the context of {model.name} ({holds}) leaves {room} behind the longest prompt ({longest}). "
+        f"sampling=lit_rl.Sampling(max_new_tokens=...) sets it."
+    )
+    return replace(sampling, max_new_tokens=room)
 
 
 def engine_takes(generator: Generator, sampling: Sampling, longest: int) -> None:
