@@ -129,7 +129,7 @@ def test_a_folder_that_says_what_it_was_made_from_is_named_by_both(told_by: str,
     other = tmp_path / "other"
     other.mkdir()
     (other / "README.md").write_text("---\nbase_model: me/base\n---\n")
-    (other / "config.json").write_text(json.dumps({"_name_or_path": "/home/ann/base"}))
+    (other / "config.json").write_text(json.dumps({"_name_or_path": "/a/ann/base"}))
     assert ModelName.of(str(other)) == ModelName("other", None, is_folder=True)
 
 
