@@ -29,7 +29,7 @@ def read_the_cache_alone_where_there_is_no_hub() -> None:
 
     host = urlsplit(constants.ENDPOINT).hostname
     set_by_the_user = constants.HF_HUB_OFFLINE and not _closed
-    if host is None or set_by_the_user or any(os.environ.get(name) for name in _PROXIES):
+    if host is None or set_by_the_user or _behind_a_proxy():
         return
     there = _has_address(host)
     if there and _closed:  # a notebook whose machine has found its network again
@@ -37,6 +37,35 @@ def read_the_cache_alone_where_there_is_no_hub() -> None:
     elif not there and not _closed:
         sys.stderr.write(f"{host} cannot be reached (its name has no address): the local cache alone is read.\n")
         _ask_the_hub(False)
+
+
+def why_unreachable() -> str | None:
+    """Why nothing can be sent to the hub, found out within a few seconds; None where a connection to it opens.
+
+    Hugging Face's client has no limit of time on a connection, which the system gives up after minutes where nothing
+    answers. Behind a proxy nothing is looked at.
+    """
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    if address.hostname is None or _behind_a_proxy():
+        return None
+    if constants.HF_HUB_OFFLINE and not _closed:
+        return "HF_HUB_OFFLINE is set, which forbids to ask it"
+    if not _has_address(address.hostname):
+        return f"{address.hostname} cannot be reached: its name has no address"
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        socket.create_connection((address.hostname, port), timeout=_PATIENCE).close()
+    except OSError as error:
+        return f"{address.hostname} cannot be reached: {error.strerror or error}"
+    if _closed:  # it had no address when the run began
+        _ask_the_hub(True)
+    return None
+
+
+def _behind_a_proxy() -> bool:
+    return any(os.environ.get(name) for name in _PROXIES)
 
 
 def _ask_the_hub(ask: bool) -> None:

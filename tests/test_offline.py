@@ -81,6 +81,32 @@ def test_a_look_up_that_hangs_is_no_address(asked, monkeypatch):
     assert is_offline()
 
 
+def test_why_nothing_can_be_sent_is_found_out_within_seconds(asked, monkeypatch):
+    """No address; a closed port; an address that does not answer, as `connect` says it; then a hub that is there."""
+    from huggingface_hub import constants
+
+    assert str(offline.why_unreachable()).endswith("hub.invalid cannot be reached: its name has no address")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert str(offline.why_unreachable()).endswith("127.0.0.1 cannot be reached: Connection refused")
+    with monkeypatch.context() as patch, socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        patch.setattr(offline, "_PATIENCE", 0.1)
+        patch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{full.getsockname()[1]}")
+        waiting = [socket.socket() for _ in range(4)]  # Linux takes one more than the backlog
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        assert str(offline.why_unreachable()).endswith("cannot be reached: timed out")
+        for each in waiting:
+            each.close()
+    offline._ask_the_hub(False)
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{there.getsockname()[1]}")
+        assert offline.why_unreachable() is None and not is_offline()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(offline, "_closed", False)
+    assert "HF_HUB_OFFLINE is set" in str(offline.why_unreachable())
+
+
 @pytest.mark.all
 @pytest.mark.parametrize("words", ["model=owner/absent", "data=jsonl data.path=owner/absent data.split=train"])
 def test_a_run_says_so_in_two_lines_and_tries_nothing_again(words, tmp_path):

@@ -9,6 +9,7 @@ import lightning as L
 
 from lit_rl.callbacks.unwritten import Unwritten
 from lit_rl.errors import in_range
+from lit_rl.models.export.names import ModelName
 from lit_rl.models.policy.sharding import full_state_dict
 
 
@@ -57,7 +58,8 @@ def unfinished_card(trainer: L.Trainer, pl_module: Any, what: str) -> dict[str, 
         what: The end of its title, behind the model and the algorithm.
     """
     base, algorithm = pl_module.model.name, type(pl_module).__name__.lower()
-    facts = {"base_model": base, "algorithm": algorithm, "title": f"{base} trained with {algorithm}{what}"}
+    title = f"{ModelName.of(base)} trained with {algorithm}{what}"
+    facts = {"base_model": base, "algorithm": algorithm, "title": title}
     form = getattr(trainer.datamodule, "prompt_form", None)  # pyright: ignore
     facts |= {"dataset": data} if (data := _named(trainer.datamodule)) else {}  # pyright: ignore
     facts |= {"command": pl_module.command} if getattr(pl_module, "command", "") else {}

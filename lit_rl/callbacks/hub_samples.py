@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning as L
 
+from lit_rl import offline
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.callbacks.hub_pushes import HubPushes
 from lit_rl.callbacks.sample_files import SAMPLE_FILES
@@ -45,6 +46,7 @@ class HubSamples(L.Callback):
     Rank 0 copies what is new and sends the copy beside the training, one push at a time. It removes what is no longer
     there, such as files that were joined; files of others stay. The end of a training or a validation waits for its
     last push, `wait` seconds at most; a run that a signal ends waits for none, and its next part sends what is missing.
+    A hub that cannot be reached is found out within seconds, and not waited for.
     A push that fails is warned of, and the run goes on (`unwritten`); the next one sends what it did not. Where waits
     that ended with nothing sent have cost more than 30 seconds, no more is sent. The hub's client takes `HF_TOKEN`.
 
@@ -130,6 +132,8 @@ class HubSamples(L.Callback):
         assert self.repo is not None
         api, operations = HfApi(), []
         with copy:
+            if (why := offline.why_unreachable()) is not None:
+                raise ConnectionError(f"the hub was not asked: {why}")
             if sent is None:
                 api.create_repo(self.repo, repo_type="dataset", private=self.private, exist_ok=True)
                 held = api.list_repo_files(self.repo, repo_type="dataset")

@@ -13,9 +13,11 @@ from typing import Any
 
 from rich.console import Console
 
+from lit_rl import offline
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.commands.saved_policy import saved_policy
 from lit_rl.errors import BackendError
+from lit_rl.models.export.names import without_folders
 from lit_rl.models.policy.sharding import full_state_dict
 
 
@@ -95,8 +97,8 @@ FOLDER = "runs/mine"
 
 
 def for_readers(commands: Sequence[str]) -> str:
-    """The commands of one run, a line each, as they train likewise in a folder of the reader's own: without the name of
-    the author's home, and with a folder where several commands have to share one.
+    """The commands of one run, a line each, as they train likewise in a folder of the reader's own: with `path/to/` in
+    place of the author's folders, and with one folder where several commands have to share it.
 
     Args:
         commands: Without secrets, as `redact_command` leaves them. One that cannot be read is left out.
@@ -113,7 +115,8 @@ def _anywhere(words: list[str], *, alone: bool) -> str:
     kept = []
     for word in words:
         key = word.partition("=")[0].lstrip("+")
-        kept += folder if key == "run_dir" else [] if key == "--trainer.default_root_dir" else [word]
+        kept += folder if key == "run_dir" else [] if key == "--trainer.default_root_dir" else [without_folders(word)]
+    kept = ["train.py" if word == "path/to/train.py" else word for word in kept]
     return shlex.join(kept).replace(str(Path.home()), "~")
 
 
@@ -161,6 +164,9 @@ def _send(folder: Path, repository: str, step: int, private: bool) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
+    whole = f"The folder {folder} is whole"
+    if (why := offline.why_unreachable()) is not None:
+        raise BackendError(f"export.push_to_hub={repository}: {why}. {whole}: say the command again with a network.")
     try:
         api = HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
@@ -170,7 +176,7 @@ def _send(folder: Path, repository: str, step: int, private: bool) -> str:
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise BackendError(
-            f"export.push_to_hub={repository} failed: {reason}. The folder {folder} is whole: set HF_TOKEN to a token "
-            "that may write there, and say the command again."
+            f"export.push_to_hub={repository} failed: {reason}. {whole}: set HF_TOKEN to a token that may write there, "
+            "and say the command again."
         ) from error
     return str(sent.commit_url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,9 +12,10 @@ import yaml
 from huggingface_hub import ModelCard, metadata_load
 
 from lit_rl.algorithms import GRPO, SFT
-from lit_rl.commands.export import PAPERS, card_facts
+from lit_rl.commands.export import PAPERS, card_facts, for_readers
 from lit_rl.commands.redaction import redact_command
 from lit_rl.models.export.card import CITATION, model_card
+from lit_rl.models.export.names import ModelName
 
 NAN = {"reward": float("nan")}
 SUMMARY = {
@@ -86,10 +88,57 @@ def test_a_card_of_a_run_that_was_gone_on_with_has_every_command() -> None:
 def test_a_base_that_is_on_no_hub_is_not_in_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    for name in ("tiny", "./runs/a", "../a", "/a/b", "models/mine"):
-        text = model_card(card_facts(name, "sft", "sums", {"after": SUMMARY["after"]}))
-        assert ModelCard(text).data.base_model is None and f"`{name}` trained with" in text
+    named = {
+        "tiny": "tiny",
+        "./runs/a/hf": "a",
+        "../a": "a",
+        "/a/b": "b",
+        "models/mine": "mine",
+        "~/x/hf_steps/step_9": "x",
+    }
+    for name, told in named.items():
+        text = model_card(
+            card_facts(name, "sft", "/a/b/sums.jsonl, /c/d.csv", {"after": SUMMARY["after"]}), adapter=True
+        )
+        assert ModelCard(text).data.base_model is None and f"`{told}` trained with" in text
+        assert "on path/to/sums.jsonl, path/to/d.csv, by" in text and "/a/" not in text and "~" not in text
+        assert f"from_pretrained('{told if name == told else f'path/to/{told}'}')" in text
         assert "| 0.800 [0.700, 0.900] |" in text and "@misc" not in text
+
+
+@pytest.mark.parametrize("told_by", ["config.json", "adapter_config.json", "README.md", "snapshots"])
+def test_a_folder_that_says_what_it_was_made_from_is_named_by_both(told_by: str, tmp_path: Path) -> None:
+    """A cached snapshot is that model; a card of others does not count, nor a path in a config."""
+    folder = tmp_path / "said" / "hf"
+    files = {
+        "config.json": {"_name_or_path": "me/base"},
+        "adapter_config.json": {"base_model_name_or_path": "me/base"},
+    }
+    if told_by == "snapshots":
+        folder = tmp_path / "models--me--base" / "snapshots" / "0a1b"
+    folder.mkdir(parents=True)
+    if told_by in files:
+        (folder / told_by).write_text(json.dumps(files[told_by]))
+    elif told_by == "README.md":
+        (folder / told_by).write_text(model_card(card_facts("me/base", "sft", "sums", {})))
+    text = model_card(card_facts(str(folder), "grpo", "sums", {}))
+    assert ModelCard(text).data.base_model == "me/base" and str(tmp_path) not in text
+    own = "`me/base`" if told_by == "snapshots" else "`said`, a model made from `me/base`,"
+    assert f"\n{own} trained with `grpo`" in text
+
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "README.md").write_text("---\nbase_model: me/base\n---\n")
+    (other / "config.json").write_text(json.dumps({"_name_or_path": "/a/ann/base"}))
+    assert ModelName.of(str(other)) == ModelName("other", None, is_folder=True)
+
+
+def test_commands_of_a_card_name_no_folder_of_the_author() -> None:
+    word = "python /a/b/train.py model.name=/a/b/runs/x/hf data.path=[/a/m.jsonl,/a/b/n.csv] reward.fn=/a/r.py:f x=https://h/v/1"
+    assert for_readers([f"{word} y=./z/a.py"]) == (
+        "python train.py model.name=path/to/hf 'data.path=[path/to/m.jsonl,path/to/n.csv]' reward.fn=path/to/r.py:f "
+        "x=https://h/v/1 y=./z/a.py"
+    )
 
 
 def test_citations_are_those_of_the_repository(root: Path) -> None:

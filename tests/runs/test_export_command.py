@@ -78,7 +78,7 @@ def test_cards_of_a_run_that_goes_on_say_how(run, train, tmp_path):
         assert "ckpt_path" not in first and first.endswith(" run_dir=runs/mine")
         assert "trainer.max_steps=3" in then and then.endswith(" run_dir=runs/mine ckpt_path=last")
     (told,) = (other / "hf" / "README.md").read_text().split("```bash\n")[1].split("\n```")[0].splitlines()
-    assert told.replace("~", str(Path.home())).endswith(f" ckpt_path={start}") and "run_dir=" not in told
+    assert told.endswith(" ckpt_path=path/to/step_00000001.ckpt") and "run_dir=" not in told
 
 
 def test_an_earlier_checkpoint_goes_to_a_folder_of_its_own_without_the_last_ones_results(run, train, tmp_path):
@@ -178,3 +178,7 @@ def test_the_hubs_own_client_sends_the_folder(run, tmp_path):
         taken = stand_in.files["ann/adds"]
         assert taken == {name: path.read_bytes() for name, path in files.items() if path.is_file()}
         assert not any("hf_of_a_test" in text for text in (done.stdout, done.stderr))
+        settings["HF_ENDPOINT"] = "http://127.0.0.1:9"  # a closed port
+        unreached = sent("hf_of_a_test")
+        assert unreached.returncode == 8 and "Retry" not in unreached.stderr
+        assert "127.0.0.1 cannot be reached: Connection refused. The folder" in unreached.stderr

@@ -16,6 +16,7 @@ from hub_stand_in import HubStandIn, hub
 from huggingface_hub import constants
 from runs_helpers import SMALL
 
+from lit_rl import offline
 from lit_rl.callbacks import GracefulStop, HubSamples
 from lit_rl.callbacks.hub_samples import CARD
 from lit_rl.callbacks.sample_files import write_parquet
@@ -137,6 +138,21 @@ def test_the_end_waits_no_longer_than_it_may_and_a_signal_not_at_all(stand_in, t
     callback = HubSamples("ann/said", wait=0.1)
     with pytest.warns(UserWarning, match="HubSamples failed .*: it was not over after 0.1 seconds"):
         callback.teardown(trainer(tmp_path / "a" / "x"), None, "fit")  # pyright: ignore
+
+
+@pytest.mark.parametrize("there", ["http://127.0.0.1:9", "http://hub.invalid"])
+def test_a_hub_that_cannot_be_reached_is_not_waited_for(there, tmp_path, monkeypatch):
+    """A closed port, and a name that has no address: minutes, with the client's retries, of the listing."""
+    for proxy in offline._PROXIES:
+        monkeypatch.delenv(proxy, raising=False)
+    monkeypatch.setattr(offline, "_closed", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", there)
+    put(tmp_path / "a" / "x", "val_00000000_t0.0.parquet")
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match="ConnectionError: the hub was not asked: .* cannot be reached"):
+        HubSamples("ann/said").teardown(trainer(tmp_path / "a" / "x"), None, "validate")  # pyright: ignore
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.all

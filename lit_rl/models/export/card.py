@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lit_rl.errors import ConfigError
+from lit_rl.models.export.names import ModelName, is_hub_id, without_folders
 
 _FACTS = (
     *("base_model", "algorithm", "results", "scores", "versions", "dataset", "title", "prompts", "paper", "command"),
 )
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 CITATION = """@software{lit_rl,
   title = {{lit_rl: PyTorch Lightning modules for RL post-training of language models}},
   author = {{The lit_rl maintainers}},
@@ -37,11 +35,11 @@ def model_card(
     """A model card: YAML header, how to load, how it was trained, results, versions.
 
     Args:
-        facts: ``base_model`` (hub id or short name) and ``algorithm`` are needed. ``results`` and ``versions`` map
-            names to values, or a result to its values by column; ``scores`` maps names of results to numbers, for the
-            header; ``dataset`` (several: with commas) and ``title`` are text, ``prompts`` is a `PromptForm`, ``paper``
-            the arXiv id of the method's paper, ``command`` the command lines of the run. A ``base_model`` or a
-            ``dataset`` that is no ``owner/name`` of the hub stands in the text alone.
+        facts: ``base_model`` (hub id, short name, folder) and ``algorithm`` are needed. ``results`` and ``versions``
+            map names to values, or a result to its values by column; ``scores`` maps names of results to numbers, for
+            the header; ``dataset`` (several: with commas) and ``title`` are text, ``prompts`` is a `PromptForm`,
+            ``paper`` the arXiv id of the method's paper, ``command`` the command lines of the run. A ``base_model`` or
+            a ``dataset`` that is no ``owner/name`` of the hub stands in the text alone, a folder or a file by its name.
         loaded_by: The class of transformers that loads the model.
         pipeline: The hub's word for what the model does.
         how_to_load: The lines of Python that load it. None: those of the class `loaded_by`.
@@ -54,13 +52,16 @@ def model_card(
     wrong = ({"base_model", "algorithm"} - facts.keys()) | (facts.keys() - set(_FACTS))
     if wrong:
         raise ConfigError(f"The facts of a model card are {', '.join(_FACTS)}; missing or unknown: {sorted(wrong)}.")
-    base, algorithm = str(facts["base_model"]), str(facts["algorithm"])
+    base, algorithm = ModelName.of(str(facts["base_model"])), str(facts["algorithm"])
+    if "dataset" in facts:
+        facts = {**facts, "dataset": ", ".join(map(without_folders, str(facts["dataset"]).split(", ")))}
     paper = facts.get("paper")
     title = _cell(facts.get("title", f"{base} trained with {algorithm}"))
     data = f" on {_cell(facts['dataset'])}" if "dataset" in facts else ""
+    made_from = f", a model made from `{base.hub_id}`," if base.is_folder and base.hub_id else ""
     body = [
         f"# {title}",
-        f"`{_cell(base)}` trained with `{_cell(algorithm)}`{data}, by lit_rl.",
+        f"`{_cell(base)}`{made_from} trained with `{_cell(algorithm)}`{data}, by lit_rl.",
         *([_PROMPTS[facts["prompts"]]] if "prompts" in facts else []),
         _section(how_to_load) if how_to_load else _how_to_load(loaded_by, facts.get("prompts")),
         *([_adapter(base)] if adapter else []),
@@ -71,14 +72,14 @@ def model_card(
         *_table("Versions", "package", facts.get("versions", {})),
         f"## Citation\n\n```bibtex\n{CITATION}{_of_paper(str(paper), algorithm) if paper else ''}\n```",
     ]
-    return f"---\n{_header(facts, title, pipeline, tags)}\n---\n\n" + "\n\n".join(body) + "\n"
+    return f"---\n{_header(facts, base.hub_id, title, pipeline, tags)}\n---\n\n" + "\n\n".join(body) + "\n"
 
 
-def _header(facts: Mapping[str, Any], title: str, pipeline: str, tags: Sequence[str]) -> str:
+def _header(facts: Mapping[str, Any], base: str | None, title: str, pipeline: str, tags: Sequence[str]) -> str:
     """The YAML that the hub reads, as its own client writes it."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    base, algorithm, paper = str(facts["base_model"]), str(facts["algorithm"]), facts.get("paper")
+    algorithm, paper = str(facts["algorithm"]), facts.get("paper")
     data = [name for name in str(facts.get("dataset", "")).split(", ") if is_hub_id(name)]
     measured_on = data[0] if len(data) == 1 else str(facts.get("dataset", "unknown"))
     results = [
@@ -93,8 +94,8 @@ def _header(facts: Mapping[str, Any], title: str, pipeline: str, tags: Sequence[
         for name, value in facts.get("scores", {}).items()
     ]
     return ModelCardData(
-        base_model=base if is_hub_id(base) else None,
-        base_model_relation="finetune" if is_hub_id(base) else None,  # of an adapter too: the weights are merged
+        base_model=base,
+        base_model_relation="finetune" if base else None,  # of an adapter too: the weights are merged
         datasets=data or None,
         library_name="transformers",
         pipeline_tag=pipeline,
@@ -120,21 +121,14 @@ _ANSWER = """written = model.generate(**inputs, max_new_tokens=256)
 print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 
-def _adapter(base: str) -> str:
+def _adapter(base: ModelName) -> str:
+    name = f"path/to/{base}" if base.is_folder else base.name
     return (
         "An adapter was trained. It is merged into these weights, and by itself in `adapter/`:\n\n```python\n"
         "from peft import PeftModel\n\n"
-        f"base = AutoModelForCausalLM.from_pretrained({base!r})\n"
+        f"base = AutoModelForCausalLM.from_pretrained({name!r})\n"
         'model = PeftModel.from_pretrained(base, folder, subfolder="adapter")\n```'
     )
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether the name of a model or of a data set is one of the hub's, and not a folder or a file here."""
-    file = name.endswith(
-        (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip")
-    )
-    return _HUB_ID.fullmatch(name) is not None and name[0] != "." and not file and not Path(name).exists()
 
 
 def _of_paper(arxiv: str, algorithm: str) -> str:
