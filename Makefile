@@ -34,7 +34,7 @@ IN_AGENTS := tests/agents tests/models/test_models_liger.py
 ALL := not exhaustive and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup environments demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-engines-images test-engines-families test-agents test-deepspeed test-slow test-site site engines agents deepspeed bench bench-full bench-gpu lint format clean
+.PHONY: help setup environments $(STAMPS)/compiled demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-engines-images test-engines-families test-agents test-deepspeed test-slow test-site site engines agents deepspeed bench bench-full bench-gpu lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -139,10 +139,14 @@ bench-full: $(STAMPS)/dev $(PEER)/.stamp  ## every benchmark of this CPU: some f
 bench-gpu: $(STAMPS)/dev $(PEER)/.stamp  ## a training step on one GPU: some 10 minutes
 	$(BIN)/python scripts/bench/gpu.py --peer-python $(PEER)/bin/python $(args)
 
-test: lint  ## what a newcomer needs to trust the install (args='-n 0' for one)
+# Where PYTHONDONTWRITEBYTECODE is set, each of the processes that tests start would compile the package anew: a second.
+$(STAMPS)/compiled: $(STAMPS)/dev
+	@$(BIN)/python -m compileall -q lit_rl scripts
+
+test: lint $(STAMPS)/compiled  ## what a newcomer needs to trust the install (args='-n 0' for one)
 	$(PYTEST) $(TWO) -m 'not all and $(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/zero $(args)
 
-test-all: lint environments  ## everything that a change has to pass
+test-all: lint environments $(STAMPS)/compiled  ## everything that a change has to pass
 	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/zero $(args)
 	$(FAMILIES_PYTEST) -m '$(ALL)' $(args)
 	$(DEEPSPEED_PYTEST) -m '$(ALL)' $(args)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import warm
 from live_tensors import Live
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig, Qwen2Config
@@ -634,7 +635,7 @@ def test_float32_adapters_read_wide_numbers_beside_narrow_weights_only():
 
 @pytest.mark.all
 def test_the_page_of_hardware_has_the_plans_of_now(root):
-    done = subprocess.run([sys.executable, root / "scripts" / "hardware_plans.py", "--check"], check=False)
+    done = warm.run([sys.executable, str(root / "scripts" / "hardware_plans.py"), "--check"])
     assert done.returncode == 0, "python scripts/hardware_plans.py"
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+import warm
 import yaml
 from tiers import quick
 
@@ -206,7 +207,7 @@ def test_a_second_fit_is_refused_while_the_first_writes_and_whoever_dies_holds_n
     words = ["fit", demo, *SMALL, "--trainer.limit_val_batches=0", "--trainer.logger=lit_rl.callbacks.JsonlLogger"]
     words += [f"--trainer.default_root_dir={folder}", "--model.reward=lit_rl.rewards.from_paths"]
     words += [f"--model.reward.fn={reward}:score", "--trainer.max_steps=1"]
-    child = subprocess.Popen([sys.executable, "-c", "from lit_rl.cli import main; main()", *words])
+    child = warm.Popen([sys.executable, "-c", "from lit_rl.cli import main; main()", *words])
     try:
         while not (tmp_path / "met").exists():
             assert child.poll() is None

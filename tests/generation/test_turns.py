@@ -107,10 +107,10 @@ EVERY = [False, pytest.param(True, marks=pytest.mark.exhaustive)]
 @pytest.mark.parametrize("name", quick(CASES, {"plain", "stop"}))
 @pytest.mark.parametrize("kind", quick(POLICIES, {"qwen2"}))
 def test_engines_agree_token_for_token(kind: str, name: str, every: bool) -> None:
-    """One policy with every engine in every case; the others with a third of the engines in each, in turn."""
+    """One policy with every engine in two cases; else a third of the engines in turn: every case has them all."""
     policy, third = shared(kind), (list(CASES).index(name) + POLICIES.index(kind)) % 3
     oracle, _ = talk(HFGenerator(), policy, CASES[name])
-    for engine in OTHERS if every or kind == "qwen2" else OTHERS[third::3]:
+    for engine in OTHERS if every or (kind == "qwen2" and name in ("plain", "stop")) else OTHERS[third::3]:
         out, _ = talk(ENGINES[engine](), policy, CASES[name])
         assert rows_of(out) == rows_of(oracle), engine
         torch.testing.assert_close(out.sampler_logprobs, oracle.sampler_logprobs, atol=1e-4, rtol=0)

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 from runs_helpers import SMALL, assert_same_run
 
 pytestmark = pytest.mark.faults
@@ -79,7 +80,7 @@ def test_whatever_kills_a_run_it_ends_as_if_nothing_had(how, root):
     """SIGKILL in rollouts, while checkpoints and exports are written, and at random moments; of one of two ranks or
     both; while weights are sent to an engine."""
     script = [sys.executable, str(root / "scripts" / "kill_loop.py"), *how]
-    said = subprocess.run(script, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    said = warm.run(script, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert said.returncode == 0 and f" {how[1]} equal, 0 not." in said.stdout, said.stdout + said.stderr
     assert said.stdout.count("killed: ") == int(how[1]) and ", 0 kills" not in said.stdout
     assert "--engine" not in how or re.search(r"\| engine sync \| [1-9]", said.stdout), said.stdout
