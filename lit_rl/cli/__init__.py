@@ -78,9 +78,14 @@ def _lightning(command: str, arguments: list[str]) -> int:
 
 def _hydra(command: str | None, rest: list[str]) -> int:
     """A command over a composed config."""
-    from lit_rl.cli.other_words import translated
+    from lit_rl.cli.other_words import of_export, translated
 
+    said = ""
+    if command == "export":
+        rest, said = of_export(rest)
     rest, read = translated(rest)
+    if said and _is_first_process():
+        sys.stderr.write(f"{said}\n")
     if read and _is_first_process():
         sys.stderr.write(f"Read as {' '.join(read)}\n")
     _say_what_loads(command or "train", "composing the config")

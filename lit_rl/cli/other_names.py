@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 import yaml
@@ -24,7 +25,7 @@ def said(key: str) -> str:
     """
     name = key.rpartition(".")[2]
     verl, trl = _tables()["verl"], _tables()["TRL"]
-    if f"{key}=" in f"{verl.get(key)} {trl.get(name)}":  # a key of another choice
+    if re.search(rf"(?<![\w.]){re.escape(key)}=", f"{verl.get(key)} {trl.get(name)}"):  # a key of another choice
         return ""
     if key in verl:
         return _told(key, "verl", verl[key])
@@ -37,7 +38,7 @@ def said(key: str) -> str:
 def near(name: str) -> str:
     """The same of a name of TRL that was mistyped."""
     found = nearest(name, _tables()["TRL"]) if len(name) > 5 else None
-    return "" if found is None else f" Did you mean {found!r}?{said(found)}"
+    return "" if found in (None, name) else f" Did you mean {found!r}?{said(found)}"
 
 
 def _told(name: str, library: str, answer: str) -> str:

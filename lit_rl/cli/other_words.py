@@ -82,6 +82,30 @@ ELSEWHERE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-c
 """Options of Hydra's that bring groups of the user's; the next word is theirs."""
 
 
+MERGED = "merge=true is how every export is: merged weights, and the adapter of LoRA by itself in its folder adapter/."
+
+
+def of_export(words: Sequence[str]) -> tuple[list[str], str]:
+    """The words of `lit-rl export` without `merge=true`, with `push_to_hub=` as a key of `export`; and what to say.
+
+    Raises:
+        ConfigError: `merge` is something else.
+    """
+    kept, said = [], ""
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key.removeprefix("export.") != "merge":
+            kept.append(f"export.{word}" if key == "push_to_hub" and equals else word)
+        elif value.lower() == "true":
+            said = MERGED
+        else:
+            raise ConfigError(
+                f"{word}: an export is merged always. Its adapter is in the folder adapter/ by itself, to be loaded on "
+                f"the base model. Leave {key} out."
+            )
+    return kept, said
+
+
 def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words with ours in place of others, and those that were put in.
 

@@ -57,7 +57,7 @@ def compare(first: Path, second: Path) -> int:
     """Print the tables, and write the page into the first folder.
 
     Raises:
-        ConfigError: a folder holds no run, or the runs were validated on different prompts.
+        ConfigError: a folder holds no run, or both are the same.
         StorageError: a file of samples is damaged, or the page cannot be written.
     """
     runs = run_files.read(first), run_files.read(second)
@@ -77,7 +77,7 @@ def comparison(first: RunFiles, second: RunFiles) -> Comparison:
     ours, theirs = (_last_validations(run.samples) for run in (first, second))
     if ours and theirs and not ours.keys() & theirs.keys():
         sets = [", ".join(title(table) for table in each.values()) for each in (ours, theirs)]
-        raise ConfigError(
+        found.notes.append(
             f"These runs have no validation in common: {names[0]} has {sets[0]}; {names[1]} has {sets[1]}. Take runs "
             "with the same validation sets and eval.temperature."
         )
@@ -90,7 +90,7 @@ def comparison(first: RunFiles, second: RunFiles) -> Comparison:
     unlike = [name for name in sets_of(first.series) if _functions(first, name) != _functions(second, name)]
     if not found.tests and unlike:
         found.notes.append("No test: no reward function scored both runs. Compare runs with one reward.")
-    elif not found.tests:
+    elif not found.tests and not (ours and theirs):
         found.notes.append("No test: the files of these runs hold no value for each prompt.")
     found.values.extend(_last_values(first, second, bool(found.tests), unlike))
     return found
@@ -149,7 +149,10 @@ def _means(keys: Sequence[str], values: Sequence[Any]) -> dict[str, float]:
 
 def _add_tests(found: Comparison, ours: _Validation, theirs: _Validation) -> None:
     of = title(ours.table)
-    _check_prompts(found.names, of, ours.prompts, theirs.prompts)
+    _note_prompts(found, of, ours.prompts, theirs.prompts)
+    common = ours.prompts.keys() & theirs.prompts.keys()
+    if not common:
+        return
     steps = f"step {ours.step}" if ours.step == theirs.step else f"steps {ours.step} and {theirs.step}"
     functions = [{name for name in each.values if name != "reward"} for each in (ours, theirs)]
     wanted = [name for name in ours.values if name in theirs.values]
@@ -164,25 +167,33 @@ def _add_tests(found: Comparison, ours: _Validation, theirs: _Validation) -> Non
         if both in seen or not shared:
             continue
         seen.append(both)
-        if left := len(ours.prompts) - len(shared):
+        if left := len(common) - len(shared):
             found.notes.append(f"{of}, {name}: {left} prompts without a value in one of the runs are left out.")
         result = paired([both[0][key] for key in shared], [both[1][key] for key in shared])
         found.tests.append((f"{of}: {name.removeprefix('rewards/')}, {steps}", result))
 
 
-def _check_prompts(names: tuple[str, str], of: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+def _note_prompts(found: Comparison, of: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+    """Say which prompts only one of the runs was validated on."""
     alone = [[text for key, text in a.items() if key not in b] for a, b in ((ours, theirs), (theirs, ours))]
     if not any(alone):
         return
+    names, shared = found.names, len(ours) - len(alone[0])
     said = [
         f"{len(texts)} of the {len(all_of)} prompts of {name} are not in {other}, such as {printable(texts[0], 80)!r}"
         for name, other, texts, all_of in ((*names, alone[0], ours), (*names[::-1], alone[1], theirs))
         if texts
     ]
-    raise ConfigError(
-        f"{of}: these runs were validated on different prompts, so nothing is paired: {'; '.join(said)}. Take runs "
-        "with the same validation data (data.val_path, data.val_split, data.task, data.seed, eval.limit, ranks)."
+    paired_ones = f"the {shared} prompts that both runs have are paired" if shared else "no prompt is in both runs"
+    why = (
+        ""
+        if shared
+        else (
+            " No test. Take runs with the same validation data (data.val_path, data.val_split, data.task, data.seed, "
+            "eval.limit, ranks)."
+        )
     )
+    found.notes.append(f"{of}: {paired_ones}; {'; '.join(said)}.{why}")
 
 
 def _last_values(

@@ -61,7 +61,7 @@ def told_what_is_missing(trainer: L.Trainer) -> Iterator[None]:
 
 
 def closing_table(summary: dict[str, Any]) -> None:
-    """Accuracy before and after, and where the time went."""
+    """Accuracy before and after, where the time went, and the alarm that ended the run if one did."""
     console = Console()
     _measured_table(console, summary, "reward", "Held-out reward, mean and 95 % interval")
     _measured_table(console, summary, "win_rate", "Held-out win rate, mean and 95 % interval")
@@ -74,6 +74,8 @@ def closing_table(summary: dict[str, Any]) -> None:
     rest = summary["seconds"] - sum(numbers["seconds"] for numbers in summary.get("phases", {}).values())
     times.add_row("validation, checkpoints, the rest", f"{max(rest, 0.0):.1f}", "")
     times.add_row("whole run", f"{summary['seconds']:.1f}", "")
+    if by := summary.get("stopped_by"):
+        times.add_row(f"stopped by {by}", "", "")
     console.print(times)
 
 

@@ -32,7 +32,8 @@ def _ends(run: RunFiles) -> Iterator[Finding]:
         where = f" (rank {run.error.get('rank')}, step {run.error.get('step')})" if "rank" in run.error else ""
         yield Finding("failed", f"{run.error.get('error', 'Error')}: {run.error.get('message', '')}{where}")
     if run.summary.get("status") == "stopped" and not run.error:
-        where = f"The run was stopped at step {run.last_step}"
+        by = run.summary.get("stopped_by")
+        where = f"The run was stopped {f'by {by}' if by else f'at step {run.last_step}'}"
         yield Finding("note", f"{where}: ckpt_path=last goes on from its newest checkpoint.")
     for path in sorted(run.path.glob("bad_batch*.pt")):
         yield Finding("warning", f"{path.name}: what the last step learned from whose gradient was not finite.")

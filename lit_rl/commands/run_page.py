@@ -68,8 +68,10 @@ def _head(run: RunFiles) -> str:
         "steps": f"{run.summary.get('steps') or run.last_step}",
         "time": duration(run.summary.get("seconds")),
     }
+    by = run.summary.get("stopped_by") if status == "stopped" else None
+    badge = f"{status} by {by}" if by else status
     said = " · ".join(f'<span class="dim">{name}</span> {safe(value)}' for name, value in facts.items())
-    return f'<h1>{safe(run.path.name)} <span class="status {status}">{status}</span></h1><p>{said}</p>\n'
+    return f'<h1>{safe(run.path.name)} <span class="status {status}">{safe(badge)}</span></h1><p>{said}</p>\n'
 
 
 def status_of(run: RunFiles) -> str:

@@ -42,11 +42,14 @@ class Job:
 
     @property
     def state(self) -> str:
-        """In words: finished, stopped or failed, with the exit code where it is not 0; or that it has not ended."""
+        """In words: finished, stopped (and by which alarm) or failed, with the exit code where it is not 0; or not
+        ended."""
         if self.code is None:
             return "not ended"
         said = self.run.summary.get("status") if self.run is not None and not self.run.error else None
         word = said if said in ("finished", "stopped") else ("failed" if self.code else "finished")
+        if word == "stopped" and self.run is not None and (by := self.run.summary.get("stopped_by")):
+            word += f" by {by}"
         return f"{word}, code {self.code}" if self.code else word
 
     @property

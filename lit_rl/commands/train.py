@@ -17,6 +17,7 @@ from rich.console import Console
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
+from lit_rl.callbacks.alarms.base import Alarm
 from lit_rl.callbacks.checkpoint_files import is_whole, step_of
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.callbacks.slurm import requeue, requeue_signal
@@ -87,13 +88,14 @@ def train(run: Run) -> int:
     summary = run.run_dir.read_summary() if run.ckpt_path else {}
     earlier = summary.get("seconds", 0.0)
     _note_command(run, summary)
+    by_alarm = summary.pop("stopped_by", None) is not None
     with _signals(run) as stop, report.told_what_is_missing(run.trainer):
         _announce(run)
         if "before" not in summary and not run.dry:
             measure(run, summary, "before")
             summary["prompts"] = getattr(run.data, "prompt_form", None)
             _save(run, summary | {"status": "running"})
-        elif summary.get("status") == "finished" and not run.dry:  # it goes on to a later end
+        elif (by_alarm or summary.get("status") == "finished") and not run.dry:  # it goes on to a later end
             _save(run, summary | {"status": "running"})
         try:
             with told_of_memory(run.module):
@@ -152,7 +154,9 @@ def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -
     summary["export"] = export(run, summary)
     summary["data"] = run.data.report  # pyright: ignore
     summary["phases"] = report.phase_totals(run.run_dir.metrics)
-    summary |= {"status": "finished", "seconds": earlier + time.time() - started}
+    alarm = _what_rang(run.trainer)
+    summary |= {"status": "stopped", "stopped_by": alarm} if alarm else {"status": "finished"}
+    summary["seconds"] = earlier + time.time() - started
     _save(run, summary)
     if run.trainer.is_global_zero:
         report.closing_table(summary)
@@ -163,6 +167,15 @@ def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -
             run.run_dir.path, run.evaluation, summary["export"], logged, run.module.loaded_by, prompts
         ):
             Console().print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _what_rang(trainer: L.Trainer) -> str | None:
+    """The alarm that ended the run, and where: `alarm dead_groups at step 11 of 30`; None where none did."""
+    for each in trainer.callbacks:  # pyright: ignore
+        if isinstance(each, Alarm) and each.stopped_at is not None:
+            planned = f" of {trainer.max_steps}" if trainer.max_steps > 0 else ""
+            return f"alarm {each.key} at step {each.stopped_at}{planned}"
+    return None
 
 
 def measure(run: Run, summary: dict[str, Any], when: str) -> None:

@@ -10,8 +10,9 @@ import pytest
 from cli_helpers import Command, contents, refused, write_jsonl
 
 from lit_rl import cli
+from lit_rl.cli import other_names
 from lit_rl.cli.listing import some_keys
-from lit_rl.cli.other_words import AMBIGUOUS, MEANS, translated
+from lit_rl.cli.other_words import AMBIGUOUS, MEANS, MERGED, of_export, translated
 from lit_rl.errors import ConfigError
 
 SCORE = "def score(completions, **_):\n    return [float(len(c)) for c in completions]\n"
@@ -107,6 +108,7 @@ def test_beta_of_rloo_is_another_one():
         ("eval_strategy=no", "Here: trainer.val_check_interval=..."),
         ("algo.scale_rewards=none", "Here: algo/advantage=group_normalized"),
         ("use_peft=true", "Here: model.lora.r=..."),
+        ("push_to_hub=me/x", "push_to_hub is not a key. push_to_hub is TRL's name. Here: export.push_to_hub=..."),
         (
             "remove_unused_column=1",
             "Did you mean 'remove_unused_columns'? remove_unused_columns is TRL's name. Here: not needed (",
@@ -124,6 +126,19 @@ def test_a_typo_that_needs_no_config_is_refused_at_once(word, message):
     assert message in str(refusal.value)
     if "trianer" not in word:  # a folder of the user's may hold it
         assert translated([word, "--config-dir", "mine"])[0][0] == word
+
+
+def test_export_takes_what_its_issue_calls_its_words(capsys, tmp_path):
+    words = ["run_dir=x", "push_to_hub=me/x", "export.merge=true", "export.private=false"]
+    assert of_export(words) == (["run_dir=x", "export.push_to_hub=me/x", "export.private=false"], MERGED)
+    with pytest.raises(ConfigError, match="merge=false: an export is merged always.*adapter/"):
+        of_export(["merge=false"])
+    assert cli.run(["export", "merge=false"]) == 2 and "adapter/" in capsys.readouterr().err
+
+
+def test_no_word_is_offered_to_who_typed_it():
+    for name in other_names._tables()["TRL"]:
+        assert f"mean {name!r}?" not in f"{other_names.said(name)}{other_names.near(name)}"
 
 
 @pytest.mark.parametrize(

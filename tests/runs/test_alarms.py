@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +130,7 @@ def test_a_setting_out_of_range_is_named(alarm, settings, key):
 @pytest.mark.all
 def test_a_run_goes_back_to_what_was_saved_before_and_on_with_the_next_prompts(tmp_path):
     alarm = AtLooks({3, 5, 6}, then="roll_back", patience=2)
-    with pytest.warns(UserWarning, match="this is look 6, 2 times in a row. The run goes on with the weights of .* 9"):
-        trainer = fitted(tmp_path, alarm)
+    trainer = fitted(tmp_path, alarm)
     assert trainer.global_step == 16 and alarm.looks == 8 and alarm.rolled_back == 1
     # Wrong at the ends of rollouts 5 (step 10) and 6 (step 12): step 9 was the last that was saved while all was well.
     before, back, after = saved(tmp_path, 9), saved(tmp_path, 12), saved(tmp_path, 13)
@@ -143,6 +144,7 @@ def test_a_run_goes_back_to_what_was_saved_before_and_on_with_the_next_prompts(t
     assert any(not torch.equal(after["state_dict"][name], back["state_dict"][name]) for name in back["state_dict"])
     (line,) = map(json.loads, (tmp_path / "alarms.jsonl").read_text().splitlines())
     assert (line["step"], line["alarm"], line["then"]) == (12, "at_looks", "roll_back")
+    assert "this is look 6, 2 times in a row. The run goes on with the weights of optimizer step 9" in line["message"]
 
 
 def prompts() -> RolloutDataModule:
@@ -172,8 +174,8 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
 def test_every_family_goes_back(family: str, tmp_path: Path) -> None:
     """Wrong at the ends of steps 3 and 4: step 2 was the last that was saved while all was well."""
     alarm = AtLooks({3, 4}, then="roll_back", patience=2)
-    with pytest.warns(UserWarning, match="weights of optimizer step 2, and with the data that come next"):
-        trainer = fitted_with(*FAMILIES[family](), tmp_path, alarm, 5)
+    trainer = fitted_with(*FAMILIES[family](), tmp_path, alarm, 5)
+    assert "weights of optimizer step 2, and with the data that come next" in (tmp_path / "alarms.jsonl").read_text()
     before, back, after = (saved(tmp_path, step) for step in (2, 4, 5))
     assert trainer.global_step == 5 and alarm.rolled_back == 1
     assert_same(back["state_dict"], before["state_dict"])
@@ -184,8 +186,9 @@ def test_every_family_goes_back(family: str, tmp_path: Path) -> None:
 @pytest.mark.all
 def test_a_run_that_went_back_as_often_as_it_may_ends(tmp_path):
     alarm = AtLooks(set(range(2, 9)), then="roll_back", patience=1, roll_backs=1)
-    with pytest.warns(UserWarning, match="The run went back as often as it may, and ends here"):
-        trainer = fitted(tmp_path, alarm, steps=4)
+    trainer = fitted(tmp_path, alarm, steps=4)
+    assert "The run went back as often as it may, and ends here" in (tmp_path / "alarms.jsonl").read_text()
+    assert alarm.stopped_at == 6
     assert trainer.global_step == 6 and alarm.rolled_back == 1  # back at the end of rollout 2, the end at that of 3
 
 
@@ -196,8 +199,8 @@ def test_a_run_without_a_checkpoint_from_before_ends(tmp_path):
     alarm._good.keep = lambda *a, **k: None  # pyright: ignore
     (tmp_path / "checkpoints" / "before_alarm").mkdir(parents=True)
     torch.save({"state_dict": {}, "global_step": 50}, tmp_path / "checkpoints" / "before_alarm" / "at_looks.ckpt")
-    with pytest.warns(UserWarning, match="The run has no checkpoint from before that, and ends here"):
-        assert fitted(tmp_path, alarm, steps=3).global_step == 2
+    assert fitted(tmp_path, alarm, steps=3).global_step == 2
+    assert "The run has no checkpoint from before that, and ends here" in (tmp_path / "alarms.jsonl").read_text()
 
 
 @pytest.mark.all
@@ -217,14 +220,40 @@ def test_alarms_that_warn_change_no_bit_and_one_that_stops_ends_a_run(train, tmp
     quick = [*SMALL, "trainer.max_steps=6", "algo.minibatches=2", "trainer.limit_val_batches=0"]
     assert train(*quick, f"run_dir={tmp_path / 'plain'}") == 0
     loud = ["callbacks=alarms", "callbacks.kl_blow_up.most_in_rollout=1e-30", "callbacks.kl_blow_up.patience=2"]
-    with pytest.warns(UserWarning, match="Alarm kl_blow_up at optimizer step 4: .* 2 times in a row"):
+    with notices() as told:
         assert train(*quick, *loud, f"run_dir={tmp_path / 'loud'}") == 0
     assert_same(newest(tmp_path / "loud")["state_dict"], newest(tmp_path / "plain")["state_dict"])
     assert rows(tmp_path / "loud") == rows(tmp_path / "plain")
-    assert len((tmp_path / "loud" / "alarms.jsonl").read_text().splitlines()) == 1  # once, until it is right again
+    (line,) = (tmp_path / "loud" / "alarms.jsonl").read_text().splitlines()  # once, until it is right again
+    (said,) = [text for text in told if "larm" in text]
+    assert said == json.loads(line)["message"] and said.startswith("Alarm kl_blow_up at optimizer step 4: ")
+    assert ", 2 times in a row. " in said
     capsys.readouterr()
-    with pytest.warns(UserWarning, match="The run ends here"):
-        assert train(*quick, *loud, "callbacks.kl_blow_up.then=stop", f"run_dir={tmp_path / 'ended'}") == 0
+    assert train(*quick, *loud, "callbacks.kl_blow_up.then=stop", f"run_dir={tmp_path / 'ended'}") == 0
     summary = json.loads((tmp_path / "ended" / "summary.json").read_text())
-    assert summary["status"] == "finished" and summary["steps"] == 4
-    assert "alarms.jsonl" in capsys.readouterr().out
+    assert (summary["status"], summary["steps"]) == ("stopped", 4)
+    assert summary["stopped_by"] == "alarm kl_blow_up at step 4 of 6"
+    out = capsys.readouterr().out
+    assert "alarms.jsonl" in out and "stopped by alarm kl_blow_up at step 4 of 6" in out
+    page = (tmp_path / "ended" / "report.html").read_text()
+    assert '<span class="status stopped">stopped by alarm kl_blow_up at step 4 of 6</span>' in page
+    assert (tmp_path / "ended" / "hf" / "model.safetensors").is_file()
+    again = ["callbacks.kl_blow_up.most_in_rollout=1e9", f"run_dir={tmp_path / 'ended'}"]
+    assert train(*quick, *again[1:]) == 2  # as in the folder of a run that came to its end
+    assert train(*quick, *loud, *again, "ckpt_path=last") == 0
+    summary = json.loads((tmp_path / "ended" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 6) and "stopped_by" not in summary
+
+
+@contextlib.contextmanager
+def notices() -> Iterator[list[str]]:
+    """What Lightning's messages say meanwhile, in order."""
+    told: list[str] = []
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)

@@ -97,17 +97,31 @@ def test_prompts_are_paired_by_what_they_say_and_completions_of_one_are_averaged
     assert any("1 prompts without a value" in note for note in found.notes)
 
 
-def test_runs_on_other_prompts_are_refused_with_what_differs(tmp_path: Path) -> None:
-    first, second = run(tmp_path / "a", [1] * 4), run(tmp_path / "b", [1] * 4, ["a", "b", "c", "<other>"])
-    with pytest.raises(
-        ConfigError, match=r"1 of the 4 prompts of a are not in b, such as 'd'; 1 of the 4 .* '<other>'"
-    ):
-        compare(first, second)
-    third = run(tmp_path / "c", [1] * 4, name="val_00000040_t1_hard")
-    with pytest.raises(ConfigError, match="no validation in common: a has held-out, greedy; c has hard, sampled at 1"):
-        compare(first, third)
+def test_prompts_that_both_runs_have_are_paired_and_the_others_are_counted(tmp_path: Path) -> None:
+    first, second = run(tmp_path / "a", [1] * 4), run(tmp_path / "b", [0, 0, 1, 1], ["a", "b", "c", "<other>"])
+    found = comparison(run_files.read(first), run_files.read(second))
+    assert found.tests[0][1].prompts == 3 and found.tests[0][1].difference == pytest.approx(-2 / 3)
+    (note,) = found.notes
+    assert "the 3 prompts that both runs have are paired; 1 of the 4 prompts of a are not in b, such as 'd'; 1" in note
     with pytest.raises(ConfigError, match="the same folder"):
         compare(first, first)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "name", "said"),
+    [
+        (["e", "f", "g", "h"], "val_00000040_t0", "no prompt is in both runs; 4 of the 4 prompts of a are not in b"),
+        (PROMPTS, "val_00000040_t1_hard", "no validation in common: a has held-out, greedy; b has hard, sampled at 1"),
+    ],
+)
+def test_runs_without_a_prompt_in_common_have_a_page_and_no_test(
+    tmp_path: Path, prompts: list[str], name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = run(tmp_path / "a", [1] * 4), run(tmp_path / "b", [1] * 4, prompts, name)
+    assert compare(first, second) == 0
+    page = (first / "compare_b.html").read_text()
+    assert said in " ".join(capsys.readouterr().out.split()) and said in page and "McNemar" not in page
+    assert page.count("A: training") > 1 and "0.5" in page.split("Last validations")[1]
 
 
 def test_rewards_of_other_functions_are_not_compared(tmp_path: Path) -> None:

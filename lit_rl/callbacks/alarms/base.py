@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import lightning as L
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lit_rl.callbacks.alarms.going_back import GoodCheckpoint, can_go_back
 from lit_rl.callbacks.file_names import ALARMS
@@ -52,6 +52,8 @@ class Alarm(L.Callback, ABC):
         self.patience, self.roll_backs = patience, roll_backs
         self.in_a_row = 0
         self.rolled_back = 0
+        self.stopped_at: int | None = None
+        """The optimizer step at which it ended the run; None while it has not."""
         self._seen: dict[str, Any] = {}
         self._good = GoodCheckpoint(self.key)
 
@@ -79,6 +81,9 @@ class Alarm(L.Callback, ABC):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and self.then == "roll_back":
             can_go_back(self.key, trainer, pl_module)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.stopped_at = None
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -112,7 +117,7 @@ class Alarm(L.Callback, ABC):
         often = "" if self.patience == 1 else f", {self.patience} times in a row"
         done = self._act(trainer, pl_module)
         said = f"Alarm {self.key} at optimizer step {trainer.global_step}: {found}{often}. {done}{self.advice}"
-        rank_zero_warn(said)
+        rank_zero_info(said)  # a warning would come with a path and a line of code
         self._write(trainer, said)
 
     def _act(self, trainer: L.Trainer, pl_module: Any) -> str:
@@ -125,7 +130,7 @@ class Alarm(L.Callback, ABC):
                 self.rolled_back += 1
                 self.in_a_row = 0
                 return f"The run goes on with the weights of optimizer step {back}, and with the data that come next. "
-        trainer.should_stop = True
+        trainer.should_stop, self.stopped_at = True, trainer.global_step
         if self.then == "stop":
             return "The run ends here. "
         why = "went back as often as it may" if self.rolled_back else "has no checkpoint from before that"
