@@ -184,6 +184,8 @@ def test_a_browser_colours_the_tokens_that_a_run_wrote_by_what_is_there(tmp_path
     assert [(title.split("ratio ")[1].split(",")[0], bool(style), text) for title, style, text in shown] == [
         ("2", True, "4"), ("1", False, "2"),
     ]  # fmt: skip
+    (legend,) = re.findall(r'<p id="legend">(.*?)</p>', dom)
+    assert re.findall(r"<i[^>]*>([^<]*)</i>", legend) == ["1", "1.414", "2"] and legend.startswith("<b>ratio: </b>")
 
 
 _BY = ("advantage", "logprob", "ratio", "kl", "entropy", "value", "mask", "none")
