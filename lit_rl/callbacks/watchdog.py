@@ -4,6 +4,9 @@ Nothing of this asks anything of the training's own thread. A thread of each ran
 that stands in the same call of torch.distributed for longer than the limit asks the threads of all others, through the
 store of the process group, where theirs stand. Ranks that do not wait themselves are those that did not come. They end
 their process; connections close, and with that the collective fails in which the others wait.
+
+Where all ranks wait for each other and none of them computes, nobody can come any more: that is told sooner. Of one
+rank that sleeps the same cannot be said: it may wait for a reward, a disk or a function of the user's.
 """
 
 from __future__ import annotations
@@ -41,7 +44,15 @@ _TO_END = 2.0
 """Seconds that the end of the run waits for the thread, which may be asking the others."""
 _FRAMES = 12
 """Of the stack of a rank that did not come, the innermost."""
+_IDLE = 0.05
+"""Share of the time that a process which only waits computes at most: its threads look around."""
 _TORCH = str(Path(torch.__file__).parent)
+_BESIDE = tuple(
+    f"{Path(__file__).parents[1]}{os.sep}{name}{os.sep}" for name in ("generation", "rewards", "environments")
+)
+"""Where a collective may be one with a server or a worker, which are no ranks."""
+_FILES = f"{_TORCH}{os.sep}distributed{os.sep}checkpoint{os.sep}"
+"""Where a rank may wait for a disk."""
 
 
 class Watchdog(L.Callback):
@@ -50,22 +61,25 @@ class Watchdog(L.Callback):
     Args:
         limit: Seconds that a rank waits for the others. None: nine tenths of the process group's timeout, which is 30
             minutes where the strategy sets no other.
+        all_wait: Seconds that all ranks wait for each other, none of them computes, and none is in a rollout or a
+            reward.
 
     Raises:
-        ConfigError: the limit is not above 0.
+        ConfigError: one of them is not above 0.
     """
 
-    def __init__(self, limit: float | None = None) -> None:
+    def __init__(self, limit: float | None = None, all_wait: float = 120.0) -> None:
         if limit is not None:
             in_range("callbacks.watchdog.limit", limit, low=0, open_low=True)
-        self.limit = limit
+        in_range("callbacks.watchdog.all_wait", all_wait, low=0, open_low=True)
+        self.limit, self.all_wait = limit, all_wait
         self._watch: _Watch | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._end()
         store = own_store("watchdog", trainer.global_rank) if trainer.world_size > 1 else None
         if store is not None:
-            self._watch = _Watch(trainer, store, self.limit or _SHARE * _timeout(trainer))
+            self._watch = _Watch(trainer, store, self.limit or _SHARE * _timeout(trainer), self.all_wait)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._end()
@@ -101,15 +115,17 @@ class Watchdog(L.Callback):
 class _Watch:
     """The thread of one rank. It is a daemon: it holds nothing that has to be given back."""
 
-    def __init__(self, trainer: L.Trainer, store: Any, limit: float) -> None:
+    def __init__(self, trainer: L.Trainer, store: Any, limit: float, all_wait: float) -> None:
         self.moves = 0
         self.said: str | None = None
         """Why the run ends, once a rank did not come."""
         self.over = threading.Event()
-        self._trainer, self._store, self._limit = trainer, store, limit
+        self._trainer, self._store, self._limit, self._all_wait = trainer, store, limit, all_wait
         self._rank, self._size, self._thread = trainer.global_rank, trainer.world_size, threading.get_ident()
-        self._tick = min(_LOOK_EVERY, limit / 10)
-        self._stood: tuple[Any, float] = None, 0.0
+        self._tick = min(_LOOK_EVERY, limit / 10, all_wait / 10)
+        self._stood: tuple[Any, float, float] = None, 0.0, 0.0
+        """Where this rank waits; since when, and how much its process had computed then."""
+        self._asks_again = 0.0
         self._round, self._answered = 0, False
         self._looks = threading.Thread(target=self._run, name="lit_rl-watchdog", daemon=True)
         self._looks.start()
@@ -128,7 +144,7 @@ class _Watch:
 
     def _look(self) -> None:
         waited = self._waited()
-        if waited > self._limit and self._store.add(f"{self._round}/asks", 1) == 1:
+        if self._has_to_ask(waited) and self._store.add(f"{self._round}/asks", 1) == 1:
             self._ask()
         if not self._answered and self._store.check([f"{self._round}/asks"]):
             self._store.set(f"{self._round}/answer/{self._rank}", json.dumps(self._standing(waited)))
@@ -140,23 +156,41 @@ class _Watch:
 
     def _waited(self) -> float:
         """Seconds in one call that waits for others; 0 where it computes."""
-        frames = list(_frames(sys._current_frames().get(self._thread)))
+        frames = self._frames()
         if not waits_for_others(frames):
-            self._stood = None, 0.0
+            self._stood = None, 0.0, 0.0
             return 0.0
         # A later call may stand at the same place: then something has moved in between.
         place, now = (self.moves, *((id(frame), frame.f_lasti) for frame in frames)), time.monotonic()
         if place != self._stood[0]:
-            self._stood = place, now
+            self._stood = place, now, time.process_time()
         return now - self._stood[1]
+
+    def _idle(self, waited: float) -> float:
+        """Of the seconds that this rank has waited, all, where its process has computed nothing meanwhile, and where it
+        can wait for ranks alone; 0 else."""
+        place, _, computed = self._stood
+        computes = time.process_time() - computed > _IDLE * waited
+        return 0.0 if place is None or computes or may_wait_for_more(self._frames()) else waited
+
+    def _frames(self) -> list[FrameType]:
+        return list(_frames(sys._current_frames().get(self._thread)))
 
     def _standing(self, waited: float) -> dict[str, Any]:
         frame = sys._current_frames().get(self._thread)
         stack = [] if frame is None else traceback.format_stack(frame)[-_FRAMES:]
         said = {"host": socket.gethostname(), "pid": os.getpid(), "step": self._trainer.global_step}
-        return said | {"waits": waited > 0, "stack": "".join(stack).rstrip()}
+        return said | {"waits": waited > 0, "idle": self._idle(waited), "stack": "".join(stack).rstrip()}
 
     # ------------------------------------------------------------------ asking, and what follows
+
+    def _has_to_ask(self, waited: float) -> bool:
+        if waited > self._limit:
+            return True
+        if self._idle(waited) <= self._all_wait or time.monotonic() < self._asks_again:
+            return False
+        self._asks_again = time.monotonic() + self._all_wait / 4
+        return True
 
     def _ask(self) -> None:
         """By the first rank that has waited too long: hear from all where they stand, and say who did not come."""
@@ -166,7 +200,8 @@ class _Watch:
             time.sleep(self._tick / 4)
         found = {rank: json.loads(self._store.get(key)) for rank, key in others.items() if self._store.check([key])}
         waited = self._waited()
-        if waited <= self._limit:  # they came in the meantime
+        idle = [self._idle(waited), *(found.get(rank, {}).get("idle", 0.0) for rank in others)]
+        if waited <= self._limit and min(idle) <= self._all_wait:  # they came in the meantime, or may come
             self._store.set(f"{self._round}/verdict", json.dumps(None))
             return
         missing = {rank: found.get(rank) for rank in others if not found.get(rank, {}).get("waits")}
@@ -200,8 +235,17 @@ class _Watch:
         here = f"rank {self._rank} waited {waited:.0f} s for it in optimizer step {self._trainer.global_step + 1}"
         parts = [f"Rank {rank} did not come: {here}." for rank in found]
         if together:
-            parts = [f"All ranks wait for each other, rank {self._rank} for {waited:.0f} s, and not at one place."]
+            parts = [
+                f"All ranks wait for each other, rank {self._rank} for {waited:.0f} s: at different places, or over a "
+                "network that is gone."
+            ]
         parts += [_where(rank, each) for rank, each in found.items()]
+        if together:
+            own = self._standing(waited)["stack"]
+            return " ".join(parts) + (
+                f"\nRank {self._rank} stands here:\n{own}\nIf they only take that long, raise "
+                "callbacks.watchdog.all_wait. Go on with ckpt_path=last."
+            )
         return " ".join(parts) + (
             "\nSet a limit for what did not return: reward.timeout, env.step_timeout or the deadlines of a server; or "
             "raise callbacks.watchdog.limit, if it only takes that long. Go on with ckpt_path=last."
@@ -226,6 +270,16 @@ def waits_for_others(frames: list[FrameType]) -> bool:
         if frame.f_code.co_name == "_engine_run_backward":
             return True
     return False
+
+
+def may_wait_for_more(frames: list[FrameType]) -> bool:
+    """Whether a thread that stands in torch.distributed may wait for something else than ranks: for a server that takes
+    weights, for a reward, for a disk.
+
+    Args:
+        frames: Of the thread.
+    """
+    return any(frame.f_code.co_filename.startswith((*_BESIDE, _FILES)) for frame in frames)
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -150,6 +150,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
         ["dtype=float16", "rounded away", "bf16-true", "model.lora.r=16"],
     ),
     ("watchdog", ["callbacks.watchdog.limit=0"], 2, ["callbacks.watchdog.limit=0", "(0, inf]"]),
+    ("watchdog-all", ["callbacks.watchdog.all_wait=0"], 2, ["callbacks.watchdog.all_wait=0", "(0, inf]"]),
     # what this machine lacks
     ("precision", ["trainer.precision=16-true", "trainer.accelerator=cpu"], 8, ["16-true", "bf16"]),
     ("precision-mixed", ["trainer.precision=16-mixed", "trainer.accelerator=cpu"], 8, ["=16-mixed", "bf16-mixed"]),

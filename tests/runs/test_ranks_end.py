@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -361,9 +362,26 @@ def test_a_rank_that_hangs_in_a_reward_ends_the_run_which_says_where_it_stands(
     error = json.loads((folder / "error.json").read_text())
     assert (error["error"], error["exit_code"], error["rank"]) == ("BackendError", 8, 1 - rank), output
     said = error["message"]
-    assert said.startswith(f"Rank {rank} did not come: rank {1 - rank} waited ") and "optimizer step 5" in said
+    assert (waited := re.match(rf"Rank {rank} did not come: rank {1 - rank} waited (\d+) s", said)), said
+    assert 40 <= int(waited[1]) < 40 + AT_ONCE and "optimizer step 5" in said
     assert "lit_rl/rewards/" in said and "in take_rollout" in said and "reward.timeout" in said
     assert said in output
+
+
+def test_ranks_that_all_wait_for_each_other_are_told_within_seconds(
+    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of a rank that does not come is half an hour here."""
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("MET", str(tmp_path))
+    words = ["+callbacks.waits._target_=hanging_callbacks.WaitsForAWord", "allow_targets=[hanging_callbacks]"]
+    child = process(*TWO, *words, "callbacks.watchdog.all_wait=8", f"run_dir={tmp_path / 'run'}")
+    wait_for(tmp_path, "met_1", [child])
+    began = time.monotonic()
+    output, _ = child.communicate(timeout=300)  # the pipe is closed when both have ended
+    assert child.returncode == 8 and "All ranks wait for each other, rank " in output, output
+    assert "in on_train_batch_start" in output and "callbacks.watchdog.all_wait" in output
+    assert time.monotonic() - began < 8 + 2 * AT_ONCE, output
 
 
 @pytest.mark.exhaustive
