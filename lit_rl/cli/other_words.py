@@ -117,7 +117,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if read != [word]:
             new += read
         if not own and read in ([word], [f"reward={value}"]):
-            _check(*read[0].split("=", 1), found, choices)
+            _check(read[0].partition("=")[0], value, found, choices)
         out += read
     return out, new
 
