@@ -238,7 +238,8 @@ def by_columns(data: DictConfig, allow: Sequence[str]) -> tuple[Kind | None, str
         allow: What `allow_targets` allows.
     """
     given: Any = OmegaConf.create({key: data.get(key) for key in _HOW_ROWS_ARE_READ})
-    reading: Any = {key: node for key, node in OmegaConf.to_container(given, resolve=True).items() if node is not None}
+    container: Any = OmegaConf.to_container(given, resolve=True)
+    reading = {key: node for key, node in container.items() if node is not None}
     if "map_row" in reading:
         from lit_rl.cli.build import build, plain
 

@@ -141,8 +141,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if read != [word]:
             new += read
         if not own and read in ([word], [f"reward={value}"]):
-            name, _, said = read[0].partition("=")
-            _check(name, said, found, choices, added)
+            _check(read[0].partition("=")[0], value, found, choices, added)
         out += read
     return out, new
 
