@@ -37,9 +37,9 @@ _BEGUN = dict(os.environ)
 
 
 def _of_loading(environment: Mapping[str, str]) -> dict[str, str]:
-    """What libraries read when they are loaded: of one that is forked, it has to be as it was then."""
+    """What libraries read when they are loaded: it has to be as it was then, but for what `_begun` tells them."""
     chosen = {name: value for name, value in environment.items() if name.startswith(_READ_AT_LOADING)}
-    return {name: value for name, value in chosen.items() if name != "PYTHONPATH"}
+    return {name: value for name, value in chosen.items() if name not in ("HF_HUB_OFFLINE", "PYTHONPATH")}
 
 
 _GIVEN = tuple(signature(subprocess.Popen._execute_child).parameters)
@@ -216,6 +216,9 @@ def _begun(
     ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(environment, **{_WHERE: path})
+    offline = environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "TRUE", "YES")
+    for name in {"huggingface_hub.constants", "datasets.config"} & set(sys.modules):
+        sys.modules[name].HF_HUB_OFFLINE = offline
     given = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
     first = "" if words[0] == "-c" else str(Path(words[0]).resolve().parent)
     sys.path[:] = [first, *given, *(each for each in sys.path[1:] if each not in ours)]
