@@ -75,8 +75,9 @@ class Popen(subprocess.Popen):
     def _internal_poll(self, *given: Any, **more: Any) -> int | None:
         if self._told is None:
             return super()._internal_poll(*given, **more)
-        if self.returncode is None and select.select([self._told], [], [], 0)[0]:
-            self.returncode = os.waitstatus_to_exitcode(self._number())
+        with self._waitpid_lock:  # Lightning's observer and ours ask beside the one who waits
+            if self.returncode is None and select.select([self._told], [], [], 0)[0]:
+                self.returncode = os.waitstatus_to_exitcode(self._number())
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
