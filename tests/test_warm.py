@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,13 +54,22 @@ def test_a_signal_ends_it_and_what_it_raised_is_told() -> None:
         assert process.poll() is None
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.01)
-        process.terminate()
-        assert process.wait(30) == -signal.SIGTERM
+        with ThreadPoolExecutor(8) as threads:  # as those who watch other ranks
+            asked = [threads.submit(process.wait, 30) for _ in range(8)]
+            process.terminate()
+            assert [each.result() for each in asked] == [-signal.SIGTERM] * 8
     done = warm.run([sys.executable, "-c", "1 / 0"])
     assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n") and not done.stdout
 
 
-@pytest.mark.parametrize("change", [{"env": {"HF_HUB_OFFLINE": "a new one"}}, {"preexec_fn": lambda: None}])
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_whether_the_hub_is_asked_is_told(offline: str) -> None:
+    code = "import sys, huggingface_hub; print('torch' in sys.modules, huggingface_hub.is_offline_mode())"
+    done = warm.run([sys.executable, "-c", code], env={**os.environ, "HF_HUB_OFFLINE": offline})
+    assert done.stdout == f"True {offline == '1'}\n"
+
+
+@pytest.mark.parametrize("change", [{"env": {"HF_ENDPOINT": "https://hub.invalid"}}, {"preexec_fn": lambda: None}])
 def test_what_only_a_new_interpreter_can_be_is_one(change: dict) -> None:
     given = {**change, "env": {**os.environ, **change.get("env", {})}}
     done = warm.run([sys.executable, "-c", "import sys; print('torch' in sys.modules)"], **given)

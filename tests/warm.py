@@ -38,9 +38,9 @@ _BEGUN = dict(os.environ)
 
 
 def _of_loading(environment: Mapping[str, str]) -> dict[str, str]:
-    """What libraries read when they are loaded: of one that is forked, it has to be as it was then."""
+    """What libraries read when they are loaded: it has to be as it was then, but for what `_begun` tells them."""
     chosen = {name: value for name, value in environment.items() if name.startswith(_READ_AT_LOADING)}
-    return {name: value for name, value in chosen.items() if name != "PYTHONPATH"}
+    return {name: value for name, value in chosen.items() if name not in ("HF_HUB_OFFLINE", "PYTHONPATH")}
 
 
 _GIVEN = tuple(signature(subprocess.Popen._execute_child).parameters)
@@ -76,8 +76,9 @@ class Popen(subprocess.Popen):
     def _internal_poll(self, *given: Any, **more: Any) -> int | None:
         if self._told is None:
             return super()._internal_poll(*given, **more)
-        if self.returncode is None and select.select([self._told], [], [], 0)[0]:
-            self.returncode = os.waitstatus_to_exitcode(self._number())
+        with self._waitpid_lock:  # Lightning's observer and ours ask beside the one who waits
+            if self.returncode is None and select.select([self._told], [], [], 0)[0]:
+                self.returncode = os.waitstatus_to_exitcode(self._number())
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
@@ -218,6 +219,9 @@ def _begun(
     os.environ.clear()
     os.environ.update(environment, **{_WHERE: path})
     os.environ.pop("LIT_RL_STARTED_BY", None)  # a rank that watches its parent: see `lit_rl.commands.parent`
+    offline = environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "TRUE", "YES")
+    for name in {"huggingface_hub.constants", "datasets.config"} & set(sys.modules):
+        sys.modules[name].HF_HUB_OFFLINE = offline
     given = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
     first = "" if words[0] == "-c" else str(Path(words[0]).resolve().parent)
     sys.path[:] = [first, *given, *(each for each in sys.path[1:] if each not in ours)]
