@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,9 @@ class Records:
     def __init__(self) -> None:
         self.averages = Averages()
         self.samples: dict[str, list[Any]] = {}
+        self.noted: dict[str, list[Any]] = {}
+        """Of each row of the rollout at hand the reward of each function, the data's columns and what rewards noted,
+        where these are plain; also after a resume in the middle of it."""
         self.unscored = 0
         self._stats: dict[str, float] = {}
         self._tokens_seen = 0
@@ -91,6 +94,7 @@ class Records:
         self.samples = sample_table(step, scored.batch, texts, completions, scores, _one_a_row(rollout))
         if completions.episodes is not None:
             self.samples |= token_columns(completions, rollout, tokenizer)
+        self.noted = _noted(self.samples, {*scored.batch.columns, *scores.extras})
         self._opened = time.perf_counter()
 
     def stepped(self, grad_norm: Tensor, *, skipped: bool) -> None:
@@ -145,12 +149,25 @@ class Records:
 
     def half_used(self) -> dict[str, Any]:
         """What belongs to the rollout at hand, for a checkpoint."""
-        return {"averages": self.averages.state(), "stats": dict(self._stats)}
+        return {"averages": self.averages.state(), "stats": dict(self._stats), "noted": self.noted}
 
     def load_half_used(self, saved: dict[str, Any], device: torch.device) -> None:
         """The counterpart of `half_used`."""
         self.averages.load_state(saved["averages"], device)
         self._stats = saved["stats"]
+        self.noted = saved.get("noted", {})  # earlier versions kept none
+
+
+_PLAIN = {bool, int, float, str, type(None)}
+
+
+def _noted(samples: Mapping[str, list[Any]], names: Collection[str]) -> dict[str, list[Any]]:
+    """Rewards and columns of these names, where a checkpoint can hold all of their values."""
+    return {
+        name: values
+        for name, values in samples.items()
+        if (name.startswith("rewards/") or name in names) and {type(value) for value in values} <= _PLAIN
+    }
 
 
 class OfflineRecords:

@@ -36,9 +36,9 @@ class Samples(L.Callback):
         print: Rows shown on the console at a time, and of which TensorBoard has the images; 0 shows none.
         unique: Show at most one completion of a prompt.
         every: Optimizer steps between two tables on the console and in loggers: there is one for step 0, and for the
-            first rollout that begins at or after each multiple of it. None is 50 in loggers; on the console the first
-            rollout, the first of the second half, and the last. Loggers get all rows, and every validation; the
-            parquet files are written for every rollout.
+            first rollout that begins at or after each multiple of it. None is 50 in loggers, and the last rollout; on
+            the console the first, the first of the second half, and the last. Loggers get all rows, and every
+            validation; the parquet files are written for every rollout.
     """
 
     def __init__(self, print: int = 4, unique: bool = True, every: int | None = None) -> None:
@@ -46,6 +46,9 @@ class Samples(L.Callback):
         self.print, self.unique, self.every = print, unique, every
         self._due = Due("callbacks.samples.every", _IN_LOGGERS if every is None else every)
         self._unshown: tuple[int, Table] | None = None
+        """The newest rollout, with its step, where the end is to show it."""
+        self._untracked: tuple[int, Table] | None = None
+        """Likewise for loggers."""
         self._evaluated: dict[int, Table] = {}
         self._rows: dict[int, list[int | None]] = {}
         """Of each row of these tables the row of its data set."""
@@ -70,6 +73,7 @@ class Samples(L.Callback):
         if due:
             self._track(trainer, "samples", table, step)
         if self.every is None:
+            self._untracked = None if due else (step, table)
             middle = trainer.estimated_stepping_batches / 2
             due = before is None or before < middle <= step
             self._unshown = None if due else (step, table)
@@ -79,7 +83,10 @@ class Samples(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if self._unshown is not None:
             self._print(*self._unshown)
-            self._unshown = None
+        if self._untracked is not None:
+            step, table = self._untracked
+            self._track(trainer, "samples", table, step)
+        self._unshown = self._untracked = None
 
     def _print(self, step: int, table: Table) -> None:
         with self.unwritten.spared("a table on the console"):

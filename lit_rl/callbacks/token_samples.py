@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ class TokenSamples(L.Callback):
             return
         mine: Table | None = None
         with self.unwritten.spared("the tokens of this rank"):
-            mine = token_table(step, pl_module.dealt_out(batch)[0], seen, self.completions, pl_module.tokenizer)
+            rollout, tokenizer = pl_module.dealt_out(batch)[0], pl_module.tokenizer
+            mine = token_table(step, rollout, seen, self.completions, tokenizer, pl_module.noted)
         table = stacked(of_all_ranks(trainer, mine, self.unwritten))
         if table["step"]:
             with self.unwritten.spared(f"samples/tokens_{step:08d}.parquet"):
@@ -73,8 +75,16 @@ class TokenSamples(L.Callback):
                 write_table(table, folder / f"tokens_{step:08d}.parquet")
 
 
-def token_table(step: int, rollout: Rollout, seen: SeenRows, most: int, tokenizer: Any) -> Table:
-    """Columns: step, prompt as the policy read it, completion, reward, advantage, length, ended, and `tokens/*`.
+def token_table(
+    step: int,
+    rollout: Rollout,
+    seen: SeenRows,
+    most: int,
+    tokenizer: Any,
+    noted: Mapping[str, Sequence[Any]] | None = None,
+) -> Table:
+    """Columns: step, prompt as the policy read it, completion, reward, `rewards/*`, advantage, length, ended,
+    `tokens/*`, and the data's own.
 
     Args:
         step: Optimizer steps taken when the rollout began.
@@ -82,6 +92,7 @@ def token_table(step: int, rollout: Rollout, seen: SeenRows, most: int, tokenize
         seen: The micro-batch that was learned from last.
         most: Completions at most, all of the prompts of that micro-batch.
         tokenizer: Of the policy.
+        noted: Rewards of each function and columns of the data, an entry a row of the rollout.
     """
     rows = _rows_of_prompts(rollout.completions.group_id, seen.rows)[:most]
     blind = replace(rollout, completions=replace(rollout.completions, vision=None))  # pixels are not looked at
@@ -94,6 +105,8 @@ def token_table(step: int, rollout: Rollout, seen: SeenRows, most: int, tokenize
     asked = [ids[mask].tolist() for ids, mask in zip(completions.prompt_ids, completions.prompt_mask)]
     table: Table = {"step": [step] * len(rows), "prompt": tokenizer.batch_decode(asked)}
     table |= {"completion": texts_of(completions, tokenizer), "reward": chosen.rewards.tolist()}
+    kept = {name: [values[row] for row in rows.tolist()] for name, values in (noted or {}).items()}
+    table |= {name: values for name, values in kept.items() if name.startswith("rewards/")}
     table |= {} if advantages is None else {"advantage": advantages.tolist()}
     table |= {"length": completions.lengths.tolist(), "ended": completions.ended.tolist()}
 
@@ -106,7 +119,7 @@ def token_table(step: int, rollout: Rollout, seen: SeenRows, most: int, tokenize
     for name in now:
         column = table[PREFIX + name]
         table[PREFIX + name] = [values if there else None for values, there in zip(column, computed)]
-    return table
+    return table | {name: values for name, values in kept.items() if name not in table}
 
 
 def _rows_of_prompts(group_id: Tensor, rows: Tensor) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.token_columns import token_columns
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.callbacks.sample_files import write_parquet
+from lit_rl.callbacks.sample_files import tables_in, write_parquet
 from lit_rl.durable import replacing
 from lit_rl.errors import StorageError
 from lit_rl.generation.collect import texts_of
@@ -55,12 +57,27 @@ def write_tokens(seen: SeenTokens, step: int, folder: Path, tokenizer: Any) -> N
     target = folder / "samples" / f"replay_{step:08d}.parquet"
     try:
         target.parent.mkdir(exist_ok=True)
+        table = _table(seen, step, tokenizer)
         with replacing(target, f"{target.stem}.partial") as partial:
-            write_parquet(_table(seen, step, tokenizer), partial)
+            write_parquet(table | _as_it_was_written(table, step, target.parent), partial)
     except OSError as error:
         raise StorageError(f"{target} could not be written: {error.strerror}.") from error
     text = f"tokens   {target}  (lit-rl report run_dir={folder} shows them)"
     Console().print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _as_it_was_written(table: dict[str, list[Any]], step: int, folder: Path) -> dict[str, list[Any]]:
+    """Columns that the rollout's own file has and this table lacks (rank, the data's, notes of rewards), where both
+    have the same completions in the same order."""
+    stored = next((each for each in tables_in(folder) if each.name == f"step_{step:08d}"), None)
+    if stored is None:
+        return {}
+    with contextlib.suppress(OSError, pyarrow.ArrowException, KeyError):
+        lacking = [name for name in stored.columns() if name not in table]
+        written = stored.read(["completion", *lacking]).to_pydict()
+        if written.pop("completion") == table["completion"]:
+            return written
+    return {}
 
 
 def _table(seen: SeenTokens, step: int, tokenizer: Any) -> dict[str, list[Any]]:

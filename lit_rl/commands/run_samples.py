@@ -66,7 +66,8 @@ def samples_of(run: RunFiles) -> SampleFiles:
 
 
 def chosen_tables(tables: Sequence[SampleTable]) -> list[SampleTable]:
-    """Which of those in `samples/`: the newest first in importance, in the order in which they are offered."""
+    """Which of those in `samples/`, in the order in which they are offered: first what has colours for tokens, and the
+    newest of a kind before the others."""
     validations: dict[str, list[SampleTable]] = {}
     for table in tables:
         if (validation := validation_of(table)) is not None:
@@ -75,7 +76,7 @@ def chosen_tables(tables: Sequence[SampleTable]) -> list[SampleTable]:
     by_tokens = [table for table in tables if re.fullmatch(r"tokens_\d+", table.name)]
     replays = [table for table in tables if re.fullmatch(r"replay_\d+", table.name)]
     ends = [table for found in validations.values() for table in dict.fromkeys((found[-1], found[0]))]
-    drawn = [*spread(rollouts, ROLLOUTS)[::-1], *spread(by_tokens, BY_TOKENS)[::-1]]
+    drawn = [*spread(by_tokens, BY_TOKENS)[::-1], *spread(rollouts, ROLLOUTS)[::-1]]
     return [*replays[-1:], *drawn, *ends]
 
 

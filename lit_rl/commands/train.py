@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from lit_rl.callbacks.checkpoint_files import is_whole, step_of
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.timed_checkpoint import save_step
-from lit_rl.callbacks.unwritten import not_written
+from lit_rl.callbacks.unwritten import Unwritten, not_written
 from lit_rl.commands import leaving, report, run_report
 from lit_rl.commands.export import FOLDER, card_facts, for_readers
 from lit_rl.commands.redaction import redact_command
@@ -229,15 +230,20 @@ def _losses(run: Run) -> dict[str, float]:
     }
 
 
-def export(run: Run, summary: dict[str, Any]) -> str | None:
-    """Write and verify `hf/` on rank 0; returns one line on what the verification saw."""
+def export(run: Run, summary: dict[str, Any], unwritten: Unwritten | None = None) -> str | None:
+    """Write and verify `hf/` on rank 0; returns one line on what the verification saw.
+
+    Args:
+        unwritten: What notes a failure; None lets it be raised.
+    """
     module = run.module
     state = full_state_dict(module.policy)
     line = None
     if run.trainer.is_global_zero:
         facts = card_facts(module.model.name, type(module).__name__.lower(), run.dataset, summary)
-        done = module.export(state, run.run_dir.hf, facts)
-        line = f"verified: {done.tensors} tensors reloaded, largest difference {done.max_abs_diff:g}"
+        with contextlib.nullcontext() if unwritten is None else unwritten.spared("the export into hf/"):
+            done = module.export(state, run.run_dir.hf, facts)
+            line = f"verified: {done.tensors} tensors reloaded, largest difference {done.max_abs_diff:g}"
     run.trainer.strategy.barrier()
     return line
 
@@ -290,7 +296,19 @@ def _stopped(run: Run, summary: dict[str, Any], stop: GracefulStop) -> int:
         _save(run, summary | {"status": "stopped"})
         run_report.write_at_the_end(run.run_dir.path)
         Console().print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
+    if stop.signum == signal.SIGINT and stop.saved is not None and not run.dry:
+        _export_stopped(run, summary)
     return SIGNALLED + (stop.signum or 0)
+
+
+def _export_stopped(run: Run, summary: dict[str, Any]) -> None:
+    """Behind the checkpoint, for who pressed Ctrl-C: other signals announce an end in seconds. One more leaves it."""
+    say, main = Console(), run.trainer.is_global_zero
+    if main:
+        say.print(f"Writing its model to {run.run_dir.hf}; Ctrl-C ends at once ...", soft_wrap=True, highlight=False)
+    line = export(run, summary, Unwritten("The end of the run"))
+    if main and line is not None:
+        say.print(f"model         {run.run_dir.hf}  ({line})", soft_wrap=True, markup=False, highlight=False)
 
 
 def _not_generated(run: Run, summary: dict[str, Any]) -> None:

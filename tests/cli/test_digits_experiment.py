@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from typing import Any
 
@@ -28,6 +29,8 @@ def test_it_trains_exports_and_goes_on_from_its_export(command: Command, cwd):
     folder = cwd / "first"
     assert first["status"] == "finished" and set(first["before"][""]) == {"greedy", "sampled at 1"}
     assert (folder / "hf" / "processor_config.json").is_file()
+    with (folder / "csv" / "samples.csv").open(newline="") as file:
+        assert {row["step"] for row in csv.DictReader(file)} == {"0", "1"}, "loggers have the last rollout too"
     second = train("second", f"model.name={folder / 'hf'}", "seed=1")
     assert second["before"][""]["greedy"] == first["after"][""]["greedy"]
     replay = ["replay", f"run_dir={folder}", "replay.losses=[run,gspo]"]

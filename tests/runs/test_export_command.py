@@ -121,6 +121,23 @@ def test_a_signal_while_an_export_is_written_leaves_the_earlier_one(run, process
         assert (folder / "checkpoints" / "step_00000003.ckpt").exists() and "Go on with" in output
 
 
+@pytest.mark.exhaustive
+def test_ctrl_c_once_more_leaves_the_export_of_a_stopped_run(run, process, tmp_path):
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    before = {path: path.read_bytes() for path in (folder / "hf").rglob("*") if path.is_file()}
+    child = process(*RUN, "trainer.max_steps=5000", "ckpt_path=last", "model.lora.r=2", f"run_dir={folder}")
+    until = time.monotonic() + 120
+    while '"step": 4,' not in (folder / "metrics.jsonl").read_text():
+        assert child.poll() is None and time.monotonic() < until, "it never trained"
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    signal_while_it_writes(child, folder, signal.SIGINT)
+    output, _ = child.communicate(timeout=120)
+    assert child.returncode == 128 + signal.SIGINT and "Writing its model" in output, output
+    assert {path: path.read_bytes() for path in (folder / "hf").rglob("*") if path.is_file()} == before
+    assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
+
+
 def test_a_reward_model_is_exported_as_one(train, tmp_path):
     run = tmp_path / "judge"
     words = [

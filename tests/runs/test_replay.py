@@ -186,7 +186,12 @@ def test_what_a_run_writes_of_tokens_is_what_a_replay_of_its_last_update_compute
     for name in (*_OF_TOKENS, "ref_logprobs", "sampler_logprobs"):
         for row, other in found:
             assert row[f"tokens/{name}"] == pytest.approx(other[f"tokens/{name}"], rel=1e-3, abs=1e-5), name
-    assert [row["reward"] for row, _ in found] == [other["reward"] for _, other in found] and len(found) == 6
+    assert len(found) == 6
+    assert {"reward", "rewards/exact_match", "answer", "rank"} <= mine[0].keys() & replayed[0].keys()
+    for name in ("reward", "rewards/exact_match", "answer", "rank"):
+        assert [row[name] for row, _ in found] == [other[name] for _, other in found]
+    assert all(row["answer"] for row in mine) and own["rows"][0]["f"] and own["rows"][0]["x"]["answer"]
+    assert samples_of(run_files.read(folder)).files[1] == own, "behind the replay"
     ratios = [math.exp(a - b) for row in mine for a, b in zip(row["tokens/logprobs"], row["tokens/old_logprobs"])]
     assert max(ratios) > 1.001, "not those of the first pass, where every ratio is 1"
 

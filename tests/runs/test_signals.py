@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from runs_helpers import SMALL, assert_same_run
+import torch
+from runs_helpers import SMALL, assert_same_run, newest
+from safetensors.torch import load_file
 from signalling_rewards import say_when_and_send
 from standin_server import hangs, standing_in
 
@@ -69,14 +71,21 @@ def test_nothing_is_waited_for_after_a_signal_and_going_on_equals_the_whole_run(
     train, whole, where, tmp_path, monkeypatch, capsys
 ) -> None:
     (call, step, more), run, calls = WHERE[where], tmp_path / "run", tmp_path / "calls"
+    by = signal.SIGINT if more else signal.SIGTERM
+    monkeypatch.setenv("SIGNAL", by.name)
     monkeypatch.setenv("SIGNAL_AT", str(call))
-    assert train(*RUN, *more, f"run_dir={run}") == 128 + signal.SIGTERM
+    assert train(*RUN, *more, f"run_dir={run}") == 128 + by
     assert ended_at_once(tmp_path)
     assert len(calls.read_text().split()) == call, "no reward is asked for after that one"
     said = capsys.readouterr().out
     assert (f"Stopped at step {step}, saved" in said) == bool(step)
     assert [path.name for path in run.glob("checkpoints/*.ckpt")] == [f"step_{step:08d}.ckpt"][: 1 if step else 0]
     assert json.loads((run / "summary.json").read_text())["status"] == "stopped"
+    assert (run / "hf").exists() == (by == signal.SIGINT), "whoever pressed Ctrl-C waits; other signals give seconds"
+    if (run / "hf").exists():
+        held, kept = load_file(run / "hf" / "model.safetensors"), newest(run)["state_dict"]
+        assert f"{run / 'hf'}  (verified" in said
+        assert all(any(torch.equal(each, weight) for weight in kept.values()) for each in held.values())
     monkeypatch.setenv("SIGNAL_AT", "0")
     assert train(*RUN, *more, f"run_dir={run}", "ckpt_path=last") == 0
     assert_same_run(whole, run)

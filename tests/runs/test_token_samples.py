@@ -47,7 +47,9 @@ SCORES = TokenScores(logprobs=torch.tensor([[-0.5, 9.0]], requires_grad=True), v
 def test_completions_of_the_prompts_of_the_last_micro_batch_with_what_was_computed_of_each(tokenizer):
     seen = SeenRows.of(torch.tensor([3]), SCORES)
     assert not seen.scores.logprobs.requires_grad, "no graph is kept"
-    table = token_table(40, rollout(), seen, 8, tokenizer)
+    noted = {"rewards/right": [0.0, 1.0, 2.0, 3.0], "answer": list("abcd"), "length": [9, 9, 9, 9]}
+    table = token_table(40, rollout(), seen, 8, tokenizer, noted)
+    assert table["rewards/right"] == [2.0, 3.0] and table["answer"] == ["c", "d"] and table["length"] == [3, 1]
     assert table["prompt"] == ["23", "23"] and table["completion"] == ["678", "9"] and table["step"] == [40, 40]
     assert table["reward"] == [0.5, 0.5] and table["advantage"] == [0.0, 0.5] and table["ended"] == [False, True]
     numbers = {name: [each if each is None else each.tolist() for each in table[f"tokens/{name}"]] for name in (

@@ -483,6 +483,12 @@ class OnPolicyModule(GeneratingModule, ABC):
         """The last rollout as a table of text and numbers, for callbacks; empty after a resume until the next one."""
         return self._records.samples
 
+    @property
+    def noted(self) -> dict[str, list[Any]]:
+        """Rewards of each function, columns of the data and notes of rewards of the rows that are learned from; empty
+        where a replay buffer or an opponent put other rows in."""
+        return self._records.noted
+
     def shown(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
         """What records and callbacks see of a rollout that was drawn."""
         return scored, rollout
@@ -501,6 +507,8 @@ class OnPolicyModule(GeneratingModule, ABC):
             tokenizer=self.model.tokenizer,
             ranks=self.ranks,
         )
+        if self.rollout.completions.response_ids is not self.scored.completions.response_ids:
+            self._records.noted = {}  # of other rows
         index = scored.batch.rollout
         self._counts = step_counts(self.rollout, self.plan, seed=self.seed, index=index, ranks=self.ranks)
         self._dealt = None
