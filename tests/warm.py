@@ -17,6 +17,7 @@ import io
 import json
 import os
 import select
+import shutil
 import socket
 import struct
 import subprocess
@@ -170,6 +171,7 @@ def _asked(path: str) -> list[str]:
     while True:
         for ready in select.select([0, listening, *started], [], [])[0]:
             if ready == 0:
+                shutil.rmtree(Path(path).parent, ignore_errors=True)
                 os._exit(0)
             if ready is not listening:
                 process, told = started.pop(ready)
