@@ -115,12 +115,15 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
 
 
 def ticks(low: float, high: float, most: int = 4) -> list[float]:
-    """Round numbers within, `most` of them or fewer: multiples of 1, 2 or 5 times a power of ten."""
+    """Round numbers within, two at least and about `most`: multiples of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    steps = [power * factor for factor in (0.1, 0.2, 0.5, 1, 2, 5, 10)]
+    largest = next(i for i, step in enumerate(steps) if i > 2 and step >= rough * (1 - 1e-9))
+    # One number alone says nothing of a scale: then the next smaller step.
+    step = next((step for step in steps[largest::-1] if high / step - math.ceil(low / step - 1e-9) >= 1 - 1e-9), 0.0)
     first = math.ceil(low / step - 1e-9)
     found = []
     while (value := first * step) <= high + 1e-9 * step and len(found) <= most:

@@ -39,7 +39,7 @@ _STEPS = (
     "loss", "grad_norm", "lr", "skipped_steps", "loss/*", "*_loss", "lr_*", "value/*", "return/*", "*_coef", "beta",
     "alpha",
 )  # fmt: skip
-_SPEED = ("tokens_per_second", "time/*", "*memory*", "num_tokens")
+_SPEED = ("tokens_per_second", "time/*", "*memory*", "num_tokens", "num_input_tokens_seen")
 
 GROUPS = (
     ("What it learns", _LEARNED),
@@ -147,7 +147,7 @@ def _lines_of(run: RunFiles, label: str, colour: int | None) -> Iterator[tuple[s
         if _matches(leaf, _NO_CURVE):
             continue
         if phase != "val":
-            yield leaf, Line(f"{before}training" if phase == "train" else label or "", series, colour or 0)
+            yield leaf, Line(f"{before}training", series, colour or 0)
             continue
         place = 1 + known.index(name) if name in known else 1
         yield from _of_validation(run, leaf, name, f"{before}{name or 'held-out'}", place if colour is None else colour)

@@ -391,6 +391,8 @@ def test_curves_keep_what_sticks_out_and_ticks_are_round() -> None:
     assert len(few) <= 200 and max(few.values) == 100.0 and list(few.steps) == sorted(few.steps)
     assert list(smoothed(series(0, 0, 10, 0, 0)).values) == pytest.approx([10 / 3, 2.5, 2, 2.5, 10 / 3])
     assert ticks(0.0, 1.0) == pytest.approx([0, 0.5, 1]) and ticks(-3, 17, 5) == [0, 5, 10, 15] and ticks(2, 2) == [2]
+    ranges = [(low / 10, (low + wide) / 10) for low in range(-30, 30) for wide in range(1, 40)]
+    assert all(2 <= len(ticks(*ends, most)) <= most + 1 for ends in ranges for most in (4, 5)), "one says no scale"
     assert counted([0, 0.5, 0.99, 1.0], 0, 1, 2) == [1, 3]
     assert [duration(each) for each in (None, 3.25, 125, 7300)] == ["-", "3.2 s", "2 min 5 s", "2 h 1 min"]
 
