@@ -13,7 +13,17 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, flag_override
 
-from lit_rl.cli import choices, config_files, early, hydra_node, own_keys, quiet, stored_schemas, sweeping
+from lit_rl.cli import (
+    choices,
+    config_files,
+    early,
+    hydra_node,
+    own_keys,
+    quiet,
+    stored_schemas,
+    sweeping,
+    typed_secrets,
+)
 from lit_rl.cli.messages import reported
 from lit_rl.cli.whereabouts import TOLD_CHECKPOINT, TOLD_FOLDER, folder_of, is_main, is_sweep, writes_nothing
 from lit_rl.errors import BackendError, ConfigError, did_you_mean, seed_in_range
@@ -125,6 +135,7 @@ def _check(config: DictConfig) -> None:
     """What no command takes."""
     typed = hydra_node.typed(HydraConfig.get().overrides.task, "allow_targets")
     own_keys.check_read(HydraConfig.get().runtime.choices, config)
+    typed_secrets.check(config)
     if config.allow_targets and not typed:
         raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
     if config.trust_run and not hydra_node.typed(HydraConfig.get().overrides.task, "trust_run"):
