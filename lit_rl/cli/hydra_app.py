@@ -102,6 +102,13 @@ _TOGETHER = ("fit", "eval", "validate", "test", "predict", "best_of_n")
 def run(config: DictConfig) -> int:
     """One job."""
     quiet.filter_warnings()
+    if not config.run_dir:
+        return _run_task(config)
+    with folder_state.told_of_release(Path(str(config.run_dir)).expanduser()):
+        return _run_task(config)
+
+
+def _run_task(config: DictConfig) -> int:
     if config.task == "replay":
         return replays.run(config) if is_main() else 0
     if config.task in _WITHOUT_A_RUN:

@@ -25,6 +25,7 @@ from lit_rl.cli import (
     stored_schemas,
     sweeping,
     transcribing,
+    typed_secrets,
 )
 from lit_rl.cli.messages import reported
 from lit_rl.cli.whereabouts import TOLD_CHECKPOINT, TOLD_FOLDER, folder_of, is_main, is_sweep, writes_nothing
@@ -139,6 +140,7 @@ def _check(config: DictConfig) -> None:
     """What no command takes."""
     typed = hydra_node.typed(HydraConfig.get().overrides.task, "allow_targets")
     own_keys.check_read(HydraConfig.get().runtime.choices, config)
+    typed_secrets.check(config)
     if config.allow_targets and not typed:
         raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
     if config.trust_run and not hydra_node.typed(HydraConfig.get().overrides.task, "trust_run"):

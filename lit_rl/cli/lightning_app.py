@@ -45,7 +45,7 @@ from lit_rl.cli.lightning_messages import in_one_sentence
 from lit_rl.cli.micro_batches import Accumulation, cut_by
 from lit_rl.cli.precision import Asked, for_trainer, settle
 from lit_rl.cli.schemas import PYTHON_ONLY, parameters
-from lit_rl.commands import evaluate, report, run_report, train
+from lit_rl.commands import evaluate, folder_state, report, run_report, train
 from lit_rl.commands.export import for_readers
 from lit_rl.commands.other_ranks import (
     end_those_started,
@@ -95,7 +95,8 @@ def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:
         LitRLError: as a constructor raised it; a ConfigError for what the parser refuses.
     """
     by_hand = _named_on_the_command_line(arguments)
-    settings: dict[str, Any] = {"exit_on_error": False, "dump_header": [f"lightning=={L.__version__}"]}
+    versions = [f"lightning=={L.__version__}", f"lit_rl=={folder_state.release()}"]
+    settings: dict[str, Any] = {"exit_on_error": False, "dump_header": versions}
     checked = config_files.checked_before(ConfigPath, "read_text", lambda path: Path(path.absolute))
     with _importing_only(by_hand), checked, lightning_nulls.read_at_every_depth():
         return CommandLine(

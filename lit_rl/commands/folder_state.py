@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import yaml
 
 from lit_rl.errors import ConfigError, StorageError, nearest
 
+_RELEASE = "# lit_rl=="
+"""How config.yaml begins, as Lightning's begins with its own."""
 _CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
 
 
@@ -122,3 +126,39 @@ def read_summary(folder: Path) -> dict[str, Any]:
         what = f"not JSON: {error}"
     warnings.warn(f"{file} is damaged ({what}). What it said is lost, and it is written anew.", stacklevel=3)
     return {}
+
+
+def release() -> str:
+    """The version of lit_rl; empty where it is not installed as a package."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("lit-rl")
+    return ""
+
+
+def signed(config: str) -> str:
+    """The text of config.yaml, under a line with the version of lit_rl that writes it."""
+    return f"{_RELEASE}{release()}\n{config}" if release() else config
+
+
+def written_by(folder: Path) -> str:
+    """The version of lit_rl that wrote config.yaml; empty where nothing says it."""
+    with contextlib.suppress(OSError, ValueError), (folder / "config.yaml").open(encoding="utf-8") as file:
+        first = file.readline(200)
+        return first.removeprefix(_RELEASE).strip() if first.startswith(_RELEASE) else ""
+    return ""
+
+
+@contextlib.contextmanager
+def told_of_release(folder: Path) -> Iterator[None]:
+    """Where settings or a checkpoint of a run are refused in this block, the error also says that another version of
+    lit_rl made the run, if one did."""
+    theirs, ours = written_by(folder), release()
+    try:
+        yield
+    except (ConfigError, StorageError) as error:
+        if theirs and ours and theirs != ours:
+            error.add_note(
+                f"The run in {folder} was made by lit_rl {theirs}, and this is {ours}: what one of the two knows, the "
+                f"other may not. lit_rl {theirs} reads it."
+            )
+        raise

@@ -61,7 +61,7 @@ class RunDir(RunNames):
         _replace(self.summary, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
 
     def write_config(self, text: str) -> None:
-        _replace(self.config, text)
+        _replace(self.config, folder_state.signed(text))
 
     def write_error(self, what: dict[str, Any]) -> dict[str, Any] | None:
         """Say what ended the run. Of several ranks the first one says it: the others fail of its failure.

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_rl.durable import PARTIAL
+
 QUICK = [
     "trainer.accelerator=cpu",
     "trainer.devices=1",
@@ -24,22 +26,41 @@ QUICK = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended, and what it said."""
+    """How a command ended, what it said, and which files and folders below the current one it wrote or removed."""
 
     code: int
     out: str
     err: str
+    touched: tuple[str, ...] = ()
 
 
 Command = Callable[..., Outcome]
 
 
-def refused(outcome: Outcome, code: int, *words: str) -> None:
-    """The exit code, every word in the message, and no traceback."""
+def refused(outcome: Outcome, code: int, *words: str, keeps: str | None = None) -> None:
+    """The exit code, every word in the message, no traceback, and a disk that is as it was.
+
+    Args:
+        outcome: Of the command.
+        code: That it ends with.
+        words: Of its message.
+        keeps: A folder in which something was learned, so that it stays; without half-written files.
+    """
     assert outcome.code == code, outcome.err
     assert "Traceback" not in outcome.err
     for word in words:
         assert word in outcome.err, f"{word!r} is not in: {outcome.err}"
+    left = [name for name in outcome.touched if keeps is None or name.partition("/")[0] != keeps or PARTIAL in name]
+    assert left == [], "nothing is written, changed or removed"
+
+
+def looked_at(folder: Path) -> dict[str, tuple[int, int]]:
+    """Everything below a folder, with what changes where a file is written: its size and time."""
+    found = {}
+    for path in folder.rglob("*"):
+        status = path.lstat()
+        found[str(path.relative_to(folder))] = (-1, -1) if path.is_dir() else (status.st_size, status.st_mtime_ns)
+    return found
 
 
 def contents(folder: Path) -> list[str]:

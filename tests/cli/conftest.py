@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_helpers import QUICK, Command, Outcome
+from cli_helpers import QUICK, Command, Outcome, looked_at
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.utilities.seed import isolate_rng
 
@@ -41,10 +41,13 @@ def command(
         GlobalHydra.instance().clear()
         monkeypatch.setattr(sys, "argv", ["lit-rl", *arguments])
         capsys.readouterr()
+        before = looked_at(cwd)
         with warnings.catch_warnings(), isolate_rng():
             code = lit_rl.cli.run(list(arguments))
         said = capsys.readouterr()
-        return Outcome(code, said.out, said.err)
+        after = looked_at(cwd)
+        touched = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        return Outcome(code, said.out, said.err, tuple(touched))
 
     return run
 

@@ -13,7 +13,7 @@ from no_room import small_disk
 from omegaconf import DictConfig, OmegaConf
 from tiers import quick
 
-from lit_rl.cli import build, hydra_node
+from lit_rl.cli import build, hydra_node, typed_secrets
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError, StorageError
 
@@ -283,11 +283,12 @@ class TestMonitor:
     )
 
     def test_checkpoint_of_what_is_never_logged(self, step: Command):
-        refused(step("callbacks.checkpoint.monitor=val/rewrd", *self.EVERY_STEP), 2, "val/rewrd", "val/reward")
+        outcome = step("callbacks.checkpoint.monitor=val/rewrd", *self.EVERY_STEP)
+        refused(outcome, 2, "val/rewrd", "val/reward", keeps="run")
 
     def test_early_stopping_on_what_is_never_logged(self, step: Command):
         stopping = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/rewrd}"
-        refused(step(stopping, *self.EVERY_STEP), 2, "val/rewrd", "val/reward")
+        refused(step(stopping, *self.EVERY_STEP), 2, "val/rewrd", "val/reward", keeps="run")
 
     def test_what_is_logged_is_watched(self, step: Command, cwd):
         stopping = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/reward}"
@@ -421,6 +422,43 @@ def test_a_file_of_the_users_own_is_used(experiment, cwd):
     refused(outcome, 2, "algo.beta=-1")
     assert "seed: 7" in experiment("seed: 7\n", "--cfg=job").out.splitlines()
     assert "seed: 8" in experiment("seed: 7\n", "seed=8", "--cfg=job").out.splitlines()
+
+
+TOKEN = "hf_" + "Ab3" * 12
+SECRETS = {
+    "hub": ([f"sampling.stop=[{TOKEN}]"], ["sampling.stop holds", "HF_TOKEN"]),
+    "form": (["+logger.mine={_target_: x, note: 'Bearer abcdefghijklmnop1234'}"], ["logger.mine.note holds"]),
+    "name": (["+model.init_kwargs.api_key=geheim1"], ["model.init_kwargs.api_key holds"]),
+}
+
+
+@pytest.mark.parametrize("words, told", SECRETS.values(), ids=SECRETS)
+def test_a_secret_on_the_command_line_is_refused_and_not_repeated(step: Command, words, told):
+    outcome = step(*words)
+    refused(outcome, 2, *told, "${oc.env:", "environment variable")
+    assert not [part for part in (TOKEN, "abcdefghijklmnop1234", "geheim1") if part in outcome.err + outcome.out]
+
+
+@pytest.mark.all
+def test_a_secret_in_a_file_is_refused(experiment):
+    refused(experiment(f"sampling: {{stop: [{TOKEN}]}}\n"), 2, "sampling.stop holds", "${oc.env:HF_TOKEN}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            f"runs/{TOKEN}",
+            f"./{TOKEN}.jsonl",
+            "runs/sk-learn-experiments-of-a-long-name",
+            "${oc.env:HF_TOKEN}",
+            "hf_x",
+        ),
+        *("Add. Never tell the password.", "d04f2e" * 6 + "abcd", "risk-averse-agents-of-2026"),
+    ],
+)
+def test_what_is_no_secret_is_let_through(text):
+    typed_secrets.check(OmegaConf.create({"run_dir": text, "eos_token": text, "max_tokens": "7", "password": None}))
 
 
 TARGETS = {

@@ -42,6 +42,7 @@ def test_rollouts_without_any_reward_move_no_weight_and_are_counted(nothing, tra
 def test_many_rollouts_without_any_reward_end_the_run(nothing, train, tmp_path, capsys):
     assert train(*SMALL, *nothing, f"run_dir={tmp_path / 'run'}") == 4
     assert "never returned None for every completion of 8 rollouts" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.partial-*"))
 
 
 @pytest.mark.all

@@ -178,8 +178,14 @@ def test_a_checkpoint_of_a_version_with_another_format_is_refused(train, tmp_pat
     saved = torch.load(file, weights_only=True)
     del saved["lit_rl"][0]["format"]
     torch.save(saved, file)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert train(*halves, "trainer.max_steps=2", f"run_dir={tmp_path}", "ckpt_path=last") == 7
-    assert "format 1" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "format 1" in said and "Traceback" not in said
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    kept = [path for path in before if path.suffix in (".ckpt", ".safetensors", ".parquet", ".pt")]
+    assert len(kept) > 3 and all(after[path] == before[path] for path in kept), "nothing that was learned is touched"
+    assert not [path for path in after if ".partial-" in path.name]
 
 
 @pytest.mark.all

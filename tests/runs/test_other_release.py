@@ -1,0 +1,61 @@
+"""The folder of a run says which lit_rl made it, and so does what another one cannot read of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from runs_helpers import SMALL
+
+from lit_rl.commands import folder_state
+
+pytestmark = pytest.mark.all
+
+
+def test_what_another_version_wrote_and_this_one_cannot_read_says_so(train, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "run"
+    short = [*SMALL, "trainer.max_steps=1", "trainer.limit_val_batches=0", f"run_dir={folder}"]
+    assert train(*short) == 0
+    ours = folder_state.release()
+    config, text = folder / "config.yaml", (folder / "config.yaml").read_text()
+    assert text.startswith(f"# lit_rl=={ours}\n") and folder_state.written_by(folder) == ours
+
+    tree = yaml.safe_load(text)
+    tree["algo"]["model"]["sharpness"] = tree["model"]["sharpness"] = 3  # a key that is not there any more
+    on_cpu = "trainer.accelerator=cpu"
+    asked = (
+        ["export", f"export.folder={tmp_path / 'out'}"],
+        ["replay", "replay.losses=[run]", on_cpu],
+        ["eval", on_cpu],
+    )
+    for version, told in (("0.0.1", True), (ours, False)):
+        config.write_text(f"# lit_rl=={version}\n{yaml.safe_dump(tree)}")
+        before = sorted(folder.rglob("*"))
+        for command in asked:
+            capsys.readouterr()
+            assert train(*command, f"run_dir={folder}") == 2
+            said = capsys.readouterr().err
+            assert "sharpness" in said and "Traceback" not in said
+            assert (f"was made by lit_rl 0.0.1, and this is {ours}" in said) == told
+        assert sorted(folder.rglob("*")) == before and not (tmp_path / "out").exists()
+
+    config.write_text(text.replace(f"=={ours}", "==0.0.1"))
+    (file,) = (folder / "checkpoints").glob("*.ckpt")
+    saved = torch.load(file, weights_only=True)
+    saved["algorithm"] = "Alchemy"
+    torch.save(saved, file)
+    (folder / "summary.json").unlink()
+    assert train(*short, "trainer.max_steps=2", "ckpt_path=last") == 7
+    said = capsys.readouterr().err
+    assert "Alchemy wrote it" in said and "made by lit_rl 0.0.1" in said
+    assert config.read_text().startswith("# lit_rl==0.0.1\n"), "it is as it was"
+
+
+def test_a_folder_that_says_nothing_is_no_fault(tmp_path: Path) -> None:
+    assert folder_state.written_by(tmp_path) == ""
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe")
+    assert folder_state.written_by(tmp_path) == ""
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    assert folder_state.written_by(tmp_path) == ""
