@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,23 @@ def set_by_model(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(of_model, Mapping) and of_model.get("name") == name:
             found |= {key: preset.stem for key, value in _leaves(said) if _at(config, key) == value}
     return found
+
+
+def commands_of(summary: Mapping[str, Any]) -> list[str]:
+    """What was typed, as `summary.json` has it: what began the run, and what went on with it."""
+    went_on = summary.get("went_on")
+    found = [summary.get("command"), *(went_on if isinstance(went_on, list) else [])]
+    return [each for each in found if isinstance(each, str) and each]
+
+
+def typed(commands: Sequence[str]) -> set[str]:
+    """The keys in these: of `seed=1`, `+trainer.x=2` and `--trainer.x 2` the names. A command that cannot be read has
+    none."""
+    words: list[str] = []
+    for command in commands:
+        with contextlib.suppress(ValueError):  # quotes that do not end
+            words += shlex.split(command)
+    return {word.lstrip("+-").partition("=")[0] for word in words if "=" in word or word.startswith("--")}
 
 
 def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

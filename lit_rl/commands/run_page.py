@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lit_rl.commands.config_changes import changes, set_by_model
+from lit_rl.commands.config_changes import changes, commands_of, set_by_model, typed
 from lit_rl.commands.curves import chart, histograms, number
 from lit_rl.commands.html_file import data, document, safe
 from lit_rl.commands.run_alarms import Finding, findings
@@ -341,18 +341,31 @@ def _share(value: float, whole: Any) -> str:
 def _config(run: RunFiles) -> str:
     if not run.config_text:
         return '<h2 id="config">Config</h2><p class="dim">There is no config.yaml.</p>\n'
-    preset = set_by_model(run.config)
-    differing = [
-        (*(f'<span class="mono">{safe(one_line(each))}</span>' for each in row), _set_by(preset.get(row[0])))
-        for row in sorted(changes(run.config), key=lambda row: row[0] in preset)  # the choices of the user first
-    ]
+    preset, commands = set_by_model(run.config), commands_of(run.summary)
+    names = typed(commands)
+    rows = {row[0]: row for row in sorted(changes(run.config), key=lambda row: row[0] in preset)}
+    own = [key for key in rows if not commands or any(f".{key}".endswith(f".{name}") for name in names)]
+    shown = _differing([rows[key] for key in own], preset)
+    if others := [row for key, row in rows.items() if key not in own]:
+        what = "other key" if len(others) == 1 else "other keys"
+        shown += f"<details><summary>{len(others)} {what} that the chosen presets set</summary>"
+        shown += f"{_differing(others, preset)}</details>"
+    said = "".join(f"<pre>{safe(each)}</pre>" for each in commands)
+    said = f"<h3>What was typed</h3>{said}" if said else ""
     text, left = run.config_text[:_MOST_CONFIG], len(run.config_text) - _MOST_CONFIG
     more = f'<p class="dim">{left} characters more are in config.yaml.</p>' if left > 0 else ""
-    shown = table(("key", "this run", "default of the constructor", ""), differing, numbers=()) if differing else ""
     return (
-        f'<h2 id="config">Config</h2><h3>What differs from the defaults</h3>{shown}'
+        f'<h2 id="config">Config</h2>{said}<h3>What differs from the defaults</h3>{shown}'
         f"<details><summary>config.yaml</summary><pre>{safe(text)}</pre>{more}</details>\n"
     )
+
+
+def _differing(rows: Sequence[tuple[str, Any, Any]], preset: Mapping[str, str]) -> str:
+    cells = [
+        (*(f'<span class="mono">{safe(one_line(each))}</span>' for each in row), _set_by(preset.get(row[0])))
+        for row in rows
+    ]
+    return table(("key", "this run", "default of the constructor", ""), cells, numbers=()) if cells else ""
 
 
 def _set_by(preset: str | None) -> str:

@@ -17,7 +17,7 @@ import pytest
 from run_folders import CONFIG, run_folder, samples
 
 from lit_rl.commands import run_files
-from lit_rl.commands.config_changes import between, changes, set_by_model
+from lit_rl.commands.config_changes import between, changes, commands_of, set_by_model, typed
 from lit_rl.commands.curves import Line, chart, counted, dots, histograms, smoothed, thinned, ticks
 from lit_rl.commands.html_file import data
 from lit_rl.commands.run_alarms import findings
@@ -342,6 +342,17 @@ def test_what_a_preset_of_the_model_sets_is_marked_and_stands_last(tmp_path: Pat
     assert not [key for key, *_ in changes(config) if "export" in key]
     texts = page_of(run_folder(tmp_path / "run", config=config)).texts
     assert texts.index("data.path") < texts.index("optimizer.lr") < texts.index("set by model=tiny")
+
+
+def test_what_was_typed_stands_first_and_what_presets_set_is_folded(tmp_path: Path) -> None:
+    said = {"command": "python train.py algo=<x> seed=3 lr=0.001", "went_on": ["lit-rl fit --trainer.max_steps 40"]}
+    assert typed(commands_of(said)) == {"algo", "seed", "lr", "trainer.max_steps"}
+    assert typed(["python train.py 'seed=1"]) == set() and commands_of({"command": None, "went_on": 3}) == []
+    texts = page_of(run_folder(tmp_path / "run", config=CONFIG | {"seed": 3}, summary=said)).texts
+    order = [*said.values(), "seed", "trainer.max_steps", "optimizer.lr", "data.path"]
+    at = [texts.index(each if isinstance(each, str) else each[0]) for each in order]
+    folded = next(i for i, text in enumerate(texts) if "other keys that the chosen presets set" in text)
+    assert at == sorted(at) and at[4] < folded < at[5]
 
 
 def test_configs_of_two_runs_differ_by_key_and_by_what_makes_a_part() -> None:
