@@ -73,6 +73,17 @@ def test_damaged_weights_are_refused_by_file_name(make_model, damage):
         LanguageModel(str(folder)).load()
 
 
+@pytest.mark.parametrize("where", ["../outside.safetensors", "absolute"])
+def test_an_index_reads_nothing_outside_of_its_folder(make_model, tmp_path, where):
+    folder, outside = make_model(), tmp_path / "outside.safetensors"
+    (folder / "model.safetensors").rename(outside)
+    save_file({"x": torch.zeros(1)}, folder / "other.safetensors")
+    names = dict.fromkeys(load_file(outside), str(outside) if where == "absolute" else where)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    with pytest.raises(StorageError, match="outside of the model's folder"):
+        LanguageModel(str(folder)).load()
+
+
 def test_missing_weights_are_an_error_and_not_random_numbers(make_model):
     folder = make_model()
     weights = load_file(folder / "model.safetensors")

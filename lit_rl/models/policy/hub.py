@@ -48,10 +48,11 @@ def refuse_pickle(key: str, path: str, stem: str) -> None:
     """Refuse a local folder without ``<stem>*.safetensors``: pickled weights run code when they are read.
 
     Raises:
-        StorageError: there are pickled weights only, or none at all.
+        StorageError: there are pickled weights only, or none at all; or an index names files outside of the folder.
         ConfigError: an adapter's weights are looked for in the folder of a whole model.
     """
     folder = Path(path)
+    _check_index(key, folder)
     if not folder.is_dir() or any(folder.glob(f"{stem}*.safetensors")):
         return
     pickled = sorted(item.name for item in folder.iterdir() if item.suffix in {".bin", ".pt", ".pth", ".ckpt"})
@@ -64,6 +65,18 @@ def refuse_pickle(key: str, path: str, stem: str) -> None:
     if stem and (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         raise ConfigError(f"{key}: {folder} holds a whole model, and no adapter: name it in model.name, without {key}.")
     raise StorageError(f"{key}: {folder} holds no {stem}*.safetensors. Is the download complete?")
+
+
+def _check_index(key: str, folder: Path) -> None:
+    """Of a folder; the hub's client refuses such names of a repository itself."""
+    for index in folder.glob("*.safetensors.index.json") if folder.is_dir() else ():
+        with suppress(ValueError, OSError, AttributeError, TypeError):  # one that is damaged is named where it is read
+            for name in set(json.loads(index.read_bytes())["weight_map"].values()):
+                if Path(name).is_absolute() or ".." in Path(name).parts:
+                    raise StorageError(
+                        f"{key}: {index} names {name!r}, which is outside of the model's folder, and is not read. "
+                        "Allowed are files of the folder: look at who made this model, and fetch it again."
+                    )
 
 
 @contextmanager
