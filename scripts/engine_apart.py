@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,9 +15,6 @@ from lit_rl.errors import GenerationError
 from lit_rl.generation.base import Generator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.rollout import Completions, Prompts, Sampling
-
-SIGN = "ENGINE_SYNC"
-"""Of the environment: a file into which the number of an update is written when its first weight is sent."""
 
 
 class EngineApart(Generator):
@@ -43,7 +39,6 @@ class EngineApart(Generator):
     def sync(self, policy: nn.Module, version: int) -> None:
         if self._pipe is None:
             self._pipe, self._process = _started(policy, self._drawing)
-        Path(os.environ[SIGN]).write_text(str(version))
         for name, weight in policy.state_dict().items():
             _send(self._pipe, ("weight", name, weight))
         _send(self._pipe, ("synced", version))

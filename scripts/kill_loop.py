@@ -1,18 +1,20 @@
 """Kill a run again and again, at random moments and where it hurts most, and hold what it ends with against a run that
 nothing killed: weights, optimizer, metrics and samples, bit for bit.
 
-    python scripts/kill_loop.py                      # 50 rounds: some ten minutes of one core
+    python scripts/kill_loop.py                      # 50 rounds: some minutes of one core
+    python scripts/kill_loop.py --engine             # and where weights are sent to an engine
     python scripts/kill_loop.py --rounds 3 --seed 7
     python scripts/kill_loop.py algo=ppo trainer.max_steps=40   # further settings of the run
     python scripts/kill_loop.py --ranks 2            # two processes, DDP on gloo: one of them is killed, or both
-    python scripts/kill_loop.py --engine --places "engine sync"   # where weights are sent to an engine
 
 A round starts the run in a new folder, kills it with SIGKILL up to `--kills` times, each time at a place of `PLACES`,
 goes on with `ckpt_path=last`, and lets it finish. Of two ranks either is killed alone, and the other has to end by
 itself within seconds, or both at once; rank 0 starts the others, as Lightning does it. The engine of `--engine` is a
 process of its own (`engine_apart.py`), which gets the weights through a pipe: vLLM is not needed, and not tried. Rank 0
 is forked from this one, which has loaded the libraries, so that a round of one process takes seconds; it is killed by
-the kernel like any other. Leaves with 1 where a bit differs, or something half-written lies about.
+the kernel like any other. The table at the end says of each place how often the run was killed for its sign, and in how
+many of these kills it died there: the sign still lay about afterwards. Leaves with 1 where a bit differs, or something
+half-written lies about.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
+import importlib
+import itertools
 import os
 import random
 import shutil
@@ -34,41 +39,46 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_apart import SIGN
+from engine_apart import EngineApart
 from same_bits import first_difference, measured, same
 
 from lit_rl import cli
-from lit_rl.cli import hydra_app  # noqa: F401  # loaded once, before anything is forked
+from lit_rl.algorithms.loop.on_policy import OnPolicyModule
+from lit_rl.cli import hydra_app, stored_schemas  # noqa: F401  # loaded once, before anything is forked
 
 RUN = [
     "data.task.max_operand=5", "data.task.val_rows=4", "data.prompts_per_rollout=4", "algo.group_size=4",
-    "trainer.max_steps=28", "algo.minibatches=2", "trainer.accumulate_grad_batches=2", "logger=none", "eval.limit=2",
+    "trainer.max_steps=16", "algo.minibatches=2", "trainer.accumulate_grad_batches=2", "logger=none", "eval.limit=2",
     "callbacks.samples.print=0", "callbacks.checkpoint.every_n_train_steps=3",
 ]  # fmt: skip
-"""A run of a second beside its start and end."""
+"""Eight rollouts of two steps each, and five checkpoints: a second or two with start and end."""
 
 RANKS = ["trainer.accelerator=cpu", "strategy=ddp", "trainer.accumulate_grad_batches=1"]
 TRAIN = Path(__file__).parents[1] / "train.py"
 ENGINE = ["generator._target_=engine_apart.EngineApart", "allow_targets=[engine_apart]"]
 
-LONGEST, LONGEST_OF_RANKS = 4.0, 20.0
-"""Seconds from the start of a process: a random moment is before. A rank that is started loads the libraries."""
 ALONE = 30.0
 """Seconds in which the ranks that were not killed have to end by themselves, on a busy machine."""
 _SUBREAPER = 36
 """Of prctl(2)."""
 
+NTH = 3
+"""A run is killed at one of the first so many signs of a process: at which, chance decides."""
+
 Signs = Callable[[Path], set[str]]
 PLACES: dict[str, Signs | None] = {
     "any moment": None,
-    "rollout": lambda run: {str(_lines(run / "metrics.jsonl") // 3)} - {"0"},
+    "rollout": lambda run: _text(_note(run, "rollout")),
     "checkpoint": lambda run: _names(run / "checkpoints", "*.partial-*"),
     "new checkpoint": lambda run: _names(run / "checkpoints", "*.ckpt"),
     "export": lambda run: _names(run, ".hf.tmp-*"),
     "summary": lambda run: _names(run, ".summary.json.partial") | _names(run, "hf"),
-    "engine sync": lambda run: _text(_sign(run)) - {"0"},
+    "engine sync": lambda run: _text(_note(run, "sync")),
 }
-"""Where a run is killed: at once when its folder shows a sign that it did not show at the start of the process."""
+"""Where a run is killed: at once when its folder shows a sign that it did not show at the start of the process. Of a
+rollout and a sync the sign is a note that lies there as long as they last."""
+ONCE = ("export", "summary")
+"""Places that a process comes to once."""
 
 
 def main() -> int:
@@ -90,13 +100,16 @@ def main() -> int:
         ranks = [*RANKS, f"trainer.devices={given.ranks}"] if given.ranks > 1 else []
         run = Run([*RUN, *ranks, *(ENGINE if given.engine else []), *given.settings], given.ranks)
         whole = folder / "whole"
+        began = time.monotonic()
         if any(codes := run.start(whole).ended()):
             print((folder / "whole.log").read_text())
             raise SystemExit(f"The run itself ended with {codes}.")
-        wanted, killed, wrong = measured(whole), Counter[str](), 0
+        run.seconds = time.monotonic() - began
+        wanted, kills, wrong = measured(whole), Kills(places), 0
+        _load_what_it_loaded(whole)
         for number in range(given.rounds):
             again = folder / f"round{number}"
-            at = [_kill_once(run, again, places, killed) for _ in range(random.randint(1, given.kills))]
+            at = [_kill_once(run, again, kills) for _ in range(random.randint(1, given.kills))]
             codes = run.start(again).ended()
             left = _half_written(again)
             difference = f"ended with {codes}" if any(codes) else _difference(wanted, measured(again))
@@ -108,36 +121,71 @@ def main() -> int:
                 print(again.with_suffix(".log").read_text()[-3000:])
             else:
                 shutil.rmtree(again)
-        print("\n".join(["", "| killed at | times |", "|---|---|", *(f"| {at} | {n} |" for at, n in killed.items())]))
-        print(f"\n{given.rounds} rounds, {sum(killed.values())} kills: {given.rounds - wrong} equal, {wrong} not.")
+        equal = f"{given.rounds} rounds, {sum(kills.tried.values())} kills: {given.rounds - wrong} equal, {wrong} not."
+        print(f"\n{equal}\n\n{kills.table()}")
     return 1 if wrong else 0
 
 
 STAYED = "and the other stayed"
 
 
-def _kill_once(run: Run, folder: Path, places: Sequence[str], killed: Counter[str]) -> str:
+class Kills:
+    """How often the run was killed at each place.
+
+    Args:
+        places: Of `PLACES`; they are taken in turns, in an order that is shuffled for each turn.
+    """
+
+    def __init__(self, places: Sequence[str]) -> None:
+        self.places = places
+        self.tried, self.died = Counter[str](), Counter[str]()
+        self._turn: list[str] = []
+
+    def next_place(self) -> str:
+        """Where the next process is killed."""
+        if not self._turn:
+            self._turn = random.sample(self.places, len(self.places))
+        return self._turn.pop()
+
+    def count(self, place: str, there: bool) -> None:
+        """A process was killed for the sign of a place; `there` says whether it died there."""
+        self.tried[place] += 1
+        self.died[place] += there
+
+    def table(self) -> str:
+        """For a page."""
+        rows = [f"| {place} | {self.tried[place]} | {self.died[place]} |" for place in self.places]
+        return "\n".join(["| place | kills | died there |", "|---|---|---|", *rows])
+
+
+def _kill_once(run: Run, folder: Path, kills: Kills) -> str:
     """Start the run, or go on with it, and kill it, or one of its ranks; says where."""
-    name, longest = random.choice(places), LONGEST if run.ranks == 1 else LONGEST_OF_RANKS
-    signs, deadline = PLACES[name], time.monotonic() + random.uniform(0, longest)
-    before = signs(folder) if signs else set()
+    place = kills.next_place()
+    signs, nth = PLACES[place], 1 if place in ONCE else random.randint(1, NTH)
+    seen = before = signs(folder) if signs else set()
     going = run.start(folder)
+    deadline = time.monotonic() + random.uniform(0, run.seconds)
     whom = random.choice([None, *range(run.ranks)]) if run.ranks > 1 else None
-    while going.rank(whom or 0) is None or not (signs(folder) - before if signs else time.monotonic() > deadline):
+    while going.rank(whom or 0) is None or (len(seen) < len(before) + nth if signs else time.monotonic() < deadline):
         if going.has_ended():
-            return "nowhere: it had finished"
+            return f"not at {place}: it had finished"
+        time.sleep(0.0005)  # who sleeps is awake at once, also on a busy machine
+        seen = seen | signs(folder) if signs else seen
     stayed = going.killed(whom)
-    place = name if run.ranks == 1 else f"{name}, {'all ranks' if whom is None else f'rank {whom}'}"
-    killed[place] += 1
-    return f"{place}, {STAYED}" if stayed else place
+    there = not signs or bool(signs(folder) - before)
+    kills.count(place, there)
+    whose = "" if run.ranks == 1 else f", {'all ranks' if whom is None else f'rank {whom}'}"
+    return f"{place}{'' if there else ' (just past it)'}{whose}{f', {STAYED}' if stayed else ''}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """The command, and how many processes it takes."""
 
     command: list[str]
     ranks: int
+    seconds: float = 0.0
+    """That the whole run took: a random moment is one of them."""
 
     def start(self, folder: Path) -> Going:
         """Rank 0, in a group of its own with what it starts."""
@@ -153,8 +201,10 @@ class Run:
             for descriptor in (1, 2):
                 os.dup2(log, descriptor)
             sys.argv = [str(TRAIN)]  # which Lightning starts for other ranks
-            os.environ[SIGN] = str(_sign(folder))
+            _noted(OnPolicyModule, "take_rollout", _note(folder, "rollout"))
+            _noted(EngineApart, "sync", _note(folder, "sync"))
             code = cli.run([*self.command, f"run_dir={folder}", "ckpt_path=last"])
+            _note(folder, "modules").write_text("\n".join(sys.modules))
         finally:
             os._exit(code)
 
@@ -228,9 +278,33 @@ def _names(folder: Path, pattern: str) -> set[str]:
     return {path.name for path in folder.glob(pattern)}
 
 
-def _sign(folder: Path) -> Path:
-    """Where the engine's updates are noted: beside the folder of the run."""
-    return folder.with_suffix(".sync")
+def _note(folder: Path, name: str) -> Path:
+    """What a process says of itself: beside the folder of the run."""
+    return folder.with_suffix(f".{name}")
+
+
+def _noted(owner: type, name: str, path: Path) -> None:
+    """Let a note lie at `path`, which differs for each call, while this method runs."""
+    method = getattr(owner, name)
+    calls = itertools.count()
+
+    @functools.wraps(method)
+    def noted(*given: Any) -> Any:
+        path.write_text(f"call {next(calls)} of process {os.getpid()}")
+        try:
+            return method(*given)
+        finally:
+            path.unlink()
+
+    setattr(owner, name, noted)
+
+
+def _load_what_it_loaded(folder: Path) -> None:
+    """So that what is forked from now on finds every library loaded, and the schemas of the config registered."""
+    stored_schemas.register()
+    for name in _note(folder, "modules").read_text().split():
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def _text(path: Path) -> set[str]:
@@ -238,13 +312,6 @@ def _text(path: Path) -> set[str]:
         return {path.read_text()} - {""}
     except FileNotFoundError:
         return set()
-
-
-def _lines(path: Path) -> int:
-    try:
-        return path.read_bytes().count(b"\n")
-    except FileNotFoundError:  # not yet, or a run that starts anew has just removed it
-        return 0
 
 
 if __name__ == "__main__":
