@@ -51,7 +51,7 @@ class TrackioLogger(Logger):
                 self.project, name=self.run, space_id=self.space_id, resume="allow", embed=False, auto_log_gpu=False,
                 auto_log_cpu=False,
             )  # fmt: skip
-            self.run = self._experiment.name  # whatever is logged after `finalize` goes on in it
+            self.run = self._experiment.name  # whatever is logged after `end` goes on in it
         return self._experiment
 
     @rank_zero_only
@@ -68,9 +68,14 @@ class TrackioLogger(Logger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Nothing: config.yaml holds them."""
 
-    @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write what waits, and end Trackio's run; a later call begins it again."""
+        """Nothing: a training ends several times for Lightning, with each validation around it."""
+
+    def end(self) -> None:
+        """Write what waits, and end Trackio's run; a later call begins it again. Without it Trackio does so at the end
+        of the process."""
         if self._experiment is not None:
-            self._experiment.finish()
+            import trackio  # pyright: ignore[reportMissingImports]
+
             self._experiment = None
+            trackio.finish()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
 from rich.console import Console
 from rich.table import Table
 
 from lit_rl.callbacks.file_names import ALARMS
+from lit_rl.callbacks.trackio_logger import TrackioLogger
 from lit_rl.callbacks.unwritten import not_written
 from lit_rl.commands.run_curves import PHASES
 from lit_rl.errors import StorageError
@@ -124,6 +127,7 @@ def closing_lines(
     logged: bool,
     loaded_by: str = "AutoModelForCausalLM",
     prompts: PromptForm | None = None,
+    trackers: Sequence[str] = (),
 ) -> list[str]:
     """Where everything is, and the commands to go on with.
 
@@ -132,6 +136,7 @@ def closing_lines(
         evaluation: The command that evaluates the run.
         loaded_by: transformers' class for the export.
         prompts: What the run learned to answer.
+        trackers: Lines of `tracker_lines`.
     """
     sees = loaded_by == "AutoModelForImageTextToText"
     writes = sees or loaded_by == "AutoModelForCausalLM"
@@ -141,6 +146,7 @@ def closing_lines(
         lines.append(f"alarms        {alarms}  ({len(alarms.read_text().splitlines())})")
     if logged:
         lines.append(f"curves        tensorboard --logdir {_quoted(run_dir)}")
+    lines += trackers
     if export is not None:
         lines.append(f"model         {run_dir}/hf  ({export})")
         beside = "AutoProcessor" if sees else "AutoTokenizer"
@@ -151,6 +157,28 @@ def closing_lines(
     sampled = " eval.group_size=8 eval.temperature=1" if writes else ""
     lines.append(f"evaluate it   {evaluation}{sampled}")
     return lines
+
+
+def tracker_lines(loggers: Sequence[Logger]) -> Iterator[str]:
+    """Where W&B, MLflow, Trackio and CSV wrote what they were given, a line each. One that cannot say it has none."""
+    for logger in loggers:
+        with contextlib.suppress(Exception):  # a logger that fails ends no run
+            if line := _where_it_wrote(logger):
+                yield line
+
+
+def _where_it_wrote(logger: Logger) -> str | None:
+    if isinstance(logger, WandbLogger):
+        folder = Path(logger.experiment.dir).parent
+        return f"wandb         {logger.experiment.url or f'{folder}  (wandb sync sends it)'}"
+    if isinstance(logger, MLFlowLogger):
+        uri = str(logger._tracking_uri)
+        if uri.startswith("sqlite:///"):  # of the current folder
+            uri = f"{Path(uri.removeprefix('sqlite:///')).absolute()}  (mlflow ui --backend-store-uri {uri})"
+        return f"mlflow        {uri}, run {logger.run_id}"
+    if isinstance(logger, TrackioLogger):
+        return f"trackio       trackio show --project {logger.project}  (run {logger.run})"
+    return f"csv           {Path(logger.log_dir) / 'metrics.csv'}" if isinstance(logger, CSVLogger) else None
 
 
 def _quoted(path: Path) -> str:

@@ -326,12 +326,13 @@ def _memory(run: RunFiles) -> str:
 
 
 def _shares(phases: Mapping[str, float]) -> str:
-    """A bar of the phases, and its keys."""
+    """A bar of the phases, its keys, and what they are shares of."""
     total = sum(phases.values()) or 1
     parts = [(f"c{i}", safe(name), value / total) for i, (name, value) in enumerate(phases.items())]
     bar = "".join(f'<i class="{colour}" style="flex: {share:.4f}"></i>' for colour, _, share in parts)
     keys = " ".join(f'<span class="key {colour}">{name} <b>{share:.0%}</b></span>' for colour, name, share in parts)
-    return f'<div class="share" aria-hidden="true">{bar}</div><p>{keys}</p>'
+    of = f"Shares of {total:.1f} s, the phases together; the table's are of the whole run."
+    return f'<div class="share" aria-hidden="true">{bar}</div><p>{keys}</p><p class="dim">{of}</p>'
 
 
 def _share(value: float, whole: Any) -> str:

@@ -23,6 +23,7 @@ from lit_rl.callbacks.checkpoint_files import is_whole, step_of
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.timed_checkpoint import save_step
+from lit_rl.callbacks.trackio_logger import TrackioLogger
 from lit_rl.callbacks.unwritten import Unwritten, not_written
 from lit_rl.commands import leaving, report, run_report
 from lit_rl.commands.export import FOLDER, card_facts, for_readers
@@ -64,6 +65,9 @@ class Run:
         try:
             if isinstance(self.module, GeneratingModule):
                 self.module.close()
+            for logger in self.trainer.loggers:
+                if isinstance(logger, TrackioLogger):
+                    logger.end()
         finally:
             if self.lock is not None:
                 self.lock.close()
@@ -163,9 +167,9 @@ def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -
         report.closing_table(summary)
         run_report.write_at_the_end(run.run_dir.path)
         logged = any(isinstance(logger, TensorBoardLogger) for logger in run.trainer.loggers)
-        prompts = summary.get("prompts")
+        prompts, trackers = summary.get("prompts"), list(report.tracker_lines(run.trainer.loggers))
         for line in report.closing_lines(
-            run.run_dir.path, run.evaluation, summary["export"], logged, run.module.loaded_by, prompts
+            run.run_dir.path, run.evaluation, summary["export"], logged, run.module.loaded_by, prompts, trackers
         ):
             Console().print(line, soft_wrap=True, markup=False, highlight=False)
 

@@ -57,6 +57,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, str(ROOT / "train.py"), *words]
     done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "not written" not in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    (here / "said").write_text(done.stdout)
     return here
 
 
@@ -90,6 +91,16 @@ def of_csv(here: Path) -> Iterator[tuple[str, Rows]]:
     for key in NAMES:
         with (here / "run" / "csv" / f"{key}.csv").open(newline="") as file:
             yield key, list(csv.DictReader(file))
+
+
+def test_the_end_says_where_each_tracker_wrote_and_trackio_ends_once(here: Path) -> None:
+    said = (here / "said").read_text()
+    assert said.count("Run finished") == 1 and "Resumed existing run" not in said
+    (offline,) = here.glob("run/wandb/offline-run-*")
+    assert f"wandb         {offline.relative_to(here)}  (" in said
+    assert f"mlflow        {here / 'mlflow.db'}  (mlflow ui" in said
+    assert "trackio       trackio show --project lit_rl  (run " in said
+    assert "csv           run/csv/metrics.csv" in said and (here / "run" / "csv" / "metrics.csv").is_file()
 
 
 READERS = {"wandb": of_wandb, "mlflow": of_mlflow, "trackio": of_trackio, "csv": of_csv}

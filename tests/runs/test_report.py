@@ -355,6 +355,13 @@ def test_what_was_typed_stands_first_and_what_presets_set_is_folded(tmp_path: Pa
     assert at == sorted(at) and at[4] < folded < at[5]
 
 
+def test_the_bar_of_phases_says_what_its_shares_are_of(tmp_path: Path) -> None:
+    rows = [{"step": 1, "time/generate": 6.0, "time/reward": 1.0, "time/update": 3.0}]
+    texts = page_of(run_folder(tmp_path / "run", rows, summary={"seconds": 20.0})).texts
+    assert "60%" in texts and "30%" in texts, "of the phases, and of the run"
+    assert "Shares of 10.0 s, the phases together; the table's are of the whole run." in texts
+
+
 def test_configs_of_two_runs_differ_by_key_and_by_what_makes_a_part() -> None:
     other = json.loads(json.dumps(CONFIG)) | {"run_dir": "runs/y", "env": None}
     other["optimizer"]["lr"] = other["algo"]["optimizer"]["lr"] = 0.5

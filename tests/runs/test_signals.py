@@ -108,6 +108,7 @@ def test_where_nothing_is_learned_yet_the_process_ends_at_once(
     assert train(*RUN, f"task={task}", f"run_dir={run}") == 128 + signum
     assert ended_at_once(tmp_path)
     assert said in capfd.readouterr().err and run.exists() == (task == "fit")
+    assert task != "fit" or ((run / "config.yaml").is_file() and not list(run.rglob("*.ckpt")))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "as it was before"
 
 
