@@ -303,8 +303,12 @@ def _time(run: RunFiles) -> str:
     seconds, whole = phases | within, run.summary.get("seconds")
     if isinstance(whole, (int, float)):
         seconds |= {"validation, checkpoints, the rest": whole - sum(phases.values()), "whole run": whole}
-    rows = [(safe(name), f"{value:.1f}", _share(value, whole)) for name, value in seconds.items()]
-    shown = _shares(phases) + table(("phase", "seconds", "of the run"), rows) if rows else ""
+    held = run.summary.get("phase_memory")
+    sizes = (
+        {name: in_words(size) for name, size in held.items() if isinstance(size, int)} if isinstance(held, dict) else {}
+    )
+    rows = [(safe(name), f"{value:.1f}", _share(value, whole), sizes.get(name, "")) for name, value in seconds.items()]
+    shown = _shares(phases) + table(("phase", "seconds", "of the run", "rank 0 held"), rows) if rows else ""
     return f'<h2 id="time">Time and memory</h2>{shown}{_memory(run)}\n'
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import torch
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.cut import remedies
 from lit_rl.algorithms.preflight.memory import MemoryPlan
+from lit_rl.algorithms.rollouts.phase_memory import process_peak
 from lit_rl.errors import BackendError, in_words, is_out_of_memory
 from lit_rl.generation.base import InProcessGenerator
 
@@ -31,14 +31,7 @@ def planned(module: PolicyModule) -> MemoryPlan | None:
 def peak_memory() -> dict[str, int]:
     """Bytes that this process held at most since it began: `process` of the machine's memory; and where it used a GPU,
     `tensors` there, and `reserved`, with what PyTorch keeps for the next ones. Empty where nobody counts."""
-    found: dict[str, int] = {}
-    try:
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        found["process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    except ImportError:  # there is none on Windows
-        pass
+    found = {"process": process_peak()} if process_peak() else {}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found |= {"tensors": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     return found

@@ -288,7 +288,7 @@ def _save_last_step(run: Run) -> None:
 def _save(run: Run, summary: dict[str, Any]) -> None:
     if run.trainer.is_global_zero:
         missing = [str(each) for each in not_written(run.trainer)]
-        summary = summary | {"peak_memory": peak_memory()}
+        summary = summary | {"peak_memory": peak_memory(), "phase_memory": run.module.phase_memory.held}
         run.run_dir.write_summary(summary | ({"not_written": missing} if missing else {}))
 
 

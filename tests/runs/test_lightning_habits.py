@@ -277,7 +277,10 @@ def test_a_finished_run_holds_what_the_design_promises(train, tmp_path):
     assert any("samples" in tag for tag in events.Tags()["tensors"])
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["steps"] == 12
-    assert 2**27 < summary["peak_memory"]["process"] < 2**40, "bytes, with torch in them"
+    most = summary["peak_memory"]["process"]
+    assert 2**27 < most < 2**40, "bytes, with torch in them"
+    assert set(summary["phase_memory"]) == {"generate", "reward", "update"}
+    assert all(2**27 < held <= most for held in summary["phase_memory"].values())
     assert {row["step"] for row in rows(run)} >= set(range(1, 13))
 
 

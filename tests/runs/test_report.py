@@ -464,7 +464,10 @@ def test_a_run_of_lightning_that_logged_no_metrics_is_told_how(
 
 def test_the_page_says_what_rank_0_held_at_most(tmp_path: Path) -> None:
     peaks = {"process": 3 * 2**30, "tensors": 2**20, "reserved": "damaged"}
-    text = page(run_files.read(run_folder(tmp_path / "run", summary={"peak_memory": peaks})))
+    summary = {"peak_memory": peaks, "phase_memory": {"update": 5 * 2**30, "reward": "damaged"}}
+    rows = [{"step": 1, "time/reward": 1.0, "time/update": 3.0}]
+    text = page(run_files.read(run_folder(tmp_path / "run", rows, summary=summary)))
     shown = text[text.index('id="time"') :]
     assert "memory of the process" in shown and "3 GiB" in shown and "1 MiB" in shown and "keeps for" not in shown
+    assert shown.count("5 GiB") == 1 and "damaged" not in shown
     assert "No memory was measured yet" in page(run_files.read(run_folder(tmp_path / "old")))

@@ -82,7 +82,7 @@ class GeneratingModule(PolicyModule):
         self._sampling_is_chosen = sampling is not _NOT_CHOSEN
         self.judge = as_judge(judge)
         self.log_entropy = log_entropy
-        self.stopwatch = Stopwatch("generate", "reward")
+        self.stopwatch = Stopwatch("generate", "reward", memory=self.phase_memory)
         self.source = RolloutSource(self.generator, self.stopwatch)
         self._early = EarlyRewards()
         self._evaluated: list[EvaluationRows] = []

@@ -65,6 +65,7 @@ from lit_rl.algorithms.preflight.tensor_parallel import (
 )
 from lit_rl.algorithms.ranks import Ranks, data_rank, data_ranks
 from lit_rl.algorithms.rollouts import state, worlds
+from lit_rl.algorithms.rollouts.phase_memory import PhaseMemory
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.errors import ConfigError, StorageError, seed_in_range
 from lit_rl.models.export.policy import ExportReport, export_policy, model_card
@@ -141,6 +142,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self.reference_policy: Scorer | None = None
         self.grad_norm = torch.zeros(())
         self.broken_steps = BrokenSteps()
+        self.phase_memory = PhaseMemory()
         self._resumed_rng: dict[str, Any] | None = None
         self._other_world = False
         self._in_bar: dict[str, float] = {}

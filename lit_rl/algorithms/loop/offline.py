@@ -185,6 +185,7 @@ class OfflineModule(PolicyModule, ABC):
     def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
         if batch.slot == 0:
             self._records.open(batch.totals)
+            self.phase_memory.begin()
             self._whole = None
             if self.couples_rows and batch.totals.shares > 1:
                 with self.trainer.precision_plugin.forward_context():  # open in `training_step`, and not out here
@@ -206,6 +207,7 @@ class OfflineModule(PolicyModule, ABC):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.after_step()
         self._records.close(self.grad_norm, skipped=self.broken_steps.last)
+        self.phase_memory.end("update")
         every = self.trainer.log_every_n_steps  # pyright: ignore
         if every and (self.global_step + 1) % every == 0:
             self._log_steps(self.global_step + 1)

@@ -507,6 +507,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             tokenizer=self.model.tokenizer,
             ranks=self.ranks,
         )
+        self.phase_memory.begin()
         if self.rollout.completions.response_ids is not self.scored.completions.response_ids:
             self._records.noted = {}  # of other rows
         index = scored.batch.rollout
@@ -574,6 +575,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     def _log_rollout(self, step: int) -> None:
         """Log what the rollout and its updates were like, under the number of the optimizer step that ended it."""
         trainer: Any = self.trainer
+        self.phase_memory.end("update")
         metrics = self._records.close(
             self.ranks,
             seconds=self.stopwatch.seconds,

@@ -1,4 +1,4 @@
-"""How long the phases of a rollout took."""
+"""How long the phases of a rollout took, and what was held in them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from lit_rl.algorithms.rollouts.phase_memory import PhaseMemory
+
 
 class Stopwatch:
     """Seconds by phase, added up until `reset`.
 
     Args:
         phases: The phases that are there from the start.
+        memory: Is told when they begin and end.
     """
 
-    def __init__(self, *phases: str) -> None:
+    def __init__(self, *phases: str, memory: PhaseMemory) -> None:
+        self._memory = memory
         self.seconds = dict.fromkeys(phases, 0.0)
         self.parts: dict[str, float] = {}
         """Seconds of what lies within a phase, by name."""
@@ -34,9 +38,11 @@ class Stopwatch:
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
         """Add what the block takes. What fails took no time."""
+        self._memory.begin()
         started = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - started
+        self._memory.end(phase)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
