@@ -95,6 +95,7 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
         "lit_rl/data/digits.csv.gz",
         "lit_rl/cli/schema_keys.yaml",
         "lit_rl/cli/other_names.yaml",
+        "lit_rl/commands/defaults.yaml",
         "lit_rl/py.typed",
     }
     assert names == conf | code | policies | others
