@@ -51,6 +51,9 @@ _BESIDE = tuple(
     f"{Path(__file__).parents[1]}{os.sep}{name}{os.sep}" for name in ("generation", "rewards", "environments")
 )
 """Where a collective may be one with a server or a worker, which are no ranks."""
+_STOPPED = 10
+"""Looks that were missed in one go, from which on this process counts as one that was stopped: Ctrl-Z, a frozen
+container, a machine that slept."""
 _FILES = f"{_TORCH}{os.sep}distributed{os.sep}checkpoint{os.sep}"
 """Where a rank may wait for a disk."""
 
@@ -136,9 +139,13 @@ class _Watch:
         self._looks.join(_TO_END)
 
     def _run(self) -> None:
+        looked = time.monotonic()
         try:
             while self.said is None and not self.over.wait(self._tick):
+                if time.monotonic() - looked > _STOPPED * self._tick:
+                    self._stood = None, 0.0, 0.0  # nobody waited meanwhile
                 self._look()
+                looked = time.monotonic()
         except DistError:
             return  # rank 0 held the store, and is gone: whoever waits hears of it by a lost connection
 
@@ -273,13 +280,16 @@ def waits_for_others(frames: list[FrameType]) -> bool:
 
 
 def may_wait_for_more(frames: list[FrameType]) -> bool:
-    """Whether a thread that stands in torch.distributed may wait for something else than ranks: for a server that takes
-    weights, for a reward, for a disk.
+    """Whether a thread that waits may do so for something else than ranks: for a server that takes weights, for a
+    reward, for a disk; or for its own backward pass, which may be in the middle of its sums, or page from a disk.
 
     Args:
         frames: Of the thread.
     """
-    return any(frame.f_code.co_filename.startswith((*_BESIDE, _FILES)) for frame in frames)
+    return any(
+        frame.f_code.co_filename.startswith((*_BESIDE, _FILES)) or frame.f_code.co_name == "_engine_run_backward"
+        for frame in frames
+    )
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import FrameType
 
 import lightning
 import pytest
 import torch
+import warm
 
 import lit_rl
 from lit_rl.callbacks.watchdog import may_wait_for_more, waits_for_others
@@ -55,3 +60,57 @@ def test_whom_a_rank_waits_for(files: tuple[Path, ...], waits: bool, for_more: b
     """All ranks are told to wait for each other only where none of them waits for more."""
     frames = stack(*files)
     assert (waits_for_others(frames), may_wait_for_more(frames)) == (waits, for_more)
+
+
+def test_a_backward_pass_may_wait_for_more_than_ranks() -> None:
+    """It waits for gradients of the others, and may as well compute, or page from a disk."""
+    seen: list[FrameType] = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        frame = sys._getframe(1)
+        while frame is not None:
+            seen.append(frame)
+            frame = frame.f_back
+
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(hook)
+    (2 * weight).sum().backward()
+    assert waits_for_others(seen) and may_wait_for_more(seen)
+
+
+WAITS = """
+import sys
+from types import SimpleNamespace
+import torch
+from lit_rl.callbacks.watchdog import _Watch
+
+trainer = SimpleNamespace(global_rank=0, world_size=1, global_step=0, strategy=SimpleNamespace(launcher=None))
+watch = _Watch(trainer, torch.distributed.HashStore(), limit=4.0, all_wait=4.0)
+names = {}
+exec(compile("def wait(read):\\n    return read()", torch.__path__[0] + "/distributed/collectives.py", "exec"), names)
+print("waits", flush=True)
+names["wait"](sys.stdin.readline)
+print(watch.said, flush=True)
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.all
+@pytest.mark.parametrize("stopped", [True, False])
+def test_time_in_which_a_process_was_stopped_is_no_waiting(stopped: bool) -> None:
+    """Six seconds of Ctrl-Z, and as many in which it really waits."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with warm.Popen([sys.executable, "-c", WAITS], **pipes) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "waits\n"
+        time.sleep(0.5)
+        if stopped:
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(6.0)
+        if stopped:
+            process.send_signal(signal.SIGCONT)
+            time.sleep(1.0)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        said = process.stdout.read()
+    assert (said == "None\n") == stopped, said
