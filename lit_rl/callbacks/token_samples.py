@@ -11,12 +11,13 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.evaluation.token_columns import PREFIX, token_columns
+from lit_rl.algorithms.evaluation.token_columns import token_columns
 from lit_rl.algorithms.rollouts.micro_batches import SeenRows
 from lit_rl.callbacks.due import Due
 from lit_rl.callbacks.sample_files import write_table
 from lit_rl.callbacks.sample_rows import Table, of_all_ranks, stacked
 from lit_rl.callbacks.unwritten import Unwritten
+from lit_rl.episodes import TOKENS
 from lit_rl.errors import in_range
 from lit_rl.generation.collect import texts_of
 from lit_rl.ops.masking import masked_mean
@@ -117,8 +118,8 @@ def token_table(
     table |= token_columns(completions, chosen, tokenizer, reference | now)
     computed = torch.isin(rows, seen.rows).tolist()
     for name in now:
-        column = table[PREFIX + name]
-        table[PREFIX + name] = [values if there else None for values, there in zip(column, computed)]
+        column = table[TOKENS + name]
+        table[TOKENS + name] = [values if there else None for values, there in zip(column, computed)]
     return table | {name: values for name, values in kept.items() if name not in table}
 
 

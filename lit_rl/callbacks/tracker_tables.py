@@ -12,10 +12,10 @@ import lightning as L
 import numpy as np
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
 
-from lit_rl.algorithms.evaluation.token_columns import PREFIX
 from lit_rl.callbacks.pictures import Pictures
 from lit_rl.callbacks.text import markdown_table, printable
 from lit_rl.callbacks.unwritten import Unwritten
+from lit_rl.episodes import TOKENS
 from lit_rl.videos import visuals_in
 
 Row = dict[str, Any]
@@ -68,7 +68,7 @@ def rows_of(table: Mapping[str, Sequence[Any]]) -> list[Row]:
     pictures = [Pictures.of(table, i) for i in range(len(table["prompt"]))]
     columns: dict[str, list[Any]] = {}
     for name, values in table.items():
-        if name.startswith(PREFIX) or (name in ("image", "images", "video", "videos") and _shows(values)):
+        if name.startswith(TOKENS) or (name in ("image", "images", "video", "videos") and _shows(values)):
             continue
         columns[name] = _column(values)
         if name == "prompt" and any(each.refs for each in pictures):

@@ -33,7 +33,7 @@ def check(accelerator: object) -> None:
 def no_gpu(accelerator: str) -> BackendError:
     """What is said where there is none."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = "" if seen is None else f" with CUDA_VISIBLE_DEVICES={seen!r}"
+    hidden = "" if seen is None or accelerator not in _GPUS else f" with CUDA_VISIBLE_DEVICES={seen!r}"
     return BackendError(
         f"trainer.accelerator={accelerator}, and PyTorch sees no GPU{hidden}: set trainer.accelerator=auto or cpu. "
         "`lit-rl env` shows what is there."

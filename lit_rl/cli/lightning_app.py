@@ -30,6 +30,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from rich.console import Console
 
+from lit_rl import callbacks
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim import optimizers, schedules
 from lit_rl.algorithms.optim.schedule_by_path import ScheduleByPath
@@ -94,6 +95,8 @@ def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:
     Raises:
         LitRLError: as a constructor raised it; a ConfigError for what the parser refuses.
     """
+    for name in callbacks.__all__:  # jsonargparse knows a class by its short name once it is imported
+        getattr(callbacks, name)
     by_hand = _named_on_the_command_line(arguments)
     versions = [f"lightning=={L.__version__}", f"lit_rl=={folder_state.release()}"]
     settings: dict[str, Any] = {"exit_on_error": False, "dump_header": versions}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,10 @@ def comparison(first: RunFiles, second: RunFiles) -> Comparison:
             f"These runs have no validation in common: {names[0]} has {sets[0]}; {names[1]} has {sets[1]}. Take runs "
             "with the same validation sets and eval.temperature."
         )
+    tested = set[str]()
     for key in ours:
-        if key in theirs:
-            _add_tests(found, _read(ours[key]), _read(theirs[key]))
+        if key in theirs and _add_tests(found, _read(ours[key]), _read(theirs[key])):
+            tested.add(key.partition("_")[2])
     for mine, other, name in ((ours, theirs, names[0]), (theirs, ours, names[1])):
         for key in mine.keys() - other.keys():
             found.notes.append(f"{title(mine[key])}: only {name} was validated so.")
@@ -92,7 +93,7 @@ def comparison(first: RunFiles, second: RunFiles) -> Comparison:
         found.notes.append("No test: no reward function scored both runs. Compare runs with one reward.")
     elif not found.tests and not (ours and theirs):
         found.notes.append("No test: the files of these runs hold no value for each prompt.")
-    found.values.extend(_last_values(first, second, bool(found.tests), unlike))
+    found.values.extend(_last_values(first, second, {*tested, *unlike}))
     return found
 
 
@@ -147,12 +148,13 @@ def _means(keys: Sequence[str], values: Sequence[Any]) -> dict[str, float]:
     return {key: sum(found) / len(found) for key, found in by_prompt.items()}
 
 
-def _add_tests(found: Comparison, ours: _Validation, theirs: _Validation) -> None:
+def _add_tests(found: Comparison, ours: _Validation, theirs: _Validation) -> bool:
+    """Of one validation; returns whether there was something to test."""
     of = title(ours.table)
     _note_prompts(found, of, ours.prompts, theirs.prompts)
     common = ours.prompts.keys() & theirs.prompts.keys()
     if not common:
-        return
+        return False
     steps = f"step {ours.step}" if ours.step == theirs.step else f"steps {ours.step} and {theirs.step}"
     functions = [{name for name in each.values if name != "reward"} for each in (ours, theirs)]
     wanted = [name for name in ours.values if name in theirs.values]
@@ -171,6 +173,9 @@ def _add_tests(found: Comparison, ours: _Validation, theirs: _Validation) -> Non
             found.notes.append(f"{of}, {name}: {left} prompts without a value in one of the runs are left out.")
         result = paired([both[0][key] for key in shared], [both[1][key] for key in shared])
         found.tests.append((f"{of}: {name.removeprefix('rewards/')}, {steps}", result))
+    if wanted and not seen:
+        found.notes.append(f"{of}: no test, as no prompt has a value in both runs.")
+    return bool(seen)
 
 
 def _note_prompts(found: Comparison, of: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
@@ -178,33 +183,29 @@ def _note_prompts(found: Comparison, of: str, ours: Mapping[str, str], theirs: M
     alone = [[text for key, text in a.items() if key not in b] for a, b in ((ours, theirs), (theirs, ours))]
     if not any(alone):
         return
-    names, shared = found.names, len(ours) - len(alone[0])
+    names = found.names
     said = [
         f"{len(texts)} of the {len(all_of)} prompts of {name} are not in {other}, such as {printable(texts[0], 80)!r}"
         for name, other, texts, all_of in ((*names, alone[0], ours), (*names[::-1], alone[1], theirs))
         if texts
     ]
-    paired_ones = f"the {shared} prompts that both runs have are paired" if shared else "no prompt is in both runs"
-    why = (
-        ""
-        if shared
-        else (
-            " No test. Take runs with the same validation data (data.val_path, data.val_split, data.task, data.seed, "
-            "eval.limit, ranks)."
+    if shared := len(ours) - len(alone[0]):
+        found.notes.append(f"{of}: the {shared} prompts that both runs have are paired; {'; '.join(said)}.")
+    else:
+        found.notes.append(
+            f"{of}: no prompt is in both runs; {'; '.join(said)}. No test. Take runs with the same validation data "
+            "(data.val_path, data.val_split, data.task, data.seed, eval.limit, ranks)."
         )
-    )
-    found.notes.append(f"{of}: {paired_ones}; {'; '.join(said)}.{why}")
 
 
-def _last_values(
-    first: RunFiles, second: RunFiles, tested: bool, unlike: Sequence[str]
-) -> list[tuple[str, float, float]]:
-    """The last validations of what the runs are judged by; without the reward where that was tested, or is `unlike`."""
+def _last_values(first: RunFiles, second: RunFiles, without_reward: Container[str]) -> list[tuple[str, float, float]]:
+    """The last validations of what the runs are judged by, over all prompts of each; the reward is left out of the sets
+    of which it was tested, or is made otherwise."""
     found = []
     for name in sets_of(first.series):
         for leaf in (*HIGHER, *LOWER):
             full = of_set(leaf, name)
-            left_out = leaf == "reward" and (tested or name in unlike)
+            left_out = leaf == "reward" and name in without_reward
             if not left_out and full in first.series and full in second.series:
                 last = (run.series[full].first_of_each_step().values[-1] for run in (first, second))
                 found.append((full, *last))
@@ -225,7 +226,8 @@ def _say(found: Comparison) -> None:
         console.print(table)
         console.print()
     if found.values:
-        table = _table("Last validations, as they were logged", ("metric", "A", "B", "B - A"))
+        title = "Last validations, as they were logged: each over all prompts of its run"
+        table = _table(title, ("metric", "A", "B", "B - A"))
         for name, one, two in found.values:
             table.add_row(printable(name), f"{one:.4g}", f"{two:.4g}", f"{two - one:+.4g}")
         console.print(table)

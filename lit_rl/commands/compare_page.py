@@ -69,7 +69,8 @@ def _last(values: Values) -> str:
     rows = [(safe(name), f"{one:.4g}", f"{two:.4g}", f"{two - one:+.4g}") for name, one, two in values]
     if not rows:
         return ""
-    return "<h3>Last validations, as they were logged</h3>" + table(("metric", "A", "B", "B - A"), rows)
+    heading = "<h3>Last validations, as they were logged: each over all prompts of its run</h3>"
+    return heading + table(("metric", "A", "B", "B - A"), rows)
 
 
 def _config(config: Sequence[tuple[str, Any, Any]]) -> str:

@@ -71,7 +71,8 @@ def missed(gave_up: Callable[[BackendError], int]) -> Iterator[None]:
 
 
 def _watch(parent: int) -> None:
-    while os.getppid() == parent:
+    directly = os.getppid() == parent  # or there is a script between, which has started this Python
+    while os.getppid() == parent if directly else _is_there(parent):
         if _over.wait(_EVERY):
             return
     if _over.wait(GRACE if have_met() else 0.0):
@@ -85,6 +86,18 @@ def _watch(parent: int) -> None:
         code = (_gave_up or _say)(error)
     finally:  # also where the terminal is gone, and nothing can be said
         os._exit(code)
+
+
+def _is_there(process: int) -> bool:
+    """Whether it goes on; one that has ended and that nobody has asked for yet does not."""
+    try:
+        os.kill(process, 0)
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except ProcessLookupError:
+        return False
+    except OSError:  # there is no /proc, or it is somebody else's
+        return True
 
 
 def have_met() -> bool:

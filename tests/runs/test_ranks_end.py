@@ -275,6 +275,21 @@ def test_a_rank_ends_with_its_parent_while_they_work_together_and_writes_what_it
         assert time.monotonic() - began < AT_ONCE
 
 
+def test_a_rank_that_a_script_has_started_for_rank_0_watches_rank_0() -> None:
+    """Where Python is a wrapper that does not become what it starts, its parent is not rank 0."""
+    wrapped = STARTS.replace("[sys.executable, ", "['sh', '-c', '\"$@\"; exit $?', 'wrapper', sys.executable, ")
+    assert wrapped != STARTS
+    words = [sys.executable, "-c", wrapped, WORKS, "60.0"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        assert parent.stdout.readline() == "begun\n"
+        time.sleep(2.0)
+        began = time.monotonic()
+        parent.stdin.close()
+        assert parent.stdout.read() == "BackendError False\n"
+        assert time.monotonic() - began < AT_ONCE
+
+
 FAULTS = {"raises": {1: "raises"}, "dies": {1: "dies"}, "hangs": {0: "raises", 1: "hangs"}}
 """By rank; rank 0 has started rank 1."""
 

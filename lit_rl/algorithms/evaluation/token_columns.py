@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.episodes import TOKENS as PREFIX
+from lit_rl.episodes import TOKENS
 from lit_rl.generation.pieces import pieces_of
 from lit_rl.rollout import Completions, Rollout
 
@@ -39,8 +39,8 @@ def token_columns(
         if rollout.old_logprobs is not None:
             columns["old_logprobs"] = rollout.old_logprobs.masked_fill(~written, 0.0)
     columns |= {name: values.masked_fill(~written, 0.0) for name, values in (more or {}).items()}
-    found: dict[str, list[Any]] = {PREFIX + name: _rows(values, there) for name, values in columns.items()}
-    return found | {f"{PREFIX}text": pieces_of(found[f"{PREFIX}ids"], tokenizer)}
+    found: dict[str, list[Any]] = {TOKENS + name: _rows(values, there) for name, values in columns.items()}
+    return found | {f"{TOKENS}text": pieces_of(found[f"{TOKENS}ids"], tokenizer)}
 
 
 def _per_token(advantages: Tensor, written: Tensor) -> Tensor:
