@@ -16,9 +16,9 @@ from transformers import Qwen2Config
 from lit_rl.algorithms.optim.optimizers import AdamW
 from lit_rl.algorithms.preflight.cut import Step, chosen
 from lit_rl.algorithms.preflight.footprint import masters_at_once, numbers_of, policy_network
-from lit_rl.algorithms.preflight.memory import Lengths, Memory, in_words
+from lit_rl.algorithms.preflight.memory import Lengths, Memory
 from lit_rl.algorithms.preflight.room import room_of
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, in_words
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.lora import Lora
 from lit_rl.models.policy.shape import ModelShape
