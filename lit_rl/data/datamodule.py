@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.data.corpus import Corpus, read_corpus, set_key
+from lit_rl.data.given import known_names
 from lit_rl.data.hub import GivenRows
 from lit_rl.data.image_prompts import Processor
 from lit_rl.data.loader import EvalLoader, RolloutLoader
@@ -51,6 +52,7 @@ class RolloutDataModule(SourcedDataModule):
         overlong: Literal["drop", "truncate_left", "error"] = "drop",
         **source: Any,
     ) -> None:
+        known_names(type(self), source, SourcedDataModule)
         super().__init__(rows, **source)
         in_range("data.prompts_per_rollout", prompts_per_rollout, low=1)
         self.options = PromptOptions(

@@ -13,7 +13,8 @@ from typing import Any, Self
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.errors import ConfigError
+from lit_rl.keywords import refuse
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rewards.sums.weighted import Rewards
 
@@ -50,6 +51,10 @@ _NEEDED = {
 """What to pass for an argument that has no default."""
 
 
+class Missing(ConfigError):
+    """An argument that has no default did not come."""
+
+
 class Arguments:
     """A class that says in our words which argument is missing, before Python says it.
 
@@ -58,9 +63,17 @@ class Arguments:
     """
 
     def __new__(cls, *arguments: Any, **given: Any) -> Self:
-        if arguments or given:  # copies and pickles make an empty object
-            _nothing_missing(cls, arguments, given)
+        _nothing_missing(cls, arguments, given)
         return super().__new__(cls)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles begin with an empty object, which is given nothing and lacks nothing."""
+        _, _, *state = super().__reduce_ex__(protocol)
+        return _empty, (type(self),), *state
+
+
+def _empty(kind: type) -> Any:
+    return object.__new__(kind)
 
 
 def _nothing_missing(algorithm: type, arguments: Sequence[Any], given: Mapping[str, Any]) -> None:
@@ -68,11 +81,12 @@ def _nothing_missing(algorithm: type, arguments: Sequence[Any], given: Mapping[s
     by_position = [each for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     set_already = {each.name for each in by_position[: len(arguments)]} | given.keys()
     needed = [each.name for each in known if each.default is each.empty and each.kind not in _MANY]
-    if missing := next((name for name in needed if name not in set_already), None):
+    if missing := [name for name in needed if name not in set_already]:
         elsewhere = {name: value for name, value in given.items() if name in _ELSEWHERE}
         keywords(algorithm, elsewhere, algorithm)
-        said = _NEEDED.get(missing, f"{missing}=...")
-        raise ConfigError(f"{algorithm.__name__} needs {missing}. Pass {said}. help({algorithm.__name__}) says more.")
+        said = ", and ".join(_NEEDED.get(name, f"{name}=...") for name in missing)
+        name = algorithm.__name__
+        raise Missing(f"{name} needs {' and '.join(missing)}. Pass {said}. help({name}) says more.")
 
 
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -110,16 +124,7 @@ def keywords(algorithm: type, given: Mapping[str, Any], taken: type) -> None:
     Raises:
         ConfigError: names the first of them, and where it belongs or what is near.
     """
-    known = _names(taken)
-    wrong = next((name for name in given if name not in known), None)
-    if wrong is None:
-        return
-    elsewhere = _elsewhere(wrong, {*known, *_names(algorithm)})
-    elsewhere = f" {elsewhere[0].upper()}{elsewhere[1:]}." if elsewhere else ""
-    near = "" if elsewhere else did_you_mean(wrong, known | _names(algorithm))
-    raise ConfigError(
-        f"{algorithm.__name__} takes no {wrong}=.{elsewhere}{near} help({algorithm.__name__}) lists them."
-    )
+    refuse(algorithm, given, taken, _elsewhere)
 
 
 def _elsewhere(name: str, known: set[str]) -> str:
@@ -129,17 +134,6 @@ def _elsewhere(name: str, known: set[str]) -> str:
     if place is None or place in known:
         return said
     return "it learns from the rows of a data set" if place == "reward" else ""
-
-
-def _names(kind: type) -> set[str]:
-    """Names of all keywords of a class's constructor, and of its parents' where it hands keywords on to them."""
-    names: set[str] = set()
-    for maker in (vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)):
-        parameters = inspect.signature(maker).parameters.values()
-        names |= {each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
-        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-            break
-    return names - {"self"}
 
 
 def functions(optional: bool = False, /, **given: Any) -> None:

@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.data.corpus import set_key
+from lit_rl.data.given import known_names
 from lit_rl.data.hub import GivenRows
 from lit_rl.data.image_prompts import Processor
 from lit_rl.data.loader import EvalLoader
@@ -71,6 +72,7 @@ class ExampleDataModule(SourcedDataModule):
         val_batch_size: int = 32,
         **source: Any,
     ) -> None:
+        known_names(type(self), source, SourcedDataModule)
         super().__init__(rows, val_batch_size=val_batch_size, **source)
         in_range("data.batch_size", batch_size, low=1)
         self.batch_size, self.group_by_length = batch_size, group_by_length
