@@ -14,14 +14,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import trl
 from peft import LoraConfig
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from lit_rl.algorithms import DPO, GRPO, PPO, AdamW, Constant, RewardModeling
+from lit_rl import keywords
+from lit_rl.algorithms import DPO, GRPO, KTO, PPO, SFT, AdamW, Constant, RewardModeling
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
 from lit_rl.errors import ConfigError
+from lit_rl.models.reference.other_model import OtherModel
 from lit_rl.rewards import exact_match
 from lit_rl.rollout import Sampling
 
@@ -180,6 +183,35 @@ def test_values_keep_their_signatures_and_are_copied() -> None:
     drawn = Sampling(max_new_tokens=2, stop=("a",))
     assert dataclasses.replace(drawn, top_k=3) == Sampling(max_new_tokens=2, stop=("a",), top_k=3)
     assert copy.deepcopy(drawn) == pickle.loads(pickle.dumps(drawn)) == drawn
+
+
+OF_TRL = [
+    (trl.GRPOTrainer, GRPO, (exact_match,)),
+    (trl.DPOTrainer, DPO, ()),
+    (trl.KTOTrainer, KTO, ()),
+    (trl.SFTTrainer, SFT, ()),
+    (trl.RewardTrainer, RewardModeling, ()),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours", "more"), OF_TRL)
+def test_every_argument_of_a_trainer_of_trl_is_ours_or_answered_by_name(theirs: Any, ours: Any, more: Any) -> None:
+    names = [name for name in inspect.signature(theirs.__init__).parameters if name != "self"]
+    for name in names:
+        if name in keywords.names(ours):
+            continue
+        with pytest.raises(ConfigError, match=rf"{ours.__name__} takes no {name}=\. \S") as said:
+            ours("tiny", *more, **{name: object()})
+        assert "Did you mean" not in str(said.value) and f" {name}=. help(" not in str(said.value)
+
+
+def test_a_reference_that_trl_takes_as_a_model() -> None:
+    with pytest.raises(ConfigError, match=r"DPO takes no ref_model=\. Here it is reference=lit_rl\..*OtherModel"):
+        DPO("tiny", ref_model="tiny")
+    with pytest.raises(ConfigError, match=r"DPO takes no train_dataset=\. .*lit_rl\.PreferenceDataModule\(rows"):
+        DPO("tiny", train_dataset=ROWS)
+    other = DPO("tiny", reference=OtherModel("tiny"))
+    assert isinstance(other.reference, OtherModel)
 
 
 def test_the_signature_keeps_what_is_needed_and_a_module_can_be_copied() -> None:

@@ -13,6 +13,8 @@ from typing import Any, Self
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_rl.algorithms.preflight.offline import MODULES
+from lit_rl.data.kinds import Kind
 from lit_rl.errors import ConfigError
 from lit_rl.keywords import refuse
 from lit_rl.models.policy.language_model import LanguageModel
@@ -25,14 +27,27 @@ _ENV = "it is an environment: env=lit_rl.FunctionTools(...), CustomEnvironment(.
 _DATA = "rows belong to a data module: trainer.fit(module, datamodule=lit_rl.RolloutDataModule(rows, val=...))"
 _TRAINER = "it belongs to lightning.Trainer(...)"
 _REWARD = "reward=...: a function, or lit_rl.exact_match"
+_REFERENCE = (
+    "here it is reference=lit_rl.models.reference.other_model.OtherModel(name); without it, the policy as it began"
+)
+_LOSS = "a loss is a function of tensors (docs/python.md)"
 _ELSEWHERE = {
     "loss_type": "a loss is a function: loss=lit_rl.cispo_loss, advantage=..., reduction=... (docs/from-trl.md)",
     **dict.fromkeys(("lora", "peft_config"), _MODEL),
-    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "optim"), _OPTIMIZER),
+    "quantization_config": 'it belongs to the model: model=lit_rl.LanguageModel(name, quantization="nf4", lora=...)',
+    **dict.fromkeys(("ref_model", "ref_policy"), _REFERENCE),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "optim", "optimizer_cls_and_kwargs"), _OPTIMIZER),
     **dict.fromkeys(("max_new_tokens", "max_completion_length", "temperature", "top_p", "top_k", "min_p"), _SAMPLING),
     **dict.fromkeys(("tools", "rollout_func", "environment_factory", "environment"), _ENV),
     **dict.fromkeys(("train_dataset", "eval_dataset", "dataset", "data"), _DATA),
     **dict.fromkeys(("callbacks", "max_steps", "max_grad_norm", "output_dir", "precision"), _TRAINER),
+    "data_collator": "rows are padded by the data module, without one",
+    "formatting_func": "rows are formatted by the data module, which takes map_row=, a function from row to row",
+    "compute_loss_func": _LOSS,
+    **dict.fromkeys(
+        ("compute_metrics", "preprocess_logits_for_metrics"),
+        "metrics of your own are self.log(...) in a class derived from it, or a callback of Lightning",
+    ),
     "num_generations": "here it is group_size=",
     "num_iterations": "here it is iterations=",
     "reward_funcs": f"it is TRL's name: here it is {_REWARD}",
@@ -124,12 +139,14 @@ def keywords(algorithm: type, given: Mapping[str, Any], taken: type) -> None:
     Raises:
         ConfigError: names the first of them, and where it belongs or what is near.
     """
-    refuse(algorithm, given, taken, _elsewhere)
+    refuse(algorithm, given, taken, partial(_elsewhere, getattr(algorithm, "learns_from", None)))
 
 
-def _elsewhere(name: str, known: set[str]) -> str:
+def _elsewhere(learns_from: Kind | None, name: str, known: set[str]) -> str:
     """Where it stands here, for what has such a place: a reward model takes no reward, and draws nothing."""
     said = _ELSEWHERE.get(name, "")
+    if said == _DATA and learns_from is not None:
+        return said.replace("RolloutDataModule(", MODULES[learns_from].partition("(")[0] + "(")
     place = {_SAMPLING: "sampling", _ENV: "env"}.get(said, "reward" if name.startswith("reward_") else None)
     if place is None or place in known:
         return said
