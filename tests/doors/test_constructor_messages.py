@@ -300,3 +300,10 @@ def test_a_checkpoint_needs_what_the_constructor_needs(tmp_path: Path) -> None:
         GRPO.load_from_checkpoint(path)
     loaded = GRPO.load_from_checkpoint(path, model="tiny", reward=exact_match)
     assert isinstance(loaded, GRPO)
+
+
+def test_pairs_for_a_method_that_answers_prompts(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 2
+    said = r"GRPO learns from prompts that it answers, and the Trainer got PreferenceDataModule, .*RolloutDataModule\("
+    with pytest.raises(ConfigError, match=rf"{said}rows\), or train lit_rl\.DPO\(model\) or lit_rl\.KTO\(model\) with"):
+        fit(grpo(), tmp_path, PreferenceDataModule(rows, batch_size=2, val_fraction=0))

@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_LEARNERS: dict[Kind, str] = {
+    "texts": "lit_rl.SFT(model)",
+    "pairs": "lit_rl.DPO(model)",
+    "verdicts": "lit_rl.KTO(model)",
+    "stepwise": "lit_rl.ProcessRewardModeling(model)",
+}
+"""A method that learns from each kind of rows."""
+
+
 class ExampleDataModule(SourcedDataModule):
     """What the three share. The format of the rows is recognised from their columns; every row left out is counted in
     `report`.
@@ -129,8 +138,20 @@ class ExampleDataModule(SourcedDataModule):
     def setup(self, stage: str) -> None:
         if stage == "fit":
             self.check_trainer(self.trainer_of_run())
+        self._feeds_what_learns_from_it()
         kind = self.module_attribute("learns_from")
         self.prepare(self.module_attribute("tokenizer"), kind, processor=self.processor_of_run(), stage=stage)
+
+    def _feeds_what_learns_from_it(self) -> None:
+        """Refuse a module that answers prompts, in place of learning from rows as they are."""
+        method = type(self.trainer_of_run().lightning_module)
+        if hasattr(method, "slots_per_rollout") and not hasattr(method, "learns_from"):
+            ours, name = type(self).__name__, method.__name__
+            learners = " or ".join(dict.fromkeys(_LEARNERS[kind] for kind in self.serves))
+            raise ConfigError(
+                f"{name} learns from prompts that it answers, and the Trainer got {ours}, whose rows are learned from "
+                f"as they are. Pass datamodule=lit_rl.RolloutDataModule(rows), or train {learners} with this one."
+            )
 
     @property
     def report(self) -> dict[str, dict[str, int]]:
