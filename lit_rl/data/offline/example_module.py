@@ -23,6 +23,7 @@ from lit_rl.data.offline.read import ExampleOptions
 from lit_rl.data.offline.stream import Windows
 from lit_rl.data.offline.stream_loader import StreamLoader
 from lit_rl.data.order import RolloutOrder
+from lit_rl.data.small_sets import DEFAULT
 from lit_rl.data.sourced import SourcedDataModule
 from lit_rl.data.streams import RowStream
 from lit_rl.errors import ConfigError, in_range
@@ -48,7 +49,8 @@ class ExampleDataModule(SourcedDataModule):
 
     Args:
         rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`.
-        batch_size: Rows of one optimizer step, over all its micro-batches and ranks.
+        batch_size: Rows of one optimizer step, over all its micro-batches and ranks. Where a script gives none, as many
+            as there are, at most 32.
         max_length: Longest text, prompt included, in tokens; null is no limit.
         max_completion_tokens: Longest completion, in tokens; null is no limit of its own.
         keep: Which end of a too long text stays: `start` cuts the end of the completion, `end` the start of the prompt.
@@ -70,7 +72,7 @@ class ExampleDataModule(SourcedDataModule):
         self,
         rows: GivenRows | None = None,
         *,
-        batch_size: int = 32,
+        batch_size: int = DEFAULT,
         max_length: int | None = 1024,
         max_completion_tokens: int | None = None,
         keep: Literal["start", "end"] = "start",
@@ -84,7 +86,8 @@ class ExampleDataModule(SourcedDataModule):
         known_names(type(self), source, SourcedDataModule)
         super().__init__(rows, val_batch_size=val_batch_size, **source)
         in_range("data.batch_size", batch_size, low=1)
-        self.batch_size, self.group_by_length = batch_size, group_by_length
+        self.batch_size = self._size = batch_size
+        self.group_by_length = group_by_length
         self.options = ExampleOptions(
             max_length=max_length,
             max_completion_tokens=max_completion_tokens,
@@ -131,6 +134,7 @@ class ExampleDataModule(SourcedDataModule):
             self._read_for = (tokenizer, kind)
         if stage == "fit":
             if self._windows is None:
+                self.batch_size = self.fitted(self._size, self.batch_size, sum(self._sets.sizes), "batch_size")
                 self._order(self.shuffle)
             else:
                 streaming.check_first(self._sets.sizes, self.batch_size, self.report["train"])
