@@ -20,6 +20,7 @@ from lit_rl.constraints import LogitBias, Structured
 from lit_rl.episodes import Episode, Prompt
 from lit_rl.episodes import Message as Message
 from lit_rl.errors import ConfigError, in_range
+from lit_rl.keywords import answered
 from lit_rl.ops.transforms import Truncation
 from lit_rl.turns import Responder
 from lit_rl.vision import PromptVision, Vision
@@ -52,6 +53,22 @@ def columns_of(item: Any) -> Iterator[tuple[str, Width, Tensor | None]]:
             yield each.name, width, value
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_length", "max_length", "max_completion_tokens", "response_length"),
+        "here it is max_new_tokens=",
+    ),
+    **dict.fromkeys(("stop_strings", "stop_sequences"), "here it is stop="),
+    **dict.fromkeys(("min_tokens", "min_length"), "here it is min_new_tokens="),
+    **dict.fromkeys(("n", "num_generations", "num_return_sequences"), "it belongs to the algorithm: group_size="),
+    **dict.fromkeys(("do_sample", "greedy"), "temperature=0 is greedy decoding, and anything above it samples"),
+    **dict.fromkeys(("guided_decoding", "structured_outputs"), "here it is structured="),
+    "seed": "it belongs to the algorithm: seed=",
+}
+"""What other libraries call a setting of sampling, and where it stands here."""
+
+
+@answered(_ELSEWHERE)
 @dataclass(frozen=True)
 class Sampling:
     """How completions are drawn. One object serves the engine that samples and the module that scores.

@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lit_rl.commands.first_row import rows_in
+from lit_rl.data.small_sets import fitting
 
 SIZES = ("prompts_per_rollout", "batch_size")
 """What a data module calls the rows of a step."""
@@ -50,9 +51,8 @@ def step_of(config: DictConfig, typed: set[str]) -> SmallStep | None:
         return None
     own = data.val_path is not None or data.val_split is not None or data.val_fraction == 0
     held = 0 if own else max(1, round(rows * data.val_fraction))
-    unit = _unit(config)
-    fits = (rows - held) // unit * unit
-    if fits < 1 or fits >= data[size]:
+    fits = fitting(rows - held, data[size], _unit(config))
+    if fits is None:
         return None
     whole = f"{data.path} has {rows} rows" + (f", {held} of them held out for validation" if held else "")
     return SmallStep(f"data.{size}", fits, f"data.{size}={fits} ({whole})")

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.data.corpus import Corpus, read_corpus, set_key
+from lit_rl.data.given import known_names
 from lit_rl.data.hub import GivenRows
 from lit_rl.data.image_prompts import Processor
 from lit_rl.data.loader import EvalLoader, RolloutLoader
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.prompt_set import PromptOptions
+from lit_rl.data.small_sets import DEFAULT
 from lit_rl.data.sourced import SourcedDataModule
 from lit_rl.data.spare import SparePrompts
 from lit_rl.data.tasks import Repeated
@@ -34,7 +36,8 @@ class RolloutDataModule(SourcedDataModule):
     Args:
         rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`, which is read whole.
         prompt_key: The column of the prompt.
-        prompts_per_rollout: Prompts of one rollout, all ranks together.
+        prompts_per_rollout: Prompts of one rollout, all ranks together. Where a script gives none, as many as there
+            are, at most 32.
         max_prompt_tokens: Longest prompt, in tokens.
         overlong: What to do with a longer one: `drop` leaves it out, `truncate_left` keeps its last tokens (rewards
             still see all of it), `error` refuses the data.
@@ -46,17 +49,18 @@ class RolloutDataModule(SourcedDataModule):
         rows: GivenRows | None = None,
         *,
         prompt_key: str = "prompt",
-        prompts_per_rollout: int = 32,
+        prompts_per_rollout: int = DEFAULT,
         max_prompt_tokens: int = 512,
         overlong: Literal["drop", "truncate_left", "error"] = "drop",
         **source: Any,
     ) -> None:
+        known_names(type(self), source, SourcedDataModule)
         super().__init__(rows, **source)
         in_range("data.prompts_per_rollout", prompts_per_rollout, low=1)
         self.options = PromptOptions(
             prompt_key=prompt_key, max_prompt_tokens=max_prompt_tokens, overlong=overlong, **self.reading
         )
-        self.prompts_per_rollout = prompts_per_rollout
+        self.prompts_per_rollout = self._size = prompts_per_rollout
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._corpus: Corpus | None = None
 
@@ -78,6 +82,8 @@ class RolloutDataModule(SourcedDataModule):
             self._corpus = self._read(tokenizer, processor)
             self._tokenizer = tokenizer
         if stage == "fit":
+            rows = sum(self._prepared().sizes)
+            self.prompts_per_rollout = self.fitted(self._size, self.prompts_per_rollout, rows, "prompts_per_rollout")
             self._order(self.shuffle)
 
     def setup(self, stage: str) -> None:

@@ -14,13 +14,14 @@ from lit_rl.data.image_prompts import Processor
 from lit_rl.data.images import MAX_IMAGE_PIXELS
 from lit_rl.data.jsonl import OnBadRow
 from lit_rl.data.order import RolloutOrder
+from lit_rl.data.small_sets import DEFAULT, NotesSize, fitting
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import Source, exactly_one, named_rows, parse_sources, val_sources
 from lit_rl.data.tasks import Task
 from lit_rl.errors import ConfigError, DataError, in_range, seed_in_range
 
 
-class SourcedDataModule(L.LightningDataModule):
+class SourcedDataModule(L.LightningDataModule, NotesSize):
     """Rows and validation sets. Exactly one of `path`, `rows`, `task` and `sources` says where rows come from.
 
     Args:
@@ -161,15 +162,51 @@ class SourcedDataModule(L.LightningDataModule):
             DataError: the rows do not fill one step, or a source has none left.
         """
         if sum(sizes) < size:
-            held = counts.get("held_out", 0)
-            back = f"hold none out with data.val_fraction=0 ({held} rows are), " if sum(sizes) + held >= size else ""
-            raise DataError(
-                f"{key}={size}, and {sum(sizes)} rows are left for training: {list_counts(counts)}. Add rows, {back}"
-                f"loosen a filter or lower {key}{f' to {sum(sizes)} or less' if sum(sizes) else ''}."
-            )
+            counted = f"{sum(sizes)} rows are left for training: {list_counts(counts)}"
+            raise DataError(f"{key}={size}, and {counted}. {self._more_rows(sum(sizes), size, key, counts)}.")
         if 0 in sizes:
             raise DataError(f"data.sources[{sizes.index(0)}]: the filters left no row of it.")
         return RolloutOrder(sizes, size, self.seed, shuffle, self.weights)
+
+    def fitted(self, size: int, now: int, rows: int, name: str) -> int:
+        """The rows of a step: `size`, or as many as a small set has where nobody gave a size; said where it changes.
+
+        Args:
+            size: As the constructor has it.
+            now: As it was last.
+            rows: What is left for training.
+            name: Of the setting.
+        """
+        chosen = self._size_is_chosen(size, name)
+        fits = None if chosen or rows >= size else fitting(rows, size, self._unit())
+        if fits is not None and fits != now:
+            rank_zero_info(f"{name}={fits}: none was given, and {rows} rows are left for training (default {size}).")
+        return fits or size
+
+    def _size_is_chosen(self, size: int, name: str) -> bool:
+        return name in self._given_names or size != DEFAULT
+
+    def _unit(self) -> int:
+        """What the rows of a step have to be a multiple of, as far as a Trainer is there."""
+        trainer: Any = self.trainer
+        if trainer is None:
+            return 1
+        minibatches = getattr(trainer.lightning_module, "minibatches", None) or 1
+        return minibatches * trainer.accumulate_grad_batches * self.rank()[1]
+
+    def _more_rows(self, left: int, size: int, key: str, counts: Mapping[str, int]) -> str:
+        """What to do where the rows do not fill a step."""
+        held, unit = counts.get("held_out", 0), self._unit()
+        chosen = self._size_is_chosen(size, key.removeprefix("data."))
+        fixes = ["add rows", "loosen a filter"]
+        if held and (left + held >= size or left < unit <= left + held):
+            also = "" if left + held >= size or not chosen else f" and lower {key} to {left + held} or less"
+            fixes.insert(1, f"hold none out with data.val_fraction=0 ({held} rows are){also}")
+        if left >= unit:
+            whole = f", a multiple of {unit}" if unit > 1 else ""
+            fixes.append(f"lower {key} to {left // unit * unit} or less{whole}")
+        said = ", ".join(fixes[:-1]) + f" or {fixes[-1]}"
+        return said[0].upper() + said[1:]
 
     def shuffles(self) -> bool:
         """Whether the training order is shuffled: `overfit_batches` means the same few batches again and again."""

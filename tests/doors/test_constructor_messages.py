@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
+import pickle
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import trl
 from peft import LoraConfig
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from lit_rl.algorithms import DPO, GRPO, PPO, Constant, RewardModeling
+from lit_rl import keywords
+from lit_rl.algorithms import DPO, GRPO, KTO, PPO, SFT, AdamW, Constant, RewardModeling
+from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
 from lit_rl.errors import ConfigError
+from lit_rl.models.reference.other_model import OtherModel
 from lit_rl.rewards import exact_match
 from lit_rl.rollout import Sampling
 
@@ -119,6 +126,7 @@ def test_a_setting_of_another_kind_or_name(given: dict[str, Any], message: str) 
     [
         (["tiny"], {}, r"GRPO needs reward\. Pass reward=\.\.\.: a function, or lit_rl\.exact_match\."),
         (["tiny"], {"beta": 0.1}, r"GRPO needs reward\."),
+        ([], {}, r"GRPO needs model and reward\. Pass model=.*, and reward="),
         ([], {"reward": exact_match}, r"GRPO needs model\. Pass model="),
         (["tiny"], {"reward_funcs": len}, r"no reward_funcs=\. It is TRL's name: here it is reward=\.\.\.: a function"),
         ([exact_match, "tiny"], {}, r"arguments are swapped: the model comes first, GRPO\(model, reward\)"),
@@ -130,10 +138,88 @@ def test_the_model_and_the_reward(arguments: list[Any], given: dict[str, Any], m
         GRPO(*arguments, **given)
 
 
+ROWS = [{"prompt": "1+1=", "answer": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "message"),
+    [
+        (RolloutDataModule, {"eval_dataset": ROWS}, "eval_dataset=. Here it is val=."),
+        (RolloutDataModule, {"batch_size": 2}, "batch_size=. Here it is prompts_per_rollout=."),
+        (RolloutDataModule, {"prompt_per_rollout": 2}, "prompt_per_rollout=. Did you mean 'prompts_per_rollout'?"),
+        (RolloutDataModule, {"max_completion_length": 2}, "max_completion_length=. help("),
+        (RolloutDataModule, {"num_generations": 2}, "num_generations=. It belongs to the algorithm"),
+        (PreferenceDataModule, {"per_device_train_batch_size": 2}, "per_device_train_batch_size=. Here it is batch_s"),
+        (SupervisedDataModule, {"assistant_only_loss": True}, "assistant_only_loss=. Here it is learn=."),
+        (SupervisedDataModule, {"pack": "none"}, "pack=. Did you mean 'packing'?"),
+        (Sampling, {"max_tokens": 2}, "max_tokens=. Here it is max_new_tokens=."),
+        (Sampling, {"max_completion_length": 2}, "max_completion_length=. Here it is max_new_tokens=."),
+        (Sampling, {"temprature": 2}, "temprature=. Did you mean 'temperature'?"),
+        (AdamW, {"learning_rate": 2}, "learning_rate=. Here it is lr=."),
+        (ByPath, {"learning_rate": 2}, "learning_rate=. Here it is lr=."),
+    ],
+)
+def test_a_keyword_of_another_library(made: Any, given: dict[str, Any], message: str) -> None:
+    rows = (ROWS,) if issubclass(made, L.LightningDataModule) else ()
+    with pytest.raises(ConfigError, match=re.escape(f"{made.__name__} takes no {message}")):
+        made(*rows, **given)
+
+
+def test_a_data_module_of_yours_may_take_more() -> None:
+    class Mine(RolloutDataModule):
+        def __init__(self, rows: Any, **more: Any) -> None:
+            self.batch_size = more.pop("batch_size")
+            super().__init__(rows, **more)
+
+    assert Mine(ROWS, batch_size=2, val_fraction=0).batch_size == 2
+    with pytest.raises(ConfigError, match=r"Mine takes no eval_dataset=\."):
+        Mine(ROWS, batch_size=2, eval_dataset=ROWS)
+
+
+def test_values_keep_their_signatures_and_are_copied() -> None:
+    for made in (Sampling, AdamW, ByPath):
+        fields = [field.name for field in dataclasses.fields(made)]
+        assert list(inspect.signature(made).parameters) == fields
+    drawn = Sampling(max_new_tokens=2, stop=("a",))
+    assert dataclasses.replace(drawn, top_k=3) == Sampling(max_new_tokens=2, stop=("a",), top_k=3)
+    assert copy.deepcopy(drawn) == pickle.loads(pickle.dumps(drawn)) == drawn
+
+
+OF_TRL = [
+    (trl.GRPOTrainer, GRPO, (exact_match,)),
+    (trl.DPOTrainer, DPO, ()),
+    (trl.KTOTrainer, KTO, ()),
+    (trl.SFTTrainer, SFT, ()),
+    (trl.RewardTrainer, RewardModeling, ()),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours", "more"), OF_TRL)
+def test_every_argument_of_a_trainer_of_trl_is_ours_or_answered_by_name(theirs: Any, ours: Any, more: Any) -> None:
+    names = [name for name in inspect.signature(theirs.__init__).parameters if name != "self"]
+    for name in names:
+        if name in keywords.names(ours):
+            continue
+        with pytest.raises(ConfigError, match=rf"{ours.__name__} takes no {name}=\. \S") as said:
+            ours("tiny", *more, **{name: object()})
+        assert "Did you mean" not in str(said.value) and f" {name}=. help(" not in str(said.value)
+
+
+def test_a_reference_that_trl_takes_as_a_model() -> None:
+    with pytest.raises(ConfigError, match=r"DPO takes no ref_model=\. Here it is reference=lit_rl\..*OtherModel"):
+        DPO("tiny", ref_model="tiny")
+    with pytest.raises(ConfigError, match=r"DPO takes no train_dataset=\. .*lit_rl\.PreferenceDataModule\(rows"):
+        DPO("tiny", train_dataset=ROWS)
+    other = DPO("tiny", reference=OtherModel("tiny"))
+    assert isinstance(other.reference, OtherModel)
+
+
 def test_the_signature_keeps_what_is_needed_and_a_module_can_be_copied() -> None:
     assert list(inspect.signature(GRPO).parameters)[:2] == ["model", "reward"]
     assert inspect.signature(GRPO).parameters["reward"].default is inspect.Parameter.empty
-    assert isinstance(copy.deepcopy(grpo()), GRPO)
+    module = GRPO("tiny", exact_match, group_size=4)
+    for copied in (copy.deepcopy(module), copy.copy(module), pickle.loads(pickle.dumps(module))):
+        assert isinstance(copied, GRPO) and copied.group_size == 4
 
 
 def test_settings_that_are_given_already() -> None:
@@ -214,3 +300,10 @@ def test_a_checkpoint_needs_what_the_constructor_needs(tmp_path: Path) -> None:
         GRPO.load_from_checkpoint(path)
     loaded = GRPO.load_from_checkpoint(path, model="tiny", reward=exact_match)
     assert isinstance(loaded, GRPO)
+
+
+def test_pairs_for_a_method_that_answers_prompts(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 2
+    said = r"GRPO learns from prompts that it answers, and the Trainer got PreferenceDataModule, .*RolloutDataModule\("
+    with pytest.raises(ConfigError, match=rf"{said}rows\), or train lit_rl\.DPO\(model\) or lit_rl\.KTO\(model\) with"):
+        fit(grpo(), tmp_path, PreferenceDataModule(rows, batch_size=2, val_fraction=0))

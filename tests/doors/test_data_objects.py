@@ -110,6 +110,38 @@ def test_pairs_as_a_data_set(tokenizer: Any) -> None:
         PreferenceDataModule(pairs, stream_buffer=64)
 
 
+def test_a_step_takes_what_a_small_set_has(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    prompts, texts = RolloutDataModule(datasets.Dataset.from_list(ROWS)), SupervisedDataModule(TEXTS)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            prompts.prepare(tokenizer)
+            texts.prepare(tokenizer)
+    assert (prompts.prompts_per_rollout, texts.batch_size) == (7, 7)
+    assert sum("=7: none was given, and 7 rows are left" in said for said in caplog.messages) == 2
+    many = RolloutDataModule([{"prompt": f"{n}+1="} for n in range(40)])
+    many.prepare(tokenizer)
+    assert many.prompts_per_rollout == 32
+    with pytest.raises(DataError, match=r"batch_size=32, and 7 rows .* lower data\.batch_size to 7 or less\."):
+        SupervisedDataModule(TEXTS, batch_size=32).prepare(tokenizer)
+
+
+def test_where_every_row_is_held_out_the_hint_works(tokenizer: Any) -> None:
+    hint = r"0 rows are left .*hold none out with data\.val_fraction=0 \(1 rows are\)"
+    with pytest.raises(DataError, match=rf"{hint} or loosen a filter\."):
+        RolloutDataModule(ROWS[:1]).prepare(tokenizer)
+    with pytest.raises(DataError, match=rf"{hint} and lower data\.prompts_per_rollout to 1 or less or"):
+        RolloutDataModule(ROWS[:1], prompts_per_rollout=2).prepare(tokenizer)
+    RolloutDataModule(ROWS[:1], prompts_per_rollout=1, val_fraction=0).prepare(tokenizer)
+
+
+def test_a_small_set_divides_into_the_steps_of_the_trainer(tmp_path: Path) -> None:
+    module = GRPO("tiny", exact_match, group_size=2, minibatches=2, sampling=Sampling(max_new_tokens=2))
+    data = RolloutDataModule(ROWS)
+    trainer = L.Trainer(max_steps=1, default_root_dir=tmp_path, limit_val_batches=0, **QUIET)
+    trainer.fit(module, datamodule=data)
+    assert data.prompts_per_rollout == 6 and trainer.global_step == 1
+
+
 @pytest.fixture(scope="module")
 def classifier(tiny_dir: Path) -> Any:
     torch.manual_seed(0)

@@ -757,8 +757,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
             )
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **settings)  # pyright: ignore
-        except TypeError as error:
-            if "required" not in str(error):
+        except (TypeError, given.Missing) as error:
+            if isinstance(error, TypeError) and "required" not in str(error):
                 raise
             raise ConfigError(
                 f"{cls.__name__}.load_from_checkpoint needs what the constructor needs, beside the path ({error}): "

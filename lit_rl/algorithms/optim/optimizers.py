@@ -15,6 +15,7 @@ import torch
 from lit_rl.algorithms.optim.named_class import class_at
 from lit_rl.algorithms.optim.split_adamw import SplitAdamW
 from lit_rl.errors import BackendError, ConfigError, in_range
+from lit_rl.keywords import answered
 
 ParamGroups = Iterable[dict[str, Any]]
 
@@ -25,6 +26,21 @@ class OptimizerFactory(Protocol):
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer: ...
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "base_lr"), "here it is lr="),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), "here it is betas=(0.9, 0.999)"),
+    **dict.fromkeys(("adam_epsilon", "epsilon"), "here it is eps="),
+    "params": "the algorithm hands the weights of its policy to it",
+    **dict.fromkeys(("max_grad_norm", "clip_grad"), "it belongs to lightning.Trainer(gradient_clip_val=...)"),
+    **dict.fromkeys(
+        ("lr_scheduler_type", "warmup_steps", "warmup_ratio", "scheduler"),
+        "it belongs to the algorithm: scheduler=lit_rl.Linear(...)",
+    ),
+    **dict.fromkeys(("fused", "foreach"), "torch's fused implementation is what runs"),
+}
+"""What other libraries call a setting of an optimizer, and where it stands here."""
+
+
 def _check(lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0, eps: float = 1e-8) -> None:
     in_range("optimizer.lr", lr, low=0, high=1, open_low=True)
     for i, beta in enumerate(betas):
@@ -33,6 +49,7 @@ def _check(lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: f
     in_range("optimizer.eps", eps, low=0, open_high=True)
 
 
+@answered(_ELSEWHERE)
 @dataclass(frozen=True)
 class AdamW:
     """AdamW (1711.05101) in torch's fused implementation.
@@ -61,6 +78,7 @@ class AdamW:
         )
 
 
+@answered(_ELSEWHERE)
 @dataclass(frozen=True)
 class AdamW8bit:
     """AdamW with its moments in 8 bits (2110.02861, bitsandbytes; extra `quant`): a quarter of the state's memory.
@@ -91,6 +109,7 @@ class AdamW8bit:
         return Implementation(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
 
+@answered(_ELSEWHERE)
 @dataclass(frozen=True)
 class AdamWSplit:
     """AdamW with 4 bytes of state a bfloat16 weight: a 16-bit remainder, which makes it float32, and 8-bit moments.
@@ -117,6 +136,7 @@ class AdamWSplit:
         return SplitAdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
 
+@answered(_ELSEWHERE)
 @dataclass(frozen=True)
 class ByPath:
     """Any `torch.optim.Optimizer` by its dotted path.

@@ -33,7 +33,10 @@ def prompts_of(data: Any) -> Any:
         ConfigError: there is none, or it is of another kind.
     """
     if data is None or not hasattr(data, "prompts_per_rollout"):
-        raise ConfigError("Pass datamodule=RolloutDataModule(...) to the Trainer: other loaders do not know rollouts.")
+        came = "no data module" if data is None else type(data).__name__
+        raise ConfigError(
+            f"The Trainer got {came}. Pass datamodule=RolloutDataModule(...): other loaders do not know rollouts."
+        )
     return data
 
 

@@ -13,7 +13,10 @@ from typing import Any, Self
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.algorithms.preflight.offline import MODULES
+from lit_rl.data.kinds import Kind
+from lit_rl.errors import ConfigError
+from lit_rl.keywords import refuse
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rewards.sums.weighted import Rewards
 
@@ -24,14 +27,27 @@ _ENV = "it is an environment: env=lit_rl.FunctionTools(...), CustomEnvironment(.
 _DATA = "rows belong to a data module: trainer.fit(module, datamodule=lit_rl.RolloutDataModule(rows, val=...))"
 _TRAINER = "it belongs to lightning.Trainer(...)"
 _REWARD = "reward=...: a function, or lit_rl.exact_match"
+_REFERENCE = (
+    "here it is reference=lit_rl.models.reference.other_model.OtherModel(name); without it, the policy as it began"
+)
+_LOSS = "a loss is a function of tensors (docs/python.md)"
 _ELSEWHERE = {
     "loss_type": "a loss is a function: loss=lit_rl.cispo_loss, advantage=..., reduction=... (docs/from-trl.md)",
     **dict.fromkeys(("lora", "peft_config"), _MODEL),
-    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "optim"), _OPTIMIZER),
+    "quantization_config": 'it belongs to the model: model=lit_rl.LanguageModel(name, quantization="nf4", lora=...)',
+    **dict.fromkeys(("ref_model", "ref_policy"), _REFERENCE),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "optim", "optimizer_cls_and_kwargs"), _OPTIMIZER),
     **dict.fromkeys(("max_new_tokens", "max_completion_length", "temperature", "top_p", "top_k", "min_p"), _SAMPLING),
     **dict.fromkeys(("tools", "rollout_func", "environment_factory", "environment"), _ENV),
     **dict.fromkeys(("train_dataset", "eval_dataset", "dataset", "data"), _DATA),
     **dict.fromkeys(("callbacks", "max_steps", "max_grad_norm", "output_dir", "precision"), _TRAINER),
+    "data_collator": "rows are padded by the data module, without one",
+    "formatting_func": "rows are formatted by the data module, which takes map_row=, a function from row to row",
+    "compute_loss_func": _LOSS,
+    **dict.fromkeys(
+        ("compute_metrics", "preprocess_logits_for_metrics"),
+        "metrics of your own are self.log(...) in a class derived from it, or a callback of Lightning",
+    ),
     "num_generations": "here it is group_size=",
     "num_iterations": "here it is iterations=",
     "reward_funcs": f"it is TRL's name: here it is {_REWARD}",
@@ -50,6 +66,10 @@ _NEEDED = {
 """What to pass for an argument that has no default."""
 
 
+class Missing(ConfigError):
+    """An argument that has no default did not come."""
+
+
 class Arguments:
     """A class that says in our words which argument is missing, before Python says it.
 
@@ -58,9 +78,17 @@ class Arguments:
     """
 
     def __new__(cls, *arguments: Any, **given: Any) -> Self:
-        if arguments or given:  # copies and pickles make an empty object
-            _nothing_missing(cls, arguments, given)
+        _nothing_missing(cls, arguments, given)
         return super().__new__(cls)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles begin with an empty object, which is given nothing and lacks nothing."""
+        _, _, *state = super().__reduce_ex__(protocol)
+        return _empty, (type(self),), *state
+
+
+def _empty(kind: type) -> Any:
+    return object.__new__(kind)
 
 
 def _nothing_missing(algorithm: type, arguments: Sequence[Any], given: Mapping[str, Any]) -> None:
@@ -68,11 +96,12 @@ def _nothing_missing(algorithm: type, arguments: Sequence[Any], given: Mapping[s
     by_position = [each for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     set_already = {each.name for each in by_position[: len(arguments)]} | given.keys()
     needed = [each.name for each in known if each.default is each.empty and each.kind not in _MANY]
-    if missing := next((name for name in needed if name not in set_already), None):
+    if missing := [name for name in needed if name not in set_already]:
         elsewhere = {name: value for name, value in given.items() if name in _ELSEWHERE}
         keywords(algorithm, elsewhere, algorithm)
-        said = _NEEDED.get(missing, f"{missing}=...")
-        raise ConfigError(f"{algorithm.__name__} needs {missing}. Pass {said}. help({algorithm.__name__}) says more.")
+        said = ", and ".join(_NEEDED.get(name, f"{name}=...") for name in missing)
+        name = algorithm.__name__
+        raise Missing(f"{name} needs {' and '.join(missing)}. Pass {said}. help({name}) says more.")
 
 
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -110,36 +139,18 @@ def keywords(algorithm: type, given: Mapping[str, Any], taken: type) -> None:
     Raises:
         ConfigError: names the first of them, and where it belongs or what is near.
     """
-    known = _names(taken)
-    wrong = next((name for name in given if name not in known), None)
-    if wrong is None:
-        return
-    elsewhere = _elsewhere(wrong, {*known, *_names(algorithm)})
-    elsewhere = f" {elsewhere[0].upper()}{elsewhere[1:]}." if elsewhere else ""
-    near = "" if elsewhere else did_you_mean(wrong, known | _names(algorithm))
-    raise ConfigError(
-        f"{algorithm.__name__} takes no {wrong}=.{elsewhere}{near} help({algorithm.__name__}) lists them."
-    )
+    refuse(algorithm, given, taken, partial(_elsewhere, getattr(algorithm, "learns_from", None)))
 
 
-def _elsewhere(name: str, known: set[str]) -> str:
+def _elsewhere(learns_from: Kind | None, name: str, known: set[str]) -> str:
     """Where it stands here, for what has such a place: a reward model takes no reward, and draws nothing."""
     said = _ELSEWHERE.get(name, "")
+    if said == _DATA and learns_from is not None:
+        return said.replace("RolloutDataModule(", MODULES[learns_from].partition("(")[0] + "(")
     place = {_SAMPLING: "sampling", _ENV: "env"}.get(said, "reward" if name.startswith("reward_") else None)
     if place is None or place in known:
         return said
     return "it learns from the rows of a data set" if place == "reward" else ""
-
-
-def _names(kind: type) -> set[str]:
-    """Names of all keywords of a class's constructor, and of its parents' where it hands keywords on to them."""
-    names: set[str] = set()
-    for maker in (vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)):
-        parameters = inspect.signature(maker).parameters.values()
-        names |= {each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
-        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-            break
-    return names - {"self"}
 
 
 def functions(optional: bool = False, /, **given: Any) -> None:

@@ -39,9 +39,16 @@ class PreferenceDataModule(ExampleDataModule):
     """Pairs of a chosen and a rejected completion, or single completions with a verdict.
 
     Methods that learn from verdicts take pairs too: each gives two.
+
+    Args:
+        rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`.
+        shared: What every `ExampleDataModule` takes.
     """
 
     serves = ("pairs", "verdicts")
+
+    def __init__(self, rows: GivenRows | None = None, **shared: Any) -> None:
+        super().__init__(rows, **shared)
 
 
 class StepwiseDataModule(ExampleDataModule):

@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.data.corpus import set_key
+from lit_rl.data.given import known_names
 from lit_rl.data.hub import GivenRows
 from lit_rl.data.image_prompts import Processor
 from lit_rl.data.loader import EvalLoader
@@ -22,6 +23,7 @@ from lit_rl.data.offline.read import ExampleOptions
 from lit_rl.data.offline.stream import Windows
 from lit_rl.data.offline.stream_loader import StreamLoader
 from lit_rl.data.order import RolloutOrder
+from lit_rl.data.small_sets import DEFAULT
 from lit_rl.data.sourced import SourcedDataModule
 from lit_rl.data.streams import RowStream
 from lit_rl.errors import ConfigError, in_range
@@ -32,13 +34,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_LEARNERS: dict[Kind, str] = {
+    "texts": "lit_rl.SFT(model)",
+    "pairs": "lit_rl.DPO(model)",
+    "verdicts": "lit_rl.KTO(model)",
+    "stepwise": "lit_rl.ProcessRewardModeling(model)",
+}
+"""A method that learns from each kind of rows."""
+
+
 class ExampleDataModule(SourcedDataModule):
     """What the three share. The format of the rows is recognised from their columns; every row left out is counted in
     `report`.
 
     Args:
         rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`.
-        batch_size: Rows of one optimizer step, over all its micro-batches and ranks.
+        batch_size: Rows of one optimizer step, over all its micro-batches and ranks. Where a script gives none, as many
+            as there are, at most 32.
         max_length: Longest text, prompt included, in tokens; null is no limit.
         max_completion_tokens: Longest completion, in tokens; null is no limit of its own.
         keep: Which end of a too long text stays: `start` cuts the end of the completion, `end` the start of the prompt.
@@ -60,7 +72,7 @@ class ExampleDataModule(SourcedDataModule):
         self,
         rows: GivenRows | None = None,
         *,
-        batch_size: int = 32,
+        batch_size: int = DEFAULT,
         max_length: int | None = 1024,
         max_completion_tokens: int | None = None,
         keep: Literal["start", "end"] = "start",
@@ -71,9 +83,11 @@ class ExampleDataModule(SourcedDataModule):
         val_batch_size: int = 32,
         **source: Any,
     ) -> None:
+        known_names(type(self), source, SourcedDataModule)
         super().__init__(rows, val_batch_size=val_batch_size, **source)
         in_range("data.batch_size", batch_size, low=1)
-        self.batch_size, self.group_by_length = batch_size, group_by_length
+        self.batch_size = self._size = batch_size
+        self.group_by_length = group_by_length
         self.options = ExampleOptions(
             max_length=max_length,
             max_completion_tokens=max_completion_tokens,
@@ -120,6 +134,7 @@ class ExampleDataModule(SourcedDataModule):
             self._read_for = (tokenizer, kind)
         if stage == "fit":
             if self._windows is None:
+                self.batch_size = self.fitted(self._size, self.batch_size, sum(self._sets.sizes), "batch_size")
                 self._order(self.shuffle)
             else:
                 streaming.check_first(self._sets.sizes, self.batch_size, self.report["train"])
@@ -127,8 +142,20 @@ class ExampleDataModule(SourcedDataModule):
     def setup(self, stage: str) -> None:
         if stage == "fit":
             self.check_trainer(self.trainer_of_run())
+        self._feeds_what_learns_from_it()
         kind = self.module_attribute("learns_from")
         self.prepare(self.module_attribute("tokenizer"), kind, processor=self.processor_of_run(), stage=stage)
+
+    def _feeds_what_learns_from_it(self) -> None:
+        """Refuse a module that answers prompts, in place of learning from rows as they are."""
+        method = type(self.trainer_of_run().lightning_module)
+        if hasattr(method, "slots_per_rollout") and not hasattr(method, "learns_from"):
+            ours, name = type(self).__name__, method.__name__
+            learners = " or ".join(dict.fromkeys(_LEARNERS[kind] for kind in self.serves))
+            raise ConfigError(
+                f"{name} learns from prompts that it answers, and the Trainer got {ours}, whose rows are learned from "
+                f"as they are. Pass datamodule=lit_rl.RolloutDataModule(rows), or train {learners} with this one."
+            )
 
     @property
     def report(self) -> dict[str, dict[str, int]]:

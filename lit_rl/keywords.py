@@ -1,0 +1,68 @@
+"""A keyword that a constructor does not take: refused with where it belongs, or what is near."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from lit_rl.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+def names(kind: type) -> set[str]:
+    """Names of all keywords of a class's constructor, and of its parents' where it hands keywords on to them."""
+    found: set[str] = set()
+    for maker in (vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)):
+        parameters = inspect.signature(maker).parameters.values()
+        found |= {each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            break
+    return found - {"self"}
+
+
+def refuse(kind: type, given: Iterable[str], taken: type, place: Callable[[str, set[str]], str]) -> None:
+    """Refuse keywords that no constructor takes.
+
+    Args:
+        kind: What is made.
+        given: The names of the keywords that are handed on.
+        taken: The class whose constructor gets them, and its parents'.
+        place: From a name, and all that `kind` takes, to where it belongs here; empty where nobody knows.
+
+    Raises:
+        ConfigError: names the first of them, and where it belongs or what is near.
+    """
+    known = names(taken)
+    wrong = next((name for name in given if name not in known), None)
+    if wrong is None:
+        return
+    allowed = known | names(kind)
+    elsewhere = place(wrong, allowed)
+    said = f" {elsewhere[0].upper()}{elsewhere[1:]}." if elsewhere else did_you_mean(wrong, allowed)
+    raise ConfigError(f"{kind.__name__} takes no {wrong}=.{said} help({kind.__name__}) lists them.")
+
+
+def answered(places: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """A decorator of a class without `**keywords`, such as a dataclass: what it does not take is refused in our words.
+
+    The constructor keeps its signature.
+
+    Args:
+        places: What other libraries call a setting, and where it stands here.
+    """
+
+    def decorate(kind: type[T]) -> type[T]:
+        made: Any = kind.__init__
+
+        @functools.wraps(made)
+        def constructor(self: Any, *arguments: Any, **given: Any) -> None:
+            refuse(kind, given, kind, lambda name, _: places.get(name, ""))
+            made(self, *arguments, **given)
+
+        kind.__init__ = constructor
+        return kind
+
+    return decorate
