@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lit_rl.cli import key_names, other_names
+from lit_rl.cli import hydra_options, key_names, other_names
 from lit_rl.cli.listing import conf_folder, defaults, groups, keys, no_choice, some_keys
 from lit_rl.errors import ConfigError, did_you_mean, nearest
 
@@ -68,19 +68,10 @@ AMBIGUOUS = {
 """Names of TRL and others that are more than one key here, or another unit, with what to type: those of which the table
 of `other_names.yaml`, which answers every other name of TRL, has no row or says less."""
 
-_FLAGS = (
-    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
-    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
-)
-_SHORT_FLAGS = ("-h", "-c", "-p", "-r", "-m", "-s", "-i", "-cp", "-cn", "-cd")
-"""Hydra's."""
 _MAY_BE_REMOVED = ("callbacks", "logger", "debug", "experiment")
 _FUNCTIONS = re.compile(r"\[ *([^\],]*\w:\w+(?: *, *[^\],]*\w:\w+)*) *\]")
 """A list of paths of functions."""
 _PLAIN = re.compile(r"[\w./~-]+")
-ELSEWHERE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
-"""Options of Hydra's that bring groups of the user's; the next word is theirs."""
-
 
 MERGED = "merge=true is how every export is: merged weights, and the adapter of LoRA by itself in its folder adapter/."
 
@@ -112,7 +103,8 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: a name could be several keys, a choice is none of its group's, or a key begins with no group.
     """
-    own = any(word.startswith((*ELSEWHERE, "hydra.searchpath")) for word in words)  # groups that we do not see
+    elsewhere = (*hydra_options.ELSEWHERE, "hydra.searchpath")
+    own = any(word.startswith(elsewhere) for word in words)  # groups that we do not see
     found = groups([conf_folder()])
     typed = {word.partition("=")[0] for word in words if "=" in word}
     choices, added = _choices(words), _added(words)
@@ -123,7 +115,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
         key, equals, value = word.partition("=")
         if word.startswith("~") and not any(each.startswith((f"+{key[1:]}.", f"+{key[1:]}=")) for each in words):
             _check_removed(key[1:], found)
-        if word.startswith("-") and key not in (*_FLAGS, *_SHORT_FLAGS):
+        if word.startswith("-") and key not in hydra_options.ALL:
             raise ConfigError(_dashed(key, value if equals else next_word))
         if not equals or word.startswith("-"):
             out.append(word)
