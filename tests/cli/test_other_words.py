@@ -68,7 +68,7 @@ def test_a_reward_that_was_chosen_stays():
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_what_may_be_several_keys_names_them(name):
-    with pytest.raises(ConfigError, match=rf"^{name} is no key here"):
+    with pytest.raises(ConfigError, match=rf"^{name} is not a key. What it may mean: "):
         translated([f"{name}=3"])
 
 
@@ -115,7 +115,7 @@ def test_beta_of_rloo_is_another_one():
             "remove_unused_column=1",
             "Did you mean 'remove_unused_columns'? remove_unused_columns is TRL's name. Here: not needed (",
         ),
-        ("actor_rollout_ref.rollout.n=4", "n is verl's key. Here: algo.group_size=.... More: docs/from-verl.md"),
+        ("actor_rollout_ref.rollout.n=4", "n is verl's key. Here: algo.group_size=... More: docs/from-verl.md"),
         ("algorithm.adv_estimator=gae", "Here: grpo: algo=grpo; gae: algo=ppo;"),
         ("trainer.total_epochs=2", "Here: trainer.max_epochs=..."),
         ("data.train_batch_size=8", "Here: data.prompts_per_rollout=..."),
@@ -128,6 +128,17 @@ def test_a_typo_that_needs_no_config_is_refused_at_once(word, message):
     assert message in str(refusal.value)
     if "trianer" not in word:  # a folder of the user's may hold it
         assert translated([word, "--config-dir", "mine"])[0][0] == word
+
+
+def test_one_sentence_for_every_name_that_is_understood():
+    for name in ("use_peft", "scale_rewards", "gradient_accumulation_steps", "batch_size", "loss_type", "epsilon"):
+        for word in (f"{name}=1", f"algo.{name}=1"):
+            with pytest.raises(ConfigError) as refusal:
+                translated([word])
+            said = str(refusal.value)
+            assert said.startswith(f"{word.partition('=')[0]} is not a key. ") and "...." not in said
+            assert (f"{name} is TRL's name. Here: " in said) != ("What it may mean: " in said)
+            assert " has " not in said and "lists them" not in said  # no list of keys
 
 
 def test_export_takes_what_its_issue_calls_its_words(capsys, tmp_path):
