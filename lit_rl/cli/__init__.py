@@ -78,6 +78,7 @@ def _lightning(command: str, arguments: list[str]) -> int:
 
 def _hydra(command: str | None, rest: list[str]) -> int:
     """A command over a composed config."""
+    from lit_rl.cli.hydra_options import after_settings
     from lit_rl.cli.other_words import of_export, translated
 
     said = ""
@@ -89,15 +90,15 @@ def _hydra(command: str | None, rest: list[str]) -> int:
     if read and _is_first_process():
         sys.stderr.write(f"Read as {' '.join(read)}\n")
     _say_what_loads(command or "train", "composing the config")
+    rest = after_settings(rest)
     if command and HYDRA[command] != "fit":
-        # argparse takes overrides in one row only, before the options or after them
-        first = next((i for i, word in enumerate(rest) if "=" in word and not word.startswith("-")), len(rest))
-        rest.insert(first, f"task={HYDRA[command]}")
+        of_command = [f"task={HYDRA[command]}"]
         if command == "serve":
             _say_what_loads(command)
             from lit_rl.cli.serving import generator_of
 
-            rest[first + 1 : first + 1] = generator_of(rest)
+            of_command += generator_of(rest)
+        rest = [*of_command, *rest]
     from lit_rl.cli import hydra_start
 
     sys.argv = [sys.argv[0], *rest]

@@ -38,6 +38,9 @@ _DURATION = re.compile(r"\d+:\d\d:\d\d:\d\d")
 _ENDLESS = {"max_steps": "infinite steps", "max_epochs": "infinite epochs"}
 """Lengths of a run, each with what -1 means."""
 
+_SHARES = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
+"""Settings of the Trainer that are a number of batches or a share of them, of which Lightning compares a word."""
+
 _NUMBERS = re.compile(r"\s*-?\d+\s*(,\s*\d+\s*)*,?\s*")
 
 
@@ -61,6 +64,7 @@ def check(config: DictConfig, *, whole: bool) -> None:
         _check_devices(trainer)
         if whole:
             _check_length(trainer)
+            _check_numbers(trainer)
 
 
 def _may_be_registered(value: Any, asked: list[dict[str, Any]], config: DictConfig) -> bool:
@@ -115,6 +119,31 @@ def _check_length(trainer: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"trainer.max_time={time!r} is not a valid duration: expected is a text of the form DD:HH:MM:SS, such as "
             "00:01:00:00 for one hour."
+        )
+
+
+def _check_numbers(trainer: Mapping[str, Any]) -> None:
+    """Settings of the Trainer of several types, which no schema checks."""
+    for name in _SHARES:
+        if isinstance(value := trainer.get(name), str):
+            in_range(f"trainer.{name}", value, low=0)  # pyright: ignore (it says that this is no number)
+    if isinstance(value := trainer.get("gradient_clip_val"), (int, float, str)):
+        in_range("trainer.gradient_clip_val", value, low=0)  # pyright: ignore
+    if trainer.get("accumulate_grad_batches") is not None:
+        check_accumulation(trainer["accumulate_grad_batches"])
+
+
+def check_accumulation(accumulate: Any) -> None:
+    """Refuse what is neither `auto` nor a number of micro-batches.
+
+    Raises:
+        ConfigError: says what is allowed.
+    """
+    counts = isinstance(accumulate, int) and not isinstance(accumulate, bool) and accumulate >= 1
+    if not counts and accumulate != "auto":
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches={accumulate!r}: allowed is auto (as many micro-batches as memory needs), "
+            "or a number of 1 or more."
         )
 
 

@@ -100,15 +100,40 @@ def check(config: DictConfig) -> None:
 def check_columns(config: DictConfig, wanted: Kind | None) -> None:
     """Refuse a file whose columns are for other algorithms than the one that was typed."""
     if wanted is None:  # a row of any format has a prompt, under a name of its own at times
-        return
+        return _check_answers(config)
     kind, why = by_columns(config.data, config.allow_targets)
     if kind != wanted and not (kind == "pairs" and "preference" in USABLE[wanted]):
-        algo = f"algo={ALGORITHMS.get(kind, 'grpo')}"
-        typed = [algo if word.startswith("algo=") else word for word in HydraConfig.get().overrides.task]
         raise ConfigError(
             f"{_name_of(config, 'algo')} needs {_WORDS[wanted]}, and {config.data.path} has {why}: "
-            f"{_WORDS[kind]}. Name columns with data.rename={{old: new}}, or type:\n  {_entered(typed)}"
+            f"{_WORDS[kind]}. Name columns with data.rename={{old: new}}, or type:\n  {_with_algorithm_of(kind)}"
         )
+
+
+UNTYPED_REWARD = ("exact_match", "answer")
+"""The reward of `config.yaml`, and the column that it needs."""
+
+
+def _check_answers(config: DictConfig) -> None:
+    """Refuse a file of another kind than prompts, where no reward was typed and it lacks the column of the one that
+    there is. A reward of the user's says itself which columns it needs."""
+    name, column = UNTYPED_REWARD
+    chosen = HydraConfig.get().runtime.choices.get("reward") == name
+    if not chosen or {key.partition(".")[0] for key in typed_keys()} & {"reward", "judge", "env"}:
+        return
+    row, _ = _first(config.data, config.allow_targets)
+    kind = kind_of(row)
+    if kind is not None and column not in row:
+        raise ConfigError(
+            f"{_name_of(config, 'algo')} needs {_WORDS[None]}, and {config.data.path} has {_columns_of(row)}: "
+            f"{_WORDS[kind]}. reward={name} needs the column {column!r}: name it with data.rename={{old: {column}}}, "
+            f"choose another reward (lit-rl list reward), or type:\n  {_with_algorithm_of(kind)}"
+        )
+
+
+def _with_algorithm_of(kind: Kind | None) -> str:
+    """The line that was typed, with the algorithm that learns from rows of this kind."""
+    algo = f"algo={ALGORITHMS.get(kind, 'grpo')}"
+    return _entered([algo if word.startswith("algo=") else word for word in HydraConfig.get().overrides.task])
 
 
 def groups_of(kind: Kind | None, task: str) -> list[str]:
@@ -237,16 +262,7 @@ def by_columns(data: DictConfig, allow: Sequence[str]) -> tuple[Kind | None, str
         data: Those settings of `data` that say how a row is read.
         allow: What `allow_targets` allows.
     """
-    given: Any = OmegaConf.create({key: data.get(key) for key in _HOW_ROWS_ARE_READ})
-    container: Any = OmegaConf.to_container(given, resolve=True)
-    reading = {key: node for key, node in container.items() if node is not None}
-    if "map_row" in reading:
-        from lit_rl.cli.build import build, plain
-
-        reading["map_row"] = build(
-            plain(OmegaConf.create({"data": given, "allow_targets": list(allow)}))["data"]["map_row"]
-        )
-    row, where = first_row(**reading)
+    row, where = _first(data, allow)
     kind = kind_of(row)
     if kind is None and "prompt" not in row:
         known = dict.fromkeys(column for columns in COLUMNS.values() for column in columns)
@@ -257,4 +273,22 @@ def by_columns(data: DictConfig, allow: Sequence[str]) -> tuple[Kind | None, str
             f"are prompt (to be answered) and {needed}. Name columns with data.rename={{old: new}}, or say data=jsonl "
             f"and data.prompt_key.{near}"
         )
-    return kind, f"columns {', '.join(name for name, value in row.items() if value is not None)}"
+    return kind, _columns_of(row)
+
+
+def _columns_of(row: dict[str, Any]) -> str:
+    return f"columns {', '.join(name for name, value in row.items() if value is not None)}"
+
+
+def _first(data: DictConfig, allow: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """The first row of `data.path` as it is read, and where it stands."""
+    given: Any = OmegaConf.create({key: data.get(key) for key in _HOW_ROWS_ARE_READ})
+    container: Any = OmegaConf.to_container(given, resolve=True)
+    reading = {key: node for key, node in container.items() if node is not None}
+    if "map_row" in reading:
+        from lit_rl.cli.build import build, plain
+
+        reading["map_row"] = build(
+            plain(OmegaConf.create({"data": given, "allow_targets": list(allow)}))["data"]["map_row"]
+        )
+    return first_row(**reading)

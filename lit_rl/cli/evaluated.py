@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lit_rl.cli import own_keys, run_trust
 from lit_rl.cli.build import plain
-from lit_rl.cli.other_words import ELSEWHERE
+from lit_rl.cli.hydra_options import ELSEWHERE
 from lit_rl.cli.replays import config_of
 from lit_rl.cli.whereabouts import is_over_a_run
 from lit_rl.commands.config_changes import between

@@ -16,7 +16,7 @@ from typing import Any
 from lit_rl.cli import accelerators
 from lit_rl.cli.listing import no_choice, some_keys
 from lit_rl.cli.other_processes import of_other_processes
-from lit_rl.cli.other_words import check_spaces, meaning
+from lit_rl.cli.other_words import check_spaces, meaning, no_key
 from lit_rl.durable import is_failing, is_full
 from lit_rl.errors import (
     INTERRUPTED,
@@ -108,8 +108,8 @@ def _hydra(error: BaseException) -> LitRLError | None:
             if not names:
                 return ConfigError(f"{key} is not a key yet. To add it: +{key}=...")
             head, _, name = key.rpartition(".")
-            near = meaning(key) or did_you_mean(name, names) or _elsewhere(link)
-            return ConfigError(f"{key} is not a key.{near}{some_keys(head, name, names)}")
+            near = did_you_mean(name, names) or _elsewhere(link)
+            return no_key(key, meaning(key), f"{near}{some_keys(head, name, names)}")
         if isinstance(link, ValidationError) and link.full_key:
             reason = str(link).split("\n")[0]
             return ConfigError(f"{link.full_key}: {reason}. See its type in: python train.py --cfg job")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.errors import ConfigError
+from lit_rl.cli.allowed import check_accumulation
 
 Accumulation = int | Literal["auto"]
 """What the key may be."""
@@ -19,13 +19,9 @@ def cut_by(module: PolicyModule, accumulate: Any) -> int:
     Raises:
         ConfigError: it is neither `auto` nor a number of micro-batches.
     """
-    if isinstance(accumulate, int) and not isinstance(accumulate, bool) and accumulate >= 1:
-        return accumulate
+    check_accumulation(accumulate)
     if accumulate != "auto":
-        raise ConfigError(
-            f"trainer.accumulate_grad_batches={accumulate!r}: allowed is auto (as many micro-batches as memory needs), "
-            "or a number of 1 or more."
-        )
+        return accumulate
     if module.micro_batch_size is None:
         module.micro_batch_size = "auto"
     return 1

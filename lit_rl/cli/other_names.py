@@ -43,7 +43,8 @@ def near(name: str) -> str:
 
 def _told(name: str, library: str, answer: str) -> str:
     whose = "TRL's name" if library == "TRL" else "verl's key"
-    return f" {name} is {whose}. Here: {answer}. More: {_PAGES[library]}."
+    end = "" if answer.endswith("...") else "."
+    return f" {name} is {whose}. Here: {answer}{end} More: {_PAGES[library]}."
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lit_rl.cli import key_names, other_names
+from lit_rl.cli import hydra_options, key_names, other_names
 from lit_rl.cli.listing import conf_folder, defaults, groups, keys, no_choice, some_keys
 from lit_rl.errors import ConfigError, did_you_mean, nearest
 
@@ -54,6 +54,7 @@ _BATCH = (
     "data.batch_size the rows of a step of methods that learn from a data set; both over all devices "
     "(docs/batch-arithmetic.md)"
 )
+_BETA_OF_RLOO = "algo.reward_beta, the KL in the reward (TRL's beta of RLOO), or algo.beta, the KL in the loss"
 AMBIGUOUS = {
     "batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
@@ -68,19 +69,10 @@ AMBIGUOUS = {
 """Names of TRL and others that are more than one key here, or another unit, with what to type: those of which the table
 of `other_names.yaml`, which answers every other name of TRL, has no row or says less."""
 
-_FLAGS = (
-    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
-    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
-)
-_SHORT_FLAGS = ("-h", "-c", "-p", "-r", "-m", "-s", "-i", "-cp", "-cn", "-cd")
-"""Hydra's."""
 _MAY_BE_REMOVED = ("callbacks", "logger", "debug", "experiment")
 _FUNCTIONS = re.compile(r"\[ *([^\],]*\w:\w+(?: *, *[^\],]*\w:\w+)*) *\]")
 """A list of paths of functions."""
 _PLAIN = re.compile(r"[\w./~-]+")
-ELSEWHERE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
-"""Options of Hydra's that bring groups of the user's; the next word is theirs."""
-
 
 MERGED = "merge=true is how every export is: merged weights, and the adapter of LoRA by itself in its folder adapter/."
 
@@ -112,7 +104,8 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: a name could be several keys, a choice is none of its group's, or a key begins with no group.
     """
-    own = any(word.startswith((*ELSEWHERE, "hydra.searchpath")) for word in words)  # groups that we do not see
+    elsewhere = (*hydra_options.ELSEWHERE, "hydra.searchpath")
+    own = any(word.startswith(elsewhere) for word in words)  # groups that we do not see
     found = groups([conf_folder()])
     typed = {word.partition("=")[0] for word in words if "=" in word}
     choices, added = _choices(words), _added(words)
@@ -123,7 +116,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
         key, equals, value = word.partition("=")
         if word.startswith("~") and not any(each.startswith((f"+{key[1:]}.", f"+{key[1:]}=")) for each in words):
             _check_removed(key[1:], found)
-        if word.startswith("-") and key not in (*_FLAGS, *_SHORT_FLAGS):
+        if word.startswith("-") and key not in hydra_options.ALL:
             raise ConfigError(_dashed(key, value if equals else next_word))
         if not equals or word.startswith("-"):
             out.append(word)
@@ -131,12 +124,9 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if value == "~" or value.startswith("~/"):  # which shells leave as it is behind a `=`, and Hydra cannot read
             value = _quoted(str(Path(value).expanduser()))
         if key in AMBIGUOUS:
-            raise ConfigError(f"{key} is no key here. What it may mean: {AMBIGUOUS[key]}.")
+            raise no_key(key, meaning(key))
         if key == "beta" and any(w.startswith("algo=rloo") for w in words):
-            raise ConfigError(
-                "beta is no key here. What it may mean: algo.reward_beta, the KL in the reward (TRL's beta of RLOO), "
-                "or algo.beta, the KL in the loss."
-            )
+            raise no_key(key, _may_mean(_BETA_OF_RLOO))
         read = _read(MEANS.get(key, key), value, typed, found)
         if read != [word]:
             new += read
@@ -227,11 +217,10 @@ def _check(
     tops = {group for group in found if "/" not in group}
     known = {*tops, *keys(), *added} - {"hydra"}
     if not dot and head.isidentifier() and head not in {*known, "hydra"}:
-        hint = _meant(head, known, choices)
-        raise ConfigError(f"{head} is not a key.{hint}{some_keys('', head, known)}")
+        raise no_key(head, meaning(head), _near(head, known, choices))
     hint = "" if head in {*known, "hydra"} else did_you_mean(head, tops) or meaning(key)
     if dot and head.isidentifier() and hint:  # others wait for the whole config
-        raise ConfigError(f"{key} is not a key.{hint}")
+        raise no_key(key, hint)
     if dot and choices.get(head) in found.get(head, {}):
         _check_in_group(key, head, rest.partition(".")[0], choices[head])
 
@@ -251,22 +240,32 @@ def _dashed(flag: str, value: str) -> str:
     return f"{flag} is no option: settings are written key=value, such as {MEANS.get(name, name)}={said}"
 
 
-def _meant(name: str, known: set[str], choices: Mapping[str, str]) -> str:
-    """The nearest of the keys at the top, of the names that others have, and of the keys in groups; or nothing."""
+def no_key(key: str, told: str, beside: str = "") -> ConfigError:
+    """What is said of a key that is none, wherever that is found out.
+
+    Args:
+        told: What its name means here, where that is known (`meaning`): then nothing else is said.
+        beside: The nearest name, and the keys that there are.
+    """
+    return ConfigError(f"{key} is not a key.{told or beside}")
+
+
+def _near(name: str, known: set[str], choices: Mapping[str, str]) -> str:
+    """The nearest of the keys at the top, of the names that others have, and of the keys in groups; and the keys at the
+    top, where that is no name of another tool's."""
     inside: dict[str, list[str]] = {}
     for group, choice in choices.items():
         for key in key_names.of_choice(group, choice) if (conf_folder() / group / f"{choice}.yaml").is_file() else ():
             inside.setdefault(key, []).append(f"{group}.{key}")
-    if told := meaning(name):
-        return told
+    listed = some_keys("", name, known)
     near = nearest(name, sorted({*known, *MEANS, *AMBIGUOUS, *inside}))
     if near is None and (told := other_names.near(name)):
         return told
     near = near or next((key for key in sorted(known) if name.startswith(key)), None)  # algorithm, model_name
     if near is None:
-        return ""
+        return listed
     if near in known or near not in {*MEANS, *AMBIGUOUS}:
-        return f" Did you mean {' or '.join(map(repr, [near] if near in known else inside[near]))}?"
+        return f" Did you mean {' or '.join(map(repr, [near] if near in known else inside[near]))}?{listed}"
     return meaning(near)
 
 
@@ -274,13 +273,18 @@ def meaning(key: str) -> str:
     """What the last word of a key that is none means to people who know other tools; nothing where none has it."""
     name = key.rpartition(".")[2]
     if name in AMBIGUOUS:
-        return f" What it may mean: {AMBIGUOUS[name]}."
+        return _may_mean(AMBIGUOUS[name])
     return f" Did you mean {MEANS[name]!r}?" if MEANS.get(name, key) != key else other_names.said(key)
+
+
+def _may_mean(keys_of_ours: str) -> str:
+    return f" What it may mean: {keys_of_ours}."
 
 
 def _check_in_group(key: str, group: str, name: str, choice: str) -> None:
     """Refuse a key that no choice of the group has, where the chosen one has a similar name."""
     if name.isidentifier() and name not in key_names.of_group(group):
         has = sorted(name for name in key_names.of_choice(group, choice) if not name.startswith("_"))
-        if near := meaning(key) or did_you_mean(name, has):
-            raise ConfigError(f"{group}.{name} is not a key.{near}{some_keys(group, name, has)}")
+        told, near = meaning(key), did_you_mean(name, has)
+        if told or near:
+            raise no_key(f"{group}.{name}", told, f"{near}{some_keys(group, name, has)}")

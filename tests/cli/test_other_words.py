@@ -8,9 +8,11 @@ import sys
 
 import pytest
 from cli_helpers import Command, contents, refused, write_jsonl
+from hydra._internal.utils import get_args_parser
 
 from lit_rl import cli
-from lit_rl.cli import other_names
+from lit_rl.cli import hydra_options, other_names
+from lit_rl.cli.hydra_options import after_settings
 from lit_rl.cli.listing import some_keys
 from lit_rl.cli.other_words import AMBIGUOUS, MEANS, MERGED, of_export, translated
 from lit_rl.errors import ConfigError
@@ -66,7 +68,7 @@ def test_a_reward_that_was_chosen_stays():
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_what_may_be_several_keys_names_them(name):
-    with pytest.raises(ConfigError, match=rf"^{name} is no key here"):
+    with pytest.raises(ConfigError, match=rf"^{name} is not a key. What it may mean: "):
         translated([f"{name}=3"])
 
 
@@ -113,7 +115,7 @@ def test_beta_of_rloo_is_another_one():
             "remove_unused_column=1",
             "Did you mean 'remove_unused_columns'? remove_unused_columns is TRL's name. Here: not needed (",
         ),
-        ("actor_rollout_ref.rollout.n=4", "n is verl's key. Here: algo.group_size=.... More: docs/from-verl.md"),
+        ("actor_rollout_ref.rollout.n=4", "n is verl's key. Here: algo.group_size=... More: docs/from-verl.md"),
         ("algorithm.adv_estimator=gae", "Here: grpo: algo=grpo; gae: algo=ppo;"),
         ("trainer.total_epochs=2", "Here: trainer.max_epochs=..."),
         ("data.train_batch_size=8", "Here: data.prompts_per_rollout=..."),
@@ -126,6 +128,17 @@ def test_a_typo_that_needs_no_config_is_refused_at_once(word, message):
     assert message in str(refusal.value)
     if "trianer" not in word:  # a folder of the user's may hold it
         assert translated([word, "--config-dir", "mine"])[0][0] == word
+
+
+def test_one_sentence_for_every_name_that_is_understood():
+    for name in ("use_peft", "scale_rewards", "gradient_accumulation_steps", "batch_size", "loss_type", "epsilon"):
+        for word in (f"{name}=1", f"algo.{name}=1"):
+            with pytest.raises(ConfigError) as refusal:
+                translated([word])
+            said = str(refusal.value)
+            assert said.startswith(f"{word.partition('=')[0]} is not a key. ") and "...." not in said
+            assert (f"{name} is TRL's name. Here: " in said) != ("What it may mean: " in said)
+            assert " has " not in said and "lists them" not in said  # no list of keys
 
 
 def test_export_takes_what_its_issue_calls_its_words(capsys, tmp_path):
@@ -186,6 +199,45 @@ def test_words_that_end_in_nothing_or_follow_an_option_are_left_alone():
     removed = ["~logger", "~callbacks.samples", "logger=[csv, wandb]", "~generator", "+generator._target_=mine.Mine"]
     for words in (["run_dir=", "seed=1"], ["--config-dir", "data", "seed=1"], removed):
         assert translated(words) == (words, [])
+
+
+@pytest.mark.parametrize(
+    ("typed", "sorted_words"),
+    [
+        ("seed=1 -m lr=1,2 max_steps=1", "seed=1 lr=1,2 max_steps=1 -m"),
+        ("seed=1 --cfg job temperature=1", "seed=1 temperature=1 --cfg job"),
+        ("--cfg=job seed=1 --resolve -p algo ~logger", "seed=1 ~logger --cfg=job --resolve -p algo"),
+        ("--config-dir a=b seed=1 -cn x +y=2", "seed=1 +y=2 --config-dir a=b -cn x"),
+        ("-i seed=1", "seed=1 -i"),
+        ("--info defaults seed=1", "seed=1 --info defaults"),
+    ],
+)
+def test_options_and_settings_may_be_mixed(typed, sorted_words):
+    words = after_settings(typed.split())
+    assert words == sorted_words.split()
+    options = next(at for at, word in enumerate(words) if word.startswith("-"))
+    assert get_args_parser().parse_args(words).overrides == words[:options]
+
+
+def test_the_options_are_those_of_hydra():
+    known = {name for action in get_args_parser()._actions for name in action.option_strings}
+    assert known == {*hydra_options.ALL} - {"-s"}  # which argparse takes for -sc
+    takes_one = {
+        name for action in get_args_parser()._actions if action.nargs is None for name in action.option_strings
+    }
+    assert takes_one == {*hydra_options._WITH_A_VALUE}
+
+
+def test_an_option_without_its_value_is_refused_in_words(capsys):
+    assert cli.run(["seed=1", "--cfg", "sampling.top_k=1"]) == 2 and cli.run(["--config-dir", "-m"]) == 2
+    said = capsys.readouterr().err
+    assert "--cfg takes one of job, hydra, all, and 'sampling.top_k=1' came" in said
+    assert "--config-dir needs a value behind it" in said and "usage" not in said
+
+
+def test_a_setting_behind_an_option_reaches_hydra(command: Command, cwd):
+    outcome = command("seed=1", "--cfg", "job", "--package", "sampling", "sampling.max_new_tokens=6")
+    assert outcome.code == 0 and "max_new_tokens: 6" in outcome.out, outcome.err
 
 
 def test_the_help_of_a_command_that_there_is_not_is_refused(capsys):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 
 import pytest
 from cli_helpers import Command, contents, refused, write_jsonl
 
-from lit_rl.cli.data_kinds import GROUPS
+from lit_rl.cli import listing
+from lit_rl.cli.data_kinds import GROUPS, UNTYPED_REWARD
+from lit_rl.rewards import exact_match
 
 SUM = {"prompt": "1+1=", "answer": "2"}
 ROWS = {
@@ -84,6 +87,30 @@ def test_a_file_and_an_algorithm_choose_the_data_in_every_job_of_a_sweep(command
 def test_a_file_for_another_algorithm_is_refused_with_the_line_to_type(algo, command: Command, cwd, mine):
     refused(command(f"algo={algo}", mine), 2, "columns prompt, answer", f"train algo=grpo {mine}")
     assert contents(cwd) == []
+
+
+@pytest.mark.parametrize("group", ["preferences", "texts", "steps"])
+def test_a_file_of_another_kind_is_refused_to_a_method_that_answers_prompts(group, command: Command, cwd, tmp_path):
+    path = write_jsonl(tmp_path / "mine.jsonl", [ROWS[group]] * 4)
+    algo = {WANTS[algo]: algo for algo in ("dpo", "sft", "process_reward_model")}[group]
+    outcome = command("algo=grpo", f"data.path={path}")
+    refused(outcome, 2, "GRPO needs prompts to be answered", "the column 'answer'", f"algo={algo} data.path={path}")
+    assert contents(cwd) == []
+
+
+def test_with_its_own_columns_a_reward_answers_the_prompts_of_pairs(command: Command, cwd, tmp_path):
+    quick = ["trainer.fast_dev_run=1", "trainer.accelerator=cpu", "data.prompts_per_rollout=2"]
+    rows = [{**ROWS["preferences"], "prompt": f"{n}+1=", "answer": "2"} for n in range(8)]
+    path = write_jsonl(tmp_path / "answered.jsonl", rows)
+    assert command("algo=grpo", f"data.path={path}", *quick).code == 0
+    path = write_jsonl(tmp_path / "pairs.jsonl", [{**row, "answer": None} for row in rows])
+    assert command("algo=grpo", f"data.path={path}", "reward=length", *quick).code == 0
+
+
+def test_the_reward_that_nobody_typed_needs_the_column_that_is_looked_for():
+    name, column = UNTYPED_REWARD
+    assert listing.defaults()["reward"] == name
+    assert column in inspect.signature(exact_match).parameters
 
 
 def test_computed_data_is_changed_for_computed_data(command: Command, cwd):

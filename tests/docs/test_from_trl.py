@@ -353,3 +353,41 @@ def test_the_fields_of_its_command_line_are_told(page: Path, config: str, compos
         for key, ours in zip(line.keys, line.ours or [None] * len(line.keys), strict=True):
             found = at(tree, key)
             assert not line.ours or found == ours, line.fields
+
+
+WITHOUT_A_FIELD = {
+    "min_new_tokens": "sampling.min_new_tokens",
+    "repetition_penalty": "sampling.repetition_penalty",
+    "num_tokens": "train/num_input_tokens_seen",
+    "count/chosen": "train/count/chosen",
+    "critic that starts from a reward model": "algo.critic.model",
+    "eval_kl": "val/kl",
+    "eval_entropy": "val/entropy",
+    "eval_clip_ratio": "not built",
+    "MergeModelCallback": "callbacks=merge",
+    "PairRMJudge": "judge=pairrm",
+    "chat_template_kwargs": "chat_template_kwargs",
+    "model_init_kwargs`, for reward models": "reward.functions.reward_model.init_kwargs",
+    "scheduler of torch": "scheduler=by_path",
+    "ema_power": "callbacks.bema.ema_power",
+    "several labels": "reward.functions.reward_model.label",
+    "joint function": "reward=joint",
+    "DatasetConfig`'s `columns": "columns",
+    "rename_columns` and `map": "map_row",
+}
+"""What people look for by a name that is no field, as the left column of a table has it, and what it is here."""
+
+
+def test_what_is_no_field_stands_in_a_left_column(page: Path) -> None:
+    rows = [row for row in table_rows(page) if len(row) in (3, 5)]
+    for name, here in WITHOUT_A_FIELD.items():
+        found = [row for row in rows if name in row[0]]
+        assert any(here in " ".join(row[1:]) for row in found), f"{name}: {found}"
+
+
+def test_the_keys_and_metrics_of_what_is_no_field_exist(page: Path, root: Path, composed: Any) -> None:
+    tree, metrics = composed("algo=grpo", "scheduler=by_path"), (root / "docs" / "metrics.md").read_text()
+    for _, here, _ in table_rows(page, "Metrics and generation keys"):
+        for word in quoted(here):
+            key = word.partition("=")[0]
+            assert f"`{key}`" in metrics if "/" in key else at(tree, key) is not ..., word

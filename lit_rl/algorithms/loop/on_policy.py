@@ -41,7 +41,7 @@ from lit_rl.algorithms.rollouts.spare import Spare
 from lit_rl.algorithms.terms.groups import GroupSelection
 from lit_rl.data.image_prompts import Processor
 from lit_rl.environments.source import EpisodeSource, Interactive
-from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.errors import ConfigError, GenerationError, in_range
 from lit_rl.interruption import ends_the_run
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.kl import k3
@@ -79,6 +79,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         **shared: Any,
     ) -> None:
         given.instance("group_size", group_size, int, "a whole number, such as group_size=8")
+        for key, value in (("algo.minibatches", minibatches), ("algo.iterations", iterations)):
+            in_range(key, value, low=1)
         super().__init__(model, reward, **shared)
         self.minibatches, self.iterations = minibatches, iterations
         self.split_groups: int | Literal["auto"] = split_groups
