@@ -68,7 +68,7 @@ $(STAMPS)/torchvision: $(STAMPS)/dev tests/vision/requirements.txt
 # verifiers pins mcp 2.0.0, and OpenEnv an older pillow, where the other tests run against newer ones.
 $(AGENTS)/.stamp: pyproject.toml constraints.txt tests/agents/requirements.txt
 	@test -x $(AGENTS)/bin/python || $(PYTHON) -m venv $(AGENTS)
-	@echo "Installing verifiers, OpenEnv, Liger, trackers, lit_rl and the test dependencies into $(AGENTS) (a minute or two, once) ..."
+	@echo "Installing verifiers, OpenEnv, Liger, trackers, joblib, lit_rl and the test dependencies into $(AGENTS) (a minute or two, once) ..."
 	@$(AGENTS)/bin/python -m pip install -q $(PIP_ARGS) -U pip
 	@grep -v -e '^mcp==' -e '^pillow==' constraints.txt > $(AGENTS)/constraints.txt
 	@$(AGENTS)/bin/python -m pip install -q $(PIP_ARGS) -c $(AGENTS)/constraints.txt -r tests/agents/requirements.txt -e .
@@ -103,7 +103,7 @@ real-model: smollm2 $(PEER)/.stamp  ## train it for as long as TRL beside it: wh
 
 engines: $(ENGINES)/.stamp  ## set up .venv-engines: vLLM for a CPU
 
-agents: $(AGENTS)/.stamp  ## set up .venv-agents: verifiers, OpenEnv, Liger, W&B, MLflow, Trackio
+agents: $(AGENTS)/.stamp  ## set up .venv-agents: verifiers, OpenEnv, Liger, W&B, MLflow, Trackio, joblib
 
 # `make -j3 environments`, on a bare machine, waits for the slowest and not for all of them.
 environments: $(STAMPS)/torchvision $(STAMPS)/deepspeed $(ENGINES)/.stamp $(AGENTS)/.stamp $(SITE)/.stamp  ## set up what test-all runs in
@@ -194,7 +194,7 @@ test-engines-images: $(ENGINES)/.stamp  ## of test-engines, the real vLLM with t
 test-engines-families: $(STAMPS)/torchvision $(ENGINES)/.stamp  ## of test-engines, the families whose processors need torchvision
 	LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(ENGINES)/bin/python -m pytest -m '$(ALL)' $(ENGINES_FAMILIES) $(args)
 
-test-agents: $(AGENTS)/.stamp  ## of test-all, the real verifiers, a server of OpenEnv, Liger's kernels interpreted
+test-agents: $(AGENTS)/.stamp  ## of test-all, the real verifiers, a server of OpenEnv, jobs of joblib, Liger's kernels interpreted
 	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
 
 test-deepspeed: $(STAMPS)/deepspeed  ## of test-all, the real DeepSpeed over two processes of the CPU

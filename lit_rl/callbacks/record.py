@@ -37,6 +37,9 @@ class Record(L.Callback):
 
     def __init__(self, run_dir: str | Path) -> None:
         self.run_dir = Path(run_dir)
+        self.began = False
+        """Whether this start trains, or has found nothing left to train: until then it may be refused."""
+        self._to_cut: tuple[dict[str, int], set[Path]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -55,15 +58,30 @@ class Record(L.Callback):
         noted = checkpoint["callbacks"].get(self.state_key)
         ours = trainer.ckpt_path is not None and self.run_dir.resolve() in Path(trainer.ckpt_path).resolve().parents
         if noted is not None and ours:
-            self._cut(noted["sizes"])
+            self._to_cut = noted["sizes"], set(record_files(self.run_dir))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._begin(trainer)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._begin(trainer)  # where nothing was left to train
+
+    def _begin(self, trainer: L.Trainer) -> None:
+        """Cut the record, once all of the checkpoint is taken: data that changed are refused last."""
+        self.began = True
+        if self._to_cut is not None:
+            self._cut(*self._to_cut)
+            self._to_cut = None
+            trainer.strategy.barrier("record")  # no rank adds to it before
 
     @rank_zero_only
-    def _cut(self, sizes: dict[str, int]) -> None:
+    def _cut(self, sizes: dict[str, int], there: set[Path]) -> None:
+        """Of what was `there`: a logger may have begun a file since."""
         samples = self.run_dir / "samples"
         cut_back(samples, {Path(name).name for name in sizes if Path(name).parent.name == samples.name})
         for path in record_files(self.run_dir):
-            if path.parent == samples:
-                continue  # whole files, which may have been joined
+            if path.parent == samples or path not in there:
+                continue  # samples are whole files, which may have been joined
             size = sizes.get(str(path.relative_to(self.run_dir)))
             if size is None:
                 path.unlink()

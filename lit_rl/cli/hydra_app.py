@@ -211,7 +211,9 @@ def _run(
     config.run_dir = str(run_dir.path)
     # A first validation is made again by the next start: without a step it is no reason to keep a folder.
     kept_for = "train/" if config.task == "fit" else ""
-    stood = run_dir.stands() if config.task == "fit" and start == "resumed" and is_main() else {}
+    resumes = config.task == "fit" and start == "resumed"
+    stood = run_dir.stands() if resumes and is_main() else None
+    job = None
     try:
         with contextlib.ExitStack() as around:
             job = around.enter_context(contextlib.closing(assemble(config, run_dir, start, lock)))
@@ -227,12 +229,10 @@ def _run(
             except Exception as error:
                 stop_lightnings_observer()
                 around.callback(end_those_started, job.trainer.strategy.launcher)
-                if not job.trainer.global_step:  # the checkpoint was not taken: it is one of other settings
-                    run_dir.put_back(stood)
                 if not job.dry:
                     heard = write_down(error, run_dir, job.trainer, job.command)
                     begun = run_dir.keeps(missing, kept_for) and run_dir.metrics.is_file()
-                    if config.task == "fit" and job.trainer.is_global_zero and begun:
+                    if config.task == "fit" and job.trainer.is_global_zero and begun and (not resumes or job.began):
                         run_report.write_at_the_end(run_dir.path)
                     if heard is not None:
                         raise heard from error
@@ -240,6 +240,8 @@ def _run(
     except (Exception, SystemExit) as error:
         if is_main() and (config.task != "fit" or not isinstance(error, SystemExit)):
             run_dir.withdraw(missing, kept_for)
+        if stood is not None and isinstance(error, Exception) and not (job is not None and job.began):
+            run_dir.put_back(stood)
         raise
 
 
@@ -304,7 +306,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
     check_answered(module, tree)
     module.memory_gb = tree["plan"]["memory_gb"]
     if tree["task"] == "fit" and config.ckpt_path is not None:
-        check_kind(contents(Path(config.ckpt_path)), type(module))  # before its folder's config.yaml is replaced
+        check_kind(contents(Path(config.ckpt_path)), type(module))  # before anything of its folder is replaced
     settings, asked = tree["trainer"], tree["trainer"]["precision"]
     settings["max_epochs"] = ends.epochs(settings)
     settings["accumulate_grad_batches"] = cut_by(module, settings["accumulate_grad_batches"])

@@ -44,7 +44,7 @@ def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
     callbacks = [callback for callback in callbacks if not isinstance(callback, unwanted)]
     loggers = []
     if not dry:
-        callbacks.append(Record(run_dir.path))
+        callbacks.insert(0, Record(run_dir.path))  # its cut is what others find when training starts
         loggers = [JsonlLogger(run_dir.metrics), *(build(node) for node in (tree.get("logger") or {}).values() if node)]
 
     settings["callbacks"] = callbacks + _as_list(settings["callbacks"])

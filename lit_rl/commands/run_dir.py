@@ -49,6 +49,16 @@ REPLACED = (
 
 
 @dataclass(frozen=True)
+class Stood:
+    """The files of a run before a start that may be refused."""
+
+    contents: Mapping[Path, bytes | None]
+    """Of those that a start writes anew; None where there is none."""
+    sizes: Mapping[Path, int]
+    """Of the record, to which it adds."""
+
+
+@dataclass(frozen=True)
 class RunDir(RunNames):
     """The folder of a run that is to be, goes on or has ended: what may be written there, and what stands there."""
 
@@ -166,14 +176,26 @@ class RunDir(RunNames):
         inside = sorted((path for path in self.path.rglob("*") if path.is_dir()), reverse=True)
         _remove_empty([*inside, *made])
 
-    def stands(self) -> dict[Path, str | None]:
-        """What says how the run was made and where it stands, for `put_back`: config.yaml and summary.json."""
-        return {path: path.read_text() if path.is_file() else None for path in (self.config, self.summary)}
+    def stands(self) -> Stood:
+        """What is there before a start goes on with the run, for `put_back`."""
+        written = (self.config, self.summary, self.error, self.page, self.path / "csv" / "metrics.csv")
+        return Stood(
+            {path: path.read_bytes() if path.is_file() else None for path in written},
+            {path: path.stat().st_size for path in record_files(self.path)},
+        )
 
-    def put_back(self, stood: Mapping[Path, str | None]) -> None:
+    def put_back(self, stood: Stood) -> None:
         """After a start that was refused before it went on with the run, which is as it was."""
-        for path, text in stood.items():
-            path.unlink(missing_ok=True) if text is None else _replace(path, text)
+        for path, data in stood.contents.items():
+            if data is None:
+                path.unlink(missing_ok=True)
+            elif not path.is_file() or path.read_bytes() != data:
+                _replace(path, data)
+        for path in record_files(self.path):
+            if path not in stood.sizes:
+                path.unlink()
+            elif path.stat().st_size > stood.sizes[path]:
+                os.truncate(path, stood.sizes[path])
 
     def _of_the_user(self, start: Start) -> Iterator[Path]:
         """What this run would replace and no run wrote. A folder is a run's by its config.yaml, or by a checkpoint."""
@@ -242,7 +264,7 @@ def finite(node: Any) -> Any:
     return None if isinstance(node, float) and not math.isfinite(node) else node
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: str | bytes) -> None:
     with replacing(path) as partial:
-        partial.write_text(text)
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
         flush(partial)

@@ -21,6 +21,7 @@ from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.alarms.base import Alarm
 from lit_rl.callbacks.checkpoint_files import is_whole, step_of
 from lit_rl.callbacks.graceful_stop import GracefulStop
+from lit_rl.callbacks.record import Record
 from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.callbacks.trackio_logger import TrackioLogger
@@ -59,6 +60,11 @@ class Run:
     def dry(self) -> bool:
         """`fast_dev_run`: nothing is written."""
         return bool(self.trainer.fast_dev_run)  # pyright: ignore
+
+    @property
+    def began(self) -> bool:
+        """Whether it trains, or has trained: what it goes on with was taken."""
+        return any(isinstance(each, Record) and each.began for each in self.trainer.callbacks)  # pyright: ignore
 
     def close(self) -> None:
         """Stop what was started, and let the next run into the folder."""

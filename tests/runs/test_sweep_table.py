@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import io
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from run_folders import run_folder
-from runs_helpers import SMALL
 
 from lit_rl.commands import sweep as jobs
 from lit_rl.commands import sweep_report
@@ -115,21 +111,6 @@ def test_a_folder_without_jobs_and_a_damaged_list_are_refused(tmp_path: Path, ca
         jobs.read(tmp_path)
     sweep_report.write_at_the_end(tmp_path)  # raises nothing: the sweep's exit code is that of its jobs
     assert "not written" in capsys.readouterr().out
-
-
-@pytest.mark.all
-@pytest.mark.skipif(importlib.util.find_spec("hydra_plugins") is None, reason="hydra-joblib-launcher is not installed")
-def test_jobs_of_joblib_are_in_the_table_too(root: Path, tmp_path: Path) -> None:
-    """In processes of their own, and the sweep ends with the error of the job that fails."""
-    words = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", *SMALL, "trainer.max_steps=1"]
-    words += ["trainer.accelerator=cpu", "data.task.val_rows=0", "run_dir=mine", "algo.group_size=1,2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(root / "train.py"), *words], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    refused, finished = table((tmp_path / "mine" / "sweep.md").read_text())
-    assert refused["state"] == "failed, code 2" and finished["state"] == "finished" and finished["last"] != "-"
-    assert done.returncode == 2 and "sweep.html" in done.stdout
 
 
 def test_lines_of_jobs_beside_each_other_stay_whole(tmp_path: Path) -> None:

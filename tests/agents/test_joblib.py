@@ -1,0 +1,27 @@
+"""Jobs of a sweep that joblib runs beside each other, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from lit_rl.commands import sweep
+
+SMALL = ["data.task.max_operand=5", "data.prompts_per_rollout=4", "logger=none", "eval.limit=2"]
+
+
+def test_jobs_of_joblib_are_in_the_table_too(root: Path, tmp_path: Path) -> None:
+    """And the sweep ends with the error of the job that fails."""
+    words = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", *SMALL, "trainer.max_steps=1"]
+    words += ["trainer.accelerator=cpu", "data.task.val_rows=0", "run_dir=mine", "algo.group_size=1,2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(root / "train.py"), *words], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    refused, finished = sweep.read(tmp_path / "mine").jobs
+    assert (refused.code, refused.state) == (2, "failed, code 2") and "group_size" in refused.message
+    assert (finished.code, finished.state) == (0, "finished") and finished.last is not None
+    assert done.returncode == 2 and "sweep.html" in done.stdout
+    assert (tmp_path / "mine" / "sweep.md").read_text().count("failed, code 2") == 1
