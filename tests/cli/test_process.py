@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +59,24 @@ def test_an_output_that_takes_nothing_or_not_every_letter_changes_no_exit_code()
     variables = {"PYTHONIOENCODING": "latin-1"}
     said = subprocess.run([sys.executable, "-c", OUTPUT], env=variables, capture_output=True, text=True)
     assert (said.returncode, said.stdout, said.stderr) == (5, "\\u2603\n", "")
+
+
+ENDS = """
+import gc, sys
+from lit_rl.cli import process
+class Owner:
+    def __init__(self, path):
+        self.itself, self.file = self, open(path, "w")
+    def __del__(self):
+        sys.stderr.write("collected")
+process.prepare()
+gc.disable()
+Owner(sys.argv[1]).file.write("the last line")
+"""
+
+
+def test_at_its_end_a_process_writes_files_out_and_collects_nothing(tmp_path: Path) -> None:
+    """The object holds itself, so that nothing but the collector of Python's end would find it."""
+    file = tmp_path / "notes"
+    out = subprocess.run([sys.executable, "-c", ENDS, str(file)], capture_output=True, text=True, check=True)
+    assert (file.read_text(), out.stderr) == ("the last line", "")

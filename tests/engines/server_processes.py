@@ -57,6 +57,19 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def session_members(session: int) -> list[int]:
+    """Processes of a session that still run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, number = entry.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(number) == session and state not in "ZX":
+            found.append(int(entry.parent.name))
+    return found
+
+
 def is_free(url: str) -> bool:
     host, port = url.removeprefix("http://").split(":")
     with socket.socket() as listener:

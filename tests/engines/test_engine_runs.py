@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from engine_cases import untied_folder
 from engine_fixtures import Case
-from server_processes import children, end, is_free, start
+from server_processes import children, end, is_free, session_members, start
 from waiting import until
 
 from lit_rl.generation.vllm.launch import group_members
@@ -33,6 +33,7 @@ SMALL = [
 ]
 GAME = ["experiment=guess", *(word for word in SMALL if not word.startswith("data.task."))]
 SECONDS = 400.0
+SOON = 10.0
 
 
 class Run:
@@ -47,7 +48,10 @@ class Run:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
     def end(self) -> int:
-        return self.process.wait(SECONDS)
+        """The exit code, once it has ended: finished, stopped or failed, and nothing that it started stays behind."""
+        code = self.process.wait(SECONDS)
+        assert until(lambda: not session_members(self.process.pid), SOON), session_members(self.process.pid)
+        return code
 
     @property
     def said(self) -> str:
