@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -127,6 +128,38 @@ def replacing(path: Path, partial: str | None = None) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that survives a power cut, unless it is there. Of several processes that write it one does.
+
+    Raises:
+        FileExistsError: it is there, whole.
+        OSError: it could not be written; nothing of it is left.
+    """
+    unfinished = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex}")  # several hosts may count the same pid
+    try:
+        unfinished.write_text(text)
+        flush(unfinished)
+        try:
+            os.link(unfinished, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            _write_new_in_place(path, text)
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+
+
+def _write_new_in_place(path: Path, text: str) -> None:
+    with path.open("x") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def write_manifest(folder: Path) -> None:

@@ -20,7 +20,7 @@ from lit_rl.commands import folder_state
 from lit_rl.commands.redaction import redact
 from lit_rl.commands.run_lock import NAME, RunLock
 from lit_rl.commands.run_names import PAGE, RunNames
-from lit_rl.durable import PARTIAL, flush, replacing
+from lit_rl.durable import PARTIAL, flush, replacing, write_new
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.export.checked_folder import unpublished
 
@@ -81,8 +81,7 @@ class RunDir(RunNames):
         """
         with contextlib.suppress(OSError, ValueError):  # nothing may hide the error itself
             try:
-                with self.error.open("x") as file:
-                    file.write(json.dumps(redact(what), indent=2) + "\n")
+                write_new(self.error, json.dumps(redact(what), indent=2) + "\n")
             except FileExistsError:
                 return json.loads(self.error.read_text())
         return None

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
-from no_room import no_file_above, small_disk
+from no_room import fill, no_file_above, small_disk
 from runs_helpers import SMALL
 
 from lit_rl import durable
 from lit_rl.callbacks import AtomicCheckpointIO, TimedCheckpoint, checkpoint_io
 from lit_rl.cli.messages import translated
+from lit_rl.commands.run_dir import RunDir
 from lit_rl.durable import PARTIAL, check_room
 from lit_rl.errors import StorageError
 
@@ -114,6 +116,37 @@ def test_a_run_whose_disk_fails_ends_with_the_code_of_storage_and_goes_on(
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000001.ckpt"]
     monkeypatch.setattr(FailingFile, "write", io.FileIO.write)
     assert train(*words, "ckpt_path=last") == 0
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "none"])
+def test_the_first_of_two_failures_is_written_whole_or_not_at_all(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk leaves no empty `error.json`, which the next rank would take for the first one's word."""
+    if not links:  # as a FAT disk says it
+        monkeypatch.setattr(os, "link", lambda *paths: (_ for _ in ()).throw(PermissionError(errno.EPERM, "link")))
+    first = {"error": "RewardError", "message": "x" * 10_000}
+    with no_file_above(4096):
+        assert RunDir(tmp_path).write_error(first) is None
+    assert not list(tmp_path.iterdir())
+    assert RunDir(tmp_path).write_error(first) is None
+    assert RunDir(tmp_path).write_error({"error": "BackendError"}) == first
+    assert json.loads((tmp_path / "error.json").read_text()) == first
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+@pytest.mark.parametrize(("room", "links", "there"), [(0, True, False), (4096, True, True), (4096, False, False)])
+def test_a_disk_that_is_all_but_full_has_a_whole_error_json_or_none(
+    room: int, links: bool, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One page is room for the file beside its real name, and without hard links for no second one."""
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *paths: (_ for _ in ()).throw(PermissionError(errno.EPERM, "link")))
+    with small_disk(tmp_path / "disk", 1_000_000):
+        run_dir, ballast = RunDir(tmp_path / "disk"), fill(tmp_path / "disk", room)
+        assert run_dir.write_error({"error": "StorageError"}) is None
+        assert set(run_dir.path.iterdir()) == ({run_dir.error, ballast} if there else {ballast})
+        assert not there or json.loads(run_dir.error.read_text()) == {"error": "StorageError"}
 
 
 def test_space_is_looked_for_before_any_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
