@@ -8,21 +8,30 @@ from typing import Any
 import lightning as L
 
 from lit_rl.cli.messages import described
-from lit_rl.cli.other_processes import has_lost_another
-from lit_rl.commands.other_ranks import OtherRankFailed
+from lit_rl.cli.other_processes import has_lost_another, one_has_ended
+from lit_rl.commands.other_ranks import OtherRankFailed, how_one_ended
 from lit_rl.commands.redaction import redact_command
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import BackendError, LitRLError
 
 
-def write_down(error: Exception, run_dir: RunDir, trainer: L.Trainer, command: str) -> OtherRankFailed | None:
+def write_down(error: Exception, run_dir: RunDir, trainer: L.Trainer, command: str) -> LitRLError | None:
     """Write `error.json`. Of several ranks the first that fails writes it.
 
     Returns:
-        What to raise instead, where this rank failed only because that one is gone.
+        What to raise instead, where this rank failed only because another one is gone.
     """
-    first = _write(error, run_dir, trainer, command)
-    return OtherRankFailed(first) if first is not None and has_lost_another(error) else None
+    if not has_lost_another(error):
+        _write(error, run_dir, trainer, command)
+        return None
+    ended, killed = how_one_ended(trainer.global_rank) or (None, False)
+    known = None
+    if ended is not None:
+        begun = any(run_dir.checkpoints.glob("*.ckpt"))
+        known = one_has_ended(ended, killed, run_dir.path if begun else None, error)
+        known.__cause__ = error  # the traceback in the file is this one's
+    first = _write(known or error, run_dir, trainer, command)
+    return known if first is None or killed else OtherRankFailed(first)  # a process that was killed wrote nothing
 
 
 def give_up(error: BackendError, run_dir: RunDir | None, trainer: L.Trainer, command: str) -> int:

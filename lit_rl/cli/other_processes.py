@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+from pathlib import Path
 
 from lit_rl.errors import BackendError, ConfigError, LitRLError
 
 _GO_ON = (
-    "What it said last is the reason. Once that is mended, start the same command on every node with ckpt_path=last: "
-    "the run goes on from its newest checkpoint."
+    "If it ended by itself, what it said last is the reason; if it said nothing, it was killed, as the kernel does "
+    "when memory is out. Once that is mended, start the same command on every node with ckpt_path=last: the run goes "
+    "on from its newest checkpoint."
 )
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -33,7 +36,7 @@ def of_other_processes(error: BaseException) -> LitRLError | None:
     if not (of_gloo or isinstance(error, DistError) or has_lost_another(error)):
         return None
     meet = f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT')}"
-    said = " ".join(text.partition("This is typically caused")[0].split("\n")[0].split()).rstrip(".")
+    said = _first_words(text)
     if "EADDRINUSE" in text:
         return BackendError(
             f"The processes of the run would meet at {meet}, and that port is taken. Set another MASTER_PORT."
@@ -46,3 +49,24 @@ def of_other_processes(error: BaseException) -> LitRLError | None:
     where = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", text)
     which = f"Another process of the run, at {where.group(1)}," if where else "Another process of the run"
     return BackendError(f"{which} is gone, or does not answer: {said}. {_GO_ON}")
+
+
+def one_has_ended(how: str, killed: bool, folder: Path | None, error: BaseException) -> BackendError:
+    """What a lost connection means where it is known how the process at its other end has ended.
+
+    Args:
+        how: A clause with its rank.
+        killed: By a signal; else it said itself why it ended.
+        folder: Of the run, where there is a checkpoint to go on from.
+        error: Of the connection.
+    """
+    reason = "" if killed else " What it said last is the reason."
+    again = "Start the same command again"
+    if folder is not None:
+        where = shlex.join(["ckpt_path=last", f"run_dir={folder}"])
+        again = f"Start the same command with {where}: the run goes on from its newest checkpoint"
+    return BackendError(f"{how}.{reason} {again}. What torch.distributed said: {_first_words(str(error))}.")
+
+
+def _first_words(text: str) -> str:
+    return " ".join(text.partition("This is typically caused")[0].split("\n")[0].split()).rstrip(".")

@@ -26,6 +26,9 @@ _LAST = 30.0
 _EVERY = 0.5
 """Seconds between two looks at processes that this one started. Lightning's own first look is after five."""
 
+_TO_END = 5.0
+"""Seconds from a lost connection to the end of the process at its other end."""
+
 _TO_HEAR = 120.0
 """Seconds that this process has to hear of one that is gone, by a collective that fails, and to leave its work, which
 may be a checkpoint or an export that it writes alone."""
@@ -111,9 +114,9 @@ def _watch(trainer: L.Trainer, over: threading.Event, gave_up: Callable[[Backend
         try:
             code = gave_up(
                 BackendError(
-                    f"A process of another rank, {failed.pid}, {_how_it_ended(failed)}, and for {given:.0f} s this "
-                    "one has not heard of it: it stands where nothing fails. Start the same command with "
-                    "ckpt_path=last: the run goes on from its newest checkpoint."
+                    f"{_how_it_ended(failed, trainer.global_rank)}, and for {given:.0f} s this one has not heard of "
+                    "it: it stands where nothing fails. Start the same command with ckpt_path=last: the run goes on "
+                    "from its newest checkpoint."
                 )
             )
         finally:  # also where the terminal is gone, and nothing can be said
@@ -128,11 +131,38 @@ def _failed() -> subprocess.Popen[Any] | None:
     return next((each for each in ended if not SIGNALLED < each.returncode <= SIGNALLED + signal.NSIG), None)
 
 
-def _how_it_ended(process: subprocess.Popen[Any]) -> str:
+def how_one_ended(rank: int, seconds: float = _TO_END) -> tuple[str, bool] | None:
+    """What ended another rank, where this process has started it and has lost the connection to it.
+
+    Args:
+        rank: Of this process.
+        seconds: That a process has to end whose connections are closed.
+
+    Returns:
+        A clause with its rank and its process, and whether a signal killed it: then it said nothing itself. None where
+        every one that this process started is there, or ended in good order.
+    """
+    until = time.monotonic() + seconds
+    while any(each.poll() is None for each in _known) and not _killed() and time.monotonic() < until:
+        time.sleep(_EVERY / 10)
+    failed = _killed() or _failed()
+    return None if failed is None else (_how_it_ended(failed, rank), failed.returncode < 0)
+
+
+def _killed() -> subprocess.Popen[Any] | None:
+    """The first that a signal killed: where several ended, the others have lost their connection to it."""
+    return next((each for each in _known if (each.poll() or 0) < 0), None)
+
+
+def _how_it_ended(process: subprocess.Popen[Any], rank: int) -> str:
+    """Lightning starts the ranks of a node in their order."""
+    who = f"Rank {rank + 1 + _known.index(process)} (process {process.pid})"
     if process.returncode < 0:
         with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-process.returncode).name}"
-    return f"has ended with exit code {process.returncode}"
+            name = signal.Signals(-process.returncode).name
+            of_memory = ", as the kernel does when memory is out" if name == "SIGKILL" else ""
+            return f"{who} was killed by {name}{of_memory}"
+    return f"{who} has ended with exit code {process.returncode}"
 
 
 def stop_lightnings_observer() -> None:

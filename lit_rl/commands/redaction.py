@@ -8,18 +8,7 @@ from typing import Any
 
 import yaml
 
-_SECRET_KEY = re.compile(
-    r"(^|[_-])(token|api_key|api-key|apikey|access_key|private_key|secret|password|passwd|credential|authorization)s?$",
-    re.IGNORECASE,
-)
-_SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|[0-9a-f]{40})\b|(?<=://)[^/@\s]+@"
-    r"|(?<=Bearer )\S+|(?<=[?&]sig=)[^&\s]+|(?<=[?&]signature=)[^&\s]+"
-    r"|(?<=token=)\S+|(?<=api_key=)\S+|(?<=secret=)\S+|(?<=password=)\S+"
-)
-_NOT_SECRET = {"eos_token", "pad_token", "revision"}
-_COUNT_OF_TOKENS = re.compile(r"tokens=(\d+|null)$", re.IGNORECASE)
-"""How a word ends that sets a length: `max_new_tokens=6` is no secret."""
+from lit_rl.commands.secret_forms import REDACTED, is_named, without
 
 
 def redact_command(command: str) -> str:
@@ -38,8 +27,9 @@ def _redacted_word(key: str, equals: str, value: str) -> str:
         # Hydra needs no blank behind the colon of a dictionary, YAML does. What is no YAML then is hidden as a whole.
         tree = yaml.safe_load(re.sub(r":(?! )", ": ", value))
     except yaml.YAMLError:
-        return f"{key}{equals}<redacted>"
-    return f"{key}{equals}{value if redact(tree, name) == tree else '<redacted>'}"
+        return f"{key}{equals}{REDACTED}"
+    clean = redact(tree, name) == tree and without(value, commits=True) == value  # an address is whole in `value` alone
+    return f"{key}{equals}{value if clean else REDACTED}"
 
 
 def redact(node: Any, key: str = "") -> Any:
@@ -48,8 +38,6 @@ def redact(node: Any, key: str = "") -> Any:
         return {name: redact(value, str(name)) for name, value in node.items()}
     if isinstance(node, list):
         return [redact(value, key) for value in node]
-    if isinstance(node, str) and key not in _NOT_SECRET:
-        if _SECRET_KEY.search(key) and node and not _COUNT_OF_TOKENS.search(f"{key}={node}"):
-            return "<redacted>"
-        return _SECRET_VALUE.sub("<redacted>", node)
-    return node
+    if is_named(key, node):
+        return REDACTED
+    return without(node, commits=key.endswith("revision")) if isinstance(node, str) else node

@@ -11,10 +11,12 @@ import torch
 from cli_helpers import QUICK, Command, contents, refused
 from no_room import small_disk
 from omegaconf import DictConfig, OmegaConf
+from secret_examples import HARMLESS, OF_A_FORM, OF_A_NAME
 from tiers import quick
 
 from lit_rl.cli import build, hydra_node, typed_secrets
 from lit_rl.commands.run_dir import RunDir
+from lit_rl.commands.secret_forms import NAMES, TEXTS, WORDS
 from lit_rl.errors import ConfigError, StorageError
 
 TWO_ON_CPU = ["trainer.devices=2", "trainer.accelerator=cpu"]
@@ -459,6 +461,25 @@ def test_a_secret_in_a_file_is_refused(experiment):
 )
 def test_what_is_no_secret_is_let_through(text):
     typed_secrets.check(OmegaConf.create({"run_dir": text, "eos_token": text, "max_tokens": "7", "password": None}))
+
+
+@pytest.mark.parametrize("what", [*WORDS, *TEXTS])
+def test_a_secret_of_a_known_form_is_refused(what: str):
+    for secret in OF_A_FORM[what]:
+        with pytest.raises(ConfigError, match="reward.note holds") as told:
+            typed_secrets.check(OmegaConf.create({"reward": {"note": ["a", secret]}}))
+        assert what in str(told.value) and secret not in str(told.value)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OF_A_NAME])
+def test_a_secret_by_the_name_of_its_key_is_refused(name: str):
+    with pytest.raises(ConfigError, match=f"reward.headers.{name} holds"):
+        typed_secrets.check(OmegaConf.create({"reward": {"headers": {name: "geheim1"}}}))
+
+
+@pytest.mark.parametrize("word", HARMLESS)
+def test_words_that_look_like_secrets_are_taken(word: str):
+    typed_secrets.check(OmegaConf.from_dotlist([word.replace("'", "")]))
 
 
 TARGETS = {

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import copy
 import os
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from omegaconf import OmegaConf
 from runs_helpers import SMALL
+from secret_examples import HARMLESS, LONG, OF_A_FORM, OF_A_NAME
 
+import lit_rl
 from lit_rl.callbacks import SavedRollout
+from lit_rl.commands.redaction import redact, redact_command
+from lit_rl.commands.secret_forms import NAMES, TEXTS, WORDS
 from lit_rl.data.templates import render_prompt
 from lit_rl.errors import DataError, StorageError
 from lit_rl.models import LanguageModel
@@ -67,3 +74,35 @@ def test_no_secret_stands_in_any_file_of_a_run(train, tmp_path: Path, monkeypatc
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     found = [(path.name, secret) for path in files for secret in held.values() if secret.encode() in path.read_bytes()]
     assert len(files) > 5 and found == []
+
+
+SECRET_PARTS = ("geheim1", LONG[:17], "YW5uOmdlaGVpbTE", "BEGIN", "Q3EGR7T2", "d04f2e11", "0a1b2c3d", "klmnop1234")
+
+
+@pytest.mark.parametrize("what", [*WORDS, *TEXTS])
+def test_a_secret_of_a_known_form_is_redacted_wherever_it_stands(what: str) -> None:
+    for secret in OF_A_FORM[what]:
+        assert any(part in secret for part in SECRET_PARTS)
+        written = [redact({"note": secret, "all": ["a", secret]}), redact_command(shlex.join([f"a.note={secret}"]))]
+        if what != "a header of HTTP":  # which begins a line
+            written += [redact(f"ValueError: {secret} is refused"), redact_command(shlex.join(["x", f"a=[{secret}]"]))]
+        for each in written:
+            assert "<redacted>" in str(each) and not [part for part in SECRET_PARTS if part in str(each)], secret
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OF_A_NAME])
+def test_a_secret_by_the_name_of_its_key_is_redacted(name: str) -> None:
+    written = [redact({"a": {name: "geheim1"}}), redact_command(f"+a.{name}=geheim1 --{name}=geheim1")]
+    assert all("<redacted>" in str(each) and "geheim1" not in str(each) for each in written)
+
+
+def test_what_is_no_secret_is_written_as_it_is() -> None:
+    command = shlex.join(HARMLESS)
+    assert shlex.split(redact_command(command)) == shlex.split(command)
+    tree = OmegaConf.to_container(OmegaConf.from_dotlist([word.replace("'", "") for word in HARMLESS]), resolve=False)
+    assert redact(tree) == tree
+    shipped = [yaml.safe_load(path.read_text()) for path in CONFIGS]
+    assert len(shipped) > 100 and redact(shipped) == shipped
+
+
+CONFIGS = sorted((Path(lit_rl.__file__).parents[1] / "conf").rglob("*.yaml"))

@@ -17,6 +17,7 @@ import pytest
 import warm
 from runs_helpers import SMALL, assert_same_run, newest
 
+from lit_rl.cli.other_processes import has_lost_another, one_has_ended
 from lit_rl.commands import other_ranks
 from lit_rl.commands.other_ranks import end_those_started, wait_for_those_started, watching_those_started
 from lit_rl.commands.parent import STARTED_BY
@@ -62,6 +63,27 @@ def test_a_job_of_a_sweep_whose_other_ranks_an_earlier_job_has_ended_says_so(mon
     assert other_ranks._failed() is None
     with pytest.raises(BackendError, match="ended with an earlier job"), watching_those_started(later, lambda _: 8):  # pyright: ignore
         pass
+
+
+def test_how_another_rank_ended_is_asked_of_those_that_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that a signal killed before others, which have heard of it."""
+    fails, lives = subprocess.Popen(["false"]), subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(other_ranks, "_known", [fails])
+    ended = f"(process {fails.pid}) has ended with exit code 1"
+    assert other_ranks.how_one_ended(4, 60.0) == (f"Rank 5 {ended}", False)
+    said = str(one_has_ended(*(f"Rank 1 {ended}", False), None, RuntimeError("Connection closed by peer [::1]:5")))
+    assert said == (
+        f"Rank 1 {ended}. What it said last is the reason. Start the same command again. What torch.distributed said: "
+        "Connection closed by peer [::1]:5."
+    )
+    other_ranks._known.append(lives)
+    assert other_ranks.how_one_ended(0, 0.1) == (f"Rank 1 {ended}", False)
+    lives.terminate()
+    how = other_ranks.how_one_ended(0, 60.0)
+    assert how == (f"Rank 2 (process {lives.pid}) was killed by SIGTERM", True)
+    assert has_lost_another(RuntimeError("Connection closed by peer [::1]:5"))
+    other_ranks._known[:] = []
+    assert other_ranks.how_one_ended(0) is None
 
 
 def wait_for(path: Path, pattern: str, children: list, seconds: float = 240.0) -> None:
@@ -314,6 +336,11 @@ def test_a_rank_that_fails_ends_the_others_and_is_heard_last(
     error = json.loads((folder / "error.json").read_text())
     if fault == "dies":
         assert (child.returncode, error["error"], error["rank"]) == (8, "BackendError", 0), output
+        said = error["message"]
+        assert re.match(r"Rank 1 \(process \d+\) was killed by SIGKILL, as the kernel does when memory is out\. ", said)
+        assert f"ckpt_path=last run_dir={folder}: the run goes on" in said and "What it said" not in said
+        assert "What torch.distributed said: " in said.rpartition(". ")[2] and f"BackendError: {said}" in output
+        assert "RuntimeError" in error["traceback"]
         return
     assert child.returncode == 1, output
     assert (error["error"], error["rank"]) == ("LookupError", first)

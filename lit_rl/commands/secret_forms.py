@@ -1,0 +1,113 @@
+"""What tells a secret: the form of a text, or the name of the key that holds it.
+
+Who refuses what is typed and who leaves secrets out of what is written read the same tables.
+"""
+
+from __future__ import annotations
+
+import re
+
+REDACTED = "<redacted>"
+
+WORDS = {
+    "a token of the Hugging Face hub": r"hf_[A-Za-z0-9]{20,}",
+    "an API key (sk-...)": r"sk-(?=[\w-]*(?:[A-Za-z0-9_]{16}|[0-9a-f]{8}-[0-9a-f]{4}-))[\w-]{20,}",
+    "an API key of a model's provider": r"(?:(?:xai-|pplx-|gsk_|r8_)[A-Za-z0-9]{30,}|nvapi-[\w-]{40,})",
+    "a token of GitHub": r"(?:gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,})",
+    "a token of GitLab": r"gl(?:pat|ptt|dt|rt|ft|cbt)-[\w-]{16,}",
+    "a token of Slack": r"xox[abeoprs]-[\w-]{16,}",
+    "an access key of AWS": r"(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])",
+    "an API key of Google": r"AIza[\w-]{30,}",
+    "a key of Stripe": r"[rs]k_(?:live|test)_[A-Za-z0-9]{16,}",
+    "a JSON web token": r"eyJ[\w-]{6,}\.eyJ[\w-]{6,}\.[\w-]{6,}",
+    "a key of W&B": r"(?:wandb_v\d_\w{20,}|local-[0-9a-f]{40}(?![0-9a-f]))",
+}
+"""By its first letters, and long enough to be real; each with what it is called in a message."""
+
+_QUERY = (
+    r"(?:key|sig|signature|token|secret|password|passwd|pwd|x-(?:amz|goog)-[\w-]+"
+    r"|(?:api|access|auth|client|id|private|refresh|secret|security|session|subscription)[_-]?(?:key|token|secret))"
+)
+_BASE64 = r"(?=[A-Za-z0-9+/]*(?:[0-9=]|(?:[a-z]+[A-Z]+){2}))[A-Za-z0-9+/]{12,}=*"
+"""With digits or capitals within, which words of a language have not."""
+TEXTS = {
+    "a password in an address": r"://((?:\$\{[^{}]*\}|[^\s/?#@:$])*:(?!\$\{)[^\s/?#@]+@)",
+    "a token in an address": r"https?://([\w-]{20,}@)",
+    "a key in the query of an address": rf"(?i:[?&]{_QUERY}=)((?!\$\{{)[^&#\s'\"]+)",
+    "a Bearer token": r"\b(?i:bearer) ((?=\S*\d|\S{16})[\w./+=~-]{8,})",
+    "a password of HTTP's Basic": rf"\b(?i:basic) ({_BASE64})",
+    "a header of HTTP": r"(?im:^(?:(?:proxy-)?authorization|x-auth[\w-]*|x-api-key)) ?: ?((?![^\r\n]*\$\{)\S[^\r\n]*)",
+    "a private key": r"(?s:(-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)))",
+}
+"""By what stands around it; the group is the secret. A reference in its place is none."""
+
+_OWN_WORDS = {what: re.compile(rf"(?<![\w./-]){form}(?![\w/-]|\.\w)") for what, form in WORDS.items()}
+"""Where a user types it, a part of a path is none."""
+_IN_TEXTS = {what: re.compile(form) for what, form in TEXTS.items()}
+_HIDDEN = [*_IN_TEXTS.values(), re.compile(rf"\b({'|'.join(WORDS.values())})"), re.compile(r"\b([0-9a-f]{40})\b")]
+"""40 hexadecimal digits were a key of W&B. A commit is as long, so whoever types them is not refused."""
+
+NAMES = (
+    *("token", "api_key", "apikey", "access_key", "secret_key", "private_key", "signing_key", "account_key", "secret"),
+    *("password", "passwd", "passphrase", "pwd", "credential", "authorization", "cookie"),
+)
+"""How a key ends that holds a secret, after an underscore or a hyphen; several of them with an s."""
+_NAME = re.compile(
+    rf"(?i)(?:^|_)(?:{'|'.join(NAMES)})s?$|^x_auth(?:_|$)"
+    r"|(?:^|_)(?:db|user|admin|root|smtp|ftp|http|proxy|sql|mysql|pg|postgres|redis|mongo|ssh|login)_?pass$|^pass$"
+)
+_TOKENS_OF_TEXTS = re.compile(
+    r"(?i)(?:^|_)(?:[bep]os|pad|unk|sep|cls|mask|image|video|audio|vision|stop|start|end|begin|special|think|thinking"
+    r"|tool|new|first|last|next|per|eot|eom)_token$|(?<!api)(?<!auth)(?<!access)(?<!hf)(?<!hub)_tokens$"
+)
+_NO_SECRET = re.compile(
+    r"|null|none|true|false|auto|<.*>|\[.*\]|[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*_(?:KEY|TOKEN|SECRET|PASSWORD)"
+)
+"""Under any name: nothing, words of YAML, tokens of a vocabulary, names of environment variables."""
+_COUNT = re.compile(r"[\d_]+")
+_NAMED_IN_A_TEXT = re.compile(rf"((?:[\w-]*[_-])?(?:{'|'.join(NAMES)}|pass|api-key)s?)=(\S+)", re.IGNORECASE)
+"""As messages of errors and command lines say it: `password=...`."""
+
+
+def in_words(text: str) -> str | None:
+    """What a text that a user typed holds, by its form: a word of `WORDS` or `TEXTS`; None where it holds no secret."""
+    forms = {**_OWN_WORDS, **_IN_TEXTS}
+    return next((what for what, form in forms.items() if form.search(text)), None)
+
+
+def is_named(key: str, value: object) -> bool:
+    """Whether a value is a secret by the name of its key.
+
+    Args:
+        key: Its own name, without those of the groups around it; Hydra's `+` and the hyphens of an option may be there.
+        value: A reference (`${...}`) is no secret, nor is a count; numbers are passwords and keys alone.
+    """
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key.lstrip("+~-")).replace("-", "_")
+    if not _NAME.search(name) or _TOKENS_OF_TEXTS.search(name) or isinstance(value, bool | float | None):
+        return False
+    if isinstance(value, int):
+        return re.search(r"(?i)pass|pwd|key", name) is not None
+    text = str(value).strip("'\"")
+    if name.lower() == "tokens" and _COUNT.fullmatch(text):
+        return False
+    return "${" not in text and not _NO_SECRET.fullmatch(text)
+
+
+def without(text: str, *, commits: bool = False) -> str:
+    """The text with every secret of a known form replaced.
+
+    Args:
+        commits: Whether 40 hexadecimal digits are a commit, and stay.
+    """
+    for form in _HIDDEN[:-1] if commits else _HIDDEN:
+        text = form.sub(_replaced, text)
+    return _NAMED_IN_A_TEXT.sub(_replaced_if_named, text)
+
+
+def _replaced(match: re.Match[str]) -> str:
+    begins, ends = match.start(1) - match.start(), match.end(1) - match.start()
+    return f"{match[0][:begins]}{REDACTED}{match[0][ends:]}"
+
+
+def _replaced_if_named(match: re.Match[str]) -> str:
+    return f"{match[1]}={REDACTED}" if is_named(match[1], match[2]) else match[0]
