@@ -61,6 +61,10 @@ ABSENT = "lit_rl.cli.build.absent"
 """The target of a choice that stands for nothing: a file of a Hydra group cannot itself be null."""
 
 
+_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'|^\w+ takes no (\w+)=\.")
+"""What Python, and `lit_rl.keywords`, say of a keyword that is none."""
+
+
 def prune(node: Any) -> Any:
     """Null settings of optional objects are dropped; an optional object without any setting is None, as is `ABSENT`."""
     if isinstance(node, list):
@@ -87,7 +91,7 @@ def build(tree: Any) -> Any:
         return instantiate(tree, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error.__context__
-        if isinstance(cause, LitRLError):
+        if isinstance(cause, LitRLError) and not _UNKNOWN.search(str(cause)):
             raise cause from error
         if isinstance(cause, ImportError):
             raise BackendError(f"What the config builds cannot be imported: {cause}") from error
@@ -108,9 +112,9 @@ def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> st
     if not isinstance(node, dict) or "_target_" not in node:
         return str(error).split("\nfull_key")[0]
     target = str(node["_target_"])
-    if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(cause)):
+    if unknown := _UNKNOWN.search(str(cause)):
         names = list(inspect.signature(get_object(target)).parameters)
-        word = unknown.group(1)
+        word = unknown[1] or unknown[2]
         where = f"{key}.{word}" if key else word
         return f"{where} is not a key of {target}.{did_you_mean(word, names)} It has: {', '.join(names)}."
     came = ", ".join(f"{name}={value!r}" for name, value in node.items() if not isinstance(value, dict | None))

@@ -80,7 +80,8 @@ def check(config: DictConfig) -> None:
 
 def _check_hub(config: DictConfig) -> None:
     """Refuse a model of the hub that is not there. Where settings of a run come first, its model is not this one."""
-    ours = _at(config, "model._target_") == "lit_rl.models.LanguageModel" and not _at(config, "model.init_kwargs")
+    ours = _at(config, "model._target_") == "lit_rl.models.LanguageModel"
+    ours &= not _at(config, "model.init_kwargs") and not _at(config, "model.trust_remote_code")  # said of it first
     if config.task in (*_OF_A_MODEL, "data_check") and ours and not is_over_a_run(config.task, config.run_dir):
         for name in _texts(_at(config, "model.name")):
             check_can_be_read("model.name", name)

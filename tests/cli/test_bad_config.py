@@ -22,7 +22,12 @@ from lit_rl.errors import ConfigError, StorageError
 TWO_ON_CPU = ["trainer.devices=2", "trainer.accelerator=cpu"]
 ROWS: list[tuple[str, list[str], int, list[str]]] = [
     # unknown keys: the nearest one, wherever it is, and those that stand there
-    ("key", ["algo.group_sise=4"], 2, ["algo.group_sise is not a key", "'group_size'", "minibatches"]),
+    (
+        "key",
+        ["algo.group_sise=4"],
+        2,
+        ["algo.group_sise is not a key", "'group_size'", "--cfg job --package algo` lists them"],
+    ),
     ("key-elsewhere", ["algo.lrr=1"], 2, ["algo.lrr is not a key", "optimizer.lr"]),
     ("key-of-trainer", ["trainer.max_step=3"], 2, ["trainer.max_step is not a key", "'max_steps'"]),
     ("key-top", ["sede=1"], 2, ["sede is not a key", "'seed'"]),
