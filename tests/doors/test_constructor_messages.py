@@ -288,9 +288,16 @@ def test_generating_needs_the_policy() -> None:
 
 
 def test_a_text_to_complete() -> None:
-    for given in ("17+25=", ["17+25="]):
-        with pytest.raises(ConfigError, match=r"generate takes a PromptBatch, and got a \w+"):
-            grpo().generate(given)  # pyright: ignore
+    module = grpo()
+    with pytest.raises(ConfigError, match=r"generate takes a PromptBatch, a text or a list of texts, and got a int"):
+        module.generate(3)  # pyright: ignore
+    with pytest.raises(ConfigError, match=r"call module\.configure_model\(\) first, then generate"):
+        module.generate("17+25=")
+    module.configure_model()
+    greedy = Sampling(temperature=0, max_new_tokens=3)
+    one, both = module.generate("17+25=", greedy), module.generate(["17+25=", "1+1=", "17+25="], greedy)
+    assert isinstance(one, str) and one
+    assert len(both) == 3 and one == both[0] == both[2]
 
 
 def test_a_checkpoint_needs_what_the_constructor_needs(tmp_path: Path) -> None:
