@@ -16,7 +16,7 @@ from lit_rl.data.jsonl import OnBadRow
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.small_sets import DEFAULT, NotesSize, fitting
 from lit_rl.data.sources import Rows
-from lit_rl.data.splits import Source, exactly_one, named_rows, parse_sources, val_sources
+from lit_rl.data.splits import Source, exactly_one, named_rows, no_text, parse_sources, val_sources
 from lit_rl.data.tasks import Task
 from lit_rl.errors import ConfigError, DataError, in_range, seed_in_range
 
@@ -78,6 +78,8 @@ class SourcedDataModule(L.LightningDataModule, NotesSize):
     ) -> None:
         super().__init__()
         exactly_one(path=path, rows=rows, task=task, sources=sources)
+        if rows is not None:
+            no_text("data.rows", rows)
         if path is None and (split is not None or name is not None):
             raise ConfigError("data.split and data.name belong to data.path, which did not come: remove them.")
         if task is not None and (isinstance(task, type) or not (hasattr(task, "train") and hasattr(task, "val"))):

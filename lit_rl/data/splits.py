@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lit_rl.data.hub import rows_of_object
@@ -148,6 +149,15 @@ def prompt_key(prompt: Prompt, shown: Shown | None = None) -> str:
     return text if shown is None else " ".join([text, *(image.digest for image in shown.visuals)])
 
 
+def no_text(key: str, rows: Any) -> None:
+    """Raises DataError where rows that were handed over in Python are a path or another text."""
+    if isinstance(rows, str | Path):
+        text = str(rows)
+        raise DataError(
+            f"{key}={text!r} is a text; it takes a list of dicts. A file, folder or hub id is data.path: path={text!r}."
+        )
+
+
 def named_rows(key: str, rows: Any) -> Rows:
     """Rows that were handed over in Python, a list or a data set of `datasets`, checked.
 
@@ -155,8 +165,7 @@ def named_rows(key: str, rows: Any) -> Rows:
         DataError: not a list of dicts, or an empty one.
     """
     rows = rows_of_object(key, rows)
-    if isinstance(rows, str):
-        raise DataError(f"{key}={rows!r} is a text; it takes a list of dicts. A file, folder or hub id is data.path.")
+    no_text(key, rows)
     if isinstance(rows, bytes | Mapping) or not isinstance(rows, Sequence):
         raise DataError(f"{key} is a {type(rows).__name__}; it takes a list of dicts, or a data set of `datasets`.")
     for i, row in enumerate(rows):

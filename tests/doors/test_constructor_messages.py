@@ -23,7 +23,7 @@ from lit_rl.algorithms import DPO, GRPO, KTO, PPO, SFT, AdamW, Constant, RewardM
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, DataError
 from lit_rl.models.reference.other_model import OtherModel
 from lit_rl.rewards import exact_match
 from lit_rl.rollout import Sampling
@@ -288,9 +288,16 @@ def test_generating_needs_the_policy() -> None:
 
 
 def test_a_text_to_complete() -> None:
-    for given in ("17+25=", ["17+25="]):
-        with pytest.raises(ConfigError, match=r"generate takes a PromptBatch, and got a \w+"):
-            grpo().generate(given)  # pyright: ignore
+    module = grpo()
+    with pytest.raises(ConfigError, match=r"generate takes a PromptBatch, a text or a list of texts, and got a int"):
+        module.generate(3)  # pyright: ignore
+    with pytest.raises(ConfigError, match=r"call module\.configure_model\(\) first, then generate"):
+        module.generate("17+25=")
+    module.configure_model()
+    greedy = Sampling(temperature=0, max_new_tokens=3)
+    one, both = module.generate("17+25=", greedy), module.generate(["17+25=", "1+1=", "17+25="], greedy)
+    assert isinstance(one, str) and one
+    assert len(both) == 3 and one == both[0] == both[2]
 
 
 def test_a_checkpoint_needs_what_the_constructor_needs(tmp_path: Path) -> None:
@@ -307,3 +314,14 @@ def test_pairs_for_a_method_that_answers_prompts(tmp_path: Path) -> None:
     said = r"GRPO learns from prompts that it answers, and the Trainer got PreferenceDataModule, .*RolloutDataModule\("
     with pytest.raises(ConfigError, match=rf"{said}rows\), or train lit_rl\.DPO\(model\) or lit_rl\.KTO\(model\) with"):
         fit(grpo(), tmp_path, PreferenceDataModule(rows, batch_size=2, val_fraction=0))
+
+
+def test_a_file_in_the_place_of_rows_and_a_module_that_is_no_language_model() -> None:
+    for given in ("mine.jsonl", Path("mine.jsonl")):
+        with pytest.raises(
+            DataError, match=r"data\.rows='mine\.jsonl' is a text; .* is data\.path: path='mine\.jsonl'"
+        ):
+            RolloutDataModule(given)  # pyright: ignore
+    allowed = r"'tiny'.*folder, a hub id, .*LanguageModel\(name, .*PreTrainedModel of .* PeftModel with tokenizer="
+    with pytest.raises(ConfigError, match=rf"model is a Linear, .* Allowed is .*{allowed}"):
+        GRPO(torch.nn.Linear(2, 2), exact_match)  # pyright: ignore

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from lit_rl.algorithms.rollouts.early_rewards import EarlyRewards
 from lit_rl.algorithms.rollouts.episodes import check_spans, sound_rows, warn_of_failures
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource, given_up_together
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
+from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.environments.source import EpisodeSource
 from lit_rl.episodes import Episode
 from lit_rl.errors import ConfigError
@@ -170,21 +171,51 @@ class GeneratingModule(PolicyModule):
 
     # ------------------------------------------------------------------ generate -> reward
 
+    @overload
     def generate(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
-    ) -> Completions:
-        """Completions of every prompt of the batch, with the training's settings unless told otherwise."""
-        if not isinstance(batch, PromptBatch):
+    ) -> Completions: ...
+    @overload
+    def generate(self, batch: str, sampling: Sampling | None = None) -> str: ...
+    @overload
+    def generate(self, batch: list[str], sampling: Sampling | None = None) -> list[str]: ...
+    def generate(
+        self, batch: PromptBatch | str | list[str], sampling: Sampling | None = None, group_size: int | None = None
+    ) -> Completions | str | list[str]:
+        """Completions of every prompt of the batch, with the training's settings unless told otherwise.
+
+        A text, or a list of texts, is answered with a text each; `group_size` is 1 then.
+
+        Raises:
+            ConfigError: the policy is not loaded yet, or what came is neither a batch nor text.
+        """
+        is_text = isinstance(batch, str)
+        texts: Any = [batch] if is_text else batch
+        asks_in_text = isinstance(texts, list) and bool(texts) and all(isinstance(text, str) for text in texts)
+        if not (isinstance(batch, PromptBatch) or asks_in_text):
             raise ConfigError(
-                f"generate takes a PromptBatch, and got a {type(batch).__name__}. Rows become one by a data module: "
-                'data = RolloutDataModule(rows=[{"prompt": text}], val_fraction=0); data.prepare(module.tokenizer, '
-                'stage="predict"); data.peek(1). To talk to a policy: lit-rl chat, or load its export, the folder hf.'
+                f"generate takes a PromptBatch, a text or a list of texts, and got a {type(batch).__name__}. Rows make "
+                'a batch by a data module: data = RolloutDataModule(rows=[{"prompt": text}], val_fraction=0); '
+                'data.prepare(module.tokenizer, stage="predict"); module.generate(data.peek(1)).'
             )
         if self.policy is None:
-            raise ConfigError("The policy is not loaded yet: call module.configure_model() first; a Trainer does it.")
+            raise ConfigError(
+                "The policy is not loaded yet: call module.configure_model() first, then generate; a Trainer does it."
+            )
+        if not isinstance(batch, PromptBatch):
+            answers = self._answers(texts, sampling)
+            return answers[0] if is_text else answers
         asked = self.request(batch, sampling, group_size)
         with self._early.begun(self.reward_functions, asked, self.trainer_state) as asked:
             return self.source.draw(asked, self.ranks)
+
+    def _answers(self, texts: list[str], sampling: Sampling | None) -> list[str]:
+        """A completion of each text, which is tokenised as a prompt of the training is."""
+        data = RolloutDataModule([{"prompt": text} for text in texts], val_fraction=0, overlong="error")
+        data.prepare(self.tokenizer, stage="predict")
+        with self.rollout_context():
+            completions = self.generate(data.peek(len(texts)), sampling, 1)
+        return texts_of(completions, self.model.tokenizer)
 
     def generate_to_score(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None

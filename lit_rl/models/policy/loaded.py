@@ -172,6 +172,11 @@ def described(model: Any, tokenizer: Any = None) -> LanguageModel:
 
         if isinstance(model, PreTrainedModel | PeftModel):
             return LoadedModel(model, tokenizer)
+        raise ConfigError(
+            f"model is a {type(model).__name__}, a module of torch that is no language model. Allowed is a name "
+            "('tiny'), a folder, a hub id, lit_rl.LanguageModel(name, ...), or a PreTrainedModel of transformers or a "
+            "PeftModel with tokenizer=."
+        )
     elif tokenizer is not None:
         raise ConfigError(
             "tokenizer belongs to a model that is loaded already. A name, folder or hub id has its own, which "
