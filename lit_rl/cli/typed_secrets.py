@@ -30,9 +30,9 @@ def check(config: DictConfig) -> None:
     for key, text in _texts(OmegaConf.to_container(config, resolve=False)):
         if "${" in text:
             continue
-        found = _SECRET.search(text)
-        if found is None and not (text and _KEY.search(key.rpartition(".")[2])):
+        if not is_one(key, text):
             continue
+        found = _SECRET.search(text)
         hub = found is not None and found[0].startswith("hf_")
         variable, read = ("HF_TOKEN", " lit_rl itself finds HF_TOKEN there, unnamed.") if hub else ("MY_KEY", "")
         raise ConfigError(
@@ -41,6 +41,11 @@ def check(config: DictConfig) -> None:
             f"environment variable, and write '${{oc.env:{variable}}}' in its place.{read} If it is real, have it "
             "replaced where it was issued."
         )
+
+
+def is_one(key: str, text: str) -> bool:
+    """Whether a text looks like a secret, by its form or by the name of its key."""
+    return _SECRET.search(text) is not None or (bool(text) and _KEY.search(key.rpartition(".")[2]) is not None)
 
 
 def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:

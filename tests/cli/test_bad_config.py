@@ -13,7 +13,7 @@ from no_room import small_disk
 from omegaconf import DictConfig, OmegaConf
 from tiers import quick
 
-from lit_rl.cli import build, hydra_node, typed_secrets
+from lit_rl.cli import build, hydra_node, lightning_words, typed_secrets
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError, StorageError
 
@@ -437,6 +437,16 @@ def test_a_secret_on_the_command_line_is_refused_and_not_repeated(step: Command,
     outcome = step(*words)
     refused(outcome, 2, *told, "${oc.env:", "environment variable")
     assert not [part for part in (TOKEN, "abcdefghijklmnop1234", "geheim1") if part in outcome.err + outcome.out]
+
+
+@pytest.mark.parametrize(
+    "words", [["--model.judge.api_key", "geheim1"], [f"--model.sampling.stop=[{TOKEN}]"], ["--x.password=geheim1"]]
+)
+def test_a_secret_on_the_command_line_of_lightning_is_refused_and_not_repeated(words):
+    with pytest.raises(ConfigError, match="holds what looks like a secret.*environment variable") as refusal:
+        lightning_words.check(words)
+    assert TOKEN not in str(refusal.value) and "geheim1" not in str(refusal.value)
+    lightning_words.check(["--x.password=null", "--x.api_key", "--model.max_tokens=7", f"--config=runs/{TOKEN}"])
 
 
 @pytest.mark.all
