@@ -78,9 +78,11 @@ def _lightning(command: str, arguments: list[str]) -> int:
 
 def _hydra(command: str | None, rest: list[str]) -> int:
     """A command over a composed config."""
+    from lit_rl.cli import typed_secrets
     from lit_rl.cli.hydra_options import after_settings
     from lit_rl.cli.other_words import of_export, translated
 
+    typed_secrets.check_words(rest)
     said = ""
     if command == "export":
         rest, said = of_export(rest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from lit_rl.cli import typed_secrets
 from lit_rl.cli.key_names import schema_keys
 from lit_rl.cli.listing import some_keys
 from lit_rl.cli.stored_schemas import versions
@@ -15,17 +16,29 @@ _TRAINER = "--trainer."
 
 
 def check(words: Sequence[str]) -> None:
-    """Refuse a config file that is not there, and a key that the Trainer does not have.
+    """Refuse a secret, a config file that is not there, and a key that the Trainer does not have.
 
     Raises:
-        ConfigError: as jsonargparse's is told: it would say the same.
+        ConfigError: of files and keys as jsonargparse's is told: it would say the same.
     """
     for name, value in _options(words):
+        _check_secret(name.lstrip("-"), value)
         if name in _CONFIG and value.endswith((".yaml", ".yml", ".json")) and not Path(value).expanduser().exists():
             near = [str(path) for path in Path(value).expanduser().parent.glob(f"*{Path(value).suffix}")]
             raise ConfigError(f"config: File does not exist: {value!r}.{did_you_mean(value, near)}")
         if name.startswith(_TRAINER):
             _check_key(name.removeprefix(_TRAINER))
+
+
+def _check_secret(key: str, value: str) -> None:
+    """jsonargparse has no references to the environment, so a file, which others may not read, is left as a place."""
+    if value != "null" and not value.startswith("--") and typed_secrets.held(key, value):
+        raise ConfigError(
+            f"{key} holds what looks like a secret. A command line is no place for one: everybody on this machine sees "
+            "it in the list of processes, and it stays in the shell's history. Put it into an environment variable "
+            "that its reader knows (HF_TOKEN, WANDB_API_KEY, token_env=NAME of a reward's server), or into a --config "
+            "that only you can read. If it is real, have it replaced where it was issued."
+        )
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.commands.secret_forms import in_words, is_named
 from lit_rl.errors import ConfigError
+
+_OF_COLUMNS = "data.rename."
+"""Keys below it are names of a user's columns."""
+_TYPED = "everybody on this machine sees them in the list of processes, and they stay in the shell's history"
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse a secret on the command line, before anything else is said of it or written.
+
+    Args:
+        words: Settings, options and whatever else was typed.
+
+    Raises:
+        ConfigError: as `check`.
+    """
+    for word, after in zip(words, [*words[1:], ""]):
+        name, equals, value = word.lstrip("+~-").partition("=")
+        if not equals and word.startswith("-") and "=" not in after and not after.startswith("-"):
+            value = after
+        if what := in_words(name) or held(name, value):
+            raise _refused("The command line" if in_words(name) else name, what, _TYPED)
 
 
 def check(config: DictConfig) -> None:
@@ -21,20 +42,33 @@ def check(config: DictConfig) -> None:
         ConfigError: names the key and where the secret belongs, and does not repeat it.
     """
     for key, value in _values(OmegaConf.to_container(config, resolve=False)):
-        what = in_words(value) if isinstance(value, str) else None
-        if what is None:
-            name = key.rpartition(".")[2]
-            if not is_named(name, value):
-                continue
-            what = f"the value of a key that is named {name}"
-        hub = "Hugging Face" in what
-        variable, read = ("HF_TOKEN", " lit_rl itself finds HF_TOKEN there, unnamed.") if hub else ("MY_KEY", "")
-        raise ConfigError(
-            f"{key} holds what looks like a secret: {what}. Settings are no place for one: everybody on this machine "
-            "sees them in the list of processes, and they stay in the shell's history. Allowed is a reference: put it "
-            f"into an environment variable, and write '${{oc.env:{variable}}}' in its place.{read} If it is real, have "
-            "it replaced where it was issued."
-        )
+        if what := held(key, value):
+            raise _refused(key, what, "they are written into the folders of runs, and given on")
+
+
+def held(key: str, value: Any) -> str | None:
+    """What secret a value looks like, in words; None where it looks like none.
+
+    Args:
+        key: Of the setting.
+        value: Of any type; a reference is no secret.
+    """
+    if isinstance(value, str) and (what := in_words(value)):
+        return what
+    name = key.rpartition(".")[2]
+    if key.startswith(_OF_COLUMNS) or not is_named(name, value):
+        return None
+    return f"the value of a key that is named {name}"
+
+
+def _refused(key: str, what: str, why: str) -> ConfigError:
+    hub = "Hugging Face" in what
+    variable, read = ("HF_TOKEN", " lit_rl itself finds HF_TOKEN there, unnamed.") if hub else ("MY_KEY", "")
+    return ConfigError(
+        f"{key} holds what looks like a secret: {what}. Settings are no place for one: {why}. Allowed is a reference: "
+        f"put it into an environment variable, and write '${{oc.env:{variable}}}' in its place.{read} If it is real, "
+        "have it replaced where it was issued."
+    )
 
 
 def _values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:

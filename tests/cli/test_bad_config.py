@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from secret_examples import HARMLESS, OF_A_FORM, OF_A_NAME
 from tiers import quick
 
-from lit_rl.cli import build, hydra_node, typed_secrets
+from lit_rl.cli import build, hydra_node, lightning_words, typed_secrets
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.secret_forms import NAMES, TEXTS, WORDS
 from lit_rl.errors import ConfigError, StorageError
@@ -434,8 +434,12 @@ def test_a_file_of_the_users_own_is_used(experiment, cwd):
 TOKEN = "hf_" + "Ab3" * 12
 SECRETS = {
     "hub": ([f"sampling.stop=[{TOKEN}]"], ["sampling.stop holds", "HF_TOKEN"]),
-    "form": (["+logger.mine={_target_: x, note: 'Bearer abcdefghijklmnop1234'}"], ["logger.mine.note holds"]),
+    "form": (["+logger.mine={_target_: x, note: 'Bearer abcdefghijklmnop1234'}"], ["logger.mine holds"]),
     "name": (["+model.init_kwargs.api_key=geheim1"], ["model.init_kwargs.api_key holds"]),
+    "of another kind": ([f"trainer.max_steps={TOKEN}"], ["trainer.max_steps holds"]),
+    "an option": (["--api-key", "geheim1"], ["api-key holds"]),
+    "alone": (["seed=1", TOKEN], ["The command line holds"]),
+    "a sweep": (["-m", "seed=1,2", f"+model.init_kwargs={{token:{TOKEN}}}"], ["model.init_kwargs holds"]),
 }
 
 
@@ -444,6 +448,16 @@ def test_a_secret_on_the_command_line_is_refused_and_not_repeated(step: Command,
     outcome = step(*words)
     refused(outcome, 2, *told, "${oc.env:", "environment variable")
     assert not [part for part in (TOKEN, "abcdefghijklmnop1234", "geheim1") if part in outcome.err + outcome.out]
+
+
+@pytest.mark.parametrize(
+    "words", [["--model.judge.api_key", "geheim1"], [f"--model.sampling.stop=[{TOKEN}]"], ["--x.password=geheim1"]]
+)
+def test_a_secret_on_the_command_line_of_lightning_is_refused_and_not_repeated(words):
+    with pytest.raises(ConfigError, match="holds what looks like a secret.*environment variable") as refusal:
+        lightning_words.check(words)
+    assert TOKEN not in str(refusal.value) and "geheim1" not in str(refusal.value)
+    lightning_words.check(["--x.password=null", "--x.api_key", "--model.max_tokens=7", f"--config=runs/{TOKEN}"])
 
 
 @pytest.mark.all
