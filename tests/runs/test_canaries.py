@@ -11,6 +11,7 @@ import torch
 from runs_helpers import SMALL
 
 from lit_rl.callbacks import SavedRollout
+from lit_rl.commands.report import closing_table
 from lit_rl.data.templates import render_prompt
 from lit_rl.errors import DataError, StorageError
 from lit_rl.models import LanguageModel
@@ -67,3 +68,12 @@ def test_no_secret_stands_in_any_file_of_a_run(train, tmp_path: Path, monkeypatc
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     found = [(path.name, secret) for path in files for secret in held.values() if secret.encode() in path.read_bytes()]
     assert len(files) > 5 and found == []
+
+
+def test_names_of_validation_sets_and_losses_control_no_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    odd = "../x\x1b[31m\n[red]y"
+    numbers = {"reward": 1.0, "reward_low": 0.5, "reward_high": 1.0}
+    closing_table({"after": {odd: {"greedy": numbers}}, "losses": {"after": {f"val/{odd}/loss": 1.0}}, "seconds": 1.0})
+    said = capsys.readouterr().out
+    assert "\x1b" not in said and said.count(r"../x\x1b[31m\n[red]y") == 2
