@@ -46,6 +46,11 @@ def visible(text: str) -> str:
     )
 
 
+def one_line(name: str) -> str:
+    """A name of the user's, of a reward, a metric or a validation set, with line ends as escapes too."""
+    return visible(name).replace("\n", "\\n")
+
+
 def _mean_reward(rows: Sequence[dict[str, Any]]) -> float:
     """Over the rows that were scored; NaN marks the others."""
     scored = [row["reward"] for row in rows if not math.isnan(row["reward"])]

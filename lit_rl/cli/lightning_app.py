@@ -57,6 +57,7 @@ from lit_rl.commands.other_ranks import (
 from lit_rl.commands.redaction import redact, redact_command
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_lock import RunLock
+from lit_rl.commands.step_memory import told_of_memory
 from lit_rl.commands.train import Run
 from lit_rl.data.tasks import Task
 from lit_rl.errors import SIGNALLED, BackendError, ConfigError, StorageError, did_you_mean
@@ -316,7 +317,8 @@ class CommandLine(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         with report.told_what_is_missing(self.trainer):
             try:
-                with watching_those_started(self.trainer, self._give_up):
+                told = told_of_memory(self.model) if isinstance(self.model, PolicyModule) else contextlib.nullcontext()
+                with watching_those_started(self.trainer, self._give_up), told:
                     super()._run_subcommand(subcommand)
                 wait_for_those_started(self.trainer.strategy.launcher)
             except Exception as error:

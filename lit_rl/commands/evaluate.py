@@ -7,8 +7,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lit_rl.callbacks.kept_images import KeptImages
+from lit_rl.callbacks.text import one_line
 from lit_rl.commands.step_memory import told_of_memory
 from lit_rl.commands.train import Run
 
@@ -35,7 +37,7 @@ def _report(run: Run, stage: str) -> int:
     table.add_column("metric")
     table.add_column("value", justify="right")
     for name, value in sorted(metrics.items()):
-        table.add_row(name, f"{value:.4f}")
+        table.add_row(Text(one_line(name)), f"{value:.4f}")
     Console().print(table)
     if not run.dry:
         summary = {"status": "evaluated", "model": run.module.model.name, "ckpt_path": run.ckpt_path}

@@ -14,8 +14,10 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lit_rl.callbacks.file_names import ALARMS
+from lit_rl.callbacks.text import one_line
 from lit_rl.callbacks.trackio_logger import TrackioLogger
 from lit_rl.callbacks.unwritten import not_written
 from lit_rl.commands.run_curves import PHASES
@@ -92,7 +94,7 @@ def _measured_table(console: Console, summary: dict[str, Any], measure: str, tit
             if measure in after:
                 before = summary.get("before", {}).get(name, {}).get(decoding)
                 row = (_interval(numbers, measure) for numbers in (before, after))
-                table.add_row(name or "held-out", decoding, *row)
+                table.add_row(Text(one_line(name or "held-out")), decoding, *row)
     if table.row_count:
         console.print(table)
 
@@ -106,7 +108,7 @@ def _losses_table(console: Console, losses: dict[str, dict[str, float]]) -> None
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
     for name, value in after.items():
-        table.add_row(name, f"{before[name]:.4f}" if name in before else "-", f"{value:.4f}")
+        table.add_row(Text(one_line(name)), f"{before[name]:.4f}" if name in before else "-", f"{value:.4f}")
     console.print(table)
 
 

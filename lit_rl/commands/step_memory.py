@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +12,7 @@ from lit_rl.algorithms.preflight.cut import remedies
 from lit_rl.algorithms.preflight.memory import MemoryPlan
 from lit_rl.algorithms.rollouts.phase_memory import process_peak
 from lit_rl.errors import BackendError, in_words, is_out_of_memory
-from lit_rl.generation.base import InProcessGenerator
+from lit_rl.generation.base import DecodingMemoryError
 
 _OF_LEARNING = ("gradients", "buckets", "optimizer")
 """Parts of a plan that are not there where nothing is learned."""
@@ -49,42 +48,59 @@ def told_of_memory(module: PolicyModule) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        fits = module._trainer is not None and module.trainer.state.fn == "fit"
-        said = _while_decoding(error, module, fits) or (out_of_memory(error, module) if fits else None)
+        said = _said(error, module)
         if said is None:
             raise
         raise said from error
 
 
-def _while_decoding(error: Exception, module: PolicyModule, fits: bool) -> BackendError | None:
-    """None where it did not run out in the decoding of this process, or nothing is known of the model."""
-    at_once = _decoded_at_once(error)
-    memory = None if at_once is None else module.memory()
-    if at_once is None or memory is None:
+def _said(error: Exception, module: PolicyModule) -> BackendError | None:
+    """None where nothing is known of the model."""
+    fits = module._trainer is not None and module.trainer.state.fn == "fit"
+    if isinstance(error, DecodingMemoryError):
+        if said := _while_decoding(error, module, fits):
+            return said
+    elif module._trainer is not None and not fits:
+        return _while_scoring(error, module)
+    return out_of_memory(error, module) if fits else None
+
+
+def _while_decoding(error: DecodingMemoryError, module: PolicyModule, fits: bool) -> BackendError | None:
+    """None where nothing is known of the model."""
+    memory, at_once = module.memory(), error.at_once
+    if memory is None:
         return None
     parts = memory.plan(1, at_once, steps_in_parts=True).generating
     parts = {name: size for name, size in parts.items() if size and (fits or name not in _OF_LEARNING)}
     if not parts:
         return None
-    room = module.room()
-    had = "" if room is None else f" of {in_words(room)}"
-    listed = ", ".join(f"{name} {in_words(size)}" for name, size in parts.items())
     fewer = f"generator.batch_size={at_once // 2} (it was {at_once}; samples do not depend on it); " * (at_once > 1)
     return BackendError(
         f"Memory ran out while completions were decoded, {at_once} at once: {_first_words(error)}. Planned were "
-        f"{in_words(sum(parts.values()))}{had} ({listed}); other processes may have taken the rest. Set one of: {fewer}"
+        f"{_listed(parts, module)}; other processes may have taken the rest. Set one of: {fewer}"
         "shorter texts (sampling.max_new_tokens, data.max_prompt_tokens); a smaller model."
     )
 
 
-def _decoded_at_once(error: Exception) -> int | None:
-    """Sequences that a generator of this process was decoding together where an error was raised."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is InProcessGenerator.generate.__code__:
-            prompts, generator = frame.f_locals["prompts"], frame.f_locals["self"]
-            rows = len(prompts) * prompts.group_size
-            return min(rows, generator.rows_a_batch or rows)
-    return None
+def _while_scoring(error: Exception, module: PolicyModule) -> BackendError | None:
+    """Outside of a training: a plan has the models, and not what a validation computes of its rows."""
+    memory, rows = module.memory(), getattr(getattr(module.trainer, "datamodule", None), "val_batch_size", None)
+    if memory is None or rows is None:
+        return None
+    parts = {name: size for name, size in memory.held(True).items() if size and name not in _OF_LEARNING}
+    fewer = f"data.val_batch_size={rows // 2} (it was {rows}); " * (rows > 1)
+    return BackendError(
+        f"Memory ran out while rows were scored, {rows} a batch: {_first_words(error)}. Models take "
+        f"{_listed(parts, module)}; the rows, or other processes, have taken the rest. Set one of: {fewer}"
+        "shorter texts (sampling.max_new_tokens, data.max_prompt_tokens, data.max_length); a smaller model."
+    )
+
+
+def _listed(parts: Mapping[str, int], module: PolicyModule) -> str:
+    """Their sum, what there was, and each."""
+    room = module.room()
+    had = "" if room is None else f" of {in_words(room)}"
+    return f"{in_words(sum(parts.values()))}{had} ({', '.join(f'{n} {in_words(size)}' for n, size in parts.items())})"
 
 
 def _first_words(error: BaseException) -> str:
@@ -106,7 +122,6 @@ def out_of_memory(error: BaseException, module: PolicyModule) -> BackendError:
             "(sampling.max_new_tokens, data.max_prompt_tokens, data.max_length), or take a smaller model."
         )
     worst = max((sizes.learning, sizes.generating), key=lambda parts: sum(parts.values()))
-    parts = ", ".join(f"{name} {in_words(size)}" for name, size in worst.items() if size)
     micro_batches = module.trainer.accumulate_grad_batches
     rows = step.units * step.rows // micro_batches
     smaller = [below for below in sorted(step.cuts().values(), reverse=True) if below < rows]
@@ -114,10 +129,8 @@ def out_of_memory(error: BaseException, module: PolicyModule) -> BackendError:
     if smaller and module.accumulation_by_hand > 1:
         count = step.units * step.rows // smaller[0]
         ways = [f"trainer.accumulate_grad_batches={count} (it was {micro_batches})"]
-    room = module.room()
-    had = "" if room is None else f" of {in_words(room)}"
+    worst = {name: size for name, size in worst.items() if size}
     return BackendError(
-        f"Memory ran out: {first}. Planned were {in_words(sizes.total)}{had} ({parts}); other processes may have taken "
-        f"the rest. Set one of: {'; '.join([*ways, *remedies(worst, memory, step)])}; or plan for less with "
-        "plan.memory_gb."
+        f"Memory ran out: {first}. Planned were {_listed(worst, module)}; other processes may have taken the rest. Set "
+        f"one of: {'; '.join([*ways, *remedies(worst, memory, step)])}; or plan for less with plan.memory_gb."
     )

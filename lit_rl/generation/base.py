@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_rl.errors import ConfigError, GenerationError, NumericError, in_range
+from lit_rl.errors import ConfigError, GenerationError, NumericError, in_range, is_out_of_memory
 from lit_rl.generation.batches import Decoded, assemble
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.modes import evaluation_mode
@@ -98,6 +98,7 @@ class Generator(ABC):
             GenerationError: never synced, no or empty prompts, or the engine failed.
             ConfigError: the lengths do not fit the model, or stop strings without ``prompts.decode``.
             NumericError: the policy's logits hold NaN.
+            DecodingMemoryError: memory ran out, of a generator of this process.
         """
 
     @property
@@ -177,6 +178,19 @@ class ConversationsLost(GenerationError):
     """An engine was lost and is back, synced: conversations that it held have to begin anew, environments and all."""
 
 
+class DecodingMemoryError(MemoryError):
+    """Memory ran out while the policy was decoding in this process.
+
+    Args:
+        at_once: Sequences that were decoded together.
+        cause: What the allocator said.
+    """
+
+    def __init__(self, at_once: int, cause: BaseException) -> None:
+        super().__init__(str(cause) or type(cause).__name__)
+        self.at_once = at_once
+
+
 class InProcessGenerator(Generator):
     """A generator that runs the policy itself, by reference: a sync copies nothing.
 
@@ -222,7 +236,7 @@ class InProcessGenerator(Generator):
         check_request(prompts, sampling, self._policy)
         device = next(self._policy.parameters()).device
         decoded = []
-        with rollout_mode(self._policy):
+        with rollout_mode(self._policy), self._told_of_memory(len(prompts) * prompts.group_size):
             for rows, part in self._decode(self._policy, prompts, sampling, device):
                 if not part.logprobs.isfinite().all():
                     why = (
@@ -236,6 +250,15 @@ class InProcessGenerator(Generator):
                     )
                 decoded.append((rows, part))
         return assemble(prompts, decoded, version=self._version, device=device)
+
+    @contextmanager
+    def _told_of_memory(self, rows: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DecodingMemoryError(min(rows, self.rows_a_batch or rows), error) from error
 
     @abstractmethod
     def _decode(

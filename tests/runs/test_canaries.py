@@ -17,6 +17,7 @@ from secret_examples import HARMLESS, LONG, OF_A_FORM, OF_A_NAME
 import lit_rl
 from lit_rl.callbacks import SavedRollout
 from lit_rl.commands.redaction import redact, redact_command
+from lit_rl.commands.report import closing_table
 from lit_rl.commands.secret_forms import NAMES, TEXTS, WORDS
 from lit_rl.data.templates import render_prompt
 from lit_rl.errors import DataError, StorageError
@@ -106,3 +107,12 @@ def test_what_is_no_secret_is_written_as_it_is() -> None:
 
 
 CONFIGS = sorted((Path(lit_rl.__file__).parents[1] / "conf").rglob("*.yaml"))
+
+
+def test_names_of_validation_sets_and_losses_control_no_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    odd = "../x\x1b[31m\n[red]y"
+    numbers = {"reward": 1.0, "reward_low": 0.5, "reward_high": 1.0}
+    closing_table({"after": {odd: {"greedy": numbers}}, "losses": {"after": {f"val/{odd}/loss": 1.0}}, "seconds": 1.0})
+    said = capsys.readouterr().out
+    assert "\x1b" not in said and said.count(r"../x\x1b[31m\n[red]y") == 2

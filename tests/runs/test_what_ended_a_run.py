@@ -75,3 +75,29 @@ def test_memory_that_runs_out_in_a_decoding_names_what_is_decoded_at_once(
     assert re.search(rf"while completions were decoded, {many} at once: .*can't allocate memory.* Planned were ", said)
     assert "weights" in said and "key-value cache" in said and ("optimizer " in said) == (task == "fit"), said
     assert f"Set one of: generator.batch_size={many // 2} (it was {many};" in said
+
+
+def test_memory_that_runs_out_in_a_validation_names_its_rows_and_the_models(
+    train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["algo=dpo", "data.val_batch_size=6", "logger=none", "allow_targets=[hanging_callbacks]"]
+    words += ["+callbacks.mine._target_=hanging_callbacks.FindsNoMemory", "trainer.max_steps=1"]
+    assert train(*words, f"run_dir={tmp_path / 'run'}") == 8
+    said = capsys.readouterr().err
+    assert re.search(
+        r"while rows were scored, 6 a batch: .*can't allocate memory.* Models take .*weights .*reference", said
+    )
+    assert "optimizer " not in said and "Set one of: data.val_batch_size=3 (it was 6); shorter" in said
+
+
+def test_lit_rl_fit_tells_what_was_planned_too(train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model=SFT --model.model=tiny --model.sampling.max_new_tokens=6 --data.batch_size=64"
+    words += " --data.task=lit_rl.data.tasks.AdditionText --trainer.max_steps=1 --trainer.limit_val_batches=0"
+    words += " --trainer.logger=false --trainer.enable_checkpointing=false --trainer.accelerator=cpu"
+    words += " --allow_targets=[hanging_callbacks] --trainer.callbacks=hanging_callbacks.FindsNoMemory"
+    assert train("fit", *words.split(), f"--trainer.default_root_dir={tmp_path / 'run'}") == 8
+    said = capsys.readouterr().err
+    assert re.search(
+        r"can't allocate memory.* Planned were .* of .*weights .*optimizer .*activations", said, re.DOTALL
+    ), said
+    assert "Set one of: algo.micro_batch_size=32 (it was 64)" in said and "Traceback" not in said
