@@ -6,15 +6,17 @@ nothing killed: weights, optimizer, metrics and samples, bit for bit.
     python scripts/kill_loop.py --rounds 3 --seed 7
     python scripts/kill_loop.py algo=ppo trainer.max_steps=40   # further settings of the run
     python scripts/kill_loop.py --ranks 2            # two processes, DDP on gloo: one of them is killed, or both
+    python scripts/kill_loop.py --server http://127.0.0.1:8000   # against vLLM, which `lit-rl serve model=tiny` started
 
 A round starts the run in a new folder, kills it with SIGKILL up to `--kills` times, each time at a place of `PLACES`,
 goes on with `ckpt_path=last`, and lets it finish. Of two ranks either is killed alone, and the other has to end by
 itself within seconds, or both at once; rank 0 starts the others, as Lightning does it. The engine of `--engine` is a
-process of its own (`engine_apart.py`), which gets the weights through a pipe: vLLM is not needed, and not tried. Rank 0
-is forked from this one, which has loaded the libraries, so that a round of one process takes seconds; it is killed by
-the kernel like any other. The table at the end says of each place how often the run was killed for its sign, and in how
-many of these kills it died there: the sign still lay about afterwards. Leaves with 1 where a bit differs, or something
-half-written lies about.
+process of its own (`engine_apart.py`), which gets the weights through a pipe: vLLM is not needed. That of `--server` is
+vLLM's own, which outlives every kill and serves the run that goes on; the run that nothing kills is made twice first,
+to see whether it is the same twice. Rank 0 is forked from this process, which has loaded the libraries, so that a round
+of one process takes seconds; it is killed by the kernel like any other. The table at the end says of each place how
+often the run was killed for its sign, and in how many of these kills it died there: the sign still lay about
+afterwards. Leaves with 1 where a bit differs, or something half-written lies about.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from same_bits import first_difference, measured, same
 from lit_rl import cli
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.cli import hydra_app, stored_schemas  # noqa: F401  # loaded once, before anything is forked
+from lit_rl.generation.vllm.server import VLLMServerGenerator
 
 RUN = [
     "data.task.max_operand=5", "data.task.val_rows=4", "data.prompts_per_rollout=4", "algo.group_size=4",
@@ -55,6 +58,7 @@ RUN = [
 
 RANKS = ["trainer.accelerator=cpu", "strategy=ddp", "trainer.accumulate_grad_batches=1"]
 TRAIN = Path(__file__).parents[1] / "train.py"
+SERVER = ["generator=vllm_server"]
 ENGINE = ["generator._target_=engine_apart.EngineApart", "allow_targets=[engine_apart]"]
 
 ALONE = 30.0
@@ -88,24 +92,24 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1, help="processes of the run")
     parser.add_argument("--engine", action="store_true", help="draw in a process of its own, which weights are sent to")
+    parser.add_argument("--server", metavar="URL", help="draw on a server of vLLM that runs, which weights are sent to")
     parser.add_argument("--places", nargs="+", choices=list(PLACES), metavar="PLACE", help=f"of {', '.join(PLACES)}")
     parser.add_argument("settings", nargs="*", help="of the run, beside those of RUN")
     given = parser.parse_args()
     random.seed(given.seed)
     torch.set_num_threads(1)
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # ranks whose rank 0 is killed become children of this process
-    places = given.places or [name for name in PLACES if name != "engine sync" or given.engine]
+    places = given.places or [name for name in PLACES if name != "engine sync" or given.engine or given.server]
     with tempfile.TemporaryDirectory(prefix="kill_loop_") as temporary:
         folder = Path(temporary)
         ranks = [*RANKS, f"trainer.devices={given.ranks}"] if given.ranks > 1 else []
-        run = Run([*RUN, *ranks, *(ENGINE if given.engine else []), *given.settings], given.ranks)
+        engine = [*SERVER, f"generator.urls=[{given.server}]"] if given.server else ENGINE if given.engine else []
+        run = Run([*RUN, *ranks, *engine, *given.settings], given.ranks)
         whole = folder / "whole"
-        began = time.monotonic()
-        if any(codes := run.start(whole).ended()):
-            print((folder / "whole.log").read_text())
-            raise SystemExit(f"The run itself ended with {codes}.")
-        run.seconds = time.monotonic() - began
-        wanted, kills, wrong = measured(whole), Kills(places), 0
+        wanted, kills, wrong = _unkilled(run, whole), Kills(places), 0
+        if given.server:
+            again = _difference(wanted, _unkilled(run, folder / "once_more"))
+            print(f"Unkilled, twice: {again or 'equal'}", flush=True)
         _load_what_it_loaded(whole)
         for number in range(given.rounds):
             again = folder / f"round{number}"
@@ -124,6 +128,16 @@ def main() -> int:
         equal = f"{given.rounds} rounds, {sum(kills.tried.values())} kills: {given.rounds - wrong} equal, {wrong} not."
         print(f"\n{equal}\n\n{kills.table()}")
     return 1 if wrong else 0
+
+
+def _unkilled(run: Run, folder: Path) -> dict[str, Any]:
+    """What the run ends with where nothing kills it."""
+    began = time.monotonic()
+    if any(codes := run.start(folder).ended()):
+        print(folder.with_suffix(".log").read_text())
+        raise SystemExit(f"The run itself ended with {codes}.")
+    run.seconds = time.monotonic() - began
+    return measured(folder)
 
 
 STAYED = "and the other stayed"
@@ -202,7 +216,8 @@ class Run:
                 os.dup2(log, descriptor)
             sys.argv = [str(TRAIN)]  # which Lightning starts for other ranks
             _noted(OnPolicyModule, "take_rollout", _note(folder, "rollout"))
-            _noted(EngineApart, "sync", _note(folder, "sync"))
+            for engine in (EngineApart, VLLMServerGenerator):
+                _noted(engine, "sync", _note(folder, "sync"))
             code = cli.run([*self.command, f"run_dir={folder}", "ckpt_path=last"])
             _note(folder, "modules").write_text("\n".join(sys.modules))
         finally:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from lit_rl.errors import ConfigError, GenerationError, NumericError
 from lit_rl.generation import ranks
-from lit_rl.generation.vllm import transports
+from lit_rl.generation.vllm import host, transports
 from lit_rl.generation.vllm.calls import ServerRefused
 from lit_rl.generation.vllm.engine import Facts
 from lit_rl.generation.vllm.generator import EngineGenerator
@@ -30,6 +31,20 @@ def test_weights_travel_in_chunks_in_their_order(monkeypatch: pytest.MonkeyPatch
     cut = [[name for name, _ in chunk] for chunk in transports.chunks(iter(named))]
     assert cut == [["60", "40"], ["1"], ["300"], ["5", "5"]]
     assert list(transports.chunks(iter(()))) == []
+
+
+def test_what_a_killed_process_left_in_memory_is_removed_and_what_is_in_use_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody holds was left; it is not so long until it may be told from one that is being made."""
+    (tmp_path / "w_left").mkdir()
+    (tmp_path / "w_left" / "0.safetensors").touch()
+    with host.folder_in_memory("w_", str(tmp_path)) as used:
+        assert {*tmp_path.iterdir()} == {used, tmp_path / "w_left"}
+        monkeypatch.setattr(host, "_YOUNG", -1.0)
+        with host.folder_in_memory("w_", str(tmp_path)) as mine:
+            assert {*tmp_path.iterdir()} == {used, mine}
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_heartbeat_says_how_far_it_is_and_not_too_often(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,17 @@
-"""The process that vLLM is a guest in: what it changes there is put back."""
+"""The process that vLLM is a guest in: what it changes there is put back. And the host's memory, which files lie in."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import random
+import shutil
+import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +57,41 @@ def undisturbed(environment: Mapping[str, str] | None = None) -> Iterator[None]:
         for name in set(os.environ) - set(variables):
             del os.environ[name]
         os.environ.update({name: value for name, value in variables.items() if os.environ.get(name) != value})
+
+
+_YOUNG = 60.0
+"""Seconds in which a folder may not be held yet by who has just made it."""
+
+
+@contextmanager
+def folder_in_memory(prefix: str, root: str | None = None) -> Iterator[Path]:
+    """A folder that other processes read, in memory where that is possible; it is gone afterwards.
+
+    A process that is killed leaves its own behind, so those that nobody holds any more are removed first.
+
+    Args:
+        prefix: Of its name, and of the names of those that are looked for.
+        root: Where it is made; None is `shared_memory`, or else the folder of temporary files.
+    """
+    root = root or shared_memory() or tempfile.gettempdir()
+    for left in Path(root).glob(f"{prefix}*"):
+        with suppress(OSError), _opened(left) as held:  # another user's, or it is in use
+            if time.time() - os.fstat(held).st_ctime > _YOUNG:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=root) as folder, _opened(Path(folder)) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield Path(folder)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """Its descriptor. The lock of a process that is killed goes with it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def shared_memory() -> str | None:

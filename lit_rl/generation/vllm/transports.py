@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -20,7 +18,7 @@ from lit_rl.errors import BackendError, GenerationError
 from lit_rl.generation.vllm.calls import ServerDead
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.engine import Shapes
-from lit_rl.generation.vllm.host import shared_memory
+from lit_rl.generation.vllm.host import folder_in_memory
 from lit_rl.loopback import is_loopback
 
 Result = TypeVar("Result")
@@ -68,9 +66,9 @@ class SharedMemory(Transport):
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        with tempfile.TemporaryDirectory(prefix="lit_rl_weights_", dir=shared_memory()) as folder:
+        with folder_in_memory("lit_rl_weights_") as folder:
             for number, chunk in enumerate(chunks(weights)):
-                path = Path(folder) / f"{number}.safetensors"
+                path = folder / f"{number}.safetensors"
                 try:
                     save_file({name: tensor.cpu().contiguous() for name, tensor in chunk}, path)
                 except (OSError, SafetensorError) as error:
