@@ -21,7 +21,7 @@ from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.alarms.base import Alarm
 from lit_rl.callbacks.checkpoint_files import is_whole, step_of
 from lit_rl.callbacks.graceful_stop import GracefulStop
-from lit_rl.callbacks.slurm import requeue, requeue_signal
+from lit_rl.callbacks.slurm import leave_it_to_others, requeue, requeue_signal
 from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.callbacks.trackio_logger import TrackioLogger
 from lit_rl.callbacks.unwritten import Unwritten, not_written
@@ -362,6 +362,8 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
     Around the training, in a validation or an export, a signal ends the process at once: all that is trained is saved.
     """
     found = [callback for callback in run.trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
+    if not found:
+        leave_it_to_others()
     with leaving.at_once(run.trainer, lambda number: _left(run, number)) if found else contextlib.nullcontext():
         yield found[0] if found else GracefulStop()
 
