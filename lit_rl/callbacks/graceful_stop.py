@@ -58,12 +58,16 @@ class GracefulStop(L.Callback):
         self.saved: Path | None = None
         """The checkpoint of the step that the run stopped at; None while there is none."""
         self._watch: SignalWatch | None = None
+        self._twice: tuple[int | None, ...] = (signal.SIGHUP,)
+        """Signals that one cause may send twice: a shell that ends and the kernel; Slurm and torchrun, which passes it
+        on."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.signum, self._place, self._failed, self.gave_up, self.saved = None, None, False, False, None
         if threading.current_thread() is not threading.main_thread():
             return
         interruption.listen(lambda: self._give_up(trainer), several=trainer.world_size > 1)
+        self._twice = (signal.SIGHUP, requeue_signal(trainer))
         self._watch = SignalWatch(lambda: self.signum, trainer.world_size, trainer.global_rank)
         for signum in signals_of(trainer):
             self._before[signum] = signal.signal(signum, lambda number, frame: self._on_signal(trainer, number))
@@ -71,7 +75,7 @@ class GracefulStop(L.Callback):
     def _on_signal(self, trainer: L.Trainer, number: int) -> None:
         assert self._watch is not None
         again = self.signum is not None and self._watch.was_sent_here()
-        if again or number == self.signum == signal.SIGHUP:  # a shell that ends and the kernel both send one
+        if again or (number == self.signum and number in self._twice):
             return interruption.ask()
         if self.signum is not None:
             self._restore(leaves=number)
@@ -205,8 +209,7 @@ class GracefulStop(L.Callback):
         if self._watch is not None:
             self._watch.end(leaves)
         for signum, handler in self._before.items():
-            # A terminal that is gone may say so twice, and the run is about to end.
-            said = signum == self.signum == signal.SIGHUP
+            said = signum == self.signum and signum in self._twice  # and the run is about to end
             signal.signal(signum, signal.SIG_IGN if said else handler)
         self._before = {}
         self._watch = None  # with its store: the next job of a sweep is to find nothing of this one

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.rollouts import state
+from lit_rl.callbacks.unwritten import Unwritten
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.durable import replacing
 from lit_rl.errors import StorageError, in_range
@@ -106,6 +107,8 @@ class SavedRollout:
 class Rollouts(L.Callback):
     """Writes every rollout of rank 0 to `rollouts/` in the Trainer's `default_root_dir`, and removes the older ones.
 
+    No run needs them to go on: one that cannot be written is warned of, and the training goes on (`unwritten`).
+
     Args:
         keep: Rollouts that stay on the disk, the newest ones; 1 or more.
     """
@@ -113,6 +116,7 @@ class Rollouts(L.Callback):
     def __init__(self, keep: int = 1) -> None:
         in_range("callbacks.rollouts.keep", keep, low=1)
         self.keep = keep
+        self.unwritten = Unwritten("Rollouts")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         fresh = batch.slot == 0 and getattr(pl_module, "scored", None) is not None
@@ -121,11 +125,12 @@ class Rollouts(L.Callback):
         rollout = SavedRollout.of(pl_module)
         folder = Path(trainer.default_root_dir) / "rollouts"
         target = folder / f"step_{rollout.step:08d}.pt"
-        rollout.write(target)
-        up_to_now = [path for path in saved_rollouts(folder) if path.name <= target.name]
-        for path in saved_rollouts(folder):
-            if path not in up_to_now[-self.keep :]:  # those of a later step are another run's
-                path.unlink(missing_ok=True)
+        with self.unwritten.spared(f"rollouts/{target.name}"):
+            rollout.write(target)
+            up_to_now = [path for path in saved_rollouts(folder) if path.name <= target.name]
+            for path in saved_rollouts(folder):
+                if path not in up_to_now[-self.keep :]:  # those of a later step are another run's
+                    path.unlink(missing_ok=True)
 
 
 def _fingerprint_of(trainer: L.Trainer) -> str | None:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from lit_rl.callbacks import slurm
 from lit_rl.cli import process
 
 LIGHTNING = ("fit", "validate", "test", "predict")
@@ -78,6 +79,8 @@ def _lightning(command: str, arguments: list[str]) -> int:
 
 def _hydra(command: str | None, rest: list[str]) -> int:
     """A command over a composed config."""
+    if (command or "train") == "train" and not any(word.startswith("task=") and word != "task=fit" for word in rest):
+        slurm.requeue_until_it_trains()
     from lit_rl.cli import typed_secrets
     from lit_rl.cli.hydra_options import after_settings
     from lit_rl.cli.other_words import of_export, translated

@@ -35,6 +35,7 @@ from lit_rl.cli import (
 )
 from lit_rl.cli.build import build, check_answered, check_judged, plain
 from lit_rl.cli.failures import give_up, write_down
+from lit_rl.cli.messages import exit_code_of
 from lit_rl.cli.micro_batches import cut_by
 from lit_rl.cli.precision import for_trainer, settle
 from lit_rl.cli.trainers import trainer_of
@@ -222,7 +223,7 @@ def _run(
             try:
                 fits = config.task == "fit"
                 leaves = contextlib.nullcontext() if fits else leaving.at_once(job.trainer, _say_it_ended)
-                with watching_those_started(job.trainer, lambda error: _give_up(job, error)), leaves:
+                with watching_those_started(job.trainer, lambda error: _give_up(job, config.task, error)), leaves:
                     code = TASKS[config.task](job)
                 wait_for_those_started(job.trainer.strategy.launcher)
                 return code
@@ -231,6 +232,8 @@ def _run(
                 around.callback(end_those_started, job.trainer.strategy.launcher)
                 if not job.dry:
                     heard = write_down(error, run_dir, job.trainer, job.command)
+                    if config.task == "fit" and (job.trainer.global_step or not stood):
+                        train.note_failure(job, exit_code_of(heard or error))
                     begun = run_dir.keeps(missing, kept_for) and run_dir.metrics.is_file()
                     if config.task == "fit" and job.trainer.is_global_zero and begun and (not resumes or job.began):
                         run_report.write_at_the_end(run_dir.path)
@@ -245,8 +248,11 @@ def _run(
         raise
 
 
-def _give_up(job: Run, error: BackendError) -> int:
-    return give_up(error, None if job.dry else job.run_dir, job.trainer, job.command)
+def _give_up(job: Run, task: str, error: BackendError) -> int:
+    code = give_up(error, None if job.dry else job.run_dir, job.trainer, job.command)
+    if task == "fit":
+        train.note_failure(job, code)
+    return code
 
 
 def _say_it_ended(number: int) -> None:

@@ -71,11 +71,17 @@ def described(error: BaseException) -> dict[str, Any]:
     return {
         "error": type(ours or error).__name__,
         "message": str(ours or error),
-        "exit_code": ours.exit_code if ours else 1,
+        "exit_code": exit_code_of(error),
         "host": socket.gethostname(),
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "traceback": "".join(traceback.format_exception(error)),
     }
+
+
+def exit_code_of(error: BaseException) -> int:
+    """With which the process ends of it."""
+    ours = translated(error)
+    return ours.exit_code if ours else 1
 
 
 def translated(error: BaseException) -> LitRLError | None:

@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 
 from lit_rl.callbacks.graceful_stop import signals_of
+from lit_rl.callbacks.slurm import requeue_signal
 from lit_rl.callbacks.terminal import Terminal, let_go_of_the_terminal
 from lit_rl.errors import SIGNALLED
 
@@ -41,10 +42,13 @@ def at_once(trainer: L.Trainer, then: Callable[[int], None]) -> Iterator[None]:
         yield
         return
     came: list[int] = []
+    asked = requeue_signal(trainer)
 
     def leave(number: int, frame: Any) -> None:
         if number == signal.SIGHUP:
             let_go_of_the_terminal()
+        if came and number == asked:  # by Slurm, and by torchrun, which passes it on
+            return
         if came:  # again, while it leaves
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

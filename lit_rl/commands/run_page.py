@@ -79,7 +79,7 @@ def status_of(run: RunFiles) -> str:
     said = run.summary.get("status")
     if run.error:
         return "failed"
-    return str(said) if said in ("finished", "stopped", "running") else "unknown"
+    return str(said) if said in ("finished", "stopped", "failed", "running") else "unknown"
 
 
 def duration(seconds: Any) -> str:

@@ -22,7 +22,7 @@ from lit_rl.callbacks.alarms.base import Alarm
 from lit_rl.callbacks.checkpoint_files import is_whole, step_of
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.callbacks.record import Record
-from lit_rl.callbacks.slurm import requeue, requeue_signal
+from lit_rl.callbacks.slurm import leave_it_to_others, requeue, requeue_signal
 from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.callbacks.trackio_logger import TrackioLogger
 from lit_rl.callbacks.unwritten import Unwritten, not_written
@@ -99,20 +99,21 @@ def train(run: Run) -> int:
     summary = run.run_dir.read_summary() if run.ckpt_path else {}
     earlier = summary.get("seconds", 0.0)
     _note_command(run, summary)
-    by_alarm = summary.pop("stopped_by", None) is not None
+    for ended in ("stopped_by", "exit_code"):  # of the attempt before
+        summary.pop(ended, None)
     with _signals(run) as stop, report.told_what_is_missing(run.trainer):
         _announce(run)
         if "before" not in summary and not run.dry:
             measure(run, summary, "before")
             summary["prompts"] = getattr(run.data, "prompt_form", None)
             _save(run, summary | {"status": "running"})
-        elif (by_alarm or summary.get("status") == "finished") and not run.dry:  # it goes on to a later end
+        elif summary.get("status") != "running" and not run.dry:  # it goes on
             _save(run, summary | {"status": "running"})
         try:
             with told_of_memory(run.module):
                 run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
         except GenerationError:
-            _not_generated(run, summary)
+            _not_generated(run)
             raise
         summary |= {"steps": run.trainer.global_step, "seconds": earlier + time.time() - started}
         if stop.signum is not None:
@@ -121,6 +122,20 @@ def train(run: Run) -> int:
             _save_last_step(run)
             _finish(run, summary, earlier, started)
     return 0
+
+
+def note_failure(run: Run, code: int) -> None:
+    """Put into the summary, beside what it said, that an error has ended the run: who waits for its end reads it there.
+
+    Args:
+        code: The exit code.
+    """
+    if run.dry or not run.trainer.is_global_zero:
+        return
+    with contextlib.suppress(Exception):  # nothing may hide the error itself
+        missing = [str(each) for each in not_written(run.trainer)]
+        said = {"status": "failed", "steps": run.trainer.global_step, "exit_code": code}
+        run.run_dir.write_summary(run.run_dir.read_summary() | said | ({"not_written": missing} if missing else {}))
 
 
 def _note_command(run: Run, summary: dict[str, Any]) -> None:
@@ -321,10 +336,9 @@ def _export_stopped(run: Run, summary: dict[str, Any]) -> None:
         say.print(f"model         {run.run_dir.hf}  ({line})", soft_wrap=True, markup=False, highlight=False)
 
 
-def _not_generated(run: Run, summary: dict[str, Any]) -> None:
+def _not_generated(run: Run) -> None:
     """A rollout failed while it trained: say how to go on once what makes them is well again."""
     if run.trainer.is_global_zero and not run.dry and run.run_dir.last_checkpoint() is not None:
-        _save(run, summary | {"status": "stopped"})
         line = "A rollout failed. Once its cause is mended, go on from the newest checkpoint with:"
         line += f"\n  {run.command} ckpt_path=last"
         Console().print(line, soft_wrap=True, markup=False, highlight=False)
@@ -354,6 +368,8 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
     Around the training, in a validation or an export, a signal ends the process at once: all that is trained is saved.
     """
     found = [callback for callback in run.trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
+    if not found:
+        leave_it_to_others()
     with leaving.at_once(run.trainer, lambda number: _left(run, number)) if found else contextlib.nullcontext():
         yield found[0] if found else GracefulStop()
 

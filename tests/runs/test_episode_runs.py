@@ -43,7 +43,7 @@ def test_too_many_failures_save_the_run_and_it_goes_on_when_the_environment_is_r
     assert "ConnectionError: the game server is gone" in said and "ckpt_path=last" in said
     assert "generator failed" not in said
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_00000003.ckpt"]
-    assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "failed"
     monkeypatch.delenv("GAMES_UNTIL_LOST")
     assert train(*game, f"run_dir={run_dir}", "ckpt_path=last") == 0
     assert_same_run(whole, run_dir)

@@ -15,10 +15,15 @@ import termios
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import warm
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from runs_helpers import SMALL, assert_same_run
+
+from lit_rl.callbacks.slurm import requeue_signal
 
 pytestmark = pytest.mark.faults
 
@@ -125,11 +130,7 @@ def test_a_terminal_that_is_gone_ends_the_run_saved(root, tmp_path):
 @pytest.mark.all
 def test_slurm_takes_a_job_back_and_starts_it_again(process, tmp_path, whole, monkeypatch):
     """Slurm itself is not here: its variables are, and a program of the name that it would be asked by."""
-    stands_in = tmp_path / "bin" / "scontrol"
-    stands_in.parent.mkdir()
-    stands_in.write_text(f"#!/bin/sh\necho $* > {tmp_path / 'asked'}\n")
-    stands_in.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{stands_in.parent}:{os.environ['PATH']}")
+    _stand_in_for_scontrol(tmp_path, monkeypatch)
     told = {"JOB_ID": 7, "NTASKS": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "NODELIST": "localhost", "JOB_NAME": "a"}
     for name, value in told.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
@@ -145,6 +146,52 @@ def test_slurm_takes_a_job_back_and_starts_it_again(process, tmp_path, whole, mo
     output, _ = again.communicate(timeout=300)
     assert again.returncode == 0 and "Slurm has started this job again" in output, output
     assert_same_run(whole, run_dir)
+
+
+def test_slurms_signal_before_the_training_puts_the_job_into_the_queue_again(process, tmp_path, monkeypatch):
+    """While the config is composed and libraries load, there is no folder yet. And no rank but the first asks."""
+    _stand_in_for_scontrol(tmp_path, monkeypatch)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run_dir = tmp_path / "run"
+    children = []
+    for rank in range(2):
+        monkeypatch.setenv("SLURM_PROCID", str(rank))
+        children.append(process(*RUN, f"run_dir={run_dir}"))
+    for child in children:
+        status = Path(f"/proc/{child.pid}/status")
+        wait_for(lambda text=status.read_text: _catches(signal.SIGUSR1, text()), child)
+    assert not run_dir.exists()
+    for child in reversed(children):
+        child.send_signal(signal.SIGUSR1)
+        output, _ = child.communicate(timeout=60)
+        assert child.returncode == 128 + signal.SIGUSR1, output
+        assert (tmp_path / "asked").exists() == (child is children[0])
+    assert (tmp_path / "asked").read_text() == "requeue 7\n" and not run_dir.exists()
+
+
+@pytest.mark.parametrize(("job", "asks"), [("7", signal.SIGUSR1), (None, None)])
+def test_slurms_signal_counts_whoever_has_started_the_processes_of_a_job(job, asks, monkeypatch):
+    """As torchrun does in a job of Slurm: Lightning then sees torchrun alone. A user's `auto_requeue=False` holds."""
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    if job is not None:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    environments = [TorchElasticEnvironment(), None, SLURMEnvironment(auto_requeue=False)]
+    trainers = [SimpleNamespace(_accelerator_connector=SimpleNamespace(cluster_environment=e)) for e in environments]
+    assert [requeue_signal(trainer) for trainer in trainers] == [asks, asks, None]
+
+
+def _catches(number: int, status: str) -> bool:
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def _stand_in_for_scontrol(folder: Path, monkeypatch) -> None:
+    stands_in = folder / "bin" / "scontrol"
+    stands_in.parent.mkdir()
+    stands_in.write_text(f"#!/bin/sh\necho $* > {folder / 'asked'}\n")
+    stands_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stands_in.parent}:{os.environ['PATH']}")
 
 
 def _read_all(terminal: int, said: list[bytes]) -> None:

@@ -220,6 +220,24 @@ def test_a_run_that_could_never_save_does_not_begin(
     assert "There is no room for a checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.all
+def test_a_rollout_that_cannot_be_written_is_warned_of_and_the_training_goes_on(
+    train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk of its own lies at `rollouts/`, and is full. (Who resumes takes the half-used one of the checkpoint.)"""
+    (run := tmp_path / "run").mkdir()
+    with small_disk(run / "rollouts", 1_000_000):
+        ballast = fill(run / "rollouts")
+        words = ["trainer.max_steps=2", "trainer.limit_val_batches=0", "callbacks.samples.print=0", f"run_dir={run}"]
+        with pytest.warns(
+            UserWarning, match=r"Rollouts failed in rollouts/step_00000000\.pt: StorageError: .*No space"
+        ):
+            assert train(*SMALL, *words) == 0
+        assert list((run / "rollouts").iterdir()) == [ballast]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "finished" and "Rollouts, 2 calls failed" in summary["not_written"][0]
+
+
 def test_before_the_first_step_there_is_room_for_two_checkpoints_and_an_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

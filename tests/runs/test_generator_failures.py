@@ -53,7 +53,7 @@ def test_it_saves_where_it_stands_and_going_on_equals_the_whole_run(
     newest = max((run_dir / "checkpoints").glob("*.ckpt"))
     assert newest.name == f"step_{saved:08d}.ckpt"
     assert torch.load(newest, weights_only=True)["global_step"] == saved
-    assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "failed"
     assert train(*overrides, *GENERATOR, f"run_dir={run_dir}", "ckpt_path=last") == 0
     assert_same_run(whole, run_dir)
 

@@ -333,7 +333,8 @@ def test_a_rank_that_fails_ends_the_others_and_is_heard_last(
     output, _ = child.communicate(timeout=120)  # the pipe is closed when both have ended
     grace = 10 if fault == "hangs" else 0  # which rank 0, that fails, gives to rank 1
     assert time.monotonic() - began < grace + AT_ONCE, output
-    error = json.loads((folder / "error.json").read_text())
+    error, summary = (json.loads((folder / f"{name}.json").read_text()) for name in ("error", "summary"))
+    assert (summary["status"], summary["exit_code"]) == ("failed", child.returncode), output
     if fault == "dies":
         assert (child.returncode, error["error"], error["rank"]) == (8, "BackendError", 0), output
         said = error["message"]

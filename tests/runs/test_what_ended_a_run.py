@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import resource
@@ -9,6 +10,11 @@ from pathlib import Path
 
 import pytest
 from runs_helpers import SMALL
+
+from lit_rl.commands import run_files
+from lit_rl.commands import train as train_command
+from lit_rl.commands.run_dir import RunDir
+from lit_rl.commands.run_page import status_of
 
 pytestmark = pytest.mark.all
 
@@ -30,11 +36,46 @@ def test_an_error_is_written_down_until_the_run_goes_on(train, tmp_path: Path) -
     assert (said["error"], said["exit_code"], said["rank"]) == ("RewardError", 4, 0)
     assert said["step"] > 0 and "Traceback" in said["traceback"] and "mine.py" in said["traceback"]
     assert "sk-abc" not in (folder / "error.json").read_text(), "secrets are redacted"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"], summary["steps"]) == ("failed", 4, said["step"])
+    assert "before" in summary and "command" in summary, "beside what it said before"
     page = (folder / "report.html").read_text()
     assert 'class="failed"' in page and "RewardError" in page and "sk-abc" not in page
     reward.write_text(REWARD.format("pass"))
     assert train(*run, "ckpt_path=last") == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "finished" and "exit_code" not in summary
     assert not (folder / "error.json").exists() and 'class="failed"' not in (folder / "report.html").read_text()
+
+
+def test_a_summary_that_cannot_be_written_hides_nothing(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what the message of an error alone tells, such as the system's own of a full disk, is its exit code there."""
+    folder, reward, write = tmp_path / "run", tmp_path / "mine.py", RunDir.write_summary
+    reward.write_text(REWARD.format("pass"))
+    run = [*SMALL, "trainer.max_steps=1", "trainer.limit_val_batches=0", f"reward.fn={reward}:once", "reward=function"]
+    full = OSError(errno.ENOSPC, "No space left on device", "hf")
+    monkeypatch.setattr(train_command, "export", lambda *given: (_ for _ in ()).throw(full))
+    assert train(*run, f"run_dir={folder}") == 7
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"], summary["steps"]) == ("failed", 7, 1)
+    capsys.readouterr()
+
+    def no_more(run_dir: RunDir, summary: dict[str, object]) -> None:
+        if summary["status"] == "failed":
+            raise full
+        write(run_dir, summary)
+
+    monkeypatch.setattr(RunDir, "write_summary", no_more)
+    assert train(*run, f"run_dir={folder}", "ckpt_path=last") == 7
+    assert json.loads((folder / "summary.json").read_text())["status"] == "running"
+    assert "No space left on device" in capsys.readouterr().err
+    error = folder / "error.json"
+    assert json.loads(error.read_text())["exit_code"] == 7
+    error.unlink()
+    write(RunDir(folder), summary)
+    assert status_of(run_files.read(folder)) == "failed", "also where there was no room for error.json"
 
 
 def test_a_page_that_cannot_be_written_ends_no_run(train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
