@@ -21,12 +21,9 @@ def check(config: DictConfig) -> None:
         ConfigError: names the key and where the secret belongs, and does not repeat it.
     """
     for key, value in _values(OmegaConf.to_container(config, resolve=False)):
-        what = in_words(value) if isinstance(value, str) else None
+        what = kind_of(key, value)
         if what is None:
-            name = key.rpartition(".")[2]
-            if not is_named(name, value):
-                continue
-            what = f"the value of a key that is named {name}"
+            continue
         hub = "Hugging Face" in what
         variable, read = ("HF_TOKEN", " lit_rl itself finds HF_TOKEN there, unnamed.") if hub else ("MY_KEY", "")
         raise ConfigError(
@@ -35,6 +32,13 @@ def check(config: DictConfig) -> None:
             f"into an environment variable, and write '${{oc.env:{variable}}}' in its place.{read} If it is real, have "
             "it replaced where it was issued."
         )
+
+
+def kind_of(key: str, value: object) -> str | None:
+    """What a value looks like by its form or by the name of its key, as the message says it; None: like no secret."""
+    name = key.rpartition(".")[2]
+    of_a_form = in_words(value) if isinstance(value, str) else None
+    return of_a_form or (f"the value of a key that is named {name}" if is_named(name, value) else None)
 
 
 def _values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
