@@ -81,6 +81,7 @@ REFUSED = {
         2,
         "trainer.max_time='1h' is not a valid duration: expected is a text of the form DD:HH:MM",
     ),
+    "sampling.temperature=0": (2, "sampling.temperature=0 draws one and the same completion for a whole group"),
     "trainer.max_steps=-5": (2, "trainer.max_steps=-5 must be a non-negative integer or -1 (infinite steps)."),
     "trainer.max_epochs=-2": (2, "trainer.max_epochs=-2 must be a non-negative integer or -1 (infinite epochs)."),
     "reward.weights=[1,a]": (2, "weights=[1, 'a'] must be 1 numbers, for exact_match."),
