@@ -15,7 +15,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_rl.cli.early import TELL_THE_DATA
+from lit_rl.cli.early import DRAW, TELL_THE_DATA
 from lit_rl.cli.targets import ALLOWED, check_target
 from lit_rl.cli.whereabouts import is_over_a_run
 from lit_rl.commands.first_row import first_row
@@ -53,9 +53,7 @@ LEARNS_FROM: dict[str, Kind | None] = {
     **dict.fromkeys((f"lit_rl.algorithms.{name}" for name in ("DPO", "CPO", "ORPO", "RewardModeling")), "pairs"),
     **dict.fromkeys((f"lit_rl.algorithms.{name}" for name in ("KTO", "BCO")), "verdicts"),
     "lit_rl.algorithms.ProcessRewardModeling": "stepwise",
-    **dict.fromkeys(
-        f"lit_rl.algorithms.{name}" for name in ("GRPO", "RLOO", "Reinforce", "PPO", "OnlineDPO", "NashMD", "XPO")
-    ),
+    **dict.fromkeys(DRAW),
 }
 """What the shipped algorithms need, as their `learns_from` says; None: prompts to be answered."""
 

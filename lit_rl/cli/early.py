@@ -16,7 +16,7 @@ from lit_rl.cli.whereabouts import folder_of, is_launched, is_over_a_run, is_swe
 from lit_rl.commands import folder_state
 from lit_rl.data.sources import local_path
 from lit_rl.errors import ConfigError
-from lit_rl.named import check_can_be_read, check_function, local_model, weights_by_name
+from lit_rl.named import check_can_be_read, check_draws, check_function, local_model, weights_by_name
 from lit_rl.vllm_package import require_vllm
 
 TELL_THE_DATA = {"data", "algo", "experiment", "data.prompt_key"}
@@ -38,6 +38,8 @@ _OF_ROWS = ("fit", "eval", "validate", "test", "predict", "plan", "reward_test",
 """Tasks that read data."""
 _OF_A_TRAINER = tuple(task for task in _OF_ROWS if task != "data_check")
 """Tasks that build all that the config says."""
+DRAW = tuple(f"lit_rl.algorithms.{name}" for name in ("GRPO", "RLOO", "Reinforce", "PPO", "OnlineDPO", "NashMD", "XPO"))
+"""Algorithms that learn from what the policy draws."""
 _OF_A_MODEL = ("fit", "eval", "validate", "test", "predict", "plan", "best_of_n", "doctor")
 """Tasks that load the policy of the config."""
 
@@ -71,6 +73,9 @@ def check(config: DictConfig) -> None:
         _check_first_stage(config)
         for name in _texts(_at(config, "model.name")):
             local_model("model.name", name)
+    temperature = _at(config, "sampling.temperature")
+    if config.task in ("fit", "plan") and _at(config, "algo._target_") in DRAW and isinstance(temperature, int | float):
+        check_draws(temperature)
     if config.task in _OF_A_TRAINER:
         accelerators.check(_at(config, "trainer.accelerator"))
     if not is_launched():

@@ -35,10 +35,11 @@ _NOT_OF_THE_RUN = ("generator", "trainer.", "trainer=", "strategy", "logger", "a
 
 _OF_TRAINING = (
     *(f"trainer.{name}=" for name in ("max_steps", "max_epochs", "max_time", "val_check_interval")),
-    *("trainer.accumulate_grad_batches=", "trainer.gradient_clip_val=", "trainer.log_every_n_steps="),
+    *(f"trainer.{name}=" for name in ("min_steps", "min_epochs", "check_val_every_n_epoch", "num_sanity_val_steps")),
+    *("trainer.accumulate_grad_batches=", "trainer.gradient_clip_", "trainer.log_every_n_steps=", "trainer.limit_"),
     *("optimizer=", "optimizer.", "scheduler=", "scheduler."),
 )
-"""How words begin that no evaluation reads."""
+"""How words begin that no evaluation reads, or that cut the validations of a training short."""
 
 _NAMED = ("model", "data", "reward", "env", "judge", "reference", "sampling", "algo")
 """What changes a number's meaning, where it is not as the run had it."""
@@ -126,7 +127,7 @@ def command_over(tree: dict[str, Any], run_dir: RunDir, command: str) -> str:
     words, parts = shlex.split(command), {part: tree[part] for part in PARTS if part in tree}
     redacted = redact(parts)
     if any(word.startswith("experiment=") for word in words) or "<redacted>" in "".join(_texts(redacted)):
-        kept = [word for word in words if not word.startswith(_OF_TRAINING)]
+        kept = [word for word in words if not word.lstrip("+~").startswith(_OF_TRAINING)]
         return shlex.join([*kept, "task=eval", "ckpt_path=last"])
     trust = ["trust_run=true"] if run_trust.code_in(parts, tree["allow_targets"]) else []
     bare = {word: word.lstrip("+~") for word in words}

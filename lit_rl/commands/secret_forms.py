@@ -11,7 +11,7 @@ REDACTED = "<redacted>"
 
 WORDS = {
     "a token of the Hugging Face hub": r"hf_[A-Za-z0-9]{20,}",
-    "an API key (sk-...)": r"sk-(?=[\w-]*(?:[A-Za-z0-9_]{16}|[0-9a-f]{8}-[0-9a-f]{4}-))[\w-]{20,}",
+    "an API key (sk-...)": r"sk-(?=[\w-]{0,60}?(?:[A-Za-z0-9_]{16}|[0-9a-f]{8}-[0-9a-f]{4}-))[\w-]{20,}",
     "an API key of a model's provider": r"(?:(?:xai-|pplx-|gsk_|r8_)[A-Za-z0-9]{30,}|nvapi-[\w-]{40,})",
     "a token of GitHub": r"(?:gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,})",
     "a token of GitLab": r"gl(?:pat|ptt|dt|rt|ft|cbt)-[\w-]{16,}",
@@ -19,7 +19,7 @@ WORDS = {
     "an access key of AWS": r"(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])",
     "an API key of Google": r"AIza[\w-]{30,}",
     "a key of Stripe": r"[rs]k_(?:live|test)_[A-Za-z0-9]{16,}",
-    "a JSON web token": r"eyJ[\w-]{6,}\.eyJ[\w-]{6,}\.[\w-]{6,}",
+    "a JSON web token": r"eyJ[\w-]{6,4096}\.eyJ[\w-]{6,4096}\.[\w-]{6,}",
     "a key of W&B": r"(?:wandb_v\d_\w{20,}|local-[0-9a-f]{40}(?![0-9a-f]))",
 }
 """By its first letters, and long enough to be real; each with what it is called in a message."""
@@ -28,7 +28,7 @@ _QUERY = (
     r"(?:key|sig|signature|token|secret|password|passwd|pwd|x-(?:amz|goog)-[\w-]+"
     r"|(?:api|access|auth|client|id|private|refresh|secret|security|session|subscription)[_-]?(?:key|token|secret))"
 )
-_BASE64 = r"(?=[A-Za-z0-9+/]*(?:[0-9=]|(?:[a-z]+[A-Z]+){2}))[A-Za-z0-9+/]{12,}=*"
+_BASE64 = r"(?=[A-Za-z0-9+/]{0,60}?(?:[0-9=]|(?:[a-z]{1,60}[A-Z]{1,60}){2}))[A-Za-z0-9+/]{12,}=*"
 """With digits or capitals within, which words of a language have not."""
 TEXTS = {
     "a password in an address": r"://((?:\$\{[^{}]*\}|[^\s/?#@:$])*:(?!\$\{)[^\s/?#@]+@)",
@@ -65,8 +65,9 @@ _NO_SECRET = re.compile(
 )
 """Under any name: nothing, words of YAML, tokens of a vocabulary, names of environment variables."""
 _COUNT = re.compile(r"[\d_]+")
-_NAMED_IN_A_TEXT = re.compile(rf"((?:[\w-]*[_-])?(?:{'|'.join(NAMES)}|pass|api-key)s?)=(\S+)", re.IGNORECASE)
+_ASSIGNED = re.compile(r"(?<![\w-])([\w-]{1,64})=")
 """As messages of errors and command lines say it: `password=...`."""
+_WORD = re.compile(r"\S*")
 
 
 def in_words(text: str) -> str | None:
@@ -101,13 +102,17 @@ def without(text: str, *, commits: bool = False) -> str:
     """
     for form in _HIDDEN[:-1] if commits else _HIDDEN:
         text = form.sub(_replaced, text)
-    return _NAMED_IN_A_TEXT.sub(_replaced_if_named, text)
+    parts, at = [], 0
+    for name in _ASSIGNED.finditer(text):
+        if name.start() < at or not is_named(name[1], "any"):
+            continue
+        value = _WORD.match(text, name.end())
+        if value and is_named(name[1], value[0]):
+            parts += [text[at : name.end()], REDACTED]
+            at = value.end()
+    return "".join([*parts, text[at:]])
 
 
 def _replaced(match: re.Match[str]) -> str:
     begins, ends = match.start(1) - match.start(), match.end(1) - match.start()
     return f"{match[0][:begins]}{REDACTED}{match[0][ends:]}"
-
-
-def _replaced_if_named(match: re.Match[str]) -> str:
-    return f"{match[1]}={REDACTED}" if is_named(match[1], match[2]) else match[0]

@@ -89,6 +89,7 @@ REFUSED = {
     "lr=abc": (2, "optimizer.lr: Value 'abc' of type 'str' could not be converted to Float."),
     "optimizer.lr=-1": (2, "optimizer.lr=-1.0 is out of range: allowed is (0, 1]."),
     "temperature=hot": (2, "sampling.temperature: Value 'hot' of type 'str' could not be converted to Float."),
+    "sampling.temperature=0": (2, "sampling.temperature=0 draws one and the same completion for a whole group"),
     "trainer.max_steps=-5": (2, "trainer.max_steps=-5 must be a non-negative integer or -1 (infinite steps)."),
     "trainer.max_epochs=-2": (2, "trainer.max_epochs=-2 must be a non-negative integer or -1 (infinite epochs)."),
     "reward.weights=[1,a]": (2, "weights=[1, 'a'] must be 1 numbers, for exact_match."),

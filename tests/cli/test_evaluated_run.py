@@ -40,7 +40,9 @@ def test_what_is_no_folder_of_a_run_has_no_settings(tmp_path: Path) -> None:
 def test_the_line_that_evaluates_types_again_what_is_not_the_run_s(tmp_path: Path) -> None:
     tree = {"allow_targets": [], "model": {"name": "tiny"}, "data": {"path": "a.jsonl"}, "algo": {"beta": 0.1}}
     own = ["trainer.devices=2", "generator=vllm", "logger=none"]
-    words = ["model=tiny", "trainer.max_steps=9", "optimizer.lr=1e-5", "data.path=a.jsonl", *own]
+    training = ["trainer.max_steps=9", "optimizer.lr=1e-5", "trainer.gradient_clip_algorithm=value"]
+    training += ["trainer.limit_val_batches=0", "+trainer.limit_train_batches=2", "trainer.check_val_every_n_epoch=2"]
+    words = ["model=tiny", *training, "data.path=a.jsonl", *own]
 
     def told(tree: dict[str, Any], *words: str) -> list[str]:
         command = shlex.join(["python", "train.py", *words, f"run_dir={tmp_path}"])
@@ -55,7 +57,7 @@ def test_the_line_that_evaluates_types_again_what_is_not_the_run_s(tmp_path: Pat
     # What the run cannot say, or an experiment would choose anew, is typed again as a whole.
     for run, word in (({**tree, "data": {"token": "s3cret"}}, "data=x"), (tree, "experiment=guess")):
         kept = ["python", "train.py", word, f"run_dir={tmp_path}"]
-        assert told(run, word, "optimizer.lr=1") == [*kept, "task=eval", "ckpt_path=last"]
+        assert told(run, word, *training) == [*kept, "task=eval", "ckpt_path=last"]
 
 
 def test_a_run_on_own_rows_is_scored_on_them_and_other_words_are_named(command, cwd):

@@ -7,6 +7,7 @@ from typing import Any
 from lit_rl.algorithms.optim.strategies import flattens, shards
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator
+from lit_rl.named import check_draws
 from lit_rl.rollout import Sampling
 
 _CUTTING = ("top_p", "top_k", "min_p")
@@ -24,12 +25,7 @@ def sampling_teaches(sampling: Sampling, generator: Generator, *, weighted: bool
     Raises:
         ConfigError: names the settings.
     """
-    if sampling.greedy:
-        raise ConfigError(
-            "sampling.temperature=0 draws one and the same completion for a whole group, so every advantage is 0. A "
-            "greedy choice has no log-probability to learn from. Train with 1.0; greedy decoding is for evaluation "
-            "(eval.temperature=0)."
-        )
+    check_draws(sampling.temperature)
     # A weight is the ratio of the training's distribution to the one that was drawn from, whatever made the two differ.
     accounted_for = weighted and not generator.exact
     if sampling.unscored and not accounted_for:
