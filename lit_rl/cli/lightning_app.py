@@ -28,6 +28,7 @@ from jsonargparse import set_parsing_settings
 from jsonargparse.typing import Path as ConfigPath
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 
 from lit_rl import callbacks
@@ -36,7 +37,7 @@ from lit_rl.algorithms.optim import optimizers, schedules
 from lit_rl.algorithms.optim.schedule_by_path import ScheduleByPath
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.algorithms.rollouts.state import check_kind
-from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop, JsonlLogger, let_loggers_fail
+from lit_rl.callbacks import AtomicCheckpointIO, Export, GracefulStop, JsonlLogger, let_loggers_fail
 from lit_rl.callbacks.checkpoint_files import contents, verify_once
 from lit_rl.cli import config_files, ends, lightning_nulls, quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
@@ -197,6 +198,37 @@ class CommandLine(LightningCLI):
         if self.trainer.is_global_zero:
             report.closing_table(summary)
             run_report.write_or_say_what_to_add(RunDir(_folder_of_metrics(self.trainer)))
+            for line in self._where_everything_is(run.run_dir.path):
+                Console().print(line, soft_wrap=True, markup=False, highlight=False)
+
+    def _where_everything_is(self, folder: Path) -> list[str]:
+        """The lines that end a run of `train`, of what this one has written.
+
+        Args:
+            folder: Of the config. One rank alone cannot ask the Trainer for it.
+        """
+        model, saved = next(reversed(_exports(self.trainer)), None), _newest_checkpoint(self.trainer)
+        curves = [Path(each.log_dir) for each in self.trainer.loggers if isinstance(each, TensorBoardLogger)]
+        config = report.quoted(folder / CONFIG_NAME)
+        lines = report.closing_lines(
+            report.Written(
+                _folder_of_metrics(self.trainer),
+                Path(self.trainer.default_root_dir),
+                model,
+                "verified as it was written" if model else "",
+                next(iter(curves), None),
+            ),
+            f"lit-rl validate --config {config} --ckpt_path {report.quoted(saved)} --trainer.logger false"
+            if saved
+            else "",
+            f"lit-rl chat model={report.quoted(model)}" if model else None,
+            getattr(self.model, "loaded_by", "AutoModelForCausalLM"),
+            getattr(self.datamodule, "prompt_form", None),
+            list(report.tracker_lines(self.trainer.loggers)),
+        )
+        if model is None:
+            lines.append(f"model         no export; a folder for transformers at every N steps: add {_TO_EXPORT}")
+        return lines
 
     def _say_what_is_saved(self, stop: GracefulStop) -> None:
         step = self.trainer.global_step
@@ -261,6 +293,7 @@ class CommandLine(LightningCLI):
         with in_one_sentence(FACTORIES):
             self.config = parser.parse_args(args)
         section = self.config.get(str(self.config.get("subcommand")), self.config)
+        _write_where_it_is_typed(section, list(args or ()))
         extra = set(section.get("allow_targets") or []) - set(_named_on_the_command_line(args))
         if extra:
             raise ConfigError(
@@ -491,6 +524,35 @@ def _command() -> str:
 def _stopped(trainer: L.Trainer) -> list[GracefulStop]:
     """The callback that has caught the signal which ended the training."""
     return [each for each in trainer.callbacks if isinstance(each, GracefulStop) and each.signum]  # pyright: ignore
+
+
+def _write_where_it_is_typed(section: Any, words: Sequence[str]) -> None:
+    """A typed `default_root_dir` is where the loggers of a config file write too, unless these were typed as well: what
+    is typed beats a file."""
+    names = {word.partition("=")[0] for word in words}
+    if "--trainer.default_root_dir" not in names or any(name.startswith("--trainer.logger") for name in names):
+        return
+    folder, loggers = section.get("trainer.default_root_dir"), section.get("trainer.logger")
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        if hasattr(logger, "get") and logger.get("init_args.save_dir") is not None:
+            logger["init_args.save_dir"] = folder
+
+
+_TO_EXPORT = (
+    "--trainer.callbacks+=lit_rl.callbacks.Export --trainer.callbacks.folder=FOLDER --trainer.callbacks.every=N"
+)
+
+
+def _exports(trainer: L.Trainer) -> list[Path]:
+    """Of the callback that writes models, the newest last."""
+    found = (each.folder for each in trainer.callbacks if isinstance(each, Export))  # pyright: ignore
+    return [path for folder in found for path in sorted(folder.glob("step_*")) if path.is_dir()]
+
+
+def _newest_checkpoint(trainer: L.Trainer) -> Path | None:
+    callback: Any = trainer.checkpoint_callback
+    saved = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
+    return Path(saved) if saved else None
 
 
 def _folder(trainer: L.Trainer) -> Path:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -122,43 +123,64 @@ def _interval(numbers: dict[str, float] | None, measure: str) -> str:
     return "{:.3f}  [{:.3f}, {:.3f}]".format(*found)
 
 
+@dataclass(frozen=True)
+class Written:
+    """Where a run has written what, through either command line."""
+
+    run_dir: Path
+    """Of the metrics."""
+    root: Path
+    """The Trainer's `default_root_dir`, where callbacks write."""
+    model: Path | None
+    """An export, or None."""
+    verified: str = ""
+    """What its verification saw."""
+    curves: Path | None = None
+    """Of TensorBoard, where that logs."""
+
+
 def closing_lines(
-    run_dir: Path,
+    written: Written,
     evaluation: str,
-    export: str | None,
-    logged: bool,
+    chat: str | None,
     loaded_by: str = "AutoModelForCausalLM",
     prompts: PromptForm | None = None,
     trackers: Sequence[str] = (),
 ) -> list[str]:
-    """Where everything is, and the commands to go on with.
+    """Where everything is, and the commands to go on with: a line for each file that there is.
 
     Args:
-        run_dir: The run's folder.
-        evaluation: The command that evaluates the run.
+        written: What the run has written.
+        evaluation: The command that evaluates the run; empty where there is none.
+        chat: The command that talks to its model; None where there is none.
         loaded_by: transformers' class for the export.
         prompts: What the run learned to answer.
         trackers: Lines of `tracker_lines`.
     """
-    sees = loaded_by == "AutoModelForImageTextToText"
-    writes = sees or loaded_by == "AutoModelForCausalLM"
-    lines = [f"samples       {run_dir}/samples/ (parquet, every completion)"] if writes else []
-    lines.append(f"metrics       {run_dir}/metrics.jsonl")
-    if (alarms := run_dir / ALARMS).is_file():
+    samples, metrics, alarms = written.root / "samples", written.run_dir / "metrics.jsonl", written.root / ALARMS
+    lines = [f"samples       {samples}/ (parquet, every completion)"] if samples.is_dir() else []
+    lines += [f"metrics       {metrics}"] if metrics.is_file() else []
+    if alarms.is_file():
         lines.append(f"alarms        {alarms}  ({len(alarms.read_text().splitlines())})")
-    if logged:
-        lines.append(f"curves        tensorboard --logdir {_quoted(run_dir)}")
+    if written.curves is not None:
+        lines.append(f"curves        tensorboard --logdir {quoted(written.curves)}")
     lines += trackers
-    if export is not None:
-        lines.append(f"model         {run_dir}/hf  ({export})")
-        beside = "AutoProcessor" if sees else "AutoTokenizer"
-        lines.append(f"use it        {loaded_by}.from_pretrained({str(run_dir / 'hf')!r}), {beside} likewise")
-    if writes:
+    if written.model is not None:
+        lines.append(f"model         {written.model}" + (f"  ({written.verified})" if written.verified else ""))
+        beside = "AutoProcessor" if loaded_by == _SEES else "AutoTokenizer"
+        lines.append(f"use it        {loaded_by}.from_pretrained({str(written.model)!r}), {beside} likewise")
+    if chat is not None and writes_text(loaded_by):
         how = {"text": "  (each line is a prompt, as in training)", "messages": "  (a conversation)", None: ""}[prompts]
-        lines.append(f"talk to it    lit-rl chat run_dir={_quoted(run_dir)}{how}")
-    sampled = " eval.group_size=8 eval.temperature=1" if writes else ""
-    lines.append(f"evaluate it   {evaluation}{sampled}")
-    return lines
+        lines.append(f"talk to it    {chat}{how}")
+    return [*lines, f"evaluate it   {evaluation}"] if evaluation else lines
+
+
+_SEES = "AutoModelForImageTextToText"
+
+
+def writes_text(loaded_by: str) -> bool:
+    """Whether a model of this class of transformers' writes completions."""
+    return loaded_by in (_SEES, "AutoModelForCausalLM")
 
 
 def tracker_lines(loggers: Sequence[Logger]) -> Iterator[str]:
@@ -183,6 +205,7 @@ def _where_it_wrote(logger: Logger) -> str | None:
     return f"csv           {Path(logger.log_dir) / 'metrics.csv'}" if isinstance(logger, CSVLogger) else None
 
 
-def _quoted(path: Path) -> str:
+def quoted(path: Path) -> str:
+    """A path as a shell reads it back."""
     text = str(path)
     return text if all(c.isalnum() or c in "/._-" for c in text) else "'" + text.replace("'", "'\\''") + "'"

@@ -187,12 +187,26 @@ def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -
     if run.trainer.is_global_zero:
         report.closing_table(summary)
         run_report.write_at_the_end(run.run_dir.path)
-        logged = any(isinstance(logger, TensorBoardLogger) for logger in run.trainer.loggers)
-        prompts, trackers = summary.get("prompts"), list(report.tracker_lines(run.trainer.loggers))
-        for line in report.closing_lines(
-            run.run_dir.path, run.evaluation, summary["export"], logged, run.module.loaded_by, prompts, trackers
-        ):
-            Console().print(line, soft_wrap=True, markup=False, highlight=False)
+        _say_where_everything_is(run, summary)
+
+
+def _say_where_everything_is(run: Run, summary: dict[str, Any]) -> None:
+    folder, loaded_by = run.run_dir.path, run.module.loaded_by
+    model = None if summary["export"] is None else run.run_dir.hf
+    logged = any(isinstance(logger, TensorBoardLogger) for logger in run.trainer.loggers)
+    sampled = " eval.group_size=8 eval.temperature=1" if report.writes_text(loaded_by) else ""
+    lines = report.closing_lines(
+        report.Written(
+            folder, Path(run.trainer.default_root_dir), model, summary["export"] or "", folder if logged else None
+        ),
+        f"{run.evaluation}{sampled}",
+        f"lit-rl chat run_dir={report.quoted(folder)}",
+        loaded_by,
+        summary.get("prompts"),
+        list(report.tracker_lines(run.trainer.loggers)),
+    )
+    for line in lines:
+        Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def _what_rang(trainer: L.Trainer) -> str | None:

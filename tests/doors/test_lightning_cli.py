@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shlex
 import shutil
 import subprocess
@@ -101,7 +102,19 @@ def test_fit_ends_well_and_warns_of_nothing(fitted: tuple[Path, Outcome]) -> Non
     assert "completions per rollout" in outcome.out
     assert "Held-out reward" in outcome.out and "Where the time went" in outcome.out  # as a run of `train` ends
     assert "logs/report.html  (one file: open it in a browser)" in outcome.out
+    assert "\nmetrics       " in outcome.out and "logs/metrics.jsonl\n" in outcome.out
+    assert "no export; a folder for transformers" in outcome.out and "curves" not in outcome.out
     assert "train/reward" in (folder.parent / "logs" / "metrics.jsonl").read_text()
+
+
+def test_the_line_that_evaluates_a_fit_works(
+    fitted: tuple[Path, Outcome], lit_rl_run: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(fitted[0].parent)
+    told = re.search(r"evaluate it   lit-rl (validate --config \S+ --ckpt_path .+)\n", fitted[1].out)
+    assert told is not None, fitted[1].out
+    outcome = lit_rl_run(*shlex.split(told[1]))
+    assert outcome.code == 0 and "val/reward" in outcome.out, outcome.err
 
 
 def test_fit_trains_as_the_plain_constructors_do(
@@ -366,7 +379,16 @@ def test_the_shipped_config_ends_with_a_report_of_its_own_run(
     export += ["--trainer.callbacks.every", "1", "--trainer.default_root_dir=here"]
     outcome = lit_rl_run("fit", demo, *SMALL, "--trainer.max_steps=1", "--trainer.limit_val_batches=1", *export)
     assert outcome.code == 0, outcome.err
-    folder = tmp_path / "runs" / "lightning" / "version_0"
+    folder = tmp_path / "here" / "lightning" / "version_0"  # a typed folder beats that of the file's logger
+    assert not (tmp_path / "runs").exists()
+    model = Path("out") / "step_00000001"
+    for line in (
+        f"model         {model}  (verified as it was written)",
+        f"use it        AutoModelForCausalLM.from_pretrained('{model}'), AutoTokenizer likewise",
+        f"talk to it    lit-rl chat model={model}",
+    ):
+        assert line in outcome.out
+    assert re.search(r"curves        tensorboard --logdir \S*here/lightning/version_0\n", outcome.out)
     assert "lightning/version_0/report.html  (one file: open it in a browser)" in outcome.out
     assert "held-out: reward" in (folder / "report.html").read_text()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
