@@ -51,7 +51,7 @@ def samples_of(run: RunFiles) -> SampleFiles:
     chosen, total = chosen_tables(there), len(there)
     found = SampleFiles()
     if total > len(chosen):
-        found.left_out.append(f"{len(chosen)} of {total} rollouts and validations are shown; the others read likewise.")
+        found.left_out.append(f"{len(chosen)} of the {total} files of samples/ are shown.")
     room = SIZE
     cut = bool((run.config.get("algo") or {}).get("mask_truncated"))
     for table in chosen:
