@@ -270,7 +270,7 @@ def test_a_huge_run_has_a_small_page_that_is_made_in_a_moment(tmp_path: Path) ->
         for row in each["rows"]
     )
     assert "48 of 200 completions" in page.samples[0]["said"]
-    assert any("4 of 6 rollouts and validations are shown" in text for text in page.texts)
+    assert any("4 of the 6 files of samples" in text for text in page.texts)
 
 
 def test_samples_stop_where_the_page_would_be_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
