@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -60,6 +61,28 @@ def test_a_signal_ends_it_and_what_it_raised_is_told() -> None:
             assert [each.result() for each in asked] == [-signal.SIGTERM] * 8
     done = warm.run([sys.executable, "-c", "1 / 0"])
     assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n") and not done.stdout
+
+
+def test_who_asked_may_be_killed_before_the_answer(tmp_path: Path) -> None:
+    """As rank 0 is, whose rank 1 ends after it: others are forked as before."""
+    (tmp_path / "second.py").write_text("import time; time.sleep(1.0)")
+    first = tmp_path / "first.py"
+    first.write_text(
+        "import subprocess, sys, time\n"
+        "print(subprocess.Popen([sys.executable, sys.argv[1]]).pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    words = [sys.executable, str(first), str(tmp_path / "second.py")]
+    with warm.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        second = int(process.stdout.readline())
+        process.kill()
+    until = time.monotonic() + 30
+    while Path(f"/proc/{second}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    done = warm.run([sys.executable, "-c", "import sys; print('torch' in sys.modules)"])
+    assert done.stdout == "True\n"
 
 
 @pytest.mark.parametrize("offline", ["0", "1"])

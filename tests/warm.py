@@ -11,6 +11,7 @@ interpreter too: see `_fit`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import io
@@ -63,7 +64,11 @@ class Popen(subprocess.Popen):
         words = list(map(os.fspath, of["args"]))[1:]
         asked = [words, environment, os.path.abspath(of["cwd"] or "."), bool(of["start_new_session"])]
         self._told = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._told.connect(_socket())
+        try:
+            self._told.connect(_socket())
+        except OSError:  # who forked this process has ended in between
+            self._told = None
+            return super()._execute_child(*given)
         message = json.dumps(asked).encode()
         socket.send_fds(self._told, [struct.pack("!i", len(message))], own)
         self._told.sendall(message)
@@ -178,12 +183,16 @@ def _asked(path: str) -> list[str]:
                 os._exit(0)
             if ready is not listening:
                 process, told = started.pop(ready)
-                told.send(struct.pack("!i", os.waitpid(process, 0)[1]))
+                with contextlib.suppress(OSError):  # who asked may have been killed
+                    told.send(struct.pack("!i", os.waitpid(process, 0)[1]))
                 os.close(ready)
                 told.close()
                 continue
             told, _ = listening.accept()
             size, streams, *_ = socket.recv_fds(told, 4, _STREAMS)
+            if len(size) < 4:  # killed before it had asked
+                told.close()
+                continue
             message = told.recv(struct.unpack("!i", size)[0], socket.MSG_WAITALL)
             process = os.fork()
             if process == 0:
@@ -231,7 +240,8 @@ def _begun(
     first = "" if words[0] == "-c" else str(Path(words[0]).resolve().parent)
     sys.path[:] = [first, *given, *(each for each in sys.path[1:] if each not in ours)]
     subprocess.Popen = Popen  # for Lightning's launcher
-    told.send(struct.pack("!i", os.getpid()))
+    with contextlib.suppress(OSError):
+        told.send(struct.pack("!i", os.getpid()))
     told.close()
     return words
 
