@@ -163,6 +163,28 @@ def _says_what_to_evaluate() -> bool:
     return any(key.partition(".")[0] not in _OF_THE_EVALUATION for key in own_keys.typed())
 
 
+def check_sweep(words: Sequence[str]) -> None:
+    """Refuse a sweep of a command over one run, before Hydra makes the sweep's folder.
+
+    Args:
+        words: As they come to Hydra, with `task=`.
+
+    Raises:
+        ConfigError: says what to do in its place.
+    """
+    typed = dict(word.split("=", 1) for word in words if "=" in word)
+    if {"-m", "--multirun"} & {*words} and is_over_a_run(typed.get("task", "fit"), typed.get("run_dir")):
+        raise no_sweep(typed["task"], typed["run_dir"])
+
+
+def no_sweep(task: str, run_dir: str) -> ConfigError:
+    """What is said of one."""
+    return ConfigError(
+        f"lit-rl {task.replace('_', '-')} over the run of {run_dir} takes no sweep (-m): start it once for each "
+        "setting. Each start writes a folder of its own there."
+    )
+
+
 def check_words(words: Sequence[str]) -> None:
     """Refuse a `data.path` that is not there, before its columns choose a group. A command without rows says so itself.
 

@@ -138,10 +138,7 @@ def _with_settings_of_others(config: DictConfig) -> DictConfig:
     """The config with the settings of the run that is evaluated, or with the group that the data choose."""
     if is_over_a_run(config.task, config.run_dir):
         if is_sweep():
-            raise ConfigError(
-                f"lit-rl {config.task.replace('_', '-')} over the run of {config.run_dir} takes no sweep (-m): start "
-                "it once for each setting. Each start writes a folder of its own there."
-            )
+            raise early.no_sweep(config.task, config.run_dir)
         config, note = evaluated.with_settings_of_the_run(config)
     else:
         with_groups = data_choice.with_given_prompts if config.task == "best_of_n" else data_choice.with_data_group

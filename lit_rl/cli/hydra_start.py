@@ -57,6 +57,7 @@ def _main() -> int:
     hydra_node.install()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to cli.messages, not to Hydra's own printer
     codes: list[int] = []
+    early.check_sweep(sys.argv[1:])
     sys.argv, note = _chosen_before(sys.argv)
     here, entry = os.getpid(), str(Path(sys.argv[0]).absolute())
 

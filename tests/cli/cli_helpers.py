@@ -51,7 +51,7 @@ def refused(outcome: Outcome, code: int, *words: str, keeps: str | None = None) 
     for word in words:
         assert word in outcome.err, f"{word!r} is not in: {outcome.err}"
     left = [name for name in outcome.touched if keeps is None or name.partition("/")[0] != keeps or PARTIAL in name]
-    assert left == [], "nothing is written, changed or removed"
+    assert left == [], f"written, changed or removed: {left}"
 
 
 def looked_at(folder: Path) -> dict[str, tuple[int, int]]:

@@ -262,6 +262,7 @@ def test_every_name_stands_for_a_key_that_there_is(command: Command, cwd):
         "gradient_checkpointing": "true",
         "output_dir": "x",
         "dataset_name": "y",
+        "reward_funcs": "./a.py:f",
     }
     for names, algo in ((set(MEANS) - {"max_length"}, "grpo"), ({"max_length"}, "dpo")):
         words = [f"{name}={values.get(name, 1)}" for name in sorted(names)]

@@ -58,6 +58,12 @@ class Asked:
         return any(f"{group}/" in under and group not in WHOLE for group in alone)
 
 
+def of_one_process(words: list[str]) -> list[str]:
+    """The command that a launcher starts several times; any other as it is."""
+    words = words[1:] if words[0] == "srun" else words
+    return ["python", *words[words.index("train.py") :]] if words[0] == "torchrun" else words
+
+
 def commands_of(document: Path, cwd: Path) -> Iterator[list[str]]:
     """What is composed of each command of a page; its scripts are run, and its files written, on the way."""
     found = blocks(document)
@@ -66,7 +72,7 @@ def commands_of(document: Path, cwd: Path) -> Iterator[list[str]]:
             (cwd / block.file).parent.mkdir(parents=True, exist_ok=True)
             (cwd / block.file).write_text(block.text)
     for words in (words for block in found for words in block.commands):
-        match words[1:] if words[0] == "srun" else words:
+        match of_one_process(words):
             case ["python", "train.py", "--config-dir", folder, *overrides]:
                 own = {f"data={path.stem}" for path in (cwd / folder / "data").glob("*.yaml")}
                 assert own & set(overrides), words
