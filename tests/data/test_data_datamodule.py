@@ -151,7 +151,7 @@ def test_rows_of_another_kind_are_refused(rows, message):
 
 def test_too_few_rows_are_refused_with_the_counts_of_every_filter():
     rows = [*make_rows(30), {"prompt": " "}, {"prompt": "x" * 99}, {"prompt": None}]
-    module = RolloutDataModule(rows=rows, max_prompt_tokens=50, on_bad_row="skip", val_fraction=0.1)
+    module = RolloutDataModule(rows, prompts_per_rollout=32, max_prompt_tokens=50, on_bad_row="skip", val_fraction=0.1)
     with pytest.raises(DataError, match=r"prompts_per_rollout=32, and 27 rows") as caught:
         module.prepare(TOKENIZER)
     assert "rows 33, bad 1, empty 1, overlong 1, kept 27, longest 99, held_out 3. Add rows, loosen" in str(caught.value)
