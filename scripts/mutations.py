@@ -249,8 +249,8 @@ MUTATIONS = [
         "full-disk",
         "what is half-written stays where the disk is full",
         "lit_rl/durable.py",
-        "            unfinished.unlink()\n",
-        "            pass\n",
+        "            unfinished.unlink()\n        raise\n",
+        "            pass\n        raise\n",
         "tests/runs/test_full_disk.py",
     ),
     Mutation(
