@@ -8,8 +8,9 @@ no PyTorch.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from lit_rl.lazy_names import LazyNames
 
 if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` says the same to Python, and a test compares the two
     from lit_rl.algorithms import BCO as BCO
@@ -98,18 +99,15 @@ _PLACES = {
 }
 """Public names, by the module under `lit_rl` that has them."""
 
-_MODULE_OF = {name: f"lit_rl.{module}" for module, names in _PLACES.items() for name in names.split()}
+_NAMES = LazyNames(__name__, _PLACES)
 
-__all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = list(_NAMES.module_of)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for, and keep it."""
-    if name not in _MODULE_OF:
+    if name not in _NAMES.module_of:
         raise AttributeError(_unknown(name), name=name)
-    found = getattr(import_module(_MODULE_OF[name]), name)
-    globals()[name] = found
-    return found
+    return _NAMES.load(name)
 
 
 def _unknown(name: str) -> str:
@@ -118,11 +116,10 @@ def _unknown(name: str) -> str:
     from lit_rl.errors import did_you_mean
 
     return (
-        f"lit_rl has no {name!r} of its own.{did_you_mean(name, _MODULE_OF)} Its modules, which docs/modules.md lists, "
-        "are imported by name: import lit_rl.rewards."
+        f"lit_rl has no {name!r} of its own.{did_you_mean(name, _NAMES.module_of)} Its modules, which docs/modules.md "
+        "lists, are imported by name: import lit_rl.rewards."
     )
 
 
 def __dir__() -> list[str]:
-    """The public names, and those that every module has."""
-    return sorted({name for name in globals() if name.startswith("__")} | _MODULE_OF.keys())
+    return _NAMES.listed()

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lit_rl.lazy_names import LazyNames
+
 if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` says the same to Python, and a test compares the two
     from lit_rl.callbacks.alarms import Alarm as Alarm
     from lit_rl.callbacks.alarms import ClippedShare as ClippedShare
@@ -63,22 +65,18 @@ _PLACES = {
 }
 """Public names, by the module of this package that has them."""
 
-_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _PLACES.items() for name in names.split()}
+_NAMES = LazyNames(__name__, _PLACES)
 
-__all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = list(_NAMES.module_of)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or its module, when it is first asked for, and keep it."""
-    if name in _PLACES:
+    if name in _PLACES:  # a module, as if all were imported already
         return import_module(f"{__name__}.{name}")
-    if name not in _MODULE_OF:
+    if name not in _NAMES.module_of:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(_MODULE_OF[name]), name)
-    globals()[name] = found
-    return found
+    return _NAMES.load(name)
 
 
 def __dir__() -> list[str]:
-    """The public names, and those that every module has."""
-    return sorted({name for name in globals() if name.startswith("__")} | _MODULE_OF.keys())
+    return _NAMES.listed()

@@ -26,7 +26,7 @@ def test_the_package_alone_loads_no_torch() -> None:
 def test_every_name_is_there_and_is_the_one_of_its_module() -> None:
     for name in lit_rl.__all__:
         found = getattr(lit_rl, name)
-        assert found is getattr(sys.modules[lit_rl._MODULE_OF[name]], name)
+        assert found is getattr(sys.modules[lit_rl._NAMES.module_of[name]], name)
         assert name in vars(lit_rl) and name in dir(lit_rl)
 
 
@@ -44,7 +44,7 @@ def test_type_checkers_are_told_the_same_names(package: Any) -> None:
         (alias,) = node.names
         assert alias.name == alias.asname  # a re-export
         told[alias.name] = node.module
-    assert told == package._MODULE_OF
+    assert told == package._NAMES.module_of
     assert all(getattr(package, name) is getattr(sys.modules[place], name) for name, place in told.items())
 
 
