@@ -12,6 +12,14 @@ from lit_rl.errors import ConfigError, did_you_mean
 T = TypeVar("T")
 
 
+class UnknownKeyword(ConfigError):
+    """A keyword came that no constructor takes."""
+
+    def __init__(self, said: str, keyword: str) -> None:
+        super().__init__(said)
+        self.keyword = keyword
+
+
 def names(kind: type) -> set[str]:
     """Names of all keywords of a class's constructor, and of its parents' where it hands keywords on to them."""
     found: set[str] = set()
@@ -33,7 +41,7 @@ def refuse(kind: type, given: Iterable[str], taken: type, place: Callable[[str, 
         place: From a name, and all that `kind` takes, to where it belongs here; empty where nobody knows.
 
     Raises:
-        ConfigError: names the first of them, and where it belongs or what is near.
+        UnknownKeyword: names the first of them, and where it belongs or what is near.
     """
     known = names(taken)
     wrong = next((name for name in given if name not in known), None)
@@ -42,7 +50,7 @@ def refuse(kind: type, given: Iterable[str], taken: type, place: Callable[[str, 
     allowed = known | names(kind)
     elsewhere = place(wrong, allowed)
     said = f" {elsewhere[0].upper()}{elsewhere[1:]}." if elsewhere else did_you_mean(wrong, allowed)
-    raise ConfigError(f"{kind.__name__} takes no {wrong}=.{said} help({kind.__name__}) lists them.")
+    raise UnknownKeyword(f"{kind.__name__} takes no {wrong}=.{said} help({kind.__name__}) lists them.", wrong)
 
 
 def answered(places: Mapping[str, str]) -> Callable[[type[T]], type[T]]:

@@ -74,7 +74,20 @@ ADVICE = re.compile(
 """Between what is wrong and what to do."""
 
 
-KINDS = {kind.__name__ for kind in vars(errors).values() if isinstance(kind, type)}
+CAUGHT = ("NotFolded", "NotGrouped")
+"""Classes that are always caught, for another way to compute the same."""
+
+
+def _derived() -> Iterator[tuple[str, str]]:
+    """Classes anywhere below `lit_rl` with one parent, and its name."""
+    for path in sorted((ROOT / "lit_rl").rglob("*.py")):
+        found = re.findall(r"^class (\w+)\((\w+)\):", path.read_text(), re.MULTILINE)
+        yield from (each for each in found if each[0] not in CAUGHT)
+
+
+KINDS = {name: name for name, kind in vars(errors).items() if isinstance(kind, type)}
+KINDS = {name: KINDS[base] for name, base in _derived() if base in KINDS} | KINDS
+"""Classes by name, and under which the page has their messages: its own, or the one that it is derived from."""
 
 
 @dataclass(frozen=True, order=True)
@@ -128,8 +141,11 @@ def _raised(tree: ast.AST, known: Mapping[str, str]) -> Iterator[tuple[str, str]
     """The same below a node; `known` are the names that stand for one text there."""
     for node in ast.iter_child_nodes(tree):
         match node:
-            case ast.Raise(exc=ast.Call(func=ast.Name(id=kind), args=[said, *_])) if kind in KINDS:
-                yield kind, " ".join(_text(said, known).split())
+            case (
+                ast.Raise(exc=ast.Call(func=ast.Name(id=kind), args=[said, *_]))
+                | ast.Return(value=ast.Call(func=ast.Name(id=kind), args=[said, *_]))
+            ) if kind in KINDS:
+                yield KINDS[kind], " ".join(_text(said, known).split())
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 yield from _raised(node, {**_others(known, node), **_texts_in(list(ast.walk(node)), known)})
             case _:

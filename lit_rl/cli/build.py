@@ -17,6 +17,7 @@ from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, check_mesh
 from lit_rl.cli.targets import ALLOWED, check_target, targets
 from lit_rl.errors import BackendError, ConfigError, LitRLError, did_you_mean, in_range
+from lit_rl.keywords import UnknownKeyword
 
 OPTIONAL = {"lit_rl.models.policy.lora.Lora", "lit_rl.data.supervised.SupervisedText", "lit_rl.constraints.Structured"}
 """Objects that are there only if one of their settings is."""
@@ -61,10 +62,6 @@ ABSENT = "lit_rl.cli.build.absent"
 """The target of a choice that stands for nothing: a file of a Hydra group cannot itself be null."""
 
 
-_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'|^\w+ takes no (\w+)=\.")
-"""What Python, and `lit_rl.keywords`, say of a keyword that is none."""
-
-
 def prune(node: Any) -> Any:
     """Null settings of optional objects are dropped; an optional object without any setting is None, as is `ABSENT`."""
     if isinstance(node, list):
@@ -91,7 +88,7 @@ def build(tree: Any) -> Any:
         return instantiate(tree, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error.__context__
-        if isinstance(cause, LitRLError) and not _UNKNOWN.search(str(cause)):
+        if isinstance(cause, LitRLError) and not isinstance(cause, UnknownKeyword):
             raise cause from error
         if isinstance(cause, ImportError):
             raise BackendError(f"What the config builds cannot be imported: {cause}") from error
@@ -112,14 +109,21 @@ def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> st
     if not isinstance(node, dict) or "_target_" not in node:
         return str(error).split("\nfull_key")[0]
     target = str(node["_target_"])
-    if unknown := _UNKNOWN.search(str(cause)):
+    if word := _unknown_keyword(cause):
         names = list(inspect.signature(get_object(target)).parameters)
-        word = unknown[1] or unknown[2]
         where = f"{key}.{word}" if key else word
         return f"{where} is not a key of {target}.{did_you_mean(word, names)} It has: {', '.join(names)}."
     came = ", ".join(f"{name}={value!r}" for name, value in node.items() if not isinstance(value, dict | None))
     came = came.replace(f"_target_={target!r}, ", "")
     return f"{key or 'The config'}: {target} refuses {came}: {type(cause).__name__}: {cause}"
+
+
+def _unknown_keyword(cause: BaseException) -> str | None:
+    """The keyword that a constructor of ours, or any other one, does not take."""
+    if isinstance(cause, UnknownKeyword):
+        return cause.keyword
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
+    return found[1] if found else None
 
 
 def check_judged(module: Any, tree: dict[str, Any]) -> None:
