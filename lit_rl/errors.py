@@ -123,6 +123,20 @@ def one_of(key: str, value: str, allowed: Iterable[str]) -> None:
         raise ConfigError(f"{key}={value!r} is unknown: allowed is {', '.join(choices)}.{near}")
 
 
+def check_draws(temperature: float) -> None:
+    """Refuse greedy decoding where a group of completions is to be learned from.
+
+    Raises:
+        ConfigError: says what it is for.
+    """
+    if temperature == 0:
+        raise ConfigError(
+            "sampling.temperature=0 draws one and the same completion for a whole group, so every advantage is 0. A "
+            "greedy choice has no log-probability to learn from. Train with 1.0; greedy decoding is for evaluation "
+            "(eval.temperature=0)."
+        )
+
+
 def seed_in_range(key: str, seed: int) -> None:
     """Refuse a seed that a random generator of PyTorch or NumPy cannot take.
 

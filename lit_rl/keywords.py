@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from lit_rl.errors import ConfigError, did_you_mean
@@ -15,20 +15,29 @@ T = TypeVar("T")
 class UnknownKeyword(ConfigError):
     """A keyword came that no constructor takes."""
 
-    def __init__(self, said: str, keyword: str) -> None:
-        super().__init__(said)
-        self.keyword = keyword
+    keyword = ""
+    """Set on the object, and no argument: so it is what it was after it was pickled."""
 
 
 def names(kind: type) -> set[str]:
     """Names of all keywords of a class's constructor, and of its parents' where it hands keywords on to them."""
     found: set[str] = set()
-    for maker in (vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)):
+    for maker in makers(kind):
         parameters = inspect.signature(maker).parameters.values()
         found |= {each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
-        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-            break
     return found - {"self"}
+
+
+def makers(kind: type) -> Iterator[Callable[..., Any]]:
+    """The constructor of a class, and those of its parents as long as one hands `**keywords` on."""
+    for maker in (vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)):
+        yield maker
+        try:
+            parameters = inspect.signature(maker).parameters.values()
+        except (TypeError, ValueError):  # written in C
+            return
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            return
 
 
 def refuse(kind: type, given: Iterable[str], taken: type, place: Callable[[str, set[str]], str]) -> None:
@@ -50,7 +59,9 @@ def refuse(kind: type, given: Iterable[str], taken: type, place: Callable[[str, 
     allowed = known | names(kind)
     elsewhere = place(wrong, allowed)
     said = f" {elsewhere[0].upper()}{elsewhere[1:]}." if elsewhere else did_you_mean(wrong, allowed)
-    raise UnknownKeyword(f"{kind.__name__} takes no {wrong}=.{said} help({kind.__name__}) lists them.", wrong)
+    error = UnknownKeyword(f"{kind.__name__} takes no {wrong}=.{said} help({kind.__name__}) lists them.")
+    error.keyword = wrong
+    raise error
 
 
 def answered(places: Mapping[str, str]) -> Callable[[type[T]], type[T]]:

@@ -1,5 +1,5 @@
 """What a config says, looked at without loading what it names: functions in files, weights of functions, folders of
-models, a temperature that draws."""
+models."""
 
 from __future__ import annotations
 
@@ -176,20 +176,6 @@ def copy_without_hub(name: str) -> Path:
     """
     cache = Path(os.environ.get("LIT_RL_CACHE") or "~/.cache/lit_rl").expanduser()
     return cache / "models" / name
-
-
-def check_draws(temperature: float) -> None:
-    """Refuse greedy decoding where a group of completions is to be learned from.
-
-    Raises:
-        ConfigError: says what it is for.
-    """
-    if temperature == 0:
-        raise ConfigError(
-            "sampling.temperature=0 draws one and the same completion for a whole group, so every advantage is 0. A "
-            "greedy choice has no log-probability to learn from. Train with 1.0; greedy decoding is for evaluation "
-            "(eval.temperature=0)."
-        )
 
 
 def check_can_be_read(key: str, name: str) -> None:

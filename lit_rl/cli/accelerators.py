@@ -12,6 +12,8 @@ from pathlib import Path
 from lit_rl.errors import BackendError
 
 _GPUS = ("gpu", "cuda")
+_DRIVERS = ("/proc/driver/nvidia", "/dev/dxg")
+"""Where NVIDIA's driver is seen: on Linux, and in a Linux of Windows."""
 
 
 def check(accelerator: object) -> None:
@@ -41,10 +43,12 @@ def no_gpu(accelerator: str) -> BackendError:
 
 
 def _none_can_be_seen(built: dict[str, bool]) -> bool:
-    """By what PyTorch was built for: CUDA's calls go to the driver's library, and without it there is no device."""
+    """By what PyTorch was built for. CUDA's calls go to the driver's library, and without it there is no device; since
+    PyTorch may find one that we do not (NixOS), the driver must be absent too."""
     if not {"cuda", "hip"} <= built.keys() or built["hip"]:
         return False
-    return not built["cuda"] or not _can_be_loaded("libcuda.so.1")
+    there = _can_be_loaded("libcuda.so.1") or any(map(os.path.exists, _DRIVERS))
+    return not built["cuda"] or not there
 
 
 def _built() -> dict[str, bool]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,13 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lit_rl.cli import own_keys
 from lit_rl.cli.early import DRAW, TELL_THE_DATA
+from lit_rl.cli.own_keys import typed_value
 from lit_rl.cli.targets import ALLOWED, check_target
-from lit_rl.cli.whereabouts import is_over_a_run
+from lit_rl.cli.whereabouts import entered, is_over_a_run
 from lit_rl.commands.first_row import first_row
-from lit_rl.data.kinds import COLUMNS, USABLE, Kind, kind_of
+from lit_rl.data.kinds import COLUMNS, Kind, format_for, is_verdict, kind_of
 from lit_rl.errors import ConfigError, DataError, did_you_mean
 
 GROUPS: dict[Kind | None, str] = {
@@ -89,18 +89,24 @@ def check(config: DictConfig) -> None:
     typed = typed_keys()
     if "data.path" not in typed or {"data", "experiment"} & typed:
         return check_pair(config)
-    path, wanted = config.data.get("path"), learns_from(config)
-    plainly = isinstance(path, str) and Path(path).expanduser().is_file() and config.data.get("map_row") is None
-    if config.task not in OF_PROMPTS and "algo" in typed and plainly:
-        check_columns(config, wanted)
+    if config.task not in OF_PROMPTS and "algo" in typed and _is_plain(config.data):
+        check_columns(config, learns_from(config))
+
+
+def _is_plain(data: DictConfig) -> bool:
+    """Whether a row is read quickly, and without code of the user's."""
+    path = data.get("path")
+    return isinstance(path, str) and Path(path).expanduser().is_file() and data.get("map_row") is None
 
 
 def check_columns(config: DictConfig, wanted: Kind | None) -> None:
     """Refuse a file whose columns are for other algorithms than the one that was typed."""
     if wanted is None:  # a row of any format has a prompt, under a name of its own at times
         return _check_answers(config)
-    kind, why = by_columns(config.data, config.allow_targets)
-    if kind != wanted and not (kind == "pairs" and "preference" in USABLE[wanted]):
+    row, where = _first(config.data, config.allow_targets)
+    kind, why = _kind_in(row, where)
+    served = format_for(row, wanted)
+    if served is None or (served == "prompt-completion" and is_verdict(row)):
         raise ConfigError(
             f"{_name_of(config, 'algo')} needs {_WORDS[wanted]}, and {config.data.path} has {why}: "
             f"{_WORDS[kind]}. Name columns with data.rename={{old: new}}, or type:\n  {_with_algorithm_of(kind)}"
@@ -116,7 +122,11 @@ def _check_answers(config: DictConfig) -> None:
     there is. A reward of the user's says itself which columns it needs."""
     name, column = UNTYPED_REWARD
     chosen = HydraConfig.get().runtime.choices.get("reward") == name
-    if not chosen or {key.partition(".")[0] for key in typed_keys()} & {"reward", "judge", "env"}:
+    if (
+        not chosen
+        or not _is_plain(config.data)
+        or {key.partition(".")[0] for key in typed_keys()} & {"reward", "judge", "env"}
+    ):
         return
     row, _ = _first(config.data, config.allow_targets)
     kind = kind_of(row)
@@ -131,7 +141,7 @@ def _check_answers(config: DictConfig) -> None:
 def _with_algorithm_of(kind: Kind | None) -> str:
     """The line that was typed, with the algorithm that learns from rows of this kind."""
     algo = f"algo={ALGORITHMS.get(kind, 'grpo')}"
-    return _entered([algo if word.startswith("algo=") else word for word in HydraConfig.get().overrides.task])
+    return entered([algo if word.startswith("algo=") else word for word in HydraConfig.get().overrides.task])
 
 
 def groups_of(kind: Kind | None, task: str) -> list[str]:
@@ -180,13 +190,7 @@ def _line(config: DictConfig, wanted: Kind | None) -> str:
     group = (COMPUTED if path is None else GROUPS)[wanted]
     more = [] if path is None or "data.path" in typed_keys() else ["data.path=FILE"]
     at = next((i for i, word in enumerate(typed) if word.startswith("data=")), len(typed))
-    return _entered([*typed[:at], f"data={group}", *more, *typed[at + 1 :]])
-
-
-def _entered(words: Sequence[str]) -> str:
-    """The line that starts a training with these overrides, as this one was started."""
-    entry = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else ["lit-rl", "train"]
-    return shlex.join([*entry, *words])
+    return entered([*typed[:at], f"data={group}", *more, *typed[at + 1 :]])
 
 
 def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
@@ -204,8 +208,7 @@ def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
     """
     words, kept = list(arguments), (list(arguments), "")
     overrides = [word for word in words[1:] if "=" in word and not word.startswith("-")]
-    task = next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("task=")), "fit")
-    run_dir = next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("run_dir=")), None)
+    task, run_dir = typed_value(overrides, "task") or "fit", typed_value(overrides, "run_dir")
     if task not in OF_ANY_ROWS or is_over_a_run(task, run_dir):
         return kept
     try:
@@ -228,7 +231,7 @@ def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
 
 def typed_keys() -> set[str]:
     """The keys and groups of the command line."""
-    return {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in HydraConfig.get().overrides.task}
+    return {key.partition("@")[0] for key in own_keys.typed()}
 
 
 def learns_from(config: DictConfig) -> Kind | None:
@@ -260,7 +263,10 @@ def by_columns(data: DictConfig, allow: Sequence[str]) -> tuple[Kind | None, str
         data: Those settings of `data` that say how a row is read.
         allow: What `allow_targets` allows.
     """
-    row, where = _first(data, allow)
+    return _kind_in(*_first(data, allow))
+
+
+def _kind_in(row: dict[str, Any], where: str) -> tuple[Kind | None, str]:
     kind = kind_of(row)
     if kind is None and "prompt" not in row:
         known = dict.fromkeys(column for columns in COLUMNS.values() for column in columns)

@@ -11,12 +11,13 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rl.cli import accelerators, allowed, own_keys
-from lit_rl.cli.whereabouts import folder_of, is_launched, is_over_a_run, is_sweep, writes_nothing
+from lit_rl.cli import accelerators, allowed, listing, own_keys
+from lit_rl.cli.own_keys import typed_value
+from lit_rl.cli.whereabouts import entered, folder_of, is_launched, is_over_a_run, is_sweep, writes_nothing
 from lit_rl.commands import folder_state
 from lit_rl.data.sources import local_path
-from lit_rl.errors import ConfigError
-from lit_rl.named import check_can_be_read, check_draws, check_function, local_model, weights_by_name
+from lit_rl.errors import ConfigError, check_draws
+from lit_rl.named import check_can_be_read, check_function, local_model, weights_by_name
 from lit_rl.vllm_package import require_vllm
 
 TELL_THE_DATA = {"data", "algo", "experiment", "data.prompt_key"}
@@ -106,10 +107,12 @@ def _check_first_stage(config: DictConfig) -> None:
     folder, model = (str(_at(config, key) or "") for key in ("sft_dir", "model.name"))
     if not folder or model != f"{folder}/hf" or Path(model).expanduser().is_dir():
         return
-    name = HydraConfig.get().runtime.choices.get("experiment")
+    first = f"{HydraConfig.get().runtime.choices.get('experiment')}_sft"
+    shipped = (listing.conf_folder() / "experiment" / f"{first}.yaml").is_file()
+    line = f" Run it: {entered([f'experiment={first}', f'run_dir={folder}'])}." if shipped else ""
     raise ConfigError(
-        f"sft_dir={folder}: there is no {model}. experiment={name} begins with the model of a finished SFT run. First "
-        f"run: python train.py experiment={name}_sft run_dir={folder}. For a run that you have: sft_dir=RUN_DIR."
+        f"sft_dir={folder}: there is no {model}. The run begins with the model of a finished SFT run.{line} For one "
+        "that you have, type sft_dir=RUN_DIR."
     )
 
 
@@ -172,9 +175,9 @@ def check_sweep(words: Sequence[str]) -> None:
     Raises:
         ConfigError: says what to do in its place.
     """
-    typed = dict(word.split("=", 1) for word in words if "=" in word)
-    if {"-m", "--multirun"} & {*words} and is_over_a_run(typed.get("task", "fit"), typed.get("run_dir")):
-        raise no_sweep(typed["task"], typed["run_dir"])
+    task, run_dir = typed_value(words, "task") or "fit", typed_value(words, "run_dir")
+    if {"-m", "--multirun"} & {*words} and run_dir and is_over_a_run(task, run_dir):
+        raise no_sweep(task, run_dir)
 
 
 def no_sweep(task: str, run_dir: str) -> ConfigError:
@@ -191,8 +194,7 @@ def check_words(words: Sequence[str]) -> None:
     Args:
         words: Of the command line; a value that Hydra would read as anything but a plain text is left to it.
     """
-    task = next((word.partition("=")[2] for word in reversed(words) if word.startswith("task=")), "fit")
-    for word in words if task in _OF_ROWS else ():
+    for word in words if typed_value(words, "task", "fit") in _OF_ROWS else ():
         key, _, value = word.partition("=")
         if key == "data.path" and value and not set(value) & set(",$[]{}'\"\\ "):
             check_data([value])

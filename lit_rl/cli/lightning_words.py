@@ -32,7 +32,7 @@ def check(words: Sequence[str]) -> None:
 
 def _check_secret(key: str, value: str) -> None:
     """jsonargparse has no references to the environment, so a file, which others may not read, is left as a place."""
-    if value != "null" and not value.startswith("--") and typed_secrets.held(key, value):
+    if not value.startswith("--") and typed_secrets.held(key, value):
         raise ConfigError(
             f"{key} holds what looks like a secret. A command line is no place for one: everybody on this machine sees "
             "it in the list of processes, and it stays in the shell's history. Put it into an environment variable "

@@ -108,7 +108,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     own = any(word.startswith(elsewhere) for word in words)  # groups that we do not see
     found = groups([conf_folder()])
     typed = {word.partition("=")[0] for word in words if "=" in word}
-    choices, added = _choices(words), _added(words)
+    choices = _choices(words)
     out: list[str] = []
     new: list[str] = []
     check_spaces(words)
@@ -131,7 +131,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if read != [word]:
             new += read
         if not own and read in ([word], [f"reward={value}"]):
-            _check(read[0].partition("=")[0], value, found, choices, added)
+            _check(read[0].partition("=")[0], value, found, choices)
         out += read
     return out, new
 
@@ -172,11 +172,6 @@ def _choices(words: Sequence[str]) -> dict[str, str]:
     return {group: choice for group, choice in {**defaults(), **typed}.items() if group not in added}
 
 
-def _added(words: Sequence[str]) -> set[str]:
-    """The keys at the top of the experiment's file, which may have some of its own."""
-    return {key for word in words if word.startswith("experiment=") for key in keys(f"{word.replace('=', '/')}.yaml")}
-
-
 def _read(key: str, value: str, typed: set[str], found: Mapping[str, Mapping[str, str]]) -> list[str]:
     """One word as ours."""
     if key == "model" and value not in found["model"] and _is_path(value):
@@ -203,11 +198,9 @@ def _quoted(value: str) -> str:
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _check(
-    key: str, value: str, found: Mapping[str, Mapping[str, str]], choices: Mapping[str, str], added: set[str]
-) -> None:
-    """Refuse what needs no look at the config: a choice that its group lacks, and a key that no choice has and no
-    experiment adds."""
+def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices: Mapping[str, str]) -> None:
+    """Refuse what needs no look at the config: a choice that its group lacks, and a key that no choice has. Without
+    `choices` an experiment was typed, which may add keys at the top: Hydra says of these which there are."""
     if key in found and _PLAIN.fullmatch(value) and value != "null" and value not in found[key]:
         raise ConfigError(no_choice(key, value, list(found[key])))
     for word in value[1:-1].split(",") if key in found and re.fullmatch(r"\[[\w,. -]+\]", value) else ():
@@ -215,8 +208,8 @@ def _check(
             raise ConfigError(no_choice(key, word.strip(), list(found[key])))
     head, dot, rest = key.partition(".")
     tops = {group for group in found if "/" not in group}
-    known = {*tops, *keys(), *added} - {"hydra"}
-    if not dot and head.isidentifier() and head not in {*known, "hydra"}:
+    known = {*tops, *keys()} - {"hydra"}
+    if choices and not dot and head.isidentifier() and head not in {*known, "hydra"}:
         raise no_key(head, meaning(head), _near(head, known, choices))
     hint = "" if head in {*known, "hydra"} else did_you_mean(head, tops) or meaning(key)
     if dot and head.isidentifier() and hint:  # others wait for the whole config

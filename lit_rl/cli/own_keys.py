@@ -19,6 +19,16 @@ def typed() -> list[str]:
     return [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]
 
 
+def typed_value(words: Sequence[str], key: str, default: str | None = None) -> str | None:
+    """What a key was given on a command line that Hydra has not read yet; the last word counts.
+
+    Args:
+        words: Settings, and whatever else was typed.
+        default: Where the key was not typed.
+    """
+    return next((word.partition("=")[2] for word in reversed(words) if word.startswith(f"{key}=")), default)
+
+
 def check_read(groups: Iterable[str], config: DictConfig) -> None:
     """Refuse a key at the top that nothing reads: added by `+name=value`, or by a file of the user's.
 

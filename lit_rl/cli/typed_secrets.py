@@ -7,11 +7,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rl.commands.secret_forms import in_words, is_named
+from lit_rl.commands.secret_forms import is_named, secret_in
 from lit_rl.errors import ConfigError
 
-_OF_COLUMNS = "data.rename."
-"""Keys below it are names of a user's columns."""
+_OF_COLUMNS = ".rename."
+"""Keys below it are names of a user's columns: of `data`, and of each of its sources."""
 _TYPED = "everybody on this machine sees them in the list of processes, and they stay in the shell's history"
 
 
@@ -28,8 +28,9 @@ def check_words(words: Sequence[str]) -> None:
         name, equals, value = word.lstrip("+~-").partition("=")
         if not equals and word.startswith("-") and "=" not in after and not after.startswith("-"):
             value = after
-        if what := in_words(name) or held(name, value):
-            raise _refused("The command line" if in_words(name) else name, what, _TYPED)
+        alone = secret_in(name)
+        if what := alone or held(name, value):
+            raise _refused("The command line" if alone else name, what, _TYPED)
 
 
 def check(config: DictConfig) -> None:
@@ -53,10 +54,10 @@ def held(key: str, value: Any) -> str | None:
         key: Of the setting.
         value: Of any type; a reference is no secret.
     """
-    if isinstance(value, str) and (what := in_words(value)):
+    if isinstance(value, str) and (what := secret_in(value)):
         return what
     name = key.rpartition(".")[2]
-    if key.startswith(_OF_COLUMNS) or not is_named(name, value):
+    if _OF_COLUMNS in key or not is_named(name, value):
         return None
     return f"the value of a key that is named {name}"
 

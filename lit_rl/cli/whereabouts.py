@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -109,3 +111,9 @@ def _label(config: DictConfig) -> str:
 
     name = OmegaConf.select(config, "model.name", throw_on_missing=False)
     return LanguageModel(name).label if name else "model"
+
+
+def entered(words: Sequence[str]) -> str:
+    """The line that starts a training with these overrides, as this one was started."""
+    entry = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else ["lit-rl", "train"]
+    return shlex.join([*entry, *words])

@@ -17,6 +17,8 @@ from typing import Any
 
 import yaml
 
+from lit_rl.keywords import makers
+
 OURS = ("lit_rl.", "lightning.")
 """Packages whose constructors are looked at. A run's config may name others; reading it imports none of them."""
 
@@ -98,19 +100,11 @@ def _defaults(target: str) -> Iterator[tuple[str, Any]]:
     found = _load(target)
     if found is None:
         return
-    owners = (
-        [vars(cls)["__init__"] for cls in found.__mro__ if "__init__" in vars(cls)]
-        if inspect.isclass(found)
-        else [found]
-    )
     given: dict[str, Any] = {}
-    for function in owners:
-        signature = _signature(function)
-        for name, parameter in signature.items():
+    for function in makers(found) if inspect.isclass(found) else [found]:
+        for name, parameter in _signature(function).items():
             if parameter.default is not parameter.empty:
                 given.setdefault(name, parameter.default)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values()):
-            break
     yield from given.items()
 
 

@@ -61,7 +61,7 @@ _TOKENS_OF_TEXTS = re.compile(
     r"|tool|new|first|last|next|per|eot|eom)_token$|(?<!api)(?<!auth)(?<!access)(?<!hf)(?<!hub)_tokens$"
 )
 _NO_SECRET = re.compile(
-    r"|null|none|true|false|auto|<.*>|\[.*\]|[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*_(?:KEY|TOKEN|SECRET|PASSWORD)"
+    r"|\?\?\?|null|none|true|false|auto|<.*>|\[.*\]|[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*_(?:KEY|TOKEN|SECRET|PASSWORD)"
 )
 """Under any name: nothing, words of YAML, tokens of a vocabulary, names of environment variables."""
 _COUNT = re.compile(r"[\d_]+")
@@ -70,7 +70,7 @@ _ASSIGNED = re.compile(r"(?<![\w-])([\w-]{1,64})=")
 _WORD = re.compile(r"\S*")
 
 
-def in_words(text: str) -> str | None:
+def secret_in(text: str) -> str | None:
     """What a text that a user typed holds, by its form: a word of `WORDS` or `TEXTS`; None where it holds no secret."""
     forms = {**_OWN_WORDS, **_IN_TEXTS}
     return next((what for what, form in forms.items() if form.search(text)), None)

@@ -33,6 +33,18 @@ USABLE: dict[Kind, tuple[str, ...]] = {
 }
 """Formats that serve a kind; the first whose columns a row has is the row's."""
 
+
+def format_for(row: Mapping[str, Any], kind: Kind) -> str | None:
+    """The format by which a row serves a kind: the first whose columns it has; None where it has those of none."""
+    found = {name for name, value in row.items() if value is not None}
+    return next((name for name in USABLE[kind] if found.issuperset(COLUMNS[name])), None)
+
+
+def is_verdict(row: Mapping[str, Any]) -> bool:
+    """Whether a row of `prompt-completion` says that its completion is good, or bad: nobody should imitate that."""
+    return isinstance(row.get("label"), bool)
+
+
 _READ_AS: tuple[tuple[str, Kind], ...] = (
     ("tokenised", "texts"),
     ("stepwise", "stepwise"),

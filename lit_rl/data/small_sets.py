@@ -20,7 +20,7 @@ def fitting(rows: int, size: int, unit: int = 1) -> int | None:
     return fits if 1 <= fits < size else None
 
 
-class NotesSize:
+class NotesKeywords:
     """A class that notes which of its keywords came: a default of 32 and a typed 32 look the same to `__init__`.
 
     The note is taken in `__new__`, so that signatures, which schemas and LightningCLI read, stay as they are.

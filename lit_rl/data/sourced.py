@@ -14,14 +14,14 @@ from lit_rl.data.image_prompts import Processor
 from lit_rl.data.images import MAX_IMAGE_PIXELS
 from lit_rl.data.jsonl import OnBadRow
 from lit_rl.data.order import RolloutOrder
-from lit_rl.data.small_sets import DEFAULT, NotesSize, fitting
+from lit_rl.data.small_sets import DEFAULT, NotesKeywords, fitting
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import Source, exactly_one, named_rows, no_text, parse_sources, val_sources
 from lit_rl.data.tasks import Task
 from lit_rl.errors import ConfigError, DataError, in_range, seed_in_range
 
 
-class SourcedDataModule(L.LightningDataModule, NotesSize):
+class SourcedDataModule(L.LightningDataModule, NotesKeywords):
     """Rows and validation sets. Exactly one of `path`, `rows`, `task` and `sources` says where rows come from.
 
     Args:
@@ -51,6 +51,9 @@ class SourcedDataModule(L.LightningDataModule, NotesSize):
         seed: Seed of the order and of the held-out rows.
         allow_changed: Resume though the data or its order is no longer the checkpoint's.
     """
+
+    _fitted: int | None = None
+    """The rows of a step that a small set was given in place of the default."""
 
     def __init__(
         self,
@@ -179,10 +182,13 @@ class SourcedDataModule(L.LightningDataModule, NotesSize):
             rows: What is left for training.
             name: Of the setting.
         """
+        if now not in (size, self._fitted):
+            return now  # somebody has set it since
         chosen = self._size_is_chosen(size, name)
         fits = None if chosen or rows >= size else fitting(rows, size, self._unit())
         if fits is not None and fits != now:
             rank_zero_info(f"{name}={fits}: none was given, and {rows} rows are left for training (default {size}).")
+        self._fitted = fits
         return fits or size
 
     def _size_is_chosen(self, size: int, name: str) -> bool:

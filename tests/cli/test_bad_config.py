@@ -482,6 +482,11 @@ def test_what_is_no_secret_is_let_through(text):
     typed_secrets.check(OmegaConf.create({"run_dir": text, "eos_token": text, "max_tokens": "7", "password": None}))
 
 
+def test_names_of_columns_and_what_is_still_to_be_given_are_no_secrets():
+    renamed = {"rename": {"password": "prompt", "token": "answer"}}
+    typed_secrets.check(OmegaConf.create({"data": {**renamed, "sources": [renamed]}, "judge": {"api_key": "???"}}))
+
+
 @pytest.mark.parametrize("what", [*WORDS, *TEXTS])
 def test_a_secret_of_a_known_form_is_refused(what: str):
     for secret in OF_A_FORM[what]:

@@ -89,6 +89,26 @@ def test_a_file_for_another_algorithm_is_refused_with_the_line_to_type(algo, com
     assert contents(cwd) == []
 
 
+@pytest.mark.parametrize(
+    ("algo", "row", "served"),
+    [
+        ("dpo", {**ROWS["preferences"], "input_ids": [1, 2]}, True),
+        ("sft", {**ROWS["texts"], "label": "news"}, True),
+        ("sft", {"prompt": "a sum", "text": "1+1=2"}, True),
+        ("sft", {**ROWS["texts"], "label": True}, False),
+    ],
+)
+def test_columns_beside_those_that_serve_change_nothing(algo, row, served, command: Command, cwd, tmp_path):
+    """What the reader takes is not refused before it; a verdict it does not take."""
+    path = write_jsonl(tmp_path / "mine.jsonl", [{**row, "id": n} for n in range(8)])
+    quick = ["trainer.fast_dev_run=1", "trainer.accelerator=cpu", "data.batch_size=2", "data.val_fraction=0"]
+    outcome = command(f"algo={algo}", f"data.path={path}", *quick)
+    if served:
+        assert outcome.code == 0, outcome.err
+    else:
+        refused(outcome, 2, "completions with a verdict", f"algo=kto data.path={path}")
+
+
 @pytest.mark.parametrize("group", ["preferences", "texts", "steps"])
 def test_a_file_of_another_kind_is_refused_to_a_method_that_answers_prompts(group, command: Command, cwd, tmp_path):
     path = write_jsonl(tmp_path / "mine.jsonl", [ROWS[group]] * 4)

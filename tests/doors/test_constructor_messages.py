@@ -165,6 +165,14 @@ def test_a_keyword_of_another_library(made: Any, given: dict[str, Any], message:
         made(*rows, **given)
 
 
+def test_what_was_not_taken_travels_between_processes() -> None:
+    """Pools pickle what their workers raise."""
+    with pytest.raises(keywords.UnknownKeyword) as told:
+        Sampling(max_tokens=2)  # pyright: ignore
+    again = pickle.loads(pickle.dumps(told.value))
+    assert (type(again), again.keyword, str(again)) == (keywords.UnknownKeyword, "max_tokens", str(told.value))
+
+
 def test_a_data_module_of_yours_may_take_more() -> None:
     class Mine(RolloutDataModule):
         def __init__(self, rows: Any, **more: Any) -> None:

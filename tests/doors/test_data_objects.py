@@ -125,6 +125,16 @@ def test_a_step_takes_what_a_small_set_has(tokenizer: Any, caplog: pytest.LogCap
         SupervisedDataModule(TEXTS, batch_size=32).prepare(tokenizer)
 
 
+def test_a_size_that_is_set_later_stays(tokenizer: Any) -> None:
+    """As Lightning's tuner of batch sizes sets it."""
+    data = SupervisedDataModule([{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(9)], val_fraction=0)
+    data.prepare(tokenizer)
+    assert data.batch_size == 9
+    data.batch_size = 4
+    data.prepare(tokenizer)
+    assert data.batch_size == 4
+
+
 def test_where_every_row_is_held_out_the_hint_works(tokenizer: Any) -> None:
     hint = r"0 rows are left .*hold none out with data\.val_fraction=0 \(1 rows are\)"
     with pytest.raises(DataError, match=rf"{hint} or loosen a filter\."):

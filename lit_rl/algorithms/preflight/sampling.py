@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lit_rl.algorithms.optim.strategies import flattens, shards
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, check_draws
 from lit_rl.generation.base import Generator
-from lit_rl.named import check_draws
 from lit_rl.rollout import Sampling
 
 _CUTTING = ("top_p", "top_k", "min_p")

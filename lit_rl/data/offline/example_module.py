@@ -142,11 +142,11 @@ class ExampleDataModule(SourcedDataModule):
     def setup(self, stage: str) -> None:
         if stage == "fit":
             self.check_trainer(self.trainer_of_run())
-        self._feeds_what_learns_from_it()
+        self._check_method()
         kind = self.module_attribute("learns_from")
         self.prepare(self.module_attribute("tokenizer"), kind, processor=self.processor_of_run(), stage=stage)
 
-    def _feeds_what_learns_from_it(self) -> None:
+    def _check_method(self) -> None:
         """Refuse a module that answers prompts, in place of learning from rows as they are."""
         method = type(self.trainer_of_run().lightning_module)
         if hasattr(method, "slots_per_rollout") and not hasattr(method, "learns_from"):

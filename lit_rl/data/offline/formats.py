@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rl.data.checks import excerpt
-from lit_rl.data.kinds import COLUMNS, USABLE, Kind
+from lit_rl.data.kinds import COLUMNS, USABLE, Kind, format_for, is_verdict
 from lit_rl.data.offline.conversations import (
     Text,
     as_messages,
@@ -90,9 +90,8 @@ def read_record(
 
 
 def _recognised(found: Mapping[str, Any], where: str, kind: Kind) -> str:
-    name = next((name for name in USABLE[kind] if all(column in found for column in COLUMNS[name])), None)
-    # A prompt-completion row with a verdict may hold a text that nobody should imitate.
-    if name == "prompt-completion" and isinstance(found.get("label"), bool):
+    name = format_for(found, kind)
+    if name == "prompt-completion" and is_verdict(found):
         raise DataError(
             f"{where}: the columns {', '.join(found)} are those of unpaired preference: label says whether the "
             "completion is good, and this method imitates every text. Take a method that learns from verdicts, or keep "
