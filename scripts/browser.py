@@ -23,6 +23,8 @@ from PIL import Image
 from tornado.websocket import WebSocketClientConnection, websocket_connect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+_LONGEST = 60.0
+"""Seconds that a page, or an answer of the browser's, may take."""
 Box = tuple[float, float, float, float]
 """Left, top, width and height in pixels of a page."""
 
@@ -44,10 +46,11 @@ class Page:
 
         Raises:
             RuntimeError: the browser refused it, or is gone.
+            TimeoutError: it does not answer.
         """
         number = next(self._numbers)
         await self._connection.write_message(json.dumps({"id": number, "method": method, "params": given}))
-        while (said := await self._connection.read_message()) is not None:
+        while (said := await asyncio.wait_for(self._connection.read_message(), _LONGEST)) is not None:
             message = json.loads(said)
             if message.get("method") == "Runtime.executionContextCreated":
                 context = message["params"]["context"]
@@ -67,8 +70,11 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
         await self.call("Runtime.enable")
         await self.call("Page.navigate", url=address)
-        while await self.run("document.readyState") != "complete" or await self.run("location.href") == "about:blank":
-            await asyncio.sleep(0.1)
+        async with asyncio.timeout(_LONGEST):
+            while (
+                await self.run("document.readyState") != "complete" or await self.run("location.href") == "about:blank"
+            ):
+                await asyncio.sleep(0.1)
         await asyncio.sleep(1.5)  # what scripts draw, and what moves, once it is loaded
 
     async def run(self, script: str, *, framed: bool = False) -> Any:

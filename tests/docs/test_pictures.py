@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from chromium import CHROMIUM
 from doc_runs import script
 from PIL import Image
-
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +33,7 @@ def test_every_picture_that_it_makes_is_there_small_and_shown_by_a_page(pictures
 
 
 @pytest.mark.all
-@pytest.mark.skipif(not any(map(shutil.which, NAMES)), reason="no Chromium here")
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_a_picture_is_of_the_elements_that_it_names_in_the_scheme_that_it_is_asked_for(
     pictures: ModuleType, tmp_path: Path
 ) -> None:

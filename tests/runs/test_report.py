@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import subprocess
 import time
 from array import array
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import CHROMIUM
 from run_folders import CONFIG, run_folder, samples
 
 from lit_rl.commands import run_files
@@ -129,8 +129,6 @@ def test_data_for_the_script_ends_no_element() -> None:
 
 
 # ---------------------------------------------------------------------- a browser
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @pytest.mark.all
