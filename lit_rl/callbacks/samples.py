@@ -13,7 +13,7 @@ from lit_rl.callbacks.due import Due
 from lit_rl.callbacks.pictures import Pictures
 from lit_rl.callbacks.sample_files import write_table
 from lit_rl.callbacks.sample_rows import Table, of_a_set, of_all_ranks, stacked
-from lit_rl.callbacks.text import console_table, one_line
+from lit_rl.callbacks.text import console_table, in_file_name
 from lit_rl.callbacks.tracker_tables import log_tables, rows_of
 from lit_rl.callbacks.unwritten import Unwritten
 from lit_rl.errors import in_range
@@ -115,7 +115,7 @@ class Samples(L.Callback):
         parts = of_all_ranks(trainer, mine, self.unwritten)
         for index in sorted({index for part in parts for index in part or ()}):
             table = of_a_set([part and part.get(index) for part in parts])
-            name = one_line(trainer.datamodule.val_names[index]).replace("/", "_")  # pyright: ignore
+            name = in_file_name(trainer.datamodule.val_names[index])  # pyright: ignore
             temperature = f"_t{pl_module.evaluation.temperature:g}"
             suffix = f"_{name}" if name else ""
             self._write(trainer, table, f"val_{trainer.global_step:08d}{temperature}{suffix}")

@@ -51,6 +51,11 @@ def one_line(name: str) -> str:
     return visible(name).replace("\n", "\\n")
 
 
+def in_file_name(name: str) -> str:
+    """The same as a part of a file's name."""
+    return one_line(name).replace("/", "_")
+
+
 def _mean_reward(rows: Sequence[dict[str, Any]]) -> float:
     """Over the rows that were scored; NaN marks the others."""
     scored = [row["reward"] for row in rows if not math.isnan(row["reward"])]

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lit_rl.callbacks.sample_files import SampleTable
-from lit_rl.callbacks.text import printable
+from lit_rl.callbacks.text import in_file_name, printable
 from lit_rl.commands import html_file, run_files
 from lit_rl.commands.compare_page import page
 from lit_rl.commands.config_changes import between
@@ -81,10 +81,10 @@ def comparison(first: RunFiles, second: RunFiles) -> Comparison:
             f"These runs have no validation in common: {names[0]} has {sets[0]}; {names[1]} has {sets[1]}. Take runs "
             "with the same validation sets and eval.temperature."
         )
-    tested = set[str]()
+    tested_files = set[str]()
     for key in ours:
         if key in theirs and _add_tests(found, _read(ours[key]), _read(theirs[key])):
-            tested.add(key.partition("_")[2])
+            tested_files.add(key.partition("_")[2])
     for mine, other, name in ((ours, theirs, names[0]), (theirs, ours, names[1])):
         for key in mine.keys() - other.keys():
             found.notes.append(f"{title(mine[key])}: only {name} was validated so.")
@@ -93,6 +93,7 @@ def comparison(first: RunFiles, second: RunFiles) -> Comparison:
         found.notes.append("No test: no reward function scored both runs. Compare runs with one reward.")
     elif not found.tests and not (ours and theirs):
         found.notes.append("No test: the files of these runs hold no value for each prompt.")
+    tested = {name for name in sets_of(first.series) if in_file_name(name) in tested_files}
     found.values.extend(_last_values(first, second, {*tested, *unlike}))
     return found
 

@@ -125,15 +125,19 @@ def test_runs_without_a_prompt_in_common_have_a_page_and_no_test(
 
 
 def test_a_set_that_is_not_tested_keeps_its_reward(tmp_path: Path) -> None:
-    """Two validation sets: one has common prompts, of the other one run has no value."""
+    """Three validation sets: two have common prompts, of the other one run has no value. Files spell `a/b` as a_b."""
     folders = []
     for name in ("one", "two"):
         folder = run(tmp_path / name, [0, 0, 1, 1])
-        run_folder(folder, [{"step": 1, "val/reward": 0.5, "val/hard/reward": 0.25}])
+        run_folder(folder, [{"step": 1, "val/reward": 0.5, "val/a/b/reward": 0.5, "val/hard/reward": 0.25}])
+        samples(folder, "val_00000040_t0_a_b", PROMPTS, [0, 1, 1, 0])
         samples(folder, "val_00000040_t0_hard", PROMPTS, [math.nan] * 4 if name == "two" else [0, 1, 1, 0])
         folders.append(folder)
     found = comparison(*(run_files.read(folder) for folder in folders))
-    assert [name for name, _ in found.tests] == ["held-out, greedy: reward, step 40"]
+    assert [name for name, _ in found.tests] == [
+        "held-out, greedy: reward, step 40",
+        "a_b, greedy: reward, step 40",
+    ]
     assert found.values == [("val/hard/reward", 0.25, 0.25)]
     assert "hard, greedy: no test, as no prompt has a value in both runs." in found.notes
 
