@@ -8,6 +8,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from lit_rl.callbacks.checkpoint_files import step_of
 from lit_rl.cli import run_trust
 from lit_rl.cli.build import build, plain
 from lit_rl.cli.replays import checkpoint_of, config_of, placed
@@ -80,9 +81,17 @@ def _tree(run_dir: RunDir, own: dict[str, Any], config: DictConfig) -> dict[str,
 
 
 def _model(config: DictConfig, run_dir: RunDir, tree: dict[str, Any]) -> tuple[LanguageModel, Path | None]:
-    """The run's export, or its model with the weights of a checkpoint where one was named or nothing is exported."""
+    """The run's export, or its model with the weights of a checkpoint where one was named, or is newer."""
     settings = tree["algo"]["model"]
-    if config.ckpt_path is not None or not run_dir.hf.is_dir():
+    if config.ckpt_path is not None or not run_dir.hf.is_dir() or _went_on(run_dir):
         return build(settings), checkpoint_of(config, run_dir)
     kept = {key: settings[key] for key in ("dtype", "attn_implementation", "trust_remote_code") if key in settings}
     return LanguageModel(str(run_dir.hf), **kept), None
+
+
+def _went_on(run_dir: RunDir) -> bool:
+    """Whether a checkpoint is of a later step than the export: a run that Ctrl-C stopped has one, and may go on. Of a
+    run of an earlier version nobody knows."""
+    exported = run_dir.read_summary().get("hf_step")
+    files = (path for path in run_dir.checkpoints.glob("*.ckpt") if path.is_file())  # pieces cannot be read here
+    return isinstance(exported, int) and any(step_of(path) > exported for path in files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +164,12 @@ def test_a_run_is_talked_to_by_its_export_or_a_checkpoint(chat, step, cwd):
     assert outcome.out == wanted
     Path("elsewhere.yaml").rename(Path("run") / "config.yaml")
     assert contents(cwd) == before
+    # as of a run that was stopped, whose export was written, and that went on: the checkpoint is of a later step
+    summary = Path("run") / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"hf_step": 0}))
+    next((Path("run") / "hf").glob("*.safetensors")).unlink()
+    outcome = chat("17+25=", options=plain)
+    assert (outcome.code, outcome.out) == (0, wanted), outcome.err
 
 
 @pytest.mark.all
