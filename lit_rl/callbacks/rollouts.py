@@ -127,8 +127,9 @@ class Rollouts(L.Callback):
         target = folder / f"step_{rollout.step:08d}.pt"
         with self.unwritten.spared(f"rollouts/{target.name}"):
             rollout.write(target)
-            up_to_now = [path for path in saved_rollouts(folder) if path.name <= target.name]
-            for path in saved_rollouts(folder):
+            there = saved_rollouts(folder)
+            up_to_now = [path for path in there if path.name <= target.name]
+            for path in there:
                 if path not in up_to_now[-self.keep :]:  # those of a later step are another run's
                     path.unlink(missing_ok=True)
 

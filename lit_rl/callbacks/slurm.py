@@ -49,7 +49,8 @@ def requeue_until_it_trains() -> None:
 
 
 def leave_it_to_others() -> None:
-    """Take that handler away where a run has no `GracefulStop`: Lightning installs its own only where there is none."""
+    """Take that handler away where a run has no `GracefulStop`, and where the user wants no requeue. Lightning installs
+    its own only where there is none."""
     if isinstance(signal.getsignal(signal.SIGUSR1), _Leave):
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import shlex
@@ -208,9 +209,10 @@ def _run(
 ) -> int:
     config.run_dir = str(run_dir.path)
     # A first validation is made again by the next start: without a step it is no reason to keep a folder.
-    kept_for = "train/" if config.task == "fit" else ""
-    resumes = config.task == "fit" and start == "resumed"
-    stood = run_dir.stands() if resumes and is_main() else None
+    fits = config.task == "fit"
+    kept_for = "train/" if fits else ""
+    resumes = fits and start == "resumed"
+    stood = run_dir.stands() if resumes and is_main() and not writes_nothing(config) else None
     job = None
     try:
         with contextlib.ExitStack() as around:
@@ -218,36 +220,39 @@ def _run(
             if meeting is not None:
                 meeting.ready()
             try:
-                fits = config.task == "fit"
                 leaves = contextlib.nullcontext() if fits else leaving.at_once(job.trainer, _say_it_ended)
-                with watching_those_started(job.trainer, lambda error: _give_up(job, config.task, error)), leaves:
+                gave_up = functools.partial(_give_up, job, config.task, start)
+                with watching_those_started(job.trainer, gave_up), leaves:
                     code = TASKS[config.task](job)
                 wait_for_those_started(job.trainer.strategy.launcher)
                 return code
             except Exception as error:
                 stop_lightnings_observer()
+                refused = resumes and not job.began
+                if stood is not None and refused:
+                    around.callback(run_dir.put_back, stood)  # behind the end of other ranks, while we hold the lock
                 around.callback(end_those_started, job.trainer.strategy.launcher)
                 if not job.dry:
                     heard = write_down(error, run_dir, job.trainer, job.command)
-                    if config.task == "fit" and (job.trainer.global_step or not stood):
+                    if fits and not refused:
                         train.note_failure(job, exit_code_of(heard or error))
                     begun = run_dir.keeps(missing, kept_for) and run_dir.metrics.is_file()
-                    if config.task == "fit" and job.trainer.is_global_zero and begun and (not resumes or job.began):
+                    if fits and job.trainer.is_global_zero and begun and not refused:
                         run_report.write_at_the_end(run_dir.path)
                     if heard is not None:
                         raise heard from error
                 raise
     except (Exception, SystemExit) as error:
-        if is_main() and (config.task != "fit" or not isinstance(error, SystemExit)):
+        if is_main() and (not fits or not isinstance(error, SystemExit)):
             run_dir.withdraw(missing, kept_for)
-        if stood is not None and isinstance(error, Exception) and not (job is not None and job.began):
+        if stood is not None and isinstance(error, Exception) and job is None:
             run_dir.put_back(stood)
         raise
 
 
-def _give_up(job: Run, task: str, error: BackendError) -> int:
+def _give_up(job: Run, task: str, start: Start, error: BackendError) -> int:
     code = give_up(error, None if job.dry else job.run_dir, job.trainer, job.command)
-    if task == "fit":
+    if task == "fit" and (start != "resumed" or job.began):
         train.note_failure(job, code)
     return code
 

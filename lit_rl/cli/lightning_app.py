@@ -209,7 +209,7 @@ class CommandLine(LightningCLI):
         """
         model, saved = next(reversed(_exports(self.trainer)), None), _newest_checkpoint(self.trainer)
         curves = [Path(each.log_dir) for each in self.trainer.loggers if isinstance(each, TensorBoardLogger)]
-        config = report.quoted(folder / CONFIG_NAME)
+        config = shlex.quote(str(folder / CONFIG_NAME))
         lines = report.closing_lines(
             report.Written(
                 _folder_of_metrics(self.trainer),
@@ -218,10 +218,10 @@ class CommandLine(LightningCLI):
                 "verified as it was written" if model else "",
                 next(iter(curves), None),
             ),
-            f"lit-rl validate --config {config} --ckpt_path {report.quoted(saved)} --trainer.logger false"
+            f"lit-rl validate --config {config} --ckpt_path {shlex.quote(str(saved))} --trainer.logger false"
             if saved
             else "",
-            f"lit-rl chat model={report.quoted(model)}" if model else None,
+            f"lit-rl chat model={shlex.quote(str(model))}" if model else None,
             getattr(self.model, "loaded_by", "AutoModelForCausalLM"),
             getattr(self.datamodule, "prompt_form", None),
             list(report.tracker_lines(self.trainer.loggers)),

@@ -93,7 +93,8 @@ def watching_those_started(
     watch.daemon = True
     watch.start()
     try:
-        with parent.told(trainer.strategy.launcher is not None), parent.missed(gave_up):
+        starts = trainer.strategy.launcher is not None
+        with parent.told() if starts else contextlib.nullcontext(), parent.missed(gave_up):
             yield
     finally:
         over.set()

@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from lit_rl.errors import BackendError
@@ -38,19 +39,13 @@ def end_with_it() -> None:
 
 
 @contextlib.contextmanager
-def told(starts: bool) -> Iterator[None]:
-    """Leave our process id for the ranks that are started meanwhile.
-
-    Args:
-        starts: Whether any are.
-    """
-    if starts:
-        os.environ[STARTED_BY] = str(os.getpid())
+def told() -> Iterator[None]:
+    """Leave our process id for the ranks that are started meanwhile."""
+    os.environ[STARTED_BY] = str(os.getpid())
     try:
         yield
     finally:
-        if starts:
-            os.environ.pop(STARTED_BY, None)
+        os.environ.pop(STARTED_BY, None)
 
 
 @contextlib.contextmanager
@@ -62,6 +57,7 @@ def missed(gave_up: Callable[[BackendError], int]) -> Iterator[None]:
         gave_up: Writes the error down, and returns the exit code. Called in a thread.
     """
     global _gave_up
+    _over.clear()  # set by the job of a sweep before this one
     _gave_up = gave_up
     try:
         yield
@@ -73,8 +69,7 @@ def missed(gave_up: Callable[[BackendError], int]) -> Iterator[None]:
 def _watch(parent: int) -> None:
     directly = os.getppid() == parent  # or there is a script between, which has started this Python
     while os.getppid() == parent if directly else _is_there(parent):
-        if _over.wait(_EVERY):
-            return
+        time.sleep(_EVERY)
     if _over.wait(GRACE if have_met() else 0.0):
         return
     error = BackendError(

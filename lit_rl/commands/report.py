@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ def closing_lines(
     if alarms.is_file():
         lines.append(f"alarms        {alarms}  ({len(alarms.read_text().splitlines())})")
     if written.curves is not None:
-        lines.append(f"curves        tensorboard --logdir {quoted(written.curves)}")
+        lines.append(f"curves        tensorboard --logdir {shlex.quote(str(written.curves))}")
     lines += trackers
     if written.model is not None:
         lines.append(f"model         {written.model}" + (f"  ({written.verified})" if written.verified else ""))
@@ -203,9 +204,3 @@ def _where_it_wrote(logger: Logger) -> str | None:
     if isinstance(logger, TrackioLogger):
         return f"trackio       trackio show --project {logger.project}  (run {logger.run})"
     return f"csv           {Path(logger.log_dir) / 'metrics.csv'}" if isinstance(logger, CSVLogger) else None
-
-
-def quoted(path: Path) -> str:
-    """A path as a shell reads it back."""
-    text = str(path)
-    return text if all(c.isalnum() or c in "/._-" for c in text) else "'" + text.replace("'", "'\\''") + "'"

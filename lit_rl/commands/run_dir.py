@@ -31,6 +31,9 @@ checkpoint."""
 HF_STEPS = "hf_steps"
 """Folder of the exports that `callbacks.export` writes: `step_00000100`."""
 
+AVERAGES = ("hf_ema", "hf_bema", "hf_merged")
+"""Folders of averaged policies."""
+
 REPLACED = (
     "summary.json",
     "error.json",
@@ -38,9 +41,7 @@ REPLACED = (
     "checkpoints/*.ckpt",
     f"checkpoints/{BEFORE_ALARM}/*.ckpt",
     "hf",
-    "hf_ema",
-    "hf_bema",
-    "hf_merged",
+    *AVERAGES,
     f"{HF_STEPS}/step_*",
     "bad_batch*.pt",
     *FILES,
@@ -225,7 +226,7 @@ class RunDir(RunNames):
         for path in self.checkpoints.glob(f"*.ckpt{PARTIAL}[0-9]*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         steps = self.path / HF_STEPS
-        averages = [self.path / name for name in ("hf_ema", "hf_bema", "hf_merged")]
+        averages = [self.path / name for name in AVERAGES]
         begun = {found[1] for path in steps.glob(".step_*") if (found := re.match(r"\.(step_\d{8})", path.name))}
         for target in (self.hf, *averages, *(steps / name for name in sorted(begun))):
             for path in unpublished(target):

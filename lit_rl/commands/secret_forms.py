@@ -44,8 +44,9 @@ TEXTS = {
 _OWN_WORDS = {what: re.compile(rf"(?<![\w./-]){form}(?![\w/-]|\.\w)") for what, form in WORDS.items()}
 """Where a user types it, a part of a path is none."""
 _IN_TEXTS = {what: re.compile(form) for what, form in TEXTS.items()}
-_HIDDEN = [*_IN_TEXTS.values(), re.compile(rf"\b({'|'.join(WORDS.values())})"), re.compile(r"\b([0-9a-f]{40})\b")]
-"""40 hexadecimal digits were a key of W&B. A commit is as long, so whoever types them is not refused."""
+_HIDDEN = [*_IN_TEXTS.values(), re.compile(rf"\b({'|'.join(WORDS.values())})")]
+_COMMIT = re.compile(r"\b([0-9a-f]{40})\b")
+"""40 hexadecimal digits were a key of W&B, too. So whoever types them is not refused."""
 
 NAMES = (
     *("token", "api_key", "apikey", "access_key", "secret_key", "private_key", "signing_key", "account_key", "secret"),
@@ -100,7 +101,7 @@ def without(text: str, *, commits: bool = False) -> str:
     Args:
         commits: Whether 40 hexadecimal digits are a commit, and stay.
     """
-    for form in _HIDDEN[:-1] if commits else _HIDDEN:
+    for form in _HIDDEN if commits else (*_HIDDEN, _COMMIT):
         text = form.sub(_replaced, text)
     parts, at = [], 0
     for name in _ASSIGNED.finditer(text):

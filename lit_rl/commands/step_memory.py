@@ -30,7 +30,7 @@ def planned(module: PolicyModule) -> MemoryPlan | None:
 def peak_memory() -> dict[str, int]:
     """Bytes that this process held at most since it began: `process` of the machine's memory; and where it used a GPU,
     `tensors` there, and `reserved`, with what PyTorch keeps for the next ones. Empty where nobody counts."""
-    found = {"process": process_peak()} if process_peak() else {}
+    found = {"process": size} if (size := process_peak()) else {}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found |= {"tensors": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     return found

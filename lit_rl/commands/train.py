@@ -25,7 +25,7 @@ from lit_rl.callbacks.record import Record
 from lit_rl.callbacks.slurm import leave_it_to_others, requeue, requeue_signal
 from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.callbacks.trackio_logger import TrackioLogger
-from lit_rl.callbacks.unwritten import Unwritten, not_written
+from lit_rl.callbacks.unwritten import not_written
 from lit_rl.commands import leaving, report, run_report
 from lit_rl.commands.export import FOLDER, card_facts, for_readers
 from lit_rl.commands.redaction import redact_command
@@ -133,9 +133,12 @@ def note_failure(run: Run, code: int) -> None:
     if run.dry or not run.trainer.is_global_zero:
         return
     with contextlib.suppress(Exception):  # nothing may hide the error itself
+        summary = run.run_dir.read_summary()
+        if summary.get("status") in ("finished", "stopped"):
+            return  # it had ended, and what failed came behind
         missing = [str(each) for each in not_written(run.trainer)]
         said = {"status": "failed", "steps": run.trainer.global_step, "exit_code": code}
-        run.run_dir.write_summary(run.run_dir.read_summary() | said | ({"not_written": missing} if missing else {}))
+        run.run_dir.write_summary(summary | said | ({"not_written": missing} if missing else {}))
 
 
 def _note_command(run: Run, summary: dict[str, Any]) -> None:
@@ -200,7 +203,7 @@ def _say_where_everything_is(run: Run, summary: dict[str, Any]) -> None:
             folder, Path(run.trainer.default_root_dir), model, summary["export"] or "", folder if logged else None
         ),
         f"{run.evaluation}{sampled}",
-        f"lit-rl chat run_dir={report.quoted(folder)}",
+        f"lit-rl chat run_dir={shlex.quote(str(folder))}",
         loaded_by,
         summary.get("prompts"),
         list(report.tracker_lines(run.trainer.loggers)),
@@ -269,19 +272,22 @@ def _losses(run: Run) -> dict[str, float]:
     }
 
 
-def export(run: Run, summary: dict[str, Any], unwritten: Unwritten | None = None) -> str | None:
-    """Write and verify `hf/` on rank 0; returns one line on what the verification saw.
+def export(
+    run: Run, summary: dict[str, Any], around: contextlib.AbstractContextManager[Any] | None = None
+) -> str | None:
+    """Write and verify `hf/` on rank 0, and note of which step it is; returns one line on what the verification saw.
 
     Args:
-        unwritten: What notes a failure; None lets it be raised.
+        around: What is told where it fails; None lets that be raised.
     """
     module = run.module
     state = full_state_dict(module.policy)
     line = None
     if run.trainer.is_global_zero:
         facts = card_facts(module.model.name, type(module).__name__.lower(), run.dataset, summary)
-        with contextlib.nullcontext() if unwritten is None else unwritten.spared("the export into hf/"):
+        with around or contextlib.nullcontext():
             done = module.export(state, run.run_dir.hf, facts)
+            summary["hf_step"] = run.trainer.global_step
             line = f"verified: {done.tensors} tensors reloaded, largest difference {done.max_abs_diff:g}"
     run.trainer.strategy.barrier()
     return line
@@ -334,7 +340,9 @@ def _stopped(run: Run, summary: dict[str, Any], stop: GracefulStop) -> int:
     if run.trainer.is_global_zero and not run.dry:
         _save(run, summary | {"status": "stopped"})
         run_report.write_at_the_end(run.run_dir.path)
-        Console().print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
+        exports = stop.signum == signal.SIGINT and stop.saved is not None
+        said = _go_on(run) + ("" if exports else _how_to_export(run))
+        Console().print(said, soft_wrap=True, markup=False, highlight=False)
     if stop.signum == signal.SIGINT and stop.saved is not None and not run.dry:
         _export_stopped(run, summary)
     return SIGNALLED + (stop.signum or 0)
@@ -345,9 +353,28 @@ def _export_stopped(run: Run, summary: dict[str, Any]) -> None:
     say, main = Console(), run.trainer.is_global_zero
     if main:
         say.print(f"Writing its model to {run.run_dir.hf}; Ctrl-C ends at once ...", soft_wrap=True, highlight=False)
-    line = export(run, summary, Unwritten("The end of the run"))
+    summary = summary | {"after": {}}  # of an earlier end: these weights were not validated
+    line = export(run, summary, _told_how_to_export(run))
     if main and line is not None:
+        _save(run, summary | {"status": "stopped"})
         say.print(f"model         {run.run_dir.hf}  ({line})", soft_wrap=True, markup=False, highlight=False)
+
+
+@contextlib.contextmanager
+def _told_how_to_export(run: Run) -> Iterator[None]:
+    """What cannot be written now is made of the checkpoint later."""
+    try:
+        yield
+    except Exception as error:
+        said = f"It could not be written ({type(error).__name__}: {error}); the checkpoint is saved."
+        Console().print(f"{said}{_how_to_export(run)}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _how_to_export(run: Run) -> str:
+    """A line on a run that has a checkpoint."""
+    if not any(run.run_dir.checkpoints.glob("*.ckpt")):
+        return ""
+    return f"\nFor its model, without going on:\n  lit-rl export run_dir={shlex.quote(str(run.run_dir.path))}"
 
 
 def _not_generated(run: Run) -> None:
@@ -365,8 +392,7 @@ def _go_on(run: Run) -> str:
     if newest is not None:
         known = f"step {newest}" if newest >= 0 else "a checkpoint whose name has no step"
         saved = f"at step {step}, saved" if newest == step else f"What is saved is {known}"
-        model = f"\nFor its model, without going on:\n  lit-rl export run_dir={shlex.quote(str(run.run_dir.path))}"
-        return f"Stopped{' ' if newest == step else '. '}{saved}. Go on with:{command}{model}"
+        return f"Stopped{' ' if newest == step else '. '}{saved}. Go on with:{command}"
     if run.trainer.checkpoint_callback is None:
         return f"Stopped at step {step}. Nothing is saved: the run writes no checkpoints. Begin anew with:{command}"
     if run.ckpt_path is not None:  # of another run
@@ -382,7 +408,7 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
     Around the training, in a validation or an export, a signal ends the process at once: all that is trained is saved.
     """
     found = [callback for callback in run.trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
-    if not found:
+    if not found or requeue_signal(run.trainer) is None:
         leave_it_to_others()
     with leaving.at_once(run.trainer, lambda number: _left(run, number)) if found else contextlib.nullcontext():
         yield found[0] if found else GracefulStop()

@@ -161,8 +161,15 @@ def test_fit_with_an_environment(lit_rl_run: CommandLine, tmp_path: Path) -> Non
     run = ["--trainer.max_steps=1", "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=log"]
     few = ["--data.prompts_per_rollout=4", "--model.sampling.max_new_tokens=4", "--trainer.accelerator=cpu"]
     run += ["--trainer.log_every_n_steps=1"]
-    outcome = lit_rl_run("fit", *least, *game, *rows, *few, *run, "--trainer.default_root_dir=run")
+    # A key in a file that only its owner reads is taken, and in nothing that the run writes.
+    secret = "hf_" + "Ab3" * 12
+    own = tmp_path / "own.yaml"
+    own.write_text(f"model:\n  class_path: GRPO\n  init_args:\n    sampling: {{stop: [{secret}]}}\n")
+    outcome = lit_rl_run("fit", f"--config={own}", *least, *game, *rows, *few, *run, "--trainer.default_root_dir=run")
     assert outcome.code == 0, outcome.err
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != own]
+    assert any("<redacted>" in path.read_text() for path in files if path.suffix == ".yaml")
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
     (logged,) = (tmp_path / "log").rglob("metrics.csv")
     assert "train/turns/mean" in logged.read_text() and "train/env/failed" in logged.read_text()
     refused = lit_rl_run("fit", *least, *game, "--model.env.max_turns=0", *rows, *few, *run)

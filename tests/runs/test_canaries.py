@@ -98,6 +98,12 @@ def test_a_secret_by_the_name_of_its_key_is_redacted(name: str) -> None:
     assert all("<redacted>" in str(each) and "geheim1" not in str(each) for each in written)
 
 
+def test_forty_hexadecimal_digits_are_taken_out_where_no_revision_is_named() -> None:
+    digits = "0a1b2c3d" * 5
+    written = [redact({"note": digits}), redact_command(f"+a.note={digits}")]
+    assert all("<redacted>" in str(each) and digits not in str(each) for each in written)
+
+
 def test_what_is_no_secret_is_written_as_it_is() -> None:
     command = shlex.join(HARMLESS)
     assert shlex.split(redact_command(command)) == shlex.split(command)

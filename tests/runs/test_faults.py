@@ -23,7 +23,9 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from runs_helpers import SMALL, assert_same_run
 
+from lit_rl.callbacks import GracefulStop, slurm
 from lit_rl.callbacks.slurm import requeue_signal
+from lit_rl.commands import train
 
 pytestmark = pytest.mark.faults
 
@@ -74,7 +76,7 @@ def finish(process, run_dir: Path) -> None:
     "how",
     [
         ["--rounds", "3"],
-        pytest.param(["--rounds", "2", "--kills", "2", "--ranks", "2"], marks=pytest.mark.exhaustive),
+        pytest.param(["--rounds", "2", "--kills", "2", "--ranks", "2", "--seed", "33"], marks=pytest.mark.exhaustive),
         pytest.param(
             ["--rounds", "2", "--kills", "2", "--engine", "--places", "engine sync"], marks=pytest.mark.exhaustive
         ),
@@ -85,9 +87,13 @@ def test_whatever_kills_a_run_it_ends_as_if_nothing_had(how, root):
     """SIGKILL in rollouts, while checkpoints and exports are written, and at random moments; of one of two ranks or
     both; while weights are sent to an engine."""
     script = [sys.executable, str(root / "scripts" / "kill_loop.py"), *how]
-    said = warm.run(script, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    # Ranks are children of rank 0, as a user's are: a forked one would not be.
+    started = subprocess.run if "--ranks" in how else warm.run
+    given = {"capture_output": True, "text": True} if "--ranks" in how else {}
+    said = started(script, env={**os.environ, "OMP_NUM_THREADS": "1"}, **given)
     assert said.returncode == 0 and f" {how[1]} equal, 0 not." in said.stdout, said.stdout + said.stderr
     assert said.stdout.count("killed: ") == int(how[1]) and ", 0 kills" not in said.stdout
+    assert "--ranks" not in how or re.search(r", rank [01]\b", said.stdout), f"none was killed alone: {said.stdout}"
     assert "--engine" not in how or re.search(r"\| engine sync \| [1-9]", said.stdout), said.stdout
 
 
@@ -154,6 +160,7 @@ def test_slurm_takes_a_job_back_and_starts_it_again(process, tmp_path, whole, mo
 def test_slurms_signal_before_the_training_puts_the_job_into_the_queue_again(process, tmp_path, monkeypatch):
     """While the config is composed and libraries load, there is no folder yet. And no rank but the first asks."""
     _stand_in_for_scontrol(tmp_path, monkeypatch)
+    monkeypatch.setattr(warm, "Popen", subprocess.Popen)  # one that is forked has its libraries
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     run_dir = tmp_path / "run"
     children = []
@@ -163,13 +170,29 @@ def test_slurms_signal_before_the_training_puts_the_job_into_the_queue_again(pro
     for child in children:
         status = Path(f"/proc/{child.pid}/status")
         wait_for(lambda text=status.read_text: _catches(signal.SIGUSR1, text()), child)
+        child.send_signal(signal.SIGSTOP)  # while the other comes as far
     assert not run_dir.exists()
     for child in reversed(children):
         child.send_signal(signal.SIGUSR1)
+        child.send_signal(signal.SIGCONT)
         output, _ = child.communicate(timeout=60)
         assert child.returncode == 128 + signal.SIGUSR1, output
         assert (tmp_path / "asked").exists() == (child is children[0])
     assert (tmp_path / "asked").read_text() == "requeue 7\n" and not run_dir.exists()
+
+
+def test_a_user_who_wants_no_requeue_gets_none_while_it_trains_either(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    environment = SimpleNamespace(cluster_environment=SLURMEnvironment(auto_requeue=False))
+    run = SimpleNamespace(trainer=SimpleNamespace(callbacks=[GracefulStop()], _accelerator_connector=environment))
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    try:
+        slurm.requeue_until_it_trains()
+        assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+        with train._signals(run):  # pyright: ignore
+            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize(("job", "asks"), [("7", signal.SIGUSR1), (None, None)])

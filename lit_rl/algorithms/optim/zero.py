@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -222,23 +221,17 @@ class ZeROStrategy(DeepSpeedStrategy):
         """
         size, folder = self.checkpoint_bytes(), os.path.dirname(target)
 
-        def look() -> None:
-            said = None
-            if self.is_global_zero:
-                try:
-                    check_room(folder, size)
-                except OSError as error:
-                    said = error.strerror
-            if (said := self.broadcast(said)) is not None:
-                raise OSError(errno.ENOSPC, said, folder)
-
-        try:
-            tried_again(look, f"The checkpoint {target}")
-        except OSError as error:
+        said = None
+        if self.is_global_zero:
+            try:
+                tried_again(lambda: check_room(folder, size), f"The checkpoint {target}")
+            except OSError as error:
+                said = str(error)
+        if (said := self.broadcast(said)) is not None:
             raise StorageError(
-                f"The checkpoint {target} could not be written: {error}. What was saved before is as it was: make "
+                f"The checkpoint {target} could not be written: {said}. What was saved before is as it was: make "
                 "room, and go on from there with ckpt_path=last."
-            ) from error
+            )
 
     @contextmanager
     def _frozen_left_out(self) -> Iterator[None]:

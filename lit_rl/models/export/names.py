@@ -11,7 +11,7 @@ from pathlib import Path
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)")
 """A model's folder in the hub's cache."""
-_OF_A_RUN = re.compile(r"hf|hf_steps|step_\d+")
+_OF_A_RUN = re.compile(r"hf(?:_steps|_ema|_bema|_merged)?|step_\d+")
 """Folders of exports, which every run calls alike."""
 _DATA = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip")
 _FOLDERS = re.compile(r"(^|[=,:\[({'\" ])/(?:[^/,\])}'\"=]+/)+")
