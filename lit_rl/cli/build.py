@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import lightning as L
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, check_mesh
 from lit_rl.cli.targets import ALLOWED, check_target, targets
+from lit_rl.commands.literal import instantiated
 from lit_rl.errors import BackendError, ConfigError, LitRLError, did_you_mean, in_range
 from lit_rl.keywords import UnknownKeyword
 
@@ -77,7 +78,7 @@ def prune(node: Any) -> Any:
 
 
 def build(tree: Any) -> Any:
-    """The objects of a part of the tree.
+    """The objects of a part of the tree, whose values are plain: a text that looks like a reference stays as it is.
 
     Raises:
         LitRLError: as the constructor raised it; anything else is a ConfigError with the constructor's words.
@@ -85,7 +86,7 @@ def build(tree: Any) -> Any:
     from hydra.errors import InstantiationException
 
     try:
-        return instantiate(tree, _convert_="all")
+        return instantiated(tree)
     except InstantiationException as error:
         cause = error.__cause__ or error.__context__
         if isinstance(cause, LitRLError) and not isinstance(cause, UnknownKeyword):

@@ -23,6 +23,7 @@ from lit_rl.cli import run_trust
 from lit_rl.cli.build import build, plain
 from lit_rl.cli.precision import AUTO, automatic_on
 from lit_rl.commands import folder_state
+from lit_rl.commands.literal import literal
 from lit_rl.commands.replay import Replay, replay
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.data.datamodule import RolloutDataModule
@@ -120,7 +121,7 @@ def _preset(name: str, run: dict[str, Any], allow: list[str]) -> dict[str, Any]:
     _check_objective(name, get_class(compose("config", [f"algo={name}"]).algo._target_))
     algo = OmegaConf.to_container(compose(f"algo/{name}").algo)
     elsewhere = dict.fromkeys((*_OF_THE_RUN, *_OF_NO_USE, "eval")) | {
-        "sampling": run["sampling"],
+        "sampling": literal(run["sampling"]),
         "allow_targets": allow,
     }
     return plain(OmegaConf.create(elsewhere | {"algo": algo}))["algo"]

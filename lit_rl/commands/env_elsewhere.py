@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_rl.commands.literal import instantiated
 from lit_rl.environments.parsers import Parser
 
 _SEEDS = "1", "2"
@@ -76,12 +77,10 @@ class Elsewhere:
 
 
 def _main(job: Path, result: Path) -> None:
-    from hydra.utils import instantiate
-
     from lit_rl.commands.env_plays import Player
 
     settings, parsers, max_image_pixels, cases = pickle.loads(job.read_bytes())
-    player = Player(instantiate(settings, _convert_="all"), parsers, max_image_pixels)
+    player = Player(instantiated(settings), parsers, max_image_pixels)
     result.write_text(json.dumps([player.play(case).lines for case in cases]))
 
 

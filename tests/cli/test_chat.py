@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from cli_helpers import Command, Outcome, contents, refused
 
 from lit_rl.commands import chat as chatting
@@ -164,6 +165,13 @@ def test_a_run_is_talked_to_by_its_export_or_a_checkpoint(chat, step, cwd):
     assert outcome.out == wanted
     Path("elsewhere.yaml").rename(Path("run") / "config.yaml")
     assert contents(cwd) == before
+    config = Path("run") / "config.yaml"
+    run_config = config.read_text()
+    tree = yaml.safe_load(run_config)
+    tree["algo"]["sampling"]["stop"] = ["${oc.create:{_target_: os.mkdir, path: canary}}"]
+    config.write_text(yaml.safe_dump(tree))  # of somebody else: a text, whatever it looks like
+    assert chat("17+25=", options=plain).out == wanted and not Path("canary").exists()
+    config.write_text(run_config)
     # as of a run that was stopped, whose export was written, and that went on: the checkpoint is of a later step
     summary = Path("run") / "summary.json"
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"hf_step": 0}))

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from hub_stand_in import hub
 from runs_helpers import SMALL, assert_same
 from safetensors.torch import load_file
@@ -52,6 +53,24 @@ def test_a_stopped_run_gets_the_export_that_it_lacks(run, train, tmp_path):
     assert f" {shlex.join([*RUN, 'callbacks.checkpoint.save_top_k=-1'])} " in card and "run_dir" not in card
     adapter = Path("adapter") / "adapter_model.safetensors"
     assert_same(load_file(stopped / "hf" / adapter), load_file(run / "hf" / adapter))
+
+
+def test_a_reference_in_a_runs_config_is_a_text(run, train, capsys, tmp_path, monkeypatch):
+    """It would build what the check has not seen, or send a variable of this machine to a hub."""
+    folder, canary = tmp_path / "theirs", tmp_path / "canary"
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("hf", "hf_steps"))
+    tree = yaml.safe_load((folder / "config.yaml").read_text())
+    tree["algo"]["model"]["lora"] = f"${{oc.create:{{_target_: os.mkdir, path: {canary}}}}}"
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert train("task=export", f"run_dir={folder}") == 2
+    assert not canary.exists()
+    monkeypatch.setenv("OF_THIS_MACHINE", "canary-1")
+    tree["algo"]["model"] |= {"lora": None, "name": "theirs/${oc.env:OF_THIS_MACHINE}"}
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    capsys.readouterr()
+    assert train("task=export", f"run_dir={folder}") != 0
+    told = capsys.readouterr().err
+    assert "theirs/${oc.env:OF_THIS_MACHINE}" in told and "canary-1" not in told, told
 
 
 def test_the_python_of_a_card_works(run, capsys, monkeypatch):

@@ -443,6 +443,19 @@ def test_the_runs_config_builds_only_what_is_allowed(finished, train, capsys, tm
     assert not list(tmp_path.rglob("*.canary"))
 
 
+@pytest.mark.parametrize("place", ["algo.loss", "algo.generator", "sampling.stop"])
+def test_a_reference_in_a_runs_config_is_a_text(finished, train, capsys, tmp_path, place):
+    """Whatever is built of it: the check of what may be built has seen a text."""
+    folder, canary = tmp_path / "run", tmp_path / "canary"
+    shutil.copytree(finished(*MINIBATCHES), folder)
+    tree = yaml.safe_load((folder / "config.yaml").read_text())
+    part, name = place.split(".")
+    tree[part][name] = f"${{oc.create:{{_target_: os.mkdir, path: {canary}}}}}"
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    train("replay", f"run_dir={folder}", "replay.losses=[run,grpo]")
+    assert not canary.exists() and "Traceback" not in capsys.readouterr().err
+
+
 CODE = {"_target_": "lit_rl.rewards.FunctionFromPath", "path": "theirs.py:f"}
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no algorithm": ({"_target_": CODE["_target_"], "loss": 3}, "run is no objective .*FunctionFromPath"),
