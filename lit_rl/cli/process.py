@@ -24,6 +24,7 @@ def prepare() -> None:
     atexit.register(leave_the_heap)  # the first, so that it is called last
     # Forked tokenizers would warn at every start.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    open_what_is_closed()
     for stream in (sys.stdout, sys.stderr):  # in a locale without UTF-8 a prompt must not end a run
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -33,6 +34,17 @@ def prepare() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if not _has_gpu() and not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         keep_freed_memory()
+
+
+def open_what_is_closed() -> None:
+    """Let an output that is closed (`>&-`) lose what is written there. The next file that is opened would be it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, number)
+            if nowhere != number:
+                os.close(nowhere)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def let_go_of_output() -> None:

@@ -61,6 +61,17 @@ def test_an_output_that_takes_nothing_or_not_every_letter_changes_no_exit_code()
     assert (said.returncode, said.stdout, said.stderr) == (5, "\\u2603\n", "")
 
 
+CLOSED = OUTPUT.replace("return 5", "file = open('notes', 'w')\n    subprocess.run(['echo'])\n    return 5")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_output_loses_what_is_written_there(closed: str, tmp_path: Path) -> None:
+    """And no file that is opened next becomes the output, which what a program that is called prints would spoil."""
+    code = f"import subprocess\n{CLOSED}"
+    said = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", sys.executable, "-c", code], cwd=tmp_path)
+    assert (said.returncode, (tmp_path / "notes").read_bytes()) == (5, b"")
+
+
 ENDS = """
 import gc, sys
 from lit_rl.cli import process
