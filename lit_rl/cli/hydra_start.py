@@ -28,6 +28,7 @@ from lit_rl.cli import (
     typed_secrets,
 )
 from lit_rl.cli.messages import reported
+from lit_rl.cli.targets import find_here
 from lit_rl.cli.whereabouts import TOLD_CHECKPOINT, TOLD_FOLDER, folder_of, is_main, is_sweep, writes_nothing
 from lit_rl.errors import BackendError, ConfigError, did_you_mean, seed_in_range
 
@@ -144,6 +145,7 @@ def _check(config: DictConfig) -> None:
     typed_secrets.check(config)
     if config.allow_targets and not typed:
         raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
+    find_here(config.allow_targets or ())
     if config.trust_run and not hydra_node.typed(HydraConfig.get().overrides.task, "trust_run"):
         raise ConfigError("trust_run is taken from the command line only: a file must not vouch for another.")
     if config.trust_run and config.task not in _READ_A_RUN:

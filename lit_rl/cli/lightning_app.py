@@ -47,6 +47,7 @@ from lit_rl.cli.lightning_messages import in_one_sentence
 from lit_rl.cli.micro_batches import Accumulation, cut_by
 from lit_rl.cli.precision import Asked, for_trainer, settle
 from lit_rl.cli.schemas import PYTHON_ONLY, parameters
+from lit_rl.cli.targets import find_here
 from lit_rl.commands import evaluate, folder_state, report, run_report, train
 from lit_rl.commands.export import for_readers
 from lit_rl.commands.other_ranks import (
@@ -582,6 +583,7 @@ def _importing_only(by_hand: Sequence[str]) -> Iterator[None]:
 
     It checks a path before it is imported, and again where the object really comes from.
     """
+    find_here(by_hand)
     allowed = [prefix.rstrip(".") for prefix in ALLOWED]
     set_parsing_settings(
         import_path_denylist=["*"],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from lit_rl.errors import BackendError, ConfigError, did_you_mean
@@ -16,6 +18,15 @@ _FUNCTIONS = ("lit_rl.ops.", "lit_rl.rewards.", "lit_rl.data.recipes.", "lit_rl.
 """Where a config may name functions too."""
 
 _BUILD_THEMSELVES = ("lightning.pytorch.cli.", "lit_rl.cli.")
+
+
+def find_here(packages: Iterable[str]) -> None:
+    """Let packages that the user allows lie in the working directory, whoever started Python. Last in line, so that it
+    hides no package that is installed."""
+    here = Path.cwd()
+    first = {name.partition(".")[0] for name in packages}
+    if str(here) not in sys.path and any((here / name).is_dir() or (here / f"{name}.py").is_file() for name in first):
+        sys.path.append(str(here))
 
 
 def targets(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -76,4 +87,7 @@ def _module(key: str, parts: list[str]) -> tuple[Any, list[str]]:
         except ModuleNotFoundError as error:
             if not f"{name}.".startswith(f"{error.name}."):  # the module is there and lacks another one
                 raise BackendError(f"{key}={'.'.join(parts)} needs a package that is not installed: {error}") from error
-    raise ConfigError(f"{key}={'.'.join(parts)}: there is no module {parts[0]!r}.")
+    raise ConfigError(
+        f"{key}={'.'.join(parts)}: there is no module {parts[0]!r}. It may be installed, on PYTHONPATH, or here: "
+        f"{parts[0]}.py in {Path.cwd()}, once you allow it with allow_targets=[{parts[0]}]."
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -547,6 +548,14 @@ def test_a_target_outside_the_list_is_refused_and_not_run(experiment, cwd, node,
 
 
 @pytest.mark.all
+@pytest.mark.parametrize("key", ["sampling: {stop: ['%s']}", "model: {init_kwargs: {a: '%s'}}"])
+def test_an_escaped_reference_stays_a_text(experiment, cwd, key):
+    """It is followed once, by the config, where it is checked what came of it; and not again by what builds."""
+    experiment(key % r"\${oc.create:{_target_: os.mkdir, path: canary}}" + "\n", "run_dir=run")
+    assert not (cwd / "canary").exists()
+
+
+@pytest.mark.all
 @pytest.mark.parametrize("group", ["algo.advantage", "data.map_row", "trainer.profiler", "reward.functions.x"])
 def test_a_target_is_checked_wherever_it_stands(step: Command, cwd, group):
     outcome = step(f"++{group}={{_target_: os.system}}")
@@ -555,13 +564,15 @@ def test_a_target_is_checked_wherever_it_stands(step: Command, cwd, group):
 
 
 @pytest.mark.all
-def test_a_package_that_the_user_allows_is_built(step: Command, cwd: Path, tmp_path: Path, monkeypatch):
-    (tmp_path / "my_package.py").write_text("from lightning import Callback\nclass Mine(Callback): pass\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_package_that_the_user_allows_is_built_from_the_working_directory(step: Command, cwd: Path, monkeypatch):
+    Path("my_package.py").write_text("from lightning import Callback\nclass Mine(Callback): pass\n")
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(cwd))])
     mine = "+callbacks.mine={_target_: my_package.Mine}"
     refused(step(mine), 2, "my_package.Mine", "allow_targets=[my_package]")
     outcome = step(mine, "allow_targets=[my_package]", "run_dir=run")
     assert outcome.code == 0, outcome.err
+    other = step(mine.replace("my_package", "my_pakage"), "allow_targets=[my_pakage]")
+    refused(other, 2, "there is no module 'my_pakage'", f"my_pakage.py in {cwd}")
 
 
 def test_a_package_is_no_prefix_of_a_name():
