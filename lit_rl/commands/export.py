@@ -85,7 +85,7 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
         "scores": {name: after["reward"] for name, (after, _) in measured.items() if math.isfinite(after["reward"])},
         "versions": versions,
     }
-    facts |= {"paper": PAPERS[algorithm]} if algorithm in PAPERS else {}
+    facts |= {"paper": PAPER_OF[algorithm]} if algorithm in PAPER_OF else {}
     typed = [summary.get("command"), *(summary.get("went_on") or [])]
     if command := for_readers([each for each in typed if isinstance(each, str)]):
         facts["command"] = command
@@ -120,7 +120,7 @@ def _anywhere(words: list[str], *, alone: bool) -> str:
     return shlex.join(kept).replace(str(Path.home()), "~")
 
 
-PAPERS = {
+PAPER_OF = {
     "bco": "2404.04656",
     "cpo": "2401.08417",
     "dpo": "2305.18290",

@@ -12,10 +12,11 @@ import yaml
 from huggingface_hub import ModelCard, metadata_load
 
 from lit_rl.algorithms import GRPO, SFT
-from lit_rl.commands.export import PAPERS, card_facts, for_readers
+from lit_rl.commands.export import PAPER_OF, card_facts, for_readers
 from lit_rl.commands.redaction import redact_command
 from lit_rl.models.export.card import CITATION, model_card
 from lit_rl.models.export.names import ModelName
+from lit_rl.models.export.papers import PAPERS, bibtex
 
 NAN = {"reward": float("nan")}
 SUMMARY = {
@@ -146,4 +147,13 @@ def test_citations_are_those_of_the_repository(root: Path) -> None:
     for value in (told["title"], told["version"], told["authors"][0]["name"]):
         assert value in CITATION
     papers = (root / "docs" / "papers.md").read_text()
-    assert not [paper for paper in PAPERS.values() if paper not in papers]
+    assert {*PAPER_OF.values()} == PAPERS.keys() and not [paper for paper in PAPERS if paper not in papers]
+
+
+def test_the_paper_of_a_method_is_cited_as_one_cites() -> None:
+    assert bibtex("2402.01306") == (
+        "@misc{arxiv_2402_01306,\n  title = {{KTO: Model Alignment as Prospect Theoretic Optimization}},\n"
+        "  author = {Ethayarajh, Kawin and others},\n  year = {2024},\n  eprint = {2402.01306},\n"
+        "  archivePrefix = {arXiv}\n}"
+    )
+    assert bibtex("1234.56789").splitlines()[1] == "  eprint = {1234.56789},"

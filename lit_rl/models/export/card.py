@@ -7,6 +7,7 @@ from typing import Any
 
 from lit_rl.errors import ConfigError
 from lit_rl.models.export.names import ModelName, is_hub_id, without_folders
+from lit_rl.models.export.papers import bibtex
 
 _FACTS = (
     *("base_model", "algorithm", "results", "scores", "versions", "dataset", "title", "prompts", "paper", "command"),
@@ -55,7 +56,7 @@ def model_card(
     base, algorithm = ModelName.of(str(facts["base_model"])), str(facts["algorithm"])
     if "dataset" in facts:
         facts = {**facts, "dataset": ", ".join(map(without_folders, str(facts["dataset"]).split(", ")))}
-    paper = facts.get("paper")
+    citations = CITATION + (f"\n\n{bibtex(str(facts['paper']))}" if facts.get("paper") else "")
     title = _cell(facts.get("title", f"{base} trained with {algorithm}"))
     data = f" on {_cell(facts['dataset'])}" if "dataset" in facts else ""
     made_from = f", a model made from `{base.hub_id}`," if base.is_folder and base.hub_id else ""
@@ -70,7 +71,7 @@ def model_card(
             "Results", "held out, mean and 95 % interval" if "scores" in facts else "metric", facts.get("results", {})
         ),
         *_table("Versions", "package", facts.get("versions", {})),
-        f"## Citation\n\n```bibtex\n{CITATION}{_of_paper(str(paper), algorithm) if paper else ''}\n```",
+        f"## Citation\n\n```bibtex\n{citations}\n```",
     ]
     return f"---\n{_header(facts, base.hub_id, title, pipeline, tags)}\n---\n\n" + "\n\n".join(body) + "\n"
 
@@ -128,14 +129,6 @@ def _adapter(base: ModelName) -> str:
         "from peft import PeftModel\n\n"
         f"base = AutoModelForCausalLM.from_pretrained({name!r})\n"
         'model = PeftModel.from_pretrained(base, folder, subfolder="adapter")\n```'
-    )
-
-
-def _of_paper(arxiv: str, algorithm: str) -> str:
-    return (
-        f"\n\n@misc{{arxiv_{arxiv.replace('.', '_')},\n"
-        f"  title = {{arXiv:{arxiv}, on which lit_rl's {algorithm} is built}},\n"
-        f"  eprint = {{{arxiv}}},\n  archivePrefix = {{arXiv}}\n}}"
     )
 
 
