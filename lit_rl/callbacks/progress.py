@@ -36,6 +36,8 @@ LARGE = 2**30
 _COUNTS = 50
 """Columns for the share, a bar, steps, times and speed."""
 
+_WITHOUT_A_BAR = "{n_fmt}/{total_fmt} [{remaining}{postfix}]"
+
 
 class Progress(ProgressBar):
     """The batch arithmetic as a table, then one bar over the whole run, and one over each validation.
@@ -92,7 +94,7 @@ class Progress(ProgressBar):
             return
         # Not between two steps: a metric that is read makes a GPU finish what it was given.
         if not self._bar.disable and trainer.global_step > self._bar.n:
-            self._bar.set_postfix_str(_fitting(_values(trainer), _room(self._bar)), refresh=False)
+            _say_beside(self._bar, _values(trainer))
             self._bar.update(trainer.global_step - self._bar.n)
         elif (
             self._bar.disable
@@ -184,9 +186,12 @@ def _values(trainer: L.Trainer) -> dict[str, str]:
     return {name: f"{name}={float(metrics[key]):.3f}" for key, name in SHOWN.items() if key in metrics}
 
 
-def _room(bar: tqdm) -> int:
-    """Columns of the terminal that are left beside the counts, the times and a short bar."""
-    return (bar.format_dict["ncols"] or 120) - _COUNTS
+def _say_beside(bar: tqdm, values: dict[str, str]) -> None:
+    """Show the values beside the counts; in a narrow terminal instead of the bar, which tqdm would keep."""
+    room = (bar.format_dict["ncols"] or 120) - _COUNTS
+    text = _fitting(values, room)
+    bar.bar_format = _WITHOUT_A_BAR if len(text) > room else None
+    bar.set_postfix_str(text, refresh=False)
 
 
 def _fitting(values: dict[str, str], room: int) -> str:

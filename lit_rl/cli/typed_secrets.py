@@ -57,7 +57,7 @@ def held(key: str, value: Any) -> str | None:
     if isinstance(value, str) and (what := secret_in(value)):
         return what
     name = key.rpartition(".")[2]
-    if _OF_COLUMNS in key or not is_named(name, value):
+    if (key.startswith("data.") and _OF_COLUMNS in key) or not is_named(name, value):
         return None
     return f"the value of a key that is named {name}"
 

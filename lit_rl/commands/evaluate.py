@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lit_rl.algorithms.loop.generating import GeneratingModule
+from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.kept_images import KeptImages
 from lit_rl.callbacks.text import one_line
+from lit_rl.commands import report
 from lit_rl.commands.step_memory import told_of_memory
 from lit_rl.commands.train import Run
 
@@ -33,17 +37,28 @@ def _report(run: Run, stage: str) -> int:
     metrics = {name: float(value) for name, value in run.trainer.callback_metrics.items() if name.startswith(stage)}
     if not run.trainer.is_global_zero:
         return 0
-    table = Table(title=f"Evaluation of {run.ckpt_path or run.module.model.name}", title_justify="left")
+    evaluated = f"{run.ckpt_path or run.module.model.name}{_decoding(run.module)}"
+    Console().print(f"Evaluation of {evaluated}", soft_wrap=True, markup=False, highlight=False)
+    table = Table()
     table.add_column("metric")
     table.add_column("value", justify="right")
     for name, value in sorted(metrics.items()):
-        table.add_row(Text(one_line(name)), f"{value:.4f}")
+        table.add_row(Text(one_line(name)), f"{value:.4f}" if math.isfinite(value) else "-")  # one prompt: no interval
     Console().print(table)
     if not run.dry:
         summary = {"status": "evaluated", "model": run.module.model.name, "ckpt_path": run.ckpt_path}
         run.run_dir.write_summary(summary | {"metrics": metrics})
         Console().print(f"samples  {run.run_dir.path}/samples/", soft_wrap=True, highlight=False)
     return 0
+
+
+def _decoding(module: PolicyModule) -> str:
+    """How it was decoded: the names of metrics are the same for each temperature."""
+    if not isinstance(module, GeneratingModule):
+        return ""
+    temperature, count = module.evaluation.temperature, module.evaluation.group_size
+    each = f", {count} completions a prompt" if count > 1 else ""
+    return f": {report.decoding(temperature)}{each}"
 
 
 def predict(run: Run) -> int:

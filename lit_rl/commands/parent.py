@@ -71,7 +71,8 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent if directly else _is_there(parent):
         time.sleep(_EVERY)
     if _over.wait(GRACE if have_met() else 0.0):
-        return
+        while _over.is_set():  # until another job needs rank 0
+            time.sleep(_EVERY)
     error = BackendError(
         f"Process {parent}, which was rank 0 and had started this one ({os.getpid()}), is gone. Start the same command "
         "with ckpt_path=last: the run goes on from its newest checkpoint."

@@ -32,7 +32,7 @@ from lit_rl.commands.redaction import redact_command
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.step_memory import peak_memory, told_of_memory
-from lit_rl.errors import SIGNALLED, ConfigError, GenerationError
+from lit_rl.errors import SIGNALLED, ConfigError, GenerationError, LitRLError
 from lit_rl.models.policy.sharding import full_state_dict
 
 
@@ -254,7 +254,7 @@ def measure(run: Run, summary: dict[str, Any], when: str) -> None:
 
 def _collect(run: Run, results: dict[str, dict[str, dict[str, float]]], stage: str, temperature: float) -> None:
     """What the last validation said of every set, by its decoding."""
-    decoding = "greedy" if temperature == 0 else f"sampled at {temperature:g}"
+    decoding = report.decoding(temperature)
     for key, value in run.trainer.callback_metrics.items():
         head, _, leaf = key.rpartition("/")
         first, _, name = head.partition("/")
@@ -362,10 +362,10 @@ def _export_stopped(run: Run, summary: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _told_how_to_export(run: Run) -> Iterator[None]:
-    """What cannot be written now is made of the checkpoint later."""
+    """What cannot be written now is made of the checkpoint later. A defect keeps its traceback."""
     try:
         yield
-    except Exception as error:
+    except (LitRLError, OSError) as error:
         said = f"It could not be written ({type(error).__name__}: {error}); the checkpoint is saved."
         Console().print(f"{said}{_how_to_export(run)}", soft_wrap=True, markup=False, highlight=False)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 from cli_helpers import QUICK, Command, contents, refused, write_jsonl
+from tqdm import tqdm
 
-from lit_rl.callbacks.progress import _fitting
+from lit_rl.callbacks.progress import _fitting, _say_beside
 
 RUN = [word for word in QUICK if not word.startswith("trainer.max_steps")]
 
@@ -31,7 +33,11 @@ def test_a_narrow_terminal_keeps_reward_and_loss():
     values = {name: f"{name}=1.000" for name in ("reward", "std", "zero_std", "kl", "loss")}
     assert _fitting(values, 200) == ", ".join(values.values())
     assert _fitting(values, 40) == "reward=1.000, std=1.000, loss=1.000"
-    assert _fitting(values, -5) == "reward=1.000, loss=1.000"
+    for columns in (40, 50, 60, 80):
+        bar = tqdm(total=700, initial=4, ncols=columns, file=io.StringIO())
+        _say_beside(bar, values)
+        line = str(bar)
+        assert "reward=1.000" in line and "loss=1.000" in line and "4/700" in line and len(line) <= columns
 
 
 def test_a_start_that_fails_leaves_no_folder(command: Command, cwd, tmp_path):

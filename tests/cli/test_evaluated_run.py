@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def test_a_run_on_own_rows_is_scored_on_them_and_other_words_are_named(command, 
     found = result(cwd / "run")
     assert found["val/reward"] == 0 and found["val/prompts"] == 8 and "val/rewards/exact_match/mean" in found
     assert "Settings of run/config.yaml, for model, data, algorithm and reward." in bare.out
+    assert re.search(r"Evaluation of run/checkpoints/\S+: greedy$", bare.out, re.M)
 
     other = command(*EVAL, "reward=length", "eval.limit=4", "sampling.max_new_tokens=3", "algo.group_size=2")
     assert other.code == 0, other.err
@@ -86,6 +88,7 @@ def test_a_run_on_own_rows_is_scored_on_them_and_other_words_are_named(command, 
     assert shlex.split(last)[2:6] == ["lit-rl", "eval", "run_dir=run", "ckpt_path=last"] and "data" not in last
     as_told = command(*shlex.split(last)[3:])
     assert as_told.code == 0 and "for model, data, algorithm and reward" in as_told.out, as_told.err
+    assert re.search(r"Evaluation of .*: sampled at 1, \d+ completions a prompt$", as_told.out, re.M), as_told.out
     result(cwd / "run")
 
     best = ["best-of-n", *EVAL[1:], "eval.group_size=2", "eval.temperature=1"]
