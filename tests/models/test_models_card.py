@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import shlex
@@ -147,3 +148,15 @@ def test_citations_are_those_of_the_repository(root: Path) -> None:
         assert value in CITATION
     papers = (root / "docs" / "papers.md").read_text()
     assert not [paper for paper in PAPERS.values() if paper not in papers]
+
+
+def test_a_card_names_no_version_of_what_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lit_rl is none where it is found by PYTHONPATH."""
+
+    def version(name: str) -> str:
+        if name == "lit-rl":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert set(card_facts("tiny", "grpo", "rows", {})["versions"]) == {"torch", "transformers", "lightning"}
