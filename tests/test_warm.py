@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -83,6 +84,16 @@ def test_who_asked_may_be_killed_before_the_answer(tmp_path: Path) -> None:
         time.sleep(0.05)
     done = warm.run([sys.executable, "-c", "import sys; print('torch' in sys.modules)"])
     assert done.stdout == "True\n"
+
+
+def test_who_asks_what_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARM_SOCKET", str(tmp_path / "socket"))
+    monkeypatch.setattr(warm, "_ANSWERS", 0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        listening.listen()
+        with pytest.raises(RuntimeError, match="no process was forked in 0.1 s: who forks is stopped, or hangs"):
+            warm.Popen([sys.executable, "any.py"])
 
 
 @pytest.mark.parametrize("offline", ["0", "1"])

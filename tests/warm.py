@@ -3,8 +3,10 @@ that has loaded them and has done nothing else.
 
 `Popen` is as the one of `subprocess`: what it starts has its own id, session, streams, environment, signals and exit
 code, and ends as Python ends. Two things differ. Its parent is the process that it was forked from, so a rank is not
-told who has started it. And names are hashed as there, so that two of them order a set alike. So what starts the ranks
-of `dist_jobs`, and the commands of the documentation, starts new interpreters. What cannot be forked is a new
+told who has started it. And Python draws the seed by which it hashes texts (PYTHONHASHSEED) once an interpreter: all
+that are forked from one have the same, and go through a set of texts in the same order. Ranks that a user starts do
+not, so code that takes such an order for the same on every rank would pass here and fail there. So what starts the
+ranks of `dist_jobs`, and the commands of the documentation, starts new interpreters. What cannot be forked is a new
 interpreter too: see `_fit`.
 """
 
@@ -34,6 +36,8 @@ _WHERE = "WARM_SOCKET"
 """Names the socket to those that are forked, whose own ranks are forked too."""
 _READ_AT_LOADING = ("GLIBC", "HF_", "LD_", "MALLOC_", "MKL_", "OMP_NUM", "PYTHON", "TORCH_", "TRANSFORMERS_")
 _STREAMS = 3
+_ANSWERS = 300.0
+"""Seconds that who asks waits for the fork, which takes hundredths of one on a quiet machine."""
 _ARROWS = "jemalloc_bg_thd"
 """A thread that gives memory of pyarrow's back; jemalloc's own handlers of a fork do without it."""
 LOADED = ("lit_rl.cli.hydra_app", "lit_rl.cli.hydra_start", "peft", "transformers.models.qwen2.modeling_qwen2")
@@ -69,6 +73,7 @@ class Popen(subprocess.Popen):
         except OSError:  # who forked this process has ended in between
             self._told = None
             return super()._execute_child(*given)
+        self._told.settimeout(_ANSWERS)
         message = json.dumps(asked).encode()
         socket.send_fds(self._told, [struct.pack("!i", len(message))], own)
         self._told.sendall(message)
@@ -77,7 +82,10 @@ class Popen(subprocess.Popen):
 
     def _number(self) -> int:
         assert self._told
-        told = self._told.recv(4, socket.MSG_WAITALL)
+        try:
+            told = self._told.recv(4, socket.MSG_WAITALL)
+        except TimeoutError:
+            raise RuntimeError(f"no process was forked in {_ANSWERS:g} s: who forks is stopped, or hangs") from None
         assert len(told) == 4, "the process that forks is gone"
         return struct.unpack("!i", told)[0]
 

@@ -163,7 +163,7 @@ class _Watch:
 
     def _waited(self) -> float:
         """Seconds in one call that waits for others; 0 where it computes."""
-        frames = self._frames()
+        frames = self._stack()
         if not waits_for_others(frames):
             self._stood = None, 0.0, 0.0
             return 0.0
@@ -178,10 +178,11 @@ class _Watch:
         can wait for ranks alone; 0 else."""
         place, _, computed = self._stood
         computes = time.process_time() - computed > _IDLE * waited
-        return 0.0 if place is None or computes or may_wait_for_more(self._frames()) else waited
+        return 0.0 if place is None or computes or may_wait_for_more(self._stack()) else waited
 
-    def _frames(self) -> list[FrameType]:
-        return list(_frames(sys._current_frames().get(self._thread)))
+    def _stack(self) -> list[FrameType]:
+        """Where the thread that is watched stands: its frames, the innermost first."""
+        return list(_with_callers(sys._current_frames().get(self._thread)))
 
     def _standing(self, waited: float) -> dict[str, Any]:
         frame = sys._current_frames().get(self._thread)
@@ -292,7 +293,7 @@ def may_wait_for_more(frames: list[FrameType]) -> bool:
     )
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+def _with_callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back

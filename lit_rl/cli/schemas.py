@@ -18,6 +18,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from lit_rl.cli.stored_schemas import open_dict
+from lit_rl.keywords import makers
 
 TARGETS = {
     "LanguageModel": "lit_rl.models.LanguageModel",
@@ -235,22 +236,15 @@ def parameters(target: Any) -> list[tuple[inspect.Parameter, Any]]:
     Where a constructor hands `**keywords` on to its parent, the parent's are its own too, less those it names itself.
     Of a parent of ours only the keyword-only ones: what can be given by position, our constructors give.
     """
-    functions = [(target, True)]
-    if isinstance(target, type):
-        owners = [cls for cls in target.__mro__ if "__init__" in vars(cls)]
-        functions = [(vars(cls)["__init__"], cls.__module__.startswith("lit_rl.")) for cls in owners]
     found: dict[str, tuple[inspect.Parameter, Any]] = {}
-    for number, (function, ours) in enumerate(functions):
-        hints, handed_on = _hints(function), False
+    for number, function in enumerate(makers(target) if isinstance(target, type) else [target]):
+        hints, ours = _hints(function), getattr(function, "__module__", "").startswith("lit_rl.")
         for parameter in inspect.signature(function).parameters.values():
-            handed_on = handed_on or parameter.kind is parameter.VAR_KEYWORD
             by_position = number and ours and parameter.kind is not parameter.KEYWORD_ONLY
             if parameter.name in ("self", *PYTHON_ONLY) or by_position:
                 continue
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 found.setdefault(parameter.name, (parameter, hints.get(parameter.name, Any)))
-        if not handed_on:
-            break
     return list(found.values())
 
 

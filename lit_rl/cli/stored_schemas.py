@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from lit_rl.cli.key_names import schema_keys
+from lit_rl.commands.defaults import lightning
 
 _TYPES: dict[str, Any] = {"any": Any, "int": int, "float": float, "bool": bool, "str": str}
 _OPTIONAL = {f"{name}?": typing.Optional[kind] for name, kind in _TYPES.items() if kind is not Any}  # noqa: UP045
@@ -42,7 +42,7 @@ def register() -> bool:
 
 def versions() -> dict[str, str]:
     """Of the packages whose constructors are among them, the first two numbers."""
-    return {FOREIGN: ".".join(importlib.metadata.version(FOREIGN).split(".")[:2])}
+    return {FOREIGN: lightning()}
 
 
 def stored(node: type) -> dict[str, Any]:

@@ -8,12 +8,14 @@ import platform
 import sys
 from pathlib import Path
 
+from lit_rl.commands.folder_state import release
+
 _NEEDED = ("torch", "lightning", "transformers", "peft", "datasets", "hydra-core")
 
 
 def version() -> str:
     """Of lit_rl."""
-    return _version("lit-rl") or "not installed as a package (found by PYTHONPATH)"
+    return release() or "not installed as a package (found by PYTHONPATH)"
 
 
 def run() -> int:
@@ -28,9 +30,9 @@ def run() -> int:
     for number, line in enumerate(_devices()):
         table.add_row("" if number else "devices", line)
     for name in _NEEDED:
-        table.add_row(name, _version(name) or "not installed")
+        table.add_row(name, release(name) or "not installed")
     for name, extra in optional().items():
-        table.add_row(name, _version(name) or f"not installed: pip install 'lit-rl[{extra}]'")
+        table.add_row(name, release(name) or f"not installed: pip install 'lit-rl[{extra}]'")
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     hub = "not asked (HF_HUB_OFFLINE is set)" if offline else "online (set HF_HUB_OFFLINE=1 to stay offline)"
     table.add_row("model hub", hub)
@@ -59,13 +61,6 @@ def _requires() -> list[str]:
         return []
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _cores() -> set[int]:
     """Those that this process may use."""
     return os.sched_getaffinity(0) if sys.platform.startswith("linux") else set(range(os.cpu_count() or 1))
@@ -82,7 +77,7 @@ def _memory() -> str:
 
 def _devices() -> list[str]:
     """What a run can use, as torch sees it."""
-    if _version("torch") is None:
+    if not release("torch"):
         return ["torch is not installed"]
     import torch
 

@@ -9,7 +9,7 @@ from lit_rl.commands.html_file import document, safe
 from lit_rl.commands.paired import Paired
 from lit_rl.commands.run_curves import groups_of
 from lit_rl.commands.run_files import RunFiles
-from lit_rl.commands.run_page import curves, one_line, table
+from lit_rl.commands.run_page import config_value, curves, table
 from lit_rl.commands.run_page_style import SCRIPT, STYLE
 
 Values = Sequence[tuple[str, float, float]]
@@ -74,5 +74,5 @@ def _last(values: Values) -> str:
 
 
 def _config(config: Sequence[tuple[str, Any, Any]]) -> str:
-    rows = [tuple(f'<span class="mono">{safe(one_line(each))}</span>' for each in row) for row in config]
+    rows = [tuple(f'<span class="mono">{safe(config_value(each))}</span>' for each in row) for row in config]
     return table(("key", "A", "B"), rows, numbers=()) if rows else '<p class="dim">In nothing.</p>'

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_rl.commands.doctor_advice import Findings, advice
+from lit_rl.commands.folder_state import release
 from lit_rl.models.policy.language_model import LanguageModel
 
 _NORMAL = (
@@ -26,7 +27,7 @@ def say_versions(model: LanguageModel, generator: Any, device: torch.device) -> 
     table.add_row("generator", type(generator).__name__)
     table.add_row("device of the trainer", _named(device))
     for name in ("lit-rl", "torch", "transformers"):
-        table.add_row(name, metadata.version(name))
+        table.add_row(name, release(name) or "not installed as a package")
     table.add_row("vllm", _vllm())
     Console().print(table)
 

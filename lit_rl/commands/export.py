@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,8 @@ from rich.console import Console
 
 from lit_rl import offline
 from lit_rl.algorithms.loop.module import PolicyModule
+from lit_rl.commands.config_changes import commands_of
+from lit_rl.commands.folder_state import release
 from lit_rl.commands.saved_policy import saved_policy
 from lit_rl.errors import BackendError
 from lit_rl.models.export.names import without_folders
@@ -67,7 +68,7 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
         summary: What the run wrote down of itself: rewards `before` and `after`, which prompts, the `command` that
             began it, and those that it `went_on` by.
     """
-    versions = {name: importlib.metadata.version(name) for name in ("lit-rl", "torch", "transformers", "lightning")}
+    versions = {name: release(name) for name in ("lit-rl", "torch", "transformers", "lightning")}
     measured = {
         f"reward{f' on {name}' if name else ''}, {decoding}": (
             numbers,
@@ -83,11 +84,10 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
         "dataset": dataset,
         "results": {name: _measured(*numbers) for name, numbers in measured.items()},
         "scores": {name: after["reward"] for name, (after, _) in measured.items() if math.isfinite(after["reward"])},
-        "versions": versions,
+        "versions": {name: version for name, version in versions.items() if version},
     }
     facts |= {"paper": PAPER_OF[algorithm]} if algorithm in PAPER_OF else {}
-    typed = [summary.get("command"), *(summary.get("went_on") or [])]
-    if command := for_readers([each for each in typed if isinstance(each, str)]):
+    if command := for_readers(commands_of(summary)):
         facts["command"] = command
     return facts | ({"prompts": summary["prompts"]} if summary.get("prompts") else {})
 

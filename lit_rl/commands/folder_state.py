@@ -128,10 +128,10 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def release() -> str:
-    """The version of lit_rl; empty where it is not installed as a package."""
+def release(package: str = "lit-rl") -> str:
+    """The version of lit_rl, or of another package; empty where it is not installed as one."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("lit-rl")
+        return importlib.metadata.version(package)
     return ""
 
 

@@ -367,7 +367,7 @@ def _config(run: RunFiles) -> str:
 
 def _differing(rows: Sequence[tuple[str, Any, Any]], preset: Mapping[str, str]) -> str:
     cells = [
-        (*(f'<span class="mono">{safe(one_line(each))}</span>' for each in row), _set_by(preset.get(row[0])))
+        (*(f'<span class="mono">{safe(config_value(each))}</span>' for each in row), _set_by(preset.get(row[0])))
         for row in rows
     ]
     return table(("key", "this run", "default of the constructor", ""), cells, numbers=()) if cells else ""
@@ -377,7 +377,7 @@ def _set_by(preset: str | None) -> str:
     return f'<span class="dim">set by model={preset}</span>' if preset else ""
 
 
-def one_line(value: Any) -> str:
+def config_value(value: Any) -> str:
     """A value of a config in one line."""
     if value is None:
         return "null"

@@ -7,15 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lit_rl.commands import sweep
+from doc_runs import SMALL
 
-SMALL = ["data.task.max_operand=5", "data.prompts_per_rollout=4", "logger=none", "eval.limit=2"]
+from lit_rl.commands import sweep
 
 
 def test_jobs_of_joblib_are_in_the_table_too(root: Path, tmp_path: Path) -> None:
     """And the sweep ends with the error of the job that fails."""
-    words = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", *SMALL, "trainer.max_steps=1"]
-    words += ["trainer.accelerator=cpu", "data.task.val_rows=0", "run_dir=mine", "algo.group_size=1,2"]
+    words = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", *SMALL, "logger=none"]
+    words += ["data.prompts_per_rollout=4", "data.task.max_operand=5", "trainer.accelerator=cpu"]
+    words += ["data.task.val_rows=0", "run_dir=mine", "algo.group_size=1,2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(root / "train.py"), *words], cwd=tmp_path, env=env, capture_output=True, text=True

@@ -337,6 +337,6 @@ def test_answers_of_tools_that_nobody_should_read(bytes_tokenizer):
 def bytes_tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    from lit_rl.models.policy.hub import TINY
+    from lit_rl.named import TINY
 
     return AutoTokenizer.from_pretrained(TINY)

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 import test_bad_environments
-from cli_helpers import Command, metrics, refused
+from cli_helpers import Command, Outcome, metrics, refused
 from small_models import save_speaker
 from tiers import quick
 
@@ -46,13 +46,16 @@ def game(name: str) -> list[str]:
     return ["env=environment", f"env.path={FILE}:{name}", "reward=environment"]
 
 
-def ran(step: Command, cwd: Path, says: str, *overrides: str, code: int = 0) -> Any:
-    """One step of two episodes; the outcome of a run that fails, and else the first episode."""
-    model = save_speaker(cwd / "speaker", "go", says)
-    outcome = step(*RUN, f"model.name={model}", *overrides, "run_dir=run")
-    assert outcome.code == code and "Traceback" not in outcome.err, outcome.err
-    if code:
-        return outcome
+def outcome_of(step: Command, cwd: Path, says: str, *overrides: str) -> Outcome:
+    """One step of two episodes."""
+    model = save_speaker(cwd.parent / "speaker", "go", says)
+    return step(*RUN, f"model.name={model}", *overrides, "run_dir=run")
+
+
+def ran(step: Command, cwd: Path, says: str, *overrides: str) -> dict[str, Any]:
+    """The first episode of a run that does not fail; the second is the same."""
+    outcome = outcome_of(step, cwd, says, *overrides)
+    assert outcome.code == 0 and "Traceback" not in outcome.err, outcome.err
     first, other = pyarrow.parquet.read_table(cwd / "run" / "samples" / "step_00000000.parquet").to_pylist()
     assert first["messages"] == other["messages"]
     return first | {"messages": json.loads(first["messages"])}
@@ -131,7 +134,7 @@ ENDS: dict[str, tuple[list[str], int, list[str]]] = {
 @pytest.mark.parametrize("case", quick(ENDS, {"fault_23_not_finite"}))
 def test_what_ends_the_run_says_whose_fault_it_is(step: Command, cwd: Path, case: str) -> None:
     settings, code, words = ENDS[case]
-    refused(ran(step, cwd, "1", *settings, code=code), code, *words)
+    refused(outcome_of(step, cwd, "1", *settings), code, *words)
 
 
 @pytest.mark.all
@@ -144,18 +147,19 @@ def test_an_engine_that_is_lost_in_the_middle_saves_the_run_and_no_reply(
     An engine that comes back by itself is vLLM's: tests/engines/test_engine_turns.py.
     """
     monkeypatch.syspath_prepend(str(HERE))
-    monkeypatch.setenv("ASKED", str(cwd / "asked"))
+    asked = cwd.parent / "asked"
+    monkeypatch.setenv("ASKED", str(asked))
     engine = ["generator._target_=faulty_episodes.DiesInTheMiddle", "allow_targets=[faulty_episodes]"]
     # One plain function: beside an async one, an episode may end the run before the other was answered.
     plain = f"env.functions=[{FILE}:counts]"
     run = [*TOOLS, plain, *engine, "trainer.max_steps=2", f"env.journal={journal}"]
     monkeypatch.setenv("ENGINE_DIES", "1")
-    died = ran(step, cwd, call("counts"), *run, code=5)
-    assert "the engine died: its last words" in died.err and "Traceback" not in died.err
-    assert (cwd / "asked").read_text().count("asked") == 2 + 2, "of two episodes in each rollout"
+    died = outcome_of(step, cwd, call("counts"), *run)
+    refused(died, 5, "the engine died: its last words", keeps="run")
+    assert asked.read_text().count("asked") == 2 + 2, "of two episodes in each rollout"
     monkeypatch.delenv("ENGINE_DIES")
     ran(step, cwd, call("counts"), *run, "ckpt_path=last")
-    assert (cwd / "asked").read_text().count("asked") == (4 if journal else 6)
+    assert asked.read_text().count("asked") == (4 if journal else 6)
 
 
 def test_every_fault_has_its_run() -> None:

@@ -18,7 +18,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from lit_rl.data.offline.encode import Encoder, marks_start
 from lit_rl.data.templates import encode_prompt
 from lit_rl.errors import ConfigError, DataError
-from lit_rl.models.policy.hub import TINY
+from lit_rl.named import TINY
 from lit_rl.rewards import RewardModel
 
 MERGING: Any = make_merging_tokenizer()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -68,6 +68,16 @@ def test_every_generator_is_in_the_first_table_and_every_key_is_one(page: Path, 
     for group in ("generator", "sampling", "doctor"):
         told = set(re.findall(rf"`{group}\.(\w+)", page.read_text()))
         assert told and told <= set().union(*(tree[group] for tree in trees)), group
+
+
+def test_every_key_of_the_sampling_is_in_its_table(page: Path) -> None:
+    from lit_rl.rollout import Sampling, Structured
+
+    cells = [row[0] for row in table_rows(page, "What a response may hold") if row[0].startswith("`sampling.")]
+    (forms,) = re.findall(r"structured\.{([\w,]+)}", " ".join(cells))
+    assert sorted(forms.split(",")) == sorted(each.name for each in fields(Structured))
+    told = re.findall(r"`(?:sampling\.)?(\w+)", " ".join(cells))
+    assert sorted(told) == sorted(each.name for each in fields(Sampling))
 
 
 def test_the_limits_are_those_of_the_probe(page: Path) -> None:

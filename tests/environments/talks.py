@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.interaction import Interaction
 from lit_rl.episodes import Episode
-from lit_rl.models.policy.hub import TINY
+from lit_rl.named import TINY
 from lit_rl.rollout import Prompt, PromptBatch
 from lit_rl.turns import Heard, Said
 

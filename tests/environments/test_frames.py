@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from lit_rl.environments.frames import ChatFrames, Frames, TextFrames
 from lit_rl.errors import ConfigError
-from lit_rl.models.policy.hub import TINY
+from lit_rl.named import TINY
 from lit_rl.rollout import Message
 
 TOOL = {

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from lit_rl.data.templates import encode_prompt
 from lit_rl.generation.chat_conversation import ChatConversation, ChatReading
 from lit_rl.generation.chat_requests import ChatRequest, RequestRefused, read_request
-from lit_rl.models.policy.hub import TINY
+from lit_rl.named import TINY
 
 TEMPLATE = (
     "{% if tools %}{{ tools | map(attribute='function') | map(attribute='name') | list }}\n{% endif %}"

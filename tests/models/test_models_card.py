@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import shlex
@@ -157,3 +158,15 @@ def test_the_paper_of_a_method_is_cited_as_one_cites() -> None:
         "  archivePrefix = {arXiv}\n}"
     )
     assert bibtex("1234.56789").splitlines()[1] == "  eprint = {1234.56789},"
+
+
+def test_a_card_names_no_version_of_what_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lit_rl is none where it is found by PYTHONPATH."""
+
+    def version(name: str) -> str:
+        if name == "lit-rl":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert set(card_facts("tiny", "grpo", "rows", {})["versions"]) == {"torch", "transformers", "lightning"}

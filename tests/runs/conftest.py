@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torchvision_beside  # noqa: F401  # before transformers, which looks for torchvision once
 import warm
-from dist_equal import in_processes
+from dist_equal import end_group, in_processes
 from hydra.core.global_hydra import GlobalHydra
 
 from lit_rl import cli
@@ -56,9 +56,7 @@ def _processes(root: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
     yield start
     for child in started:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
+        end_group(child)
 
 
 @pytest.fixture(scope="session")

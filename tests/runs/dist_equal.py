@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -84,11 +85,19 @@ def in_processes(script: str, folder: Path, *names: str) -> Path:
         try:
             output, _ = child.communicate(timeout=2400)
         finally:
-            if child.poll() is None:
-                os.killpg(child.pid, 9)
-                child.wait()
+            end_group(child)
     assert child.returncode == 0, output[-6000:]
     return folder
+
+
+def end_group(child: subprocess.Popen[str]) -> None:
+    """Kill what is left of a process that leads a group of its own, and of the ranks that it started there.
+
+    They may be left where it has ended itself.
+    """
+    with contextlib.suppress(ProcessLookupError):  # nobody is left
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 @contextlib.contextmanager

@@ -130,7 +130,8 @@ def test_a_setting_out_of_range_is_named(alarm, settings, key):
 @pytest.mark.all
 def test_a_run_goes_back_to_what_was_saved_before_and_on_with_the_next_prompts(tmp_path):
     alarm = AtLooks({3, 5, 6}, then="roll_back", patience=2)
-    trainer = fitted(tmp_path, alarm)
+    with notices() as told:
+        trainer = fitted(tmp_path, alarm)
     assert trainer.global_step == 16 and alarm.looks == 8 and alarm.rolled_back == 1
     # Wrong at the ends of rollouts 5 (step 10) and 6 (step 12): step 9 was the last that was saved while all was well.
     before, back, after = saved(tmp_path, 9), saved(tmp_path, 12), saved(tmp_path, 13)
@@ -145,6 +146,7 @@ def test_a_run_goes_back_to_what_was_saved_before_and_on_with_the_next_prompts(t
     (line,) = map(json.loads, (tmp_path / "alarms.jsonl").read_text().splitlines())
     assert (line["step"], line["alarm"], line["then"]) == (12, "at_looks", "roll_back")
     assert "this is look 6, 2 times in a row. The run goes on with the weights of optimizer step 9" in line["message"]
+    assert told == [line["message"]]
 
 
 def prompts() -> RolloutDataModule:
@@ -186,8 +188,11 @@ def test_every_family_goes_back(family: str, tmp_path: Path) -> None:
 @pytest.mark.all
 def test_a_run_that_went_back_as_often_as_it_may_ends(tmp_path):
     alarm = AtLooks(set(range(2, 9)), then="roll_back", patience=1, roll_backs=1)
-    trainer = fitted(tmp_path, alarm, steps=4)
-    assert "The run went back as often as it may, and ends here" in (tmp_path / "alarms.jsonl").read_text()
+    with notices() as told:
+        trainer = fitted(tmp_path, alarm, steps=4)
+    back, end = (json.loads(line)["message"] for line in (tmp_path / "alarms.jsonl").read_text().splitlines())
+    assert "The run goes on with the weights of" in back and "went back as often as it may, and ends here" in end
+    assert told == [back, end]
     assert alarm.stopped_at == 6
     assert trainer.global_step == 6 and alarm.rolled_back == 1  # back at the end of rollout 2, the end at that of 3
 
@@ -225,11 +230,15 @@ def test_alarms_that_warn_change_no_bit_and_one_that_stops_ends_a_run(train, tmp
     assert_same(newest(tmp_path / "loud")["state_dict"], newest(tmp_path / "plain")["state_dict"])
     assert rows(tmp_path / "loud") == rows(tmp_path / "plain")
     (line,) = (tmp_path / "loud" / "alarms.jsonl").read_text().splitlines()  # once, until it is right again
-    (said,) = [text for text in told if "larm" in text]
+    (said,) = told
     assert said == json.loads(line)["message"] and said.startswith("Alarm kl_blow_up at optimizer step 4: ")
     assert ", 2 times in a row. " in said
     capsys.readouterr()
-    assert train(*quick, *loud, "callbacks.kl_blow_up.then=stop", f"run_dir={tmp_path / 'ended'}") == 0
+    with notices() as told:
+        assert train(*quick, *loud, "callbacks.kl_blow_up.then=stop", f"run_dir={tmp_path / 'ended'}") == 0
+    (line,) = (tmp_path / "ended" / "alarms.jsonl").read_text().splitlines()
+    assert told == [json.loads(line)["message"]]
+    assert "The run ends here. " in json.loads(line)["message"]
     summary = json.loads((tmp_path / "ended" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("stopped", 4)
     assert summary["stopped_by"] == "alarm kl_blow_up at step 4 of 6"
@@ -247,10 +256,11 @@ def test_alarms_that_warn_change_no_bit_and_one_that_stops_ends_a_run(train, tmp
 
 @contextlib.contextmanager
 def notices() -> Iterator[list[str]]:
-    """What Lightning's messages say meanwhile, in order."""
+    """What Lightning's messages say of alarms meanwhile, in order."""
     told: list[str] = []
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     handler = logging.Handler()
+    handler.addFilter(lambda record: "larm" in record.getMessage())
     handler.emit = lambda record: told.append(record.getMessage())
     logger.addHandler(handler)
     try:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import warm
+from dist_equal import end_group
 from runs_helpers import SMALL, assert_same_run, newest
 
 from lit_rl.cli.other_processes import has_lost_another, one_has_ended
@@ -51,6 +52,15 @@ def test_processes_that_a_launcher_spawns_are_its_own_and_those_that_it_starts_a
     assert launcher.started.poll() is None
     end_those_started(launcher, 0.1)
     assert launcher.started.poll() == -signal.SIGKILL and launcher.spawned.exitcode is None
+
+
+def test_no_rank_is_left_when_a_test_is_over() -> None:
+    """Nor where rank 0, which has started the others, has ended itself."""
+    words = ["sh", "-c", "(sleep 30; echo left) &"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
+        assert child.wait() == 0 and child.stdout is not None
+        end_group(child)
+        assert child.stdout.read() == ""
 
 
 def test_a_job_of_a_sweep_whose_other_ranks_an_earlier_job_has_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,18 +27,18 @@ RUN = [
     f"reward.fn={Path(__file__).parent / 'signalling_rewards.py'}:signals",
 ]
 """Before the training 2 decodings of 2 batches; then each second optimizer step of 3 has a validation of 2 batches."""
-HERE = ["reward.workers=0"]
-WHERE = {
-    "in the rollout before a validation": (6, 1, []),
-    "in the first batch of a validation": (7, 2, []),
-    "in its last batch": (8, 2, []),
-    "in the last rollout of an epoch": (9, 2, []),
-    "in a later validation": (12, 5, []),
-    "in the first rollout": (5, 0, []),
-    "in the training's own process": (6, 1, HERE),
+TERM, INT = signal.SIGTERM, signal.SIGINT
+WHERE: dict[str, tuple[list[str], list[tuple[signal.Signals, int, int]]]] = {
+    "in the rollout before a validation": ([], [(TERM, 6, 1)]),
+    "in the first batch of a validation": ([], [(TERM, 7, 2)]),
+    "in its last batch": ([], [(TERM, 8, 2)]),
+    "in the last rollout of an epoch": ([], [(TERM, 9, 2)]),
+    "in a later validation": ([], [(TERM, 12, 5)]),
+    "in the first rollout": ([], [(TERM, 5, 0)]),
+    "in the training's own process": (["reward.workers=0"], [(INT, 6, 1), (TERM, 10, 2)]),
 }
-"""The call of the reward at which the signal comes, the optimizer step that is saved, and what else is set. The
-function then goes on for two minutes."""
+"""What else is set; and each signal, the call of the reward at which it comes, and the optimizer step that is saved.
+The function then goes on for two minutes. A second signal comes to the run that goes on."""
 AT_ONCE = 15.0
 """Seconds from the signal to the end of the run, on a busy machine; what is given up would take two minutes."""
 
@@ -70,24 +70,27 @@ def quiet(monkeypatch, tmp_path, train, whole) -> None:
 def test_nothing_is_waited_for_after_a_signal_and_going_on_equals_the_whole_run(
     train, whole, where, tmp_path, monkeypatch, capsys
 ) -> None:
-    (call, step, more), run, calls = WHERE[where], tmp_path / "run", tmp_path / "calls"
-    by = signal.SIGINT if more else signal.SIGTERM
-    monkeypatch.setenv("SIGNAL", by.name)
-    monkeypatch.setenv("SIGNAL_AT", str(call))
-    assert train(*RUN, *more, f"run_dir={run}") == 128 + by
-    assert ended_at_once(tmp_path)
-    assert len(calls.read_text().split()) == call, "no reward is asked for after that one"
-    said = capsys.readouterr().out
-    assert (f"Stopped at step {step}, saved" in said) == bool(step)
-    assert [path.name for path in run.glob("checkpoints/*.ckpt")] == [f"step_{step:08d}.ckpt"][: 1 if step else 0]
-    assert json.loads((run / "summary.json").read_text())["status"] == "stopped"
-    assert (run / "hf").exists() == (by == signal.SIGINT), "whoever pressed Ctrl-C waits; other signals give seconds"
-    if (run / "hf").exists():
-        held, kept = load_file(run / "hf" / "model.safetensors"), newest(run)["state_dict"]
-        assert f"{run / 'hf'}  (verified" in said
-        assert all(any(torch.equal(each, weight) for weight in kept.values()) for each in held.values())
+    (more, stops), run, calls = WHERE[where], tmp_path / "run", tmp_path / "calls"
+    command = [*RUN, *more, f"run_dir={run}"]
+    for by, call, step in stops:
+        monkeypatch.setenv("SIGNAL", by.name)
+        monkeypatch.setenv("SIGNAL_AT", str(call))
+        assert train(*command) == 128 + by
+        assert ended_at_once(tmp_path)
+        assert len(calls.read_text().split()) == call, "no reward is asked for after that one"
+        said = capsys.readouterr().out
+        assert (f"Stopped at step {step}, saved" in said) == bool(step)
+        assert [path.name for path in run.glob("checkpoints/*.ckpt")] == [f"step_{step:08d}.ckpt"][: 1 if step else 0]
+        assert json.loads((run / "summary.json").read_text())["status"] == "stopped"
+        assert (f"{run / 'hf'}  (verified" in said) == (by == INT), "Ctrl-C waits; other signals give seconds"
+        assert by == INT or "lit-rl export" in said or not step
+        assert (run / "hf").exists() == (INT in (each for each, *_ in stops))
+        if by == INT:
+            held, kept = load_file(run / "hf" / "model.safetensors"), newest(run)["state_dict"]
+            assert all(any(torch.equal(each, weight) for weight in kept.values()) for each in held.values())
+        command = [*RUN, *more, f"run_dir={run}", "ckpt_path=last"]
     monkeypatch.setenv("SIGNAL_AT", "0")
-    assert train(*RUN, *more, f"run_dir={run}", "ckpt_path=last") == 0
+    assert train(*command) == 0
     assert_same_run(whole, run)
 
 

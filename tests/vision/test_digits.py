@@ -22,8 +22,8 @@ from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataM
 from lit_rl.data.tasks import Task
 from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel
-from lit_rl.models.policy.hub import DIGITS
 from lit_rl.models.policy.shape import ModelShape
+from lit_rl.named import DIGITS
 from lit_rl.rewards import exact_match
 from lit_rl.rollout import Sampling
 

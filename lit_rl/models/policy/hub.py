@@ -9,10 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lit_rl.errors import BackendError, ConfigError, LitRLError, StorageError
-from lit_rl.named import DIGITS as DIGITS
 from lit_rl.named import NOT_CACHED, copy_without_hub, local_model
-from lit_rl.named import SHIPPED as SHIPPED
-from lit_rl.named import TINY as TINY
 from lit_rl.offline import read_the_cache_alone_where_there_is_no_hub
 
 _LFS = b"version https://git-lfs"

@@ -17,6 +17,7 @@ from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.overrides import check_overrides
 from lit_rl.models.policy.peft_adapter import Adapter, as_adapter
 from lit_rl.models.policy.vision_parts import freeze, sees
+from lit_rl.named import SHIPPED
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -147,7 +148,7 @@ class LanguageModel:
     def find(self) -> str:
         """The folder or hub id that the name stands for."""
         name = self.name
-        return str(hub.SHIPPED[name]) if name in hub.SHIPPED else hub.resolve("model.name", name, self.revision)
+        return str(SHIPPED[name]) if name in SHIPPED else hub.resolve("model.name", name, self.revision)
 
     @classmethod
     def of(cls, model: Any, key: str = "model", **settings: Any) -> LanguageModel:
@@ -217,7 +218,7 @@ class LanguageModel:
     @property
     def is_local(self) -> bool:
         """The model is a folder of this machine."""
-        return Path(self.path).is_dir() or self.name in hub.SHIPPED
+        return Path(self.path).is_dir() or self.name in SHIPPED
 
     @property
     def label(self) -> str:
