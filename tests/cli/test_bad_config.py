@@ -53,7 +53,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("type-bool", ["algo.mask_truncated=maybe"], 2, ["algo.mask_truncated", "'maybe'", "bool"]),
     ("type-trainer", ["trainer.max_steps=many"], 2, ["trainer.max_steps", "'many'", "Integer"]),
     ("type-null", ["algo.group_size=null"], 2, ["algo.group_size"]),
-    ("type-pair", ["optimizer.betas=0.9"], 2, ["AdamW", "betas=0.9"]),
+    ("type-pair", ["optimizer.betas=0.9"], 2, ["optimizer.betas=0.9 must be two numbers"]),
     ("type-pair-words", ["optimizer.betas=[a,b]"], 2, ["optimizer.betas[0]='a' is no number"]),
     ("type-seed", ["seed=x"], 2, ["seed='x' is no whole number"]),
     ("type-group", ["data=[addition,jsonl]"], 2, ["data"]),
