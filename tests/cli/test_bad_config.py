@@ -34,6 +34,13 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("key-group-name", ["algorithm=grpo"], 2, ["algorithm", "'algo'"]),
     ("key-deep", ["model.lora.rank=4"], 2, ["model.lora.rank is not a key", "rslora"]),
     ("key-added", ["+sampling.topp=0.9"], 2, ["sampling.topp is not a key", "'top_p'"]),
+    (
+        "key-added-of-many",
+        ["+algo.group_siez=4"],
+        2,
+        ["group_siez is not a key of lit_rl.algorithms.GRPO", "'group_size'", "more: `lit-rl train --cfg job` lists"],
+    ),
+    ("key-added-of-few", ["+optimizer.foo=1"], 2, ["optimizer.foo is not", "AdamW has: betas, eps, lr, weight_decay."]),
     ("key-of-callback", ["callbacks.samples.evry=2"], 2, ["callbacks.samples.evry is not a key", "'every'"]),
     ("key-of-loss", ["algo.loss.clip_hi=0.3"], 2, ["algo.loss.clip_hi is not a key", "'clip_high'"]),
     ("key-of-nothing", ["+foo=1"], 2, ["foo is no key", "nothing would read it"]),
