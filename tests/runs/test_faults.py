@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import warm
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -183,8 +184,8 @@ def test_slurms_signal_before_the_training_puts_the_job_into_the_queue_again(pro
 
 def test_a_user_who_wants_no_requeue_gets_none_while_it_trains_either(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    environment = SimpleNamespace(cluster_environment=SLURMEnvironment(auto_requeue=False))
-    run = SimpleNamespace(trainer=SimpleNamespace(callbacks=[GracefulStop()], _accelerator_connector=environment))
+    wanted = {"plugins": [SLURMEnvironment(auto_requeue=False)], "callbacks": [GracefulStop()]}
+    run = SimpleNamespace(trainer=L.Trainer(accelerator="cpu", devices=1, logger=False, **wanted))
     before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     try:
         slurm.requeue_until_it_trains()
