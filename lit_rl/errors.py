@@ -137,6 +137,32 @@ def check_draws(temperature: float) -> None:
         )
 
 
+def check_strings(key: str, strings: object) -> None:
+    """Refuse anything but a list of strings.
+
+    Raises:
+        ConfigError: names the key, the value and how to write it.
+    """
+    if isinstance(strings, str):
+        raise ConfigError(f"{key}={strings!r} is a string; it takes a list of strings: [{strings!r}].")
+    if isinstance(strings, list | tuple) and all(isinstance(each, str) for each in strings):
+        return
+    written = [str(each) for each in strings] if isinstance(strings, list | tuple) else [str(strings)]
+    raise ConfigError(f'{key}={strings!r} is no list of strings. In a shell: "{key}={written}".')
+
+
+def check_betas(key: str, betas: object) -> None:
+    """Refuse anything but two decay rates.
+
+    Raises:
+        ConfigError: names the key, the value and what is allowed.
+    """
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise ConfigError(f"{key}={betas!r} must be two numbers, such as {key}=[0.9,0.999].")
+    for i, beta in enumerate(betas):
+        in_range(f"{key}[{i}]", beta, low=0, high=1, open_high=True)
+
+
 def seed_in_range(key: str, seed: int) -> None:
     """Refuse a seed that a random generator of PyTorch or NumPy cannot take.
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from lit_rl.constraints import LogitBias, Structured
 from lit_rl.episodes import Episode, Prompt
 from lit_rl.episodes import Message as Message
-from lit_rl.errors import ConfigError, in_range
+from lit_rl.errors import ConfigError, check_strings, in_range
 from lit_rl.keywords import answered
 from lit_rl.ops.transforms import Truncation
 from lit_rl.turns import Responder
@@ -112,8 +112,7 @@ class Sampling:
         in_range("sampling.min_new_tokens", self.min_new_tokens, low=0, high=self.max_new_tokens)
         for key in ("stop", "bad_words"):
             strings = getattr(self, key)
-            if isinstance(strings, str):
-                raise ConfigError(f"sampling.{key}={strings!r} is a string; it takes a list of strings: [{strings!r}].")
+            check_strings(f"sampling.{key}", strings)
             object.__setattr__(self, key, tuple(strings))
         if "" in self.stop:
             raise ConfigError("sampling.stop holds an empty string, which would end every response at once.")

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lit_rl.cli import stored_schemas
 from lit_rl.cli.key_names import schema_keys
-from lit_rl.errors import ConfigError, in_range, one_of
+from lit_rl.errors import ConfigError, check_betas, check_strings, in_range, one_of
 
 BUILT = ("algo", "data", "callbacks", "trainer")
 """What every task with a Trainer builds. The rest of a config is in these, where it is read at all."""
@@ -41,6 +41,13 @@ _ENDLESS = {"max_steps": "infinite steps", "max_epochs": "infinite epochs"}
 _SHARES = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 """Settings of the Trainer that are a number of batches or a share of them, of which Lightning compares a word."""
 
+LISTS = (
+    ("lit_rl.algorithms.optim.optimizers.AdamW", "optimizer.betas", check_betas),
+    ("lit_rl.rollout.Sampling", "sampling.stop", check_strings),
+    ("lit_rl.rollout.Sampling", "sampling.bad_words", check_strings),
+)
+"""Keys of several values, which no schema checks: how the path of what has them begins, and what it asks of them."""
+
 _NUMBERS = re.compile(r"\s*-?\d+\s*(,\s*\d+\s*)*,?\s*")
 
 
@@ -59,6 +66,10 @@ def check(config: DictConfig, *, whole: bool) -> None:
             for name, asked in schema_keys()["_allowed_"].get(str(node.get("_target_")), {}).items():
                 if (whole or name in _OF_THE_DEVICE) and not _may_be_registered(node.get(name), asked, config):
                     _check(node.get(name), asked)
+            for built, key, check_list in LISTS if whole else ():
+                value = node.get(key.partition(".")[2])
+                if value is not None and str(node.get("_target_")).startswith(built):
+                    check_list(key, value)
     trainer = plain(config, "trainer")
     if isinstance(trainer, dict):
         _check_devices(trainer)
@@ -127,10 +138,26 @@ def _check_numbers(trainer: Mapping[str, Any]) -> None:
     for name in _SHARES:
         if isinstance(value := trainer.get(name), str):
             in_range(f"trainer.{name}", value, low=0)  # pyright: ignore (it says that this is no number)
+    _check_interval(trainer.get("val_check_interval"))
     if isinstance(value := trainer.get("gradient_clip_val"), (int, float, str)):
         in_range("trainer.gradient_clip_val", value, low=0)  # pyright: ignore
     if trainer.get("accumulate_grad_batches") is not None:
         check_accumulation(trainer["accumulate_grad_batches"])
+
+
+def _check_interval(value: Any) -> None:
+    """What Lightning refuses between two validations: it counts micro-batches, a share of the epoch, or time."""
+    if isinstance(value, str):
+        allowed = _DURATION.fullmatch(value.strip()) is not None
+    elif isinstance(value, (int, float)):
+        allowed = 0 <= value <= 1 or (value > 1 and value % 1 == 0)
+    else:
+        allowed = True
+    if not allowed:
+        raise ConfigError(
+            f"trainer.val_check_interval={value!r}: allowed is a whole number of micro-batches, a share of the epoch "
+            "from 0.0 to 1.0, a time of the form DD:HH:MM:SS, or null for the end of every epoch."
+        )
 
 
 def check_accumulation(accumulate: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
@@ -15,6 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, check_mesh
+from lit_rl.cli.listing import some_keys
+from lit_rl.cli.schemas import TARGETS, parameters
 from lit_rl.cli.targets import ALLOWED, check_target, targets
 from lit_rl.commands.literal import instantiated
 from lit_rl.errors import BackendError, ConfigError, LitRLError, did_you_mean, in_range
@@ -111,9 +112,12 @@ def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> st
         return str(error).split("\nfull_key")[0]
     target = str(node["_target_"])
     if word := _unknown_keyword(cause):
-        names = list(inspect.signature(get_object(target)).parameters)
+        names = [parameter.name for parameter, _ in parameters(get_object(target))]
         where = f"{key}.{word}" if key else word
-        return f"{where} is not a key of {target}.{did_you_mean(word, names)} It has: {', '.join(names)}."
+        shipped = target in TARGETS.values()
+        command = "lit-rl train --cfg job" if shipped else f"python -m pydoc {target}"
+        listed = some_keys(target.rpartition(".")[2], word, names, command)
+        return f"{where} is not a key of {target}.{did_you_mean(word, names)}{listed}"
     came = ", ".join(f"{name}={value!r}" for name, value in node.items() if not isinstance(value, dict | None))
     came = came.replace(f"_target_={target!r}, ", "")
     return f"{key or 'The config'}: {target} refuses {came}: {type(cause).__name__}: {cause}"

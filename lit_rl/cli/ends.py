@@ -1,10 +1,14 @@
-"""What ends a run: optimizer steps where they are given, else epochs."""
+"""What ends a run: optimizer steps where they are given, else epochs. And whether it has ended."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from lit_rl.commands import folder_state
 
 EPOCHS = 3
 """Epochs of a run that nothing else ends: as TRL."""
@@ -38,6 +42,19 @@ def is_later(settings: Mapping[str, Any], before: Mapping[str, Any] | None, step
         return False
     longer = _bound(settings["max_steps"]) > _bound(before["max_steps"])
     return longer or _bound(epochs(settings)) > _bound(epochs(before))
+
+
+def is_over(settings: Mapping[str, Any], folder: Path) -> bool:
+    """Whether the run of a folder has finished, and these settings of the Trainer end it no later."""
+    if not folder_state.is_finished(folder):
+        return False
+    steps = int(folder_state.read_summary(folder).get("steps", 0))
+    return not is_later(settings, folder_state.read_config(folder).get("trainer"), steps)
+
+
+def say_is_over(folder: Path) -> None:
+    """What is said of it."""
+    sys.stdout.write(f"{folder} holds a finished run: nothing to do.\n")
 
 
 def _bound(number: int) -> float:

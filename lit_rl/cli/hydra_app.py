@@ -169,10 +169,10 @@ def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
         if config.task == "fit" and is_requeued():
             _go_on_in_slurm(config, run_dir)
         finished = config.task == "fit" and config.ckpt_path == "last" and run_dir.finished
-        if finished and ends.is_later(config.trainer, run_dir.read_config().get("trainer"), run_dir.steps):
+        if finished and not ends.is_over(config.trainer, run_dir.path):
             _say_that_it_goes_on(config, run_dir)
         elif finished:
-            sys.stdout.write(f"{run_dir.path} holds a finished run: nothing to do.\n")
+            ends.say_is_over(run_dir.path)
             if meeting is not None:
                 say_finished(meeting)
             return 0

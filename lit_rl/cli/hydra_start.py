@@ -18,6 +18,7 @@ from lit_rl.cli import (
     config_files,
     data_kinds,
     early,
+    ends,
     hydra_node,
     own_keys,
     quiet,
@@ -29,7 +30,16 @@ from lit_rl.cli import (
 )
 from lit_rl.cli.messages import reported
 from lit_rl.cli.targets import find_here
-from lit_rl.cli.whereabouts import TOLD_CHECKPOINT, TOLD_FOLDER, folder_of, is_main, is_sweep, writes_nothing
+from lit_rl.cli.whereabouts import (
+    TOLD_CHECKPOINT,
+    TOLD_FOLDER,
+    folder_of,
+    is_launched,
+    is_main,
+    is_sweep,
+    writes_nothing,
+)
+from lit_rl.commands.run_lock import RunLock
 from lit_rl.errors import BackendError, ConfigError, did_you_mean, seed_in_range
 
 TASKS = (
@@ -113,11 +123,27 @@ def run(config: DictConfig) -> int:
     data_kinds.check(config)
     if config.task in _OF_FILES:
         return _OF_FILES[config.task](config) if is_main() else 0
+    if _is_over(config):
+        return 0
     _load(config.task)
     with quiet.without_root_handlers():
         from lit_rl.cli import hydra_app
 
     return hydra_app.run(config)
+
+
+def _is_over(config: DictConfig) -> bool:
+    """Whether the run that would go on has finished, which is said. Beside other processes it is said where they
+    meet."""
+    if config.task != "fit" or config.ckpt_path != "last" or not config.run_dir or is_launched():
+        return False
+    folder = folder_of(config)
+    if not ends.is_over(config.trainer, folder):
+        return False
+    if not writes_nothing(config):
+        RunLock(folder).close()  # refuses a run that still goes on there
+    ends.say_is_over(folder)
+    return True
 
 
 def _chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:

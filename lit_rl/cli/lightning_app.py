@@ -44,6 +44,7 @@ from lit_rl.cli.build import ALLOWED, check_trainer
 from lit_rl.cli.failures import give_up, write_down
 from lit_rl.cli.lightning_data import data_module_of
 from lit_rl.cli.lightning_messages import in_one_sentence
+from lit_rl.cli.listing import some_keys
 from lit_rl.cli.micro_batches import Accumulation, cut_by
 from lit_rl.cli.precision import Asked, for_trainer, settle
 from lit_rl.cli.schemas import PYTHON_ONLY, parameters
@@ -139,8 +140,9 @@ class WithKeywords:
         known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         for name in keywords:
             if name not in known:
-                listed = f"It has: {', '.join(known) or 'none'}."
-                raise ConfigError(f"{name} is no setting of {function.__name__}.{did_you_mean(name, known)} {listed}")
+                command = f"python -m pydoc {function.__module__}.{function.__qualname__}"
+                listed = some_keys(function.__name__, name, known, command) or " It has none."
+                raise ConfigError(f"{name} is no setting of {function.__name__}.{did_you_mean(name, known)}{listed}")
         self.func, self.keywords = function, dict(keywords)
         self.__signature__ = inspect.signature(function)  # a term is given what its signature names
 

@@ -6,6 +6,7 @@ No code that comes with a data set is ever run: `datasets` 4 and later has no lo
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     """Rows that are handed over in Python. Configs that are read from files know lists alone."""
 else:
     GivenRows = list[dict[str, Any]]
+
+
+MANY = 1_000_000
+"""Rows of a stream after which a user is told that there may be no end of them."""
+LONG = 30.0
+"""Seconds of reading after which they are told, too."""
 
 
 def is_data_set(given: Any) -> bool:
@@ -41,12 +48,30 @@ def rows_of_object(key: str, given: Any) -> Any:
     datasets = sys.modules.get("datasets")
     if datasets is not None and isinstance(given, datasets.DatasetDict | datasets.IterableDatasetDict):
         raise DataError(f"{key} is a {type(given).__name__} with the splits {', '.join(given)}: give one of them.")
-    if not is_data_set(given):
+    if datasets is None or not is_data_set(given):
         return given
     try:
-        return given.to_list() if hasattr(given, "to_list") else [dict(row) for row in given]
+        return given.to_list() if isinstance(given, datasets.Dataset) else _all_of_stream(key, given)
     except Exception as error:  # the library raises of many kinds: a row that it cannot read is bad data
         raise DataError(f"{key}: cannot be read: {excerpt(str(error), 300)}") from error
+
+
+def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
+    """Its rows. Nobody can tell whether there is a last one, so who waits is told how to cut it, again and again."""
+    from lightning.pytorch.utilities import rank_zero_info  # loads torch, which the command line's first checks do not
+
+    from lit_rl.long_waits import counted
+
+    rows, began, next_word = [], time.monotonic(), 1
+    for row in counted(stream, f"reading the stream {key}", "row"):
+        rows.append(dict(row))
+        if len(rows) >= MANY * next_word or time.monotonic() - began >= LONG * next_word:
+            next_word *= 2
+            rank_zero_info(
+                f"Reading the stream {key}: {len(rows):,} rows so far, all kept in memory. A stream that does not end "
+                "must be cut: hand over stream.take(N)."
+            )
+    return rows
 
 
 def from_saved(path: Path, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -98,6 +99,17 @@ REFUSED = {
     "trainer.strategy=dpp": (2, "trainer.strategy='dpp' is unknown: allowed is auto, ddp, "),
     "trainer.accelerator=gppu": (2, "trainer.accelerator='gppu' is unknown: allowed is auto, gpu, cpu, cuda, mps, tpu"),
     "doctor trainer.precision=bf61": (2, "trainer.precision='bf61' is unknown: allowed is auto, 64, 32, 16,"),
+    "optimizer.betas=word": (2, "optimizer.betas='word' must be two numbers, such as optimizer.betas=[0.9,0.999]."),
+    "optimizer.betas=[0.9]": (2, "optimizer.betas=[0.9] must be two numbers, such as optimizer.betas=[0.9,0.999]."),
+    "optimizer.betas=[0.9,a]": (2, "optimizer.betas[1]='a' is no number: allowed is [0, 1)."),
+    "optimizer.betas=[0.9,1.0]": (2, "optimizer.betas[1]=1.0 is out of range: allowed is [0, 1)."),
+    "optimizer=adamw_8bit optimizer.betas=1": (2, "optimizer.betas=1 must be two numbers"),
+    "trainer.val_check_interval=abc": (2, "trainer.val_check_interval='abc': allowed is a whole number of micro-batch"),
+    "trainer.val_check_interval=-1": (2, "trainer.val_check_interval=-1: allowed is a whole number"),
+    "sampling.stop=3": (2, "sampling.stop=3 is no list of strings. In a shell: \"sampling.stop=['3']\"."),
+    "sampling.stop=[a,3]": (2, "sampling.stop=['a', 3] is no list of strings. In a shell: \"sampling.stop=['a', '3']"),
+    "sampling.bad_words=word": (2, "sampling.bad_words='word' is a string; it takes a list of strings: ['word']."),
+    "run_dir=finished ckpt_path=last": (0, "finished holds a finished run: nothing to do."),
     "transcripts run_dir=finishd": (2, "run_dir=finishd is no folder: give the folder of a run, such as runs/... Did"),
     "chat run_dir=finishd": (2, "run_dir=finishd holds no config.yaml: give the folder of a run. Did you mean 'finis"),
     "eval run_dir=finishd logger=none trainer.accelerator=cpu": (2, "run_dir=finishd holds no config.yaml: give the"),
@@ -108,7 +120,7 @@ REFUSED = {
 
 WITHOUT_TORCH = """
 import io, json, sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 
 class Refuses:
     def find_spec(self, name, path=None, target=None):
@@ -124,7 +136,7 @@ for line in json.loads(sys.argv[1]):
     said = io.StringIO()
     GlobalHydra.instance().clear()
     sys.argv = ["lit-rl", *line.split()]
-    with redirect_stderr(said):
+    with redirect_stderr(said), redirect_stdout(said):
         code = cli.run(line.split())
     print(json.dumps([code, said.getvalue()]))
 """
@@ -228,6 +240,19 @@ def test_what_is_refused_early_the_constructor_refuses_in_the_same_words() -> No
     assert asked > 70
 
 
+@pytest.mark.parametrize("wrong", ["word", 3, ["a", 3], [3, "a"]])
+def test_a_list_that_is_refused_early_the_constructor_refuses_in_the_same_words(wrong: Any) -> None:
+    for built, key, check in allowed.LISTS:
+        with pytest.raises(ConfigError) as early_refusal:
+            check(key, wrong)
+        targets = [path for path in schemas.TARGETS.values() if path.startswith(built)]
+        assert targets
+        for target in targets:
+            with pytest.raises(ConfigError) as refusal:
+                get_object(target)(**{key.partition(".")[2]: wrong})
+            assert str(refusal.value) == str(early_refusal.value)
+
+
 @functools.cache
 def _needs_nothing(target: Any) -> bool:
     try:
@@ -294,6 +319,15 @@ def test_the_lengths_that_are_refused_early_are_those_that_lightning_refuses() -
             L.Trainer(logger=False, accelerator="cpu", **{name: value})
         for words in re.findall("must be a non-negative integer or -1|not a valid duration", str(refusal.value)):
             assert words in str(early_refusal.value)
+    for interval in ("abc", -1, 1.5, -0.5, "00:01:00", 0, 0.5, 1.0, 7, 2.0, "00:01:00:00", None):
+        trainer = {"val_check_interval": interval}
+        refused = False
+        try:
+            L.Trainer(logger=False, accelerator="cpu", **trainer)
+        except MisconfigurationException:
+            refused = True
+        with pytest.raises(ConfigError, match="val_check_interval") if refused else contextlib.nullcontext():
+            allowed.check(OmegaConf.create({"trainer": trainer}), whole=True)
     for name, value in (("max_steps", -1), ("max_steps", 0), ("max_epochs", -1), ("max_time", " 00:01:00:00 ")):
         allowed.check(OmegaConf.create({"trainer": {name: value}}), whole=True)
         L.Trainer(logger=False, accelerator="cpu", **{name: value})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from hydra._internal.utils import get_args_parser
 from lit_rl import cli
 from lit_rl.cli import hydra_options, other_names
 from lit_rl.cli.hydra_options import after_settings
-from lit_rl.cli.listing import some_keys
+from lit_rl.cli.listing import conf_folder, groups, keys, some_keys
 from lit_rl.cli.other_words import AMBIGUOUS, MEANS, MERGED, of_export, translated
 from lit_rl.errors import ConfigError
 
@@ -57,6 +58,14 @@ def test_of_many_keys_the_nearest_are_named_and_a_command_lists_all():
         translated(["algo.group_siez=4"])
     said = str(refusal.value)
     assert re.search(r"algo has group_size(, \w+){4} and \d+ more: `lit-rl train --cfg job --package algo` lists", said)
+    with pytest.raises(ConfigError) as refusal:
+        translated(["nonsense_words=2"])
+    top = r"nonsense_words is not a key\. The top level has (.+) and \d+ more: `lit-rl train --cfg job` lists them\."
+    named = re.fullmatch(top, str(refusal.value))
+    known = {*groups([conf_folder()]), *keys()}
+    assert named and len(nearest := named[1].split(", ")) == 5 and set(nearest) <= known
+    ratios = {key: difflib.SequenceMatcher(None, key, "nonsense_words").ratio() for key in known if "/" not in key}
+    assert min(ratios[key] for key in nearest) >= max(ratio for key, ratio in ratios.items() if key not in nearest)
     assert some_keys("eval", "x", ["b", "a"]) == " eval has: a, b."
 
 
@@ -96,7 +105,6 @@ def test_beta_of_rloo_is_another_one():
         ("wandb_=true", "What it may mean: logger=[tensorboard,wandb]"),
         ("minibatch=2", "Did you mean 'algo.minibatches'?"),
         ("algorithm=grpo", "algorithm is not a key. Did you mean 'algo'?"),
-        ("nonsense_words=2", "nonsense_words is not a key. The top level has "),
         ("sampling.topp=0.9", "sampling.topp is not a key. Did you mean 'top_p'"),
         ("algo.num_generations=4", "algo.num_generations is not a key. Did you mean 'algo.group_size'?"),
         ("algo.lr=1e-5", "algo.lr is not a key. Did you mean 'optimizer.lr'?"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,9 @@ from lit_rl import (
     Sampling,
     SupervisedDataModule,
     exact_match,
+    long_waits,
 )
+from lit_rl.data import hub
 from lit_rl.errors import ConfigError, DataError, RewardError
 from lit_rl.rewards import ProcessRewardModel
 
@@ -99,6 +104,21 @@ def test_a_run_of_a_stream_is_the_run_of_its_file(tmp_path: Path) -> None:
     run(3, rows=stream())
     resumed = run(5, tmp_path / "3.ckpt", rows=stream())
     assert all(torch.equal(tensor, whole[name]) for name, tensor in resumed.items())
+
+
+def test_who_waits_for_the_end_of_a_stream_is_told_how_to_cut_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(hub, "MANY", 100)
+    monkeypatch.setattr(long_waits, "PATIENCE", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    endless = datasets.IterableDataset.from_generator(lambda: ({"prompt": f"{n}+1="} for n in itertools.count()))
+    with caplog.at_level("INFO"):
+        assert len(hub.rows_of_object("data.rows", endless.take(99))) == 99 and not caplog.messages
+        assert len(hub.rows_of_object("data.rows", endless.take(450))) == 450
+    told = [said for said in caplog.messages if "take(N)" in said]
+    assert [re.findall(r"data\.rows: (\d+) rows so far", said) for said in told] == [["100"], ["200"], ["400"]]
+    assert re.search(r"reading the stream data\.rows: 0row .*row/s", capsys.readouterr().err)
 
 
 def test_pairs_as_a_data_set(tokenizer: Any) -> None:

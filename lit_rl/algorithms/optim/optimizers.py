@@ -14,7 +14,7 @@ import torch
 
 from lit_rl.algorithms.optim.named_class import class_at
 from lit_rl.algorithms.optim.split_adamw import SplitAdamW
-from lit_rl.errors import BackendError, ConfigError, in_range
+from lit_rl.errors import BackendError, ConfigError, check_betas, in_range
 from lit_rl.keywords import answered
 
 ParamGroups = Iterable[dict[str, Any]]
@@ -43,8 +43,7 @@ _ELSEWHERE = {
 
 def _check(lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0, eps: float = 1e-8) -> None:
     in_range("optimizer.lr", lr, low=0, high=1, open_low=True)
-    for i, beta in enumerate(betas):
-        in_range(f"optimizer.betas[{i}]", beta, low=0, high=1)
+    check_betas("optimizer.betas", betas)
     in_range("optimizer.weight_decay", weight_decay, low=0, open_high=True)
     in_range("optimizer.eps", eps, low=0, open_high=True)
 
@@ -69,8 +68,8 @@ class AdamW:
     path: ClassVar[str] = "torch.optim.AdamW"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
         _check(self.lr, self.betas, self.weight_decay, self.eps)
+        object.__setattr__(self, "betas", tuple(self.betas))
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
@@ -96,8 +95,8 @@ class AdamW8bit:
     path: ClassVar[str] = "bitsandbytes.optim.AdamW8bit"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
         _check(self.lr, self.betas, self.weight_decay)
+        object.__setattr__(self, "betas", tuple(self.betas))
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
         try:
@@ -129,8 +128,8 @@ class AdamWSplit:
     keeps_masters: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
         _check(self.lr, self.betas, self.weight_decay, self.eps)
+        object.__setattr__(self, "betas", tuple(self.betas))
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
         return SplitAdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
