@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import resource
 from pathlib import Path
 
 import pytest
-from runs_helpers import SMALL
+import torch
+from runs_helpers import SMALL, newest
 
+from lit_rl.algorithms.optim.broken_steps import LIMIT
 from lit_rl.commands import run_files
 from lit_rl.commands import train as train_command
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_page import status_of
+from lit_rl.durable import PARTIAL
 
 pytestmark = pytest.mark.all
 
@@ -76,6 +80,32 @@ def test_a_summary_that_cannot_be_written_hides_nothing(
     error.unlink()
     write(RunDir(folder), summary)
     assert status_of(run_files.read(folder)) == "failed", "also where there was no room for error.json"
+
+
+def test_losses_that_are_no_numbers_end_the_command_with_the_code_of_numbers(
+    process, train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three good steps, then as many broken ones as end a run; where the loss is mended, the run goes on."""
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    folder = tmp_path / "run"
+    run = [*SMALL, "trainer.max_steps=9", "trainer.limit_val_batches=0", "allow_targets=[breaking_losses]"]
+    run += [f"run_dir={folder}", "callbacks.checkpoint.every_n_train_steps=1"]
+    monkeypatch.setenv("GOOD", "3")
+    child = process(*run, "algo.loss._target_=breaking_losses.breaks_after")
+    said, _ = child.communicate(timeout=120)
+    assert child.returncode == 6 and "Traceback" not in said, said
+    assert f"Optimizer step {3 + LIMIT} has a gradient of norm nan" in said
+    assert f"It is the {LIMIT}th in a row" in said and "Lower optimizer.lr" in said
+    error = json.loads((folder / "error.json").read_text())
+    assert (error["error"], error["exit_code"], error["step"]) == ("NumericError", 6, 2 + LIMIT)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"], summary["steps"]) == ("failed", 6, 2 + LIMIT)
+    assert not (folder / "hf").exists() and not list(folder.rglob(f"*{PARTIAL}*"))
+    assert torch.load(folder / "bad_batch.pt", weights_only=True)["step"] == 3 + LIMIT
+    weights = newest(folder)["state_dict"].values()
+    assert all(bool(tensor.isfinite().all()) for tensor in weights)
+    assert train(*run, "ckpt_path=last") == 0
+    assert not (folder / "error.json").exists() and (folder / "hf").is_dir()
 
 
 def test_a_page_that_cannot_be_written_ends_no_run(train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
