@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import re
 import resource
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from runs_helpers import SMALL, newest
 
 from lit_rl.algorithms.optim.broken_steps import LIMIT
+from lit_rl.cli.messages import exit_code_of
 from lit_rl.commands import run_files
 from lit_rl.commands import train as train_command
 from lit_rl.commands.run_dir import RunDir
@@ -132,6 +135,37 @@ def test_memory_that_runs_out_is_told_with_what_was_planned(
     assert code == 8 and "Traceback" not in said, said
     assert re.search(r"Memory ran out: .*can't allocate memory.* Planned were 1\.\d+ GiB of .*activations", said)
     assert "Set one of: algo.micro_batch_size=2048 (it was 4096); model.gradient_checkpointing=true" in said
+
+
+REFUSED = {
+    "PyTorch": lambda: torch.empty(2**50, dtype=torch.uint8),
+    "NumPy": lambda: np.empty(2**55, dtype=np.uint8),
+    "the system": lambda: mmap.mmap(-1, 2**55),
+}
+
+
+@pytest.mark.parametrize("ask", REFUSED.values(), ids=REFUSED)
+def test_memory_that_cannot_be_had_is_known_by_whoever_says_so(ask) -> None:
+    with pytest.raises((RuntimeError, MemoryError, OSError)) as refusal:
+        ask()
+    assert exit_code_of(refusal.value) == 8
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("could not create a memory object", 8),
+        ("could not create a primitive", 8),
+        ("std::bad_alloc", 8),
+        ("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried", 8),
+        ("unable to mmap 64 bytes from file </x>: Cannot allocate memory (12)", 8),
+        ("could not create a primitive descriptor for the convolution primitive", 1),
+        ("mat1 and mat2 shapes cannot be multiplied", 1),
+    ],
+)
+def test_what_libraries_say_of_memory_in_an_error_of_any_kind_is_known(said: str, code: int) -> None:
+    """oneDNN and PyTorch raise a RuntimeError for that as for anything else."""
+    assert exit_code_of(RuntimeError(said)) == code
 
 
 @pytest.mark.parametrize("task", ["fit", "eval", "predict"])
