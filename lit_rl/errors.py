@@ -6,6 +6,8 @@ A message names the key or the file, what came, what is allowed and the likely f
 from __future__ import annotations
 
 import difflib
+import errno
+import re
 import sys
 from collections.abc import Iterable
 
@@ -62,8 +64,12 @@ class BackendError(LitRLError):
 
 SIGNALLED = 128
 """What is added to the number of a signal that ended a run."""
-_NO_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Of PyTorch's allocators, on the CPU and elsewhere, which raise a plain RuntimeError."""
+_NO_MEMORY = re.compile(
+    "can't allocate memory|Cannot allocate memory|out of memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED"
+    "|could not create a memory object|could not create a primitive(?! descriptor)"
+)
+"""Of PyTorch's allocators, on the CPU and elsewhere, and of oneDNN, which raise a plain RuntimeError. (oneDNN has no
+primitive descriptor for what it does not know.)"""
 
 INTERRUPTED = SIGNALLED + 2
 TERMINATED = SIGNALLED + 15
@@ -74,7 +80,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")  # an error of a process that never loaded it is none of its own
     if isinstance(error, (MemoryError, getattr(torch, "OutOfMemoryError", MemoryError))):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
 _SHORT = 6

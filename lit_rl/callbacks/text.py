@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -68,7 +68,7 @@ def console_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
     table = Table(title=title, title_justify="left", show_lines=len(rows) < 3)
     for name in rows[0]:
         number = isinstance(rows[0][name], float)
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
+        table.add_column(Text(one_line(name)), justify="right" if number else "left", overflow="fold")
     for row in rows:
         style = "green" if row["reward"] > middle else "red" if row["reward"] < middle else ""
         table.add_row(*(_cell(value, style) for value in row.values()))
@@ -96,23 +96,23 @@ def plan_table(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def markdown_table(rows: Sequence[dict[str, Any]], longest: int = LONGEST) -> str:
-    """The rows as a Markdown table, every cell in code marks so that nothing in it is rendered.
+    """The rows as a Markdown table, every name and cell in code marks so that nothing in it is rendered.
 
     `longest`: characters of a cell, which is cut in the middle if it has more.
     """
-    names = list(rows[0])
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    for row in rows:
-        cells = [printable(value, longest) for value in row.values()]
+
+    def line(values: Iterable[Any]) -> str:
+        cells = [printable(value, longest) for value in values]
         cells = [cell.replace("`", "'").replace("|", "\\|").replace("\n", " ") for cell in cells]
-        lines.append("| " + " | ".join(f"`{cell}`" for cell in cells) + " |")
-    return "\n".join(lines)
+        return "| " + " | ".join(f"`{cell}`" for cell in cells) + " |"
+
+    return "\n".join([line(rows[0]), "|" + "---|" * len(rows[0]), *(line(row.values()) for row in rows)])
 
 
 def html_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as an HTML table for a notebook, cells escaped; a row's colour is its `reward` against the mean."""
     middle = _mean_reward(rows)
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
+    head = "".join(f"<th>{html.escape(one_line(name))}</th>" for name in rows[0])
     body = []
     for row in rows:
         hue = "#1a7f37" if row["reward"] > middle else "#cf222e" if row["reward"] < middle else "inherit"

@@ -68,6 +68,8 @@ def run(arguments: list[str]) -> int:
 
 def _lightning(command: str, arguments: list[str]) -> int:
     """A command of LightningCLI's."""
+    if command == "fit":
+        slurm.requeue_until_it_trains()
     from lit_rl.cli import lightning_words
 
     lightning_words.check(arguments)

@@ -39,6 +39,7 @@ from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.algorithms.rollouts.state import check_kind
 from lit_rl.callbacks import AtomicCheckpointIO, Export, GracefulStop, JsonlLogger, let_loggers_fail
 from lit_rl.callbacks.checkpoint_files import contents, verify_once
+from lit_rl.callbacks.slurm import leave_it_to_others, requeue_signal
 from lit_rl.cli import config_files, ends, lightning_nulls, quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
 from lit_rl.cli.failures import give_up, write_down
@@ -160,6 +161,9 @@ class CommandLine(LightningCLI):
 
     def before_fit(self) -> None:
         """What Lightning lets pass and no run can use, as the Hydra door refuses it."""
+        stops = any(isinstance(each, GracefulStop) for each in self.trainer.callbacks)  # pyright: ignore
+        if not stops or requeue_signal(self.trainer) is None:
+            leave_it_to_others()
         self.place_metrics()
         checkpoint = self._get(self.config, "ckpt_path")
         if checkpoint is not None and Path(checkpoint).exists():
@@ -189,6 +193,7 @@ class CommandLine(LightningCLI):
 
     def after_fit(self) -> None:
         """The table that ends a run of `train`: what was measured before and after, and where the time went."""
+        leave_it_to_others()  # a job that has learned all is not to begin again
         if stopped := _stopped(self.trainer):
             return self._say_what_is_saved(stopped[0])
         if self.trainer.fast_dev_run:  # pyright: ignore
@@ -360,6 +365,9 @@ class CommandLine(LightningCLI):
             except Exception as error:
                 self._write_down(error)
                 raise
+            except SystemExit:  # of Slurm's signal before the training: the job begins anew in the same folder
+                self._leave()
+                raise
             finally:
                 for config in self._saved_configs():
                     config.close()
@@ -377,6 +385,11 @@ class CommandLine(LightningCLI):
                     config.leave(self.trainer)
                 if heard is not None:
                     raise heard from error
+
+    def _leave(self) -> None:
+        for config in self._saved_configs():
+            if config.run_dir is not None and self.trainer.is_global_zero:
+                config.leave(self.trainer)
 
     def _give_up(self, error: BackendError) -> int:
         begun = (config.run_dir for config in self._saved_configs() if config.run_dir is not None)

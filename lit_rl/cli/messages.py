@@ -60,8 +60,10 @@ def reported(function: Callable[[], int | None]) -> int:
             return 1
         if os.environ.get("LIT_RL_TRACEBACK"):
             traceback.print_exc()
+        from lit_rl.callbacks.text import visible
+
         notes = "".join(f" {note}" for note in getattr(ours, "__notes__", ()))
-        sys.stderr.write(f"{type(ours).__name__}: {ours}{notes}\n")
+        sys.stderr.write(visible(f"{type(ours).__name__}: {ours}{notes}") + "\n")
         return ours.exit_code
 
 

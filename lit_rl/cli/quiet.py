@@ -6,6 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 _NOT_OURS = (
     r".*LeafSpec.*",
@@ -30,13 +31,30 @@ _BANNERS = ("GPU available", "TPU available", "HPU available", "💡 Tip", "`Tra
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a line of Lightning's is not one that it writes at every start."""
-    return not record.getMessage().startswith(_BANNERS)
+    from lit_rl.callbacks.text import visible
+
+    record.msg, record.args = visible(record.getMessage()), ()
+    return not record.msg.startswith(_BANNERS)
+
+
+class _Visible:
+    """Writes warnings as Lightning does; names of data and of rewards, which may stand in one, control no terminal."""
+
+    def __init__(self, form: Any) -> None:
+        self.form = form
+
+    def __call__(self, *told: Any, **more: Any) -> str:
+        from lit_rl.callbacks.text import visible
+
+        return visible(self.form(*told, **more))
 
 
 def filter_warnings() -> None:
-    """Silence them, and the banners that Lightning and transformers write at every start."""
+    """Silence them, and the banners that Lightning and transformers write at every start; and make the rest visible."""
     for pattern in _NOT_OURS:
         warnings.filterwarnings("ignore", message=pattern)
+    if not isinstance(warnings.formatwarning, _Visible):
+        warnings.formatwarning = _Visible(warnings.formatwarning)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
     from transformers.utils import logging as transformers_logging
 

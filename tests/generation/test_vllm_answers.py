@@ -5,22 +5,29 @@ from __future__ import annotations
 import copy
 import json
 import math
+import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from standin_server import routed, standing_in
+from standin_server import Behaviour, Handler, drips, hangs, routed, standing_in
+from standin_server import answers as answering
+from waiting import until
 
 from lit_rl.errors import GenerationError
-from lit_rl.generation.vllm import answers
+from lit_rl.generation.base import EngineLost
+from lit_rl.generation.vllm import answers, asking, calls
 from lit_rl.generation.vllm.answers import Answered
+from lit_rl.generation.vllm.calls import ServerRefused
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.engine import Facts, complete
 from lit_rl.generation.vllm.requests import Answer, Pictured, Request
 from lit_rl.generation.vllm.server_engine import ServerEngine
-from lit_rl.generation.vllm.transports import Gloo
+from lit_rl.generation.vllm.transports import Gloo, own_address
 
 VOCABULARY = 40
 FIELDS = {"n": 2, "max_tokens": 3, "logprobs": 0}
@@ -244,6 +251,98 @@ def test_a_malformed_answer_is_an_error_that_names_the_server(route: str, answer
     assert refusal.value.exit_code == 5 and server.url in message and message.isprintable() and len(message) < 1000
     assert {"/collective_rpc": "rpc lit_rl_"}.get(route, route) in message
     assert "another version of vLLM or of lit_rl" in message and "Another program" in message
+
+
+# ---------------------------------------------------------------------- what never comes, or never ends
+
+
+def waiting_threads() -> int:
+    return sum(thread.name == asking.THREADS for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("how", ["silent", "dripping"])
+def test_no_thread_waits_on_for_a_server_that_hangs_on_every_request(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline of completions is an hour."""
+    monkeypatch.setattr(asking, "_LOOK_EVERY", 0.3)
+    hung, over = threading.Event(), threading.Event()
+
+    def behave(handler: Handler) -> None:
+        path = handler.path.partition("?")[0]
+        hung.set() if path == "/v1/completions" else None
+        if not hung.is_set():
+            return routed(ANSWERS)(handler)
+        if how == "dripping" and path == "/v1/completions":
+            return drips(handler)
+        over.wait(20)
+
+    try:
+        with standing_in(behave) as server:
+            client = Client(server.url)
+            options: Any = {"say": str, "deadline": 3600.0, "answer_deadline": 0.5}
+            engine = ServerEngine([client], Gloo([client], 5.0), **options)
+            with pytest.raises(EngineLost, match="no answer within"):
+                complete(engine, [PLAIN] * 9)
+            assert until(lambda: waiting_threads() == 0, 2.0), f"{waiting_threads()} threads are left"
+    finally:
+        over.set()
+
+
+def test_an_answer_without_end_takes_little_more_memory_than_the_largest_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """600 MiB had taken 2.4 GiB."""
+    largest = 2**24
+    monkeypatch.setattr(calls, "LARGEST_ANSWER", largest)
+    piece = b"[1," * 2**14
+
+    def behave(handler: Handler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(10 * largest // len(piece)):
+            handler.wfile.write(piece)
+
+    with standing_in(lambda handler: _until_it_is_left(behave, handler)) as server:
+        tracemalloc.start()
+        try:
+            with pytest.raises(ServerRefused, match=f"longer than {largest} bytes"):
+                Client(server.url).complete({}, 20.0)
+            assert largest < tracemalloc.get_traced_memory()[1] < 1.5 * largest
+        finally:
+            tracemalloc.stop()
+
+
+def _until_it_is_left(behave: Behaviour, handler: Handler) -> None:
+    try:
+        behave(handler)
+    except OSError:
+        handler.close_connection = True
+
+
+JOINS: dict[str, tuple[Behaviour, str]] = {
+    "refused": (answering({"error": "no\x1b[2J way"}, 500), "/collective_rpc: HTTP 500.* way"),
+    "never answered": (hangs(2.0), "/collective_rpc: no answer within"),
+    "answered and not done": (answering({"results": [None]}), "gloo transport: its workers did not join"),
+}
+
+
+@pytest.mark.parametrize("behaviour, said", JOINS.values(), ids=JOINS)
+def test_a_server_that_does_not_join_the_transport_is_named(behaviour: Behaviour, said: str) -> None:
+    def behave(handler: Handler) -> None:
+        asked: Any = handler.server
+        join = (asked.seen[-1][3] or {}).get("method") == "lit_rl_join"
+        (behaviour if join else routed(ANSWERS))(handler)
+
+    with standing_in(behave) as server:
+        client = Client(server.url)
+        engine = ServerEngine([client], Gloo([client], 1.0), say=str, deadline=5.0, answer_deadline=1.0)
+        with pytest.raises((GenerationError, EngineLost), match=said) as refusal:
+            engine.begin({"w": (1,)})
+            engine.load(iter([("w", torch.zeros(1))]), torch.float32)
+    message = str(refusal.value)
+    assert server.url in message and message.isprintable() and len(message) < 1000
+
+
+def test_a_server_to_which_there_is_no_way_is_named() -> None:
+    with pytest.raises(GenerationError, match=r"no-such-host\.invalid.* no way of its own"):
+        own_address("http://no-such-host.invalid:8000")
 
 
 # ---------------------------------------------------------------------- any value of any answer

@@ -245,10 +245,16 @@ class TestLanguageModel:
         assert not server.asked
 
     def test_a_failed_request_is_sent_again(self, server: Server) -> None:
-        bad: list[tuple[int, Any]] = [(500, b"busy"), (429, b""), (200, b"no json"), (200, b'{"choices": []}')]
+        bad: list[tuple[int, Any]] = [
+            (500, b"busy"),
+            (429, b""),
+            (200, b"no json"),
+            (200, b"[" * 10**5),
+            (200, b'{"choices": []}'),
+        ]
         server.answer = lambda body, number: bad[number - 1] if number <= len(bad) else longer(body, number)
         logged: dict[str, float] = {}
-        judge = LLMJudge(server.url, "m", backoff=0.001, attempts=5)
+        judge = LLMJudge(server.url, "m", backoff=0.001, attempts=6)
         assert judge(*FOUR, log_metric=logged.__setitem__) == [0.0, 1.0, 0.5, 1.0]
         assert len(server.asked) == 8 + len(bad) and logged == {"judge/unanswered": 0, "judge/unparsable": 0}
 

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from waiting import until
 
 from lit_rl.errors import ConfigError, RewardError
 from lit_rl.rewards import RemoteReward, Rewards
@@ -126,6 +127,7 @@ FAULTS: dict[str, Reply] = {
     "429": (429, b"slow down"),
     "no json": (200, b"<html>"),
     "not utf-8": (200, b"\xff\xfe{"),
+    "deeper than Python counts": (200, b"[" * 10**5),
     "no rewards": (200, {"scores": [1.0, 1.0]}),
     "a list": (200, [1.0, 1.0]),
     "fewer": (200, {"rewards": [1.0]}),
@@ -174,6 +176,13 @@ def test_a_slow_server_is_left(serve):
     assert ask(quick(slow.url, fast.url, timeout=0.3), ["abc"]) == [3.0]
     with pytest.raises(RewardError, match="timed out"):
         ask(quick(slow.url, timeout=0.1, attempts=1), ["abc"])
+
+
+def test_no_thread_waits_on_for_a_server_that_hangs_on_every_request(serve):
+    slow = serve(lambda body, number: (0, {"rewards": [7.0]}))
+    with pytest.raises(RewardError, match="timed out"):
+        ask(quick(slow.url, timeout=0.3, attempts=1, batch_size=1), ["abc"] * 9)
+    assert until(lambda: not [t for t in threading.enumerate() if t.name.startswith("lit_rl-request")], 3.0)
 
 
 def test_a_dead_server_of_two_costs_nothing_but_the_try(serve, dead):

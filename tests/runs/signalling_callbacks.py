@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import lightning as L
@@ -15,3 +16,10 @@ class InAnUpdate(L.Callback):
     def on_before_backward(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step + 1 == int(os.environ.get("UPDATE_AT", "0")):
             say_when_and_send(os.getpid())
+
+
+class InTheSetup(L.Callback):
+    """Slurm's signal, once the folder of the run is there and nothing is trained."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shlex
 import time
@@ -132,3 +133,63 @@ def test_names_of_validation_sets_and_losses_control_no_terminal(monkeypatch, ca
     closing_table({"after": {odd: {"greedy": numbers}}, "losses": {"after": {f"val/{odd}/loss": 1.0}}, "seconds": 1.0})
     said = capsys.readouterr().out
     assert "\x1b" not in said and said.count(r"../x\x1b[31m\n[red]y") == 2
+
+
+HOSTILE = "../../out\x1b[2J<script>alert(1)</script>[red]a[/nope] `b` | ![c](http://evil.invalid/c.png)<img src=x>"
+"""A name that leads out of a folder, and is markup of a terminal, of rich, of HTML and of Markdown."""
+
+
+@pytest.mark.all
+def test_names_that_are_paths_and_markup_reach_nothing_outside_a_run(process, train, tmp_path: Path) -> None:
+    """Of rewards, of what they log, of validation sets and of columns, through a whole run and its pages."""
+    absolute = f"{tmp_path}/elsewhere/{HOSTILE}"
+    rows = [{"prompt": f"{i}+1=", "answer": str(i), HOSTILE: HOSTILE, absolute: "[/x]"} for i in range(4)]
+    data, reward, folder = tmp_path / "rows.jsonl", tmp_path / "mine.py", tmp_path / "below" / "runs" / "run"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward.write_text(LOGS.format(HOSTILE))
+    mine = {"_target_": "lit_rl.rewards.FunctionFromPath", "path": f"{reward}:score"}
+    config = {
+        "defaults": [{"override /data": "jsonl"}, {"override /reward": "length"}],
+        "data": {"path": str(data), "val_path": {HOSTILE: str(data), absolute: str(data)}},
+        "reward": {"functions": {HOSTILE: mine, absolute: mine}},
+    }
+    experiment = tmp_path / "configs" / "experiment" / "mine.yaml"
+    experiment.parent.mkdir(parents=True)
+    experiment.write_text(f"# @package _global_\n{yaml.safe_dump(config)}")
+    folder.parent.mkdir(parents=True)
+    before = set(tmp_path.rglob("*"))
+    words = ["--config-dir", str(tmp_path / "configs"), "experiment=mine", "logger=[csv,tensorboard]"]
+    words += ["trainer.max_steps=1", "data.prompts_per_rollout=2", "algo.group_size=2", "sampling.max_new_tokens=4"]
+    child = process(*words, f"run_dir={folder}", "callbacks.samples.print=2", cwd=folder.parent)
+    said, _ = child.communicate(timeout=120)
+    assert child.returncode == 0, said
+    for task in ("report", "transcripts"):
+        assert train(f"task={task}", f"run_dir={folder}") == 0
+    outside = [path for path in {*tmp_path.rglob("*")} - before if folder not in (path, *path.parents)]
+    assert outside == [] and not any("\x1b" in path.name for path in folder.rglob("*"))
+    assert "rows of val/../../out" in said and r"\x1b[2J<script>" in said, "a warning and a table name the sets"
+    assert "\x1b" not in said
+    pages = list(folder.rglob("*.html"))
+    assert {page.name for page in pages} >= {"report.html", "transcripts.html"}
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert "\x1b" not in text and "<script>alert" not in text and "<img" not in text, page
+    assert r"out\x1b[2J" in (folder / "report.html").read_text()
+    card = (folder / "hf" / "README.md").read_text().partition("## Results")[2]
+    assert r"out\x1b[2J&lt;script>" in card and "\x1b" not in card
+    assert "<script" not in card and "<img" not in card and "](" not in card, "nothing is loaded where it is shown"
+
+
+def test_the_message_of_an_error_controls_no_terminal(train, tmp_path: Path, capsys) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({HOSTILE: "1+1="}))
+    assert train("data=jsonl", f"data.path={data}", f"run_dir={tmp_path / 'run'}", "model=tiny") == 3
+    said = capsys.readouterr().err
+    assert r"out\x1b[2J<script>" in said and "\x1b" not in said
+
+
+LOGS = """
+def score(completions, log_metric):
+    log_metric({!r}, 1.0)
+    return [float(len(each)) for each in completions]
+"""

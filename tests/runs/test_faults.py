@@ -158,7 +158,15 @@ def test_slurm_takes_a_job_back_and_starts_it_again(process, tmp_path, whole, mo
     assert_same_run(whole, run_dir)
 
 
-def test_slurms_signal_before_the_training_puts_the_job_into_the_queue_again(process, tmp_path, monkeypatch):
+def _fit(run_dir: Path) -> list[str]:
+    words = "fit --model=SFT --model.model=tiny --data.task=lit_rl.data.tasks.AdditionText --trainer.max_steps=1"
+    words += " --model.sampling.max_new_tokens=6 --data.batch_size=4"
+    words += " --trainer.limit_val_batches=0 --trainer.logger=false --trainer.enable_checkpointing=false"
+    return [*words.split(), "--trainer.accelerator=cpu", f"--trainer.default_root_dir={run_dir}"]
+
+
+@pytest.mark.parametrize("words", [lambda run_dir: [*RUN, f"run_dir={run_dir}"], _fit], ids=["train", "fit"])
+def test_slurms_signal_before_the_training_puts_the_job_into_the_queue_again(words, process, tmp_path, monkeypatch):
     """While the config is composed and libraries load, there is no folder yet. And no rank but the first asks."""
     _stand_in_for_scontrol(tmp_path, monkeypatch)
     monkeypatch.setattr(warm, "Popen", subprocess.Popen)  # one that is forked has its libraries
@@ -167,7 +175,7 @@ def test_slurms_signal_before_the_training_puts_the_job_into_the_queue_again(pro
     children = []
     for rank in range(2):
         monkeypatch.setenv("SLURM_PROCID", str(rank))
-        children.append(process(*RUN, f"run_dir={run_dir}"))
+        children.append(process(*words(run_dir)))
     for child in children:
         status = Path(f"/proc/{child.pid}/status")
         wait_for(lambda text=status.read_text: _catches(signal.SIGUSR1, text()), child)
@@ -180,6 +188,35 @@ def test_slurms_signal_before_the_training_puts_the_job_into_the_queue_again(pro
         assert child.returncode == 128 + signal.SIGUSR1, output
         assert (tmp_path / "asked").exists() == (child is children[0])
     assert (tmp_path / "asked").read_text() == "requeue 7\n" and not run_dir.exists()
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_fit_that_does_not_train_yet_leaves_its_folder_to_the_job_that_comes_again(
+    stops, train, tmp_path, monkeypatch, handler_as_before
+):
+    """Without `GracefulStop` the signal is the user's own."""
+    _stand_in_for_scontrol(tmp_path, monkeypatch)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    words = [*_fit(tmp_path / "run"), "--allow_targets=[signalling_callbacks]"]
+    words += ["--trainer.callbacks+=lit_rl.callbacks.GracefulStop"] if stops else []
+    told: list[int] = []
+    if not stops:
+        monkeypatch.setattr("signalling_callbacks.os.kill", lambda *_: told.append(_handles()))
+    words += ["--trainer.callbacks+=signalling_callbacks.InTheSetup"]
+    assert train(*words) == (128 + signal.SIGUSR1 if stops else 0)
+    assert (tmp_path / "asked").exists() == stops and (tmp_path / "run").exists() != stops
+    assert told == ([] if stops else [False])
+
+
+def _handles() -> bool:
+    return signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+
+
+@pytest.fixture
+def handler_as_before():
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_user_who_wants_no_requeue_gets_none_while_it_trains_either(monkeypatch):

@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from runs_helpers import SMALL
 
+from lit_rl.cli.hydra_app import _reserved
 from lit_rl.commands.run_lock import NAME, RunLock
 from lit_rl.errors import StorageError
 
@@ -98,3 +101,18 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
         assert train(*SMALL, "trainer.max_steps=1") == 0
     first, second = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert second == f"{first}_2"
+
+
+def test_runs_that_begin_at_one_moment_have_folders_of_their_own(tmp_path: Path) -> None:
+    name, at_once = tmp_path / "runs" / "2026-11-26_120000_grpo_tiny", threading.Barrier(16)
+
+    def began(_: int) -> tuple[Path, list[Path]]:
+        at_once.wait()
+        run_dir, made = _reserved(name)
+        return run_dir.path, made
+
+    with ThreadPoolExecutor(16) as threads:
+        begun = list(threads.map(began, range(16)))
+    expected = {name, *(name.with_name(f"{name.name}_{number}") for number in range(2, 17))}
+    assert {path for path, _ in begun} == expected == {*(tmp_path / "runs").iterdir()}
+    assert all(made[0] == path for path, made in begun), "what a start that fails removes is its own folder"

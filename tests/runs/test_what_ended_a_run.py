@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
+import os
 import re
 import resource
 from pathlib import Path
 
+import numpy as np
 import pytest
-from runs_helpers import SMALL
+import torch
+from runs_helpers import SMALL, newest
 
+from lit_rl.algorithms.optim.broken_steps import LIMIT
+from lit_rl.cli.messages import exit_code_of
 from lit_rl.commands import run_files
 from lit_rl.commands import train as train_command
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_page import status_of
+from lit_rl.durable import PARTIAL
 
 pytestmark = pytest.mark.all
 
@@ -78,6 +85,32 @@ def test_a_summary_that_cannot_be_written_hides_nothing(
     assert status_of(run_files.read(folder)) == "failed", "also where there was no room for error.json"
 
 
+def test_losses_that_are_no_numbers_end_the_command_with_the_code_of_numbers(
+    process, train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three good steps, then as many broken ones as end a run; where the loss is mended, the run goes on."""
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    folder = tmp_path / "run"
+    run = [*SMALL, "trainer.max_steps=9", "trainer.limit_val_batches=0", "allow_targets=[breaking_losses]"]
+    run += [f"run_dir={folder}", "callbacks.checkpoint.every_n_train_steps=1"]
+    monkeypatch.setenv("GOOD", "3")
+    child = process(*run, "algo.loss._target_=breaking_losses.breaks_after")
+    said, _ = child.communicate(timeout=120)
+    assert child.returncode == 6 and "Traceback" not in said, said
+    assert f"Optimizer step {3 + LIMIT} has a gradient of norm nan" in said
+    assert f"It is the {LIMIT}th in a row" in said and "Lower optimizer.lr" in said
+    error = json.loads((folder / "error.json").read_text())
+    assert (error["error"], error["exit_code"], error["step"]) == ("NumericError", 6, 2 + LIMIT)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"], summary["steps"]) == ("failed", 6, 2 + LIMIT)
+    assert not (folder / "hf").exists() and not list(folder.rglob(f"*{PARTIAL}*"))
+    assert torch.load(folder / "bad_batch.pt", weights_only=True)["step"] == 3 + LIMIT
+    weights = newest(folder)["state_dict"].values()
+    assert all(bool(tensor.isfinite().all()) for tensor in weights)
+    assert train(*run, "ckpt_path=last") == 0
+    assert not (folder / "error.json").exists() and (folder / "hf").is_dir()
+
+
 def test_a_page_that_cannot_be_written_ends_no_run(train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run" / "report.html" / "mine").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text("{algo: 1, data: 1, run_dir: 1, task: fit, trainer: 1}")  # a run's
@@ -102,6 +135,37 @@ def test_memory_that_runs_out_is_told_with_what_was_planned(
     assert code == 8 and "Traceback" not in said, said
     assert re.search(r"Memory ran out: .*can't allocate memory.* Planned were 1\.\d+ GiB of .*activations", said)
     assert "Set one of: algo.micro_batch_size=2048 (it was 4096); model.gradient_checkpointing=true" in said
+
+
+REFUSED = {
+    "PyTorch": lambda: torch.empty(2**50, dtype=torch.uint8),
+    "NumPy": lambda: np.empty(2**55, dtype=np.uint8),
+    "the system": lambda: mmap.mmap(-1, 2**55),
+}
+
+
+@pytest.mark.parametrize("ask", REFUSED.values(), ids=REFUSED)
+def test_memory_that_cannot_be_had_is_known_by_whoever_says_so(ask) -> None:
+    with pytest.raises((RuntimeError, MemoryError, OSError)) as refusal:
+        ask()
+    assert exit_code_of(refusal.value) == 8
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("could not create a memory object", 8),
+        ("could not create a primitive", 8),
+        ("std::bad_alloc", 8),
+        ("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried", 8),
+        ("unable to mmap 64 bytes from file </x>: Cannot allocate memory (12)", 8),
+        ("could not create a primitive descriptor for the convolution primitive", 1),
+        ("mat1 and mat2 shapes cannot be multiplied", 1),
+    ],
+)
+def test_what_libraries_say_of_memory_in_an_error_of_any_kind_is_known(said: str, code: int) -> None:
+    """oneDNN and PyTorch raise a RuntimeError for that as for anything else."""
+    assert exit_code_of(RuntimeError(said)) == code
 
 
 @pytest.mark.parametrize("task", ["fit", "eval", "predict"])

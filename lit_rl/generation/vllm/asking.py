@@ -11,6 +11,8 @@ from typing import Any
 from lit_rl.generation.vllm.dealing import Task
 from lit_rl.generation.vllm.requests import Answer
 
+THREADS = "lit_rl-server"
+"""Their name."""
 _LOOK_EVERY = 2.0
 """Seconds."""
 
@@ -43,6 +45,7 @@ class Asking:
         look: Fails where the server is not what it was. /health would not do: a process in front of the engine answers
             it, also where the engine hangs.
         tell: Is told what came of each task, and of a look that failed.
+        hang_up: Ends the calls of `ask` and `look` that are under way.
         threads: Requests that wait at the same time.
     """
 
@@ -52,23 +55,26 @@ class Asking:
         ask: Callable[[Task], list[Answer]],
         look: Callable[[], Any],
         tell: Callable[[Done | Failed], None],
+        hang_up: Callable[[], None],
         threads: int,
     ) -> None:
         self._server, self._ask, self._look, self._tell, self._threads = server, ask, look, tell, threads
+        self._hang_up = hang_up
         self._tasks = queue.SimpleQueue[Task | None]()
         self._stop = threading.Event()
         for _ in range(threads):
-            threading.Thread(target=self._wait_for_answers, daemon=True).start()
-        threading.Thread(target=self._look_after, daemon=True).start()
+            threading.Thread(target=self._wait_for_answers, name=THREADS, daemon=True).start()
+        threading.Thread(target=self._look_after, name=THREADS, daemon=True).start()
 
     def put(self, task: Task) -> None:
         self._tasks.put(task)
 
     def stop(self) -> None:
-        """Ask nothing more. Who waits for an answer goes on waiting, and is not heard."""
+        """Ask nothing more, and wait for nothing: a server that hangs would hold the threads for an hour."""
         self._stop.set()
         for _ in range(self._threads):
             self._tasks.put(None)
+        self._hang_up()
 
     def _wait_for_answers(self) -> None:
         while (task := self._tasks.get()) is not None and not self._stop.is_set():

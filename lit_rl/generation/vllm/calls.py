@@ -14,6 +14,7 @@ from urllib.parse import urlencode, urlsplit
 
 from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.generation.vllm import keyed
+from lit_rl.generation.vllm.connections import Connections
 from lit_rl.loopback import is_loopback
 
 _LONGEST_MESSAGE = 600
@@ -70,13 +71,18 @@ class JSONCalls:
 
     def __init__(self, url: str, key: str = "generator.urls") -> None:
         self.url = checked_url(url, key)
-        handlers: list[Any] = [_NoRedirect]
+        self._connections = Connections()
+        handlers: list[Any] = [_NoRedirect, *self._connections.handlers()]
         if is_loopback(urlsplit(self.url).hostname):
             handlers.append(urllib.request.ProxyHandler({}))
         self._opener = urllib.request.build_opener(*handlers)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
+
+    def hang_up(self) -> None:
+        """End the calls that other threads wait for, as `ServerDead`, and every later one."""
+        self._connections.cut()
 
     def get(self, route: str, deadline: float, **query: Any) -> Any:
         """The JSON of an answer; None where it is empty.

@@ -182,7 +182,7 @@ class ServerEngine:
                 each.stop()
 
     def _asking(self, server: int, threads: int, events: queue.SimpleQueue[Done | Failed]) -> Asking:
-        client, name = self.clients[server], self._adapter or self._names[server]
+        client, name = Client(self.clients[server].url), self._adapter or self._names[server]  # whose calls may be cut
         vocabulary = self._vocabularies[server]
 
         def look() -> None:
@@ -194,6 +194,7 @@ class ServerEngine:
             ask=lambda task: ask_server(client, name, task.number, task.request, task.until, vocabulary),
             look=look,
             tell=events.put,
+            hang_up=client.hang_up,
             threads=threads,
         )
 

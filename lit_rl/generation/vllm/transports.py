@@ -103,9 +103,15 @@ class Gloo(Transport):
 
             with ThreadPoolExecutor(1) as thread:
                 joined = thread.submit(self.everywhere, join)
-                self._group = distributed.ProcessGroupGloo(
-                    distributed.PrefixStore("lit_rl", self._store), 0, world, patience
-                )
+                try:
+                    self._group = distributed.ProcessGroupGloo(
+                        distributed.PrefixStore("lit_rl", self._store), 0, world, patience
+                    )
+                except RuntimeError as error:  # of the store too, whose connection one of them may break
+                    self.close()
+                    joined.result()  # what a server says of it, if it does
+                    call = "gloo transport: its workers did not join"
+                    raise ServerDead(self.clients[0].url, call, str(error).partition("\n")[0]) from error
                 joined.result()
         return self._group
 
@@ -221,7 +227,14 @@ def own_address(url: str) -> str:
     """The address under which the host of `url` reaches this one."""
     host = urlsplit(url).hostname or "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # chooses a route, and sends nothing
-        probe.connect((host, 9))
+        try:
+            probe.connect((host, 9))
+        except OSError as error:
+            raise GenerationError(
+                f"{url}: this machine finds no way of its own to it ({error}), which weights over the network need. "
+                "Name the server by an address that this machine knows, or on one host set "
+                "generator.transport=shared_memory."
+            ) from error
         return str(probe.getsockname()[0])
 
 

@@ -164,5 +164,7 @@ def _table(title: str, column: str, rows: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
+    """As text: a name is no link, no picture, no HTML, and has no control characters."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
+    return shown.replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(")

@@ -191,7 +191,13 @@ class LLMJudge:
                 await asyncio.sleep(wait * random.uniform(0.5, 1))
             try:
                 return _reply_text(await post(self.url, request))
-            except (OSError, HTTPException, ValueError, RequestRefused) as error:  # ValueError: no JSON, no UTF-8
+            except (
+                OSError,
+                HTTPException,
+                ValueError,
+                RecursionError,
+                RequestRefused,
+            ) as error:  # of no JSON, no UTF-8
                 failure = error
                 if isinstance(error, RequestRefused) and error.for_good:
                     break

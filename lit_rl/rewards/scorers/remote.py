@@ -119,7 +119,13 @@ class RemoteReward:
                 await asyncio.sleep(min(_LONGEST_WAIT, self.backoff * 2**rounds) * random.uniform(0.5, 1))
             try:
                 return _rewards(await post(url, body), count)
-            except (OSError, HTTPException, ValueError, RequestRefused) as error:  # ValueError: no JSON, no UTF-8
+            except (
+                OSError,
+                HTTPException,
+                ValueError,
+                RecursionError,
+                RequestRefused,
+            ) as error:  # of no JSON, no UTF-8
                 kind = "" if isinstance(error, RequestRefused) else f"{type(error).__name__}: "
                 failure = f"{url}: {kind}{error}"
         raise RewardError(
