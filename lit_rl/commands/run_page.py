@@ -360,9 +360,15 @@ def _config(run: RunFiles) -> str:
     text, left = run.config_text[:_MOST_CONFIG], len(run.config_text) - _MOST_CONFIG
     more = f'<p class="dim">{left} characters more are in config.yaml.</p>' if left > 0 else ""
     return (
-        f'<h2 id="config">Config</h2>{said}<h3>What differs from the defaults</h3>{shown}'
+        f'<h2 id="config">Config</h2>{said}<h3>What differs from the defaults</h3>{shown and _OF_NO_PRESET}{shown}'
         f"<details><summary>config.yaml</summary><pre>{safe(text)}</pre>{more}</details>\n"
     )
+
+
+_OF_NO_PRESET = (
+    '<p class="dim">The default without presets is the constructor\'s, or what conf/trainer/default.yaml says. '
+    "Without a word that was typed a key may have another value: that of the chosen data, model or experiment.</p>"
+)
 
 
 def _differing(rows: Sequence[tuple[str, Any, Any]], preset: Mapping[str, str]) -> str:
@@ -370,7 +376,7 @@ def _differing(rows: Sequence[tuple[str, Any, Any]], preset: Mapping[str, str]) 
         (*(f'<span class="mono">{safe(one_line(each))}</span>' for each in row), _set_by(preset.get(row[0])))
         for row in rows
     ]
-    return table(("key", "this run", "default of the constructor", ""), cells, numbers=()) if cells else ""
+    return table(("key", "this run", "default without presets", ""), cells, numbers=()) if cells else ""
 
 
 def _set_by(preset: str | None) -> str:

@@ -351,6 +351,8 @@ def test_what_was_typed_stands_first_and_what_presets_set_is_folded(tmp_path: Pa
     at = [texts.index(each if isinstance(each, str) else each[0]) for each in order]
     folded = next(i for i, text in enumerate(texts) if "other keys that the chosen presets set" in text)
     assert at == sorted(at) and at[4] < folded < at[5]
+    shown = texts[texts.index("What differs from the defaults") : folded]
+    assert "default without presets" in shown and any("that of the chosen data, model" in text for text in shown)
 
 
 def test_the_bar_of_phases_says_what_its_shares_are_of(tmp_path: Path) -> None:
