@@ -47,7 +47,7 @@ def report(tmp_path: Path) -> Path:
         "ref_logprobs": [[-1.0, -1.0, -1.0]] * 3, "entropies": [[0.0, 0.1, 0.9]] * 3,
     }  # fmt: skip
     columns: dict[str, Any] = {f"tokens/{name}": values for name, values in tokens.items()}
-    columns["advantage"] = [1.0, -1.0, 0.5]
+    columns |= {"advantage": [1.0, -1.0, 0.5], "answer": ["heron", "stork", "crane"]}
     samples(run, "tokens_00000004", ["One?", "One?", "Two?"], [0.0, 1.0, 0.5], **columns)
     samples(run, "step_00000002", ["Three?"] * 2, [0.0, 1.0], said="plain", advantage=[-1.0, 1.0])
     return run_report.write(run)
@@ -59,6 +59,7 @@ SEEN = """(() => {
     rows: rows.map(row => row.textContent),
     chosen: rows.findIndex(row => row.getAttribute('aria-selected') === 'true'),
     count: document.querySelector('#count').textContent,
+    held: document.querySelector('#held').textContent,
     said: [...document.querySelectorAll('#shown .said')].map(each => each.textContent.trim()),
     colours: [...document.querySelectorAll('#shown .said i')].map(each => getComputedStyle(each).backgroundColor),
   };
@@ -81,13 +82,16 @@ def test_a_reader_searches_orders_chooses_and_colours_completions(used: Any, rep
             "0.5000a red hen",
         ]
         assert first["said"] == ["One?", "a red fox"] and first["chosen"] == 0
+        assert first["count"] == "" and first["held"] == "3 completions"
 
         await tab.point("#words", press=True)
         await tab.type("RED")
         found = await tab.run(SEEN)
-        assert [row for row in found["rows"] if "blue" in row] == [] and len(found["rows"]) == 2
+        assert [row for row in found["rows"] if "blue" in row] == [] and found["count"] == "2 of 3 have it"
         await tab.type("x")
         assert (await tab.run(SEEN))["rows"] == []
+        await tab.run(chosen_of("words", "Crane"))
+        assert (await tab.run(SEEN))["said"] == ["Two?", "a red hen"], "a word of a column"
         await tab.run(chosen_of("words", ""))
         assert (await tab.run(SEEN))["rows"] == first["rows"]
 
