@@ -149,7 +149,7 @@ class Logs(L.LightningModule):
 
 
 def said_of(alarms: list[Alarm], logs: Logs, path: Path, steps: int = 8, **settings: Any) -> list[tuple[int, str]]:
-    """What is said meanwhile of alarms, each with the batches that were over by then."""
+    """What is said meanwhile of alarms, each with the batches that were over by then; 0 at the end."""
     said: list[tuple[int, str]] = []
     settings = {"val_check_interval": 5, "enable_progress_bar": False, "accelerator": "cpu", **settings}
     trainer = L.Trainer(
@@ -162,6 +162,9 @@ def said_of(alarms: list[Alarm], logs: Logs, path: Path, steps: int = 8, **setti
             def on_train_batch_end(self, trainer: Any, *_: Any) -> None:  # pyright: ignore
                 said.extend((trainer.fit_loop.total_batch_idx + 1, text) for text in told if "cannot ring" in text)
                 told.clear()
+
+            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+                said.extend((0, text) for text in told if "cannot ring" in text)
 
         trainer.callbacks.append(Clock())  # pyright: ignore
         trainer.fit(logs, range(steps), range(1))  # pyright: ignore
@@ -195,6 +198,20 @@ def test_where_every_alarm_may_ring_nothing_is_said_and_without_a_validation_non
     assert said_of([HeldOutFlat(), KLBlowUp()], logs, tmp_path) == []
     ((at, said),) = said_of([HeldOutFlat(), KLBlowUp()], logs, tmp_path, limit_val_batches=0)
     assert at == 3 and "held_out_flat (val/reward)." in said and "kl_blow_up" not in said
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_training_that_ends_before_its_first_validation_says_so_at_its_end(stopped: bool, tmp_path: Path) -> None:
+    """Where it was stopped nobody knows: the metrics might have come."""
+
+    class Stops(L.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:  # pyright: ignore
+            trainer.should_stop = stopped
+
+    never: dict[str, Any] = {"val_check_interval": None, "check_val_every_n_epoch": 2}
+    alarms: list[Any] = [KLBlowUp(), HeldOutFlat(), Stops()]
+    said = said_of(alarms, Logs({"train/kl": 1.0, "train/reward": 1.0}, {"val/reward": 1.0}), tmp_path, **never)
+    assert [(at, "watch: held_out_flat (val/reward)." in text) for at, text in said] == ([] if stopped else [(0, True)])
 
 
 # ---------------------------------------------------------------------- what a run does
@@ -301,7 +318,8 @@ def test_alarms_that_warn_change_no_bit_and_one_that_stops_ends_a_run(train, tmp
     assert_same(newest(tmp_path / "loud")["state_dict"], newest(tmp_path / "plain")["state_dict"])
     assert rows(tmp_path / "loud") == rows(tmp_path / "plain")
     (line,) = (tmp_path / "loud" / "alarms.jsonl").read_text().splitlines()  # once, until it is right again
-    said, silent = [text for text in told if "larm" in text]
+    said, silent, at_the_end = [text for text in told if "larm" in text]
+    assert "watch: held_out_flat (val/reward)." in at_the_end, "validated before and after, and never between"
     assert silent.startswith("Alarms that cannot ring") and "watch: held_out_flat (train/rewrd, did you" in silent
     assert said == json.loads(line)["message"] and said.startswith("Alarm kl_blow_up at optimizer step 4: ")
     assert ", 2 times in a row. " in said

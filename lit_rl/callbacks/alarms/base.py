@@ -107,6 +107,10 @@ class Alarm(L.Callback, ABC):
             self._look(trainer, pl_module, {name: value for name, value in numbers.items() if math.isfinite(value)})
         self._say_who_is_silent(trainer)
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.should_stop:  # what was stopped may not have come to its first validation
+            self._say_who_is_silent(trainer, ended=True)
+
     def notice(self, new: set[str], metrics: Mapping[str, float]) -> bool:
         """Take in what is new, and say whether to look now.
 
@@ -116,11 +120,11 @@ class Alarm(L.Callback, ABC):
         """
         return bool(new)
 
-    def _say_who_is_silent(self, trainer: L.Trainer) -> None:
+    def _say_who_is_silent(self, trainer: L.Trainer, *, ended: bool = False) -> None:
         """One line for all alarms of the run, by the first: an alarm that never rings looks as one with nothing to say
         does."""
         alarms = [each for each in trainer.callbacks if isinstance(each, Alarm)]  # pyright: ignore
-        if self is not alarms[0] or not (known := self._logged.now_known(trainer)):
+        if self is not alarms[0] or not (known := self._logged.now_known(trainer, ended=ended)):
             return
         logged, said = trainer.callback_metrics, []
         for each in alarms:

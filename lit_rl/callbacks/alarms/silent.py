@@ -20,15 +20,16 @@ class WhatIsLogged:
         self._lines, self._newest = 0, None
         self._open = {"train", "val"}
 
-    def now_known(self, trainer: L.Trainer) -> set[str]:
-        """Of `kind_of`, what became known with this optimizer step; each is told once."""
+    def now_known(self, trainer: L.Trainer, *, ended: bool = False) -> set[str]:
+        """Of `kind_of`, what became known with this optimizer step, or with the end of the training; each is told
+        once."""
         logged = trainer.callback_metrics if self._open else {}
         newest: Any = next((value for name, value in logged.items() if kind_of(name) == "train"), None)
         if newest is not self._newest:
             self._lines, self._newest = self._lines + 1, newest
-        if self._lines < _LINES:
+        if self._lines < _LINES and not ended:
             return set()
-        validated = not trainer.enable_validation or any(kind_of(name) == "val" for name in logged)
+        validated = ended or not trainer.enable_validation or any(kind_of(name) == "val" for name in logged)
         found = self._open & ({"train", "val"} if validated else {"train"})
         self._open -= found
         return found
