@@ -40,6 +40,8 @@ class Page:
         self._connection = connection
         self._numbers = itertools.count(1)
         self._frames: dict[str, int] = {}
+        self.errors: list[str] = []
+        """What went wrong in pages since the browser began: of scripts, and of what a page may not load."""
 
     async def call(self, method: str, **given: Any) -> dict[str, Any]:
         """One command of the protocol, and its answer.
@@ -55,27 +57,32 @@ class Page:
             if message.get("method") == "Runtime.executionContextCreated":
                 context = message["params"]["context"]
                 self._frames[context["auxData"]["frameId"]] = context["id"]
+            self.errors += _errors(message)
             if message.get("id") == number:
                 if "error" in message:
                     raise RuntimeError(f"{method}: {message['error']['message']}")
                 return message["result"]
         raise RuntimeError(f"{method}: the browser is gone")
 
-    async def open(self, address: str, *, width: int, height: int = 900, dark: bool = False) -> None:
-        """Show a page of that width, and wait until it is loaded."""
+    async def open(
+        self, address: str, *, width: int, height: int = 900, dark: bool = False, settle: float = 1.5
+    ) -> None:
+        """Show a page of that width, and wait until it is loaded, and `settle` seconds for what scripts draw then, and
+        for what moves."""
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
         await self.call("Runtime.enable")
+        await self.call("Log.enable")
         await self.call("Page.navigate", url=address)
         async with asyncio.timeout(_LONGEST):
             while (
                 await self.run("document.readyState") != "complete" or await self.run("location.href") == "about:blank"
             ):
                 await asyncio.sleep(0.1)
-        await asyncio.sleep(1.5)  # what scripts draw, and what moves, once it is loaded
+        await asyncio.sleep(settle)
 
     async def run(self, script: str, *, framed: bool = False) -> Any:
         """What a script of the page comes to; in its first frame, where `framed`.
@@ -91,6 +98,27 @@ class Page:
         if "exceptionDetails" in said:
             raise RuntimeError(f"{script}: {said['exceptionDetails']['exception'].get('description')}")
         return said["result"].get("value")
+
+    async def point(self, selector: str, *, press: bool = False) -> None:
+        """Move the pointer to the middle of an element, and press its button there."""
+        x, y = await self.run(
+            f"(() => {{ const node = document.querySelector({json.dumps(selector)}); node.scrollIntoView({{block: "
+            "'center'}); const box = node.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / "
+            "2] })()"
+        )
+        kinds = ("mouseMoved", "mousePressed", "mouseReleased") if press else ("mouseMoved",)
+        for kind in kinds:
+            button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+            await self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
+
+    async def press(self, key: str) -> None:
+        """A key, by its name, in what has the focus."""
+        for kind in ("keyDown", "keyUp"):
+            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+    async def type(self, text: str) -> None:
+        """Into what has the focus."""
+        await self.call("Input.insertText", text=text)
 
     async def box(self, first: str, last: str | None = None, *, until: str | None = None, margin: int = 14) -> Box:
         """What the elements from the first to the last selector take of the page, as wide as the page.
@@ -119,6 +147,16 @@ class Page:
         clip = {"x": x, "y": y, "width": width, "height": height, "scale": 1}
         said = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         return Image.open(io.BytesIO(base64.b64decode(said["data"]))).convert("RGB")
+
+
+def _errors(message: dict[str, Any]) -> list[str]:
+    """Of an event; none where it tells of anything else."""
+    given = message.get("params", {})
+    if message.get("method") == "Runtime.exceptionThrown":
+        return [given["exceptionDetails"].get("exception", given["exceptionDetails"]).get("description", "?")]
+    if message.get("method") == "Log.entryAdded" and given["entry"]["level"] == "error":
+        return [given["entry"]["text"]]
+    return []
 
 
 @asynccontextmanager

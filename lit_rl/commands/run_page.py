@@ -16,7 +16,6 @@ from lit_rl.commands.run_curves import PHASES, Group, groups_of, measured, of_se
 from lit_rl.commands.run_files import RunFiles
 from lit_rl.commands.run_page_style import SCRIPT, STYLE
 from lit_rl.commands.run_samples import SampleFiles, distributions, samples_of
-from lit_rl.errors import in_words
 
 _FIRST = 6
 """Charts of a group that are open from the start."""
@@ -44,8 +43,10 @@ def page(run: RunFiles) -> str:
 
 def _contents(found: Sequence[Finding], written: SampleFiles) -> str:
     there = {"alarms": bool(found), "samples-of-run": bool(written.files)}
+    notes = sum(each.weight == "note" for each in found)
+    counts = {"Alarms": len(found) - notes, "Notes": notes}
     names = {
-        "alarms": f"Alarms ({len(found)})",
+        "alarms": ", ".join(f"{name} ({count})" for name, count in counts.items() if count),
         "results": "Results",
         "curves": "Curves",
         "samples-of-run": "Samples",
@@ -141,7 +142,7 @@ def _training_rows(run: RunFiles) -> Iterator[Sequence[str]]:
         if (series := run.series.get(f"train/{leaf}")) is not None:
             best = (min if leaf in LOWER else max)(range(len(series)), key=series.values.__getitem__)
             values = (series.values[i] for i in (0, len(series) - 1, best))
-            yield (safe(f"training: {leaf}"), *(f"{value:.4g}" for value in values), number(series.steps[best]))
+            yield (safe(f"training: {leaf}"), *(f"{value:.3f}" for value in values), number(series.steps[best]))
 
 
 def _with_interval(run: RunFiles, name: str, step: float) -> str:
@@ -190,7 +191,8 @@ def alarm_list(found: Sequence[Finding]) -> str:
     if not found:
         return ""
     lines = "".join(f'<li class="{each.weight}"><b>{each.weight}</b>{safe(each.text[:2000])}</li>' for each in found)
-    return f'<h2 id="alarms">Alarms</h2><ul class="alarms">{lines}</ul>\n'
+    name = "Notes" if all(each.weight == "note" for each in found) else "Alarms"
+    return f'<h2 id="alarms">{name}</h2><ul class="alarms">{lines}</ul>\n'
 
 
 def curves(groups: Sequence[Group]) -> str:
@@ -305,7 +307,7 @@ def _time(run: RunFiles) -> str:
         seconds |= {"validation, checkpoints, the rest": whole - sum(phases.values()), "whole run": whole}
     held = run.summary.get("phase_memory")
     sizes = (
-        {name: in_words(size) for name, size in held.items() if isinstance(size, int)} if isinstance(held, dict) else {}
+        {name: _size(size) for name, size in held.items() if isinstance(size, int)} if isinstance(held, dict) else {}
     )
     rows = [(safe(name), f"{value:.1f}", _share(value, whole), sizes.get(name, "")) for name, value in seconds.items()]
     shown = _shares(phases) + table(("phase", "seconds", "of the run", "rank 0 held"), rows) if rows else ""
@@ -323,10 +325,15 @@ def _memory(run: RunFiles) -> str:
     """What rank 0 held at most, as the summary has it."""
     peaks = run.summary.get("peak_memory")
     peaks = peaks if isinstance(peaks, dict) else {}
-    rows = [(name, in_words(peaks[key])) for key, name in _HELD.items() if isinstance(peaks.get(key), int)]
+    rows = [(name, _size(peaks[key])) for key, name in _HELD.items() if isinstance(peaks.get(key), int)]
     if not rows:
         return '<p class="dim">No memory was measured yet; lit-rl plan says what a step needs.</p>'
     return table(("rank 0 held", "at most"), rows)
+
+
+def _size(size: int) -> str:
+    """Bytes, with as many decimals wherever the page has them: 0.66 beside 0.662 would look like two measurements."""
+    return f"{size / 2**20:.0f} MiB" if size < 2**30 / 10 else f"{size / 2**30:.2f} GiB"
 
 
 def _shares(phases: Mapping[str, float]) -> str:
@@ -360,9 +367,15 @@ def _config(run: RunFiles) -> str:
     text, left = run.config_text[:_MOST_CONFIG], len(run.config_text) - _MOST_CONFIG
     more = f'<p class="dim">{left} characters more are in config.yaml.</p>' if left > 0 else ""
     return (
-        f'<h2 id="config">Config</h2>{said}<h3>What differs from the defaults</h3>{shown}'
+        f'<h2 id="config">Config</h2>{said}<h3>What differs from the defaults</h3>{shown and _OF_NO_PRESET}{shown}'
         f"<details><summary>config.yaml</summary><pre>{safe(text)}</pre>{more}</details>\n"
     )
+
+
+_OF_NO_PRESET = (
+    '<p class="dim">The default without presets is the constructor\'s, or what conf/trainer/default.yaml says. '
+    "Without a word that was typed a key may have another value: that of the chosen data, model or experiment.</p>"
+)
 
 
 def _differing(rows: Sequence[tuple[str, Any, Any]], preset: Mapping[str, str]) -> str:
@@ -370,7 +383,7 @@ def _differing(rows: Sequence[tuple[str, Any, Any]], preset: Mapping[str, str]) 
         (*(f'<span class="mono">{safe(config_value(each))}</span>' for each in row), _set_by(preset.get(row[0])))
         for row in rows
     ]
-    return table(("key", "this run", "default of the constructor", ""), cells, numbers=()) if cells else ""
+    return table(("key", "this run", "default without presets", ""), cells, numbers=()) if cells else ""
 
 
 def _set_by(preset: str | None) -> str:

@@ -213,7 +213,7 @@ function line_of(row, place, mean, first) {
 
 function list() {
   const words = at('words').value.toLowerCase(), sort = at('sort').value;
-  const says = row => (file.prompts[row.p] + '\\n' + text(row)).toLowerCase();
+  const says = row => [file.prompts[row.p], text(row), row.e, ...Object.values(row.x)].join('\\n').toLowerCase();
   order = [...file.rows.keys()].filter(i => !words || says(row_at(i)).includes(words));
   order.sort((a, b) => orders[sort](a, b) || a - b);
   const scored = file.rows.map(row => row.r).filter(r => r !== null);
@@ -222,7 +222,7 @@ function list() {
     const row = row_at(i);
     return line_of(row, place, mean, place && sort === 'row' && row.p !== row_at(order[place - 1]).p);
   }));
-  at('count').textContent = order.length + ' of ' + file.rows.length;
+  at('count').textContent = words ? order.length + ' of ' + file.rows.length + ' have it' : '';
   choose(sort === 'row' ? Math.max(0, order.findIndex(i => row_at(i).a)) : 0);
 }
 
@@ -232,7 +232,7 @@ function choose(place) {
   for (const other of box.querySelectorAll('[aria-selected=true]')) other.setAttribute('aria-selected', 'false');
   if (!line) {
     box.removeAttribute('aria-activedescendant');
-    at('shown').replaceChildren(make('p', 'No completion has these words.'));
+    at('shown').replaceChildren(make('p', 'No completion has these words, in its text or in a column.'));
     return;
   }
   line.setAttribute('aria-selected', 'true');

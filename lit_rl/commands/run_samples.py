@@ -97,7 +97,8 @@ def _add(found: SampleFiles, table: SampleTable, room: int, cut: bool) -> int:
         rows.append(row)
         size += of_row
         shortened += was_cut or row.get("cut", False)
-    said_of = f"{len(rows)} of {rollout.completions} completions"
+    part = "" if len(rows) == rollout.completions else f"{len(rows)} of "
+    said_of = f"{part}{rollout.completions} completions"
     if shortened:
         said_of += f"; long texts and episodes are cut after {CHARACTERS} characters or {TOKENS} tokens"
     found.files.append({"name": label(table, rollout.step), "said": said_of, "prompts": prompts, "rows": rows})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 import math
@@ -28,6 +29,7 @@ from lit_rl.callbacks import (
     LengthDrift,
     RepetitionDrift,
 )
+from lit_rl.callbacks.alarms import kinds
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
 from lit_rl.data.tasks import Addition, AdditionPairs, AdditionSteps, AdditionText
@@ -43,6 +45,7 @@ ENTROPY = "train/entropy"
 
 def told(alarm: Alarm, *lines: Mapping[str, float]) -> list[bool]:
     """Whether something is wrong with each of these lines of the log, in their order."""
+    assert {name for line in lines for name in line} <= {*alarm.watched}, "a run shows it no other"
     return [alarm.problem(line) is not None for line in lines]
 
 
@@ -122,6 +125,93 @@ def test_a_reward_that_rises_where_the_held_out_one_does_not():
 def test_a_setting_out_of_range_is_named(alarm, settings, key):
     with pytest.raises(ConfigError, match=key):
         alarm(**settings)
+
+
+# ---------------------------------------------------------------------- what can never ring
+
+
+class Logs(L.LightningModule):
+    """Trains nothing, and logs these numbers of each step and each validation."""
+
+    def __init__(self, training: Mapping[str, float], validation: Mapping[str, float]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.in_training, self.in_validation = training, validation
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_dict(dict(self.in_training))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_dict(dict(self.in_validation), batch_size=1)
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def said_of(alarms: list[Alarm], logs: Logs, path: Path, steps: int = 8, **settings: Any) -> list[tuple[int, str]]:
+    """What is said meanwhile of alarms, each with the batches that were over by then; 0 at the end."""
+    said: list[tuple[int, str]] = []
+    settings = {"val_check_interval": 5, "enable_progress_bar": False, "accelerator": "cpu", **settings}
+    trainer = L.Trainer(
+        default_root_dir=path, max_epochs=1, logger=False, enable_checkpointing=False, enable_model_summary=False,
+        num_sanity_val_steps=0, callbacks=[*alarms], **settings,
+    )  # fmt: skip
+    with notices() as told:
+
+        class Clock(L.Callback):
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:  # pyright: ignore
+                said.extend((trainer.fit_loop.total_batch_idx + 1, text) for text in told if "cannot ring" in text)
+                told.clear()
+
+            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+                said.extend((0, text) for text in told if "cannot ring" in text)
+
+        trainer.callbacks.append(Clock())  # pyright: ignore
+        trainer.fit(logs, range(steps), range(1))  # pyright: ignore
+    return said
+
+
+def test_alarms_whose_metrics_are_not_logged_are_named_once_with_what_is_near_and_the_key(tmp_path: Path) -> None:
+    """In training at its third line; in a validation at the first batch after one. train/kl is not train/lr."""
+    alarms: list[Alarm] = [
+        DeadGroups(then="stop"), ClippedShare(), HeldOutFlat(proxy="train/rewrd", held_out="val/nothing"), KLBlowUp(),
+        RepetitionDrift(),
+    ]  # fmt: skip
+    logs = Logs({"train/reward": 1.0, "train/approx_kl": 0.0, "train/lr": 0.1}, {"val/reward": 1.0})
+    first, second = said_of(alarms, logs, tmp_path)
+    ends = (
+        "Alarms that cannot ring, as this run does not log what they watch: ",
+        ". callbacks.<name>=null leaves one out.",
+    )
+    assert [first[0], second[0]] == [3, 6]
+    assert first[1].removeprefix(ends[0]).removesuffix(ends[1]) == (
+        "dead_groups (train/frac_reward_zero_std), then=stop; "
+        "clipped_share (train/completions/clipped_ratio; train/clip_ratio/region_mean); "
+        "held_out_flat (train/rewrd, did you mean train/reward? Set callbacks.held_out_flat.proxy); "
+        "repetition_drift (train/completions/repetition)"
+    )
+    assert second[1].removeprefix(ends[0]).removesuffix(ends[1]) == "held_out_flat (val/nothing)"
+
+
+def test_where_every_alarm_may_ring_nothing_is_said_and_without_a_validation_none_is_waited_for(tmp_path: Path) -> None:
+    logs = Logs({"train/reward": 1.0, "train/kl": 0.0}, {"val/reward": 1.0})
+    assert said_of([HeldOutFlat(), KLBlowUp()], logs, tmp_path) == []
+    ((at, said),) = said_of([HeldOutFlat(), KLBlowUp()], logs, tmp_path, limit_val_batches=0)
+    assert at == 3 and "held_out_flat (val/reward)." in said and "kl_blow_up" not in said
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_training_that_ends_before_its_first_validation_says_so_at_its_end(stopped: bool, tmp_path: Path) -> None:
+    """Where it was stopped nobody knows: the metrics might have come."""
+
+    class Stops(L.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:  # pyright: ignore
+            trainer.should_stop = stopped
+
+    never: dict[str, Any] = {"val_check_interval": None, "check_val_every_n_epoch": 2}
+    alarms: list[Any] = [KLBlowUp(), HeldOutFlat(), Stops()]
+    said = said_of(alarms, Logs({"train/kl": 1.0, "train/reward": 1.0}, {"val/reward": 1.0}), tmp_path, **never)
+    assert [(at, "watch: held_out_flat (val/reward)." in text) for at, text in said] == ([] if stopped else [(0, True)])
 
 
 # ---------------------------------------------------------------------- what a run does
@@ -222,15 +312,20 @@ def test_a_run_that_cannot_go_back_is_refused(settings, said):
 
 @pytest.mark.all
 def test_alarms_that_warn_change_no_bit_and_one_that_stops_ends_a_run(train, tmp_path, capsys):
-    quick = [*SMALL, "trainer.max_steps=6", "algo.minibatches=2", "trainer.limit_val_batches=0"]
+    quick = [*SMALL, "trainer.max_steps=6", "algo.minibatches=2", "algo.beta=0.01"]
     assert train(*quick, f"run_dir={tmp_path / 'plain'}") == 0
+    there = {name for row in rows(tmp_path / "plain") for name in row}
+    assert {(alarm.key, name) for alarm in every_kind() for name in alarm.watched if name not in there} == set()
     loud = ["callbacks=alarms", "callbacks.kl_blow_up.most_in_rollout=1e-30", "callbacks.kl_blow_up.patience=2"]
+    loud.append("callbacks.held_out_flat.proxy=train/rewrd")
     with notices() as told:
         assert train(*quick, *loud, f"run_dir={tmp_path / 'loud'}") == 0
     assert_same(newest(tmp_path / "loud")["state_dict"], newest(tmp_path / "plain")["state_dict"])
     assert rows(tmp_path / "loud") == rows(tmp_path / "plain")
     (line,) = (tmp_path / "loud" / "alarms.jsonl").read_text().splitlines()  # once, until it is right again
-    (said,) = told
+    said, silent, at_the_end = told
+    assert "watch: held_out_flat (val/reward)." in at_the_end, "validated before and after, and never between"
+    assert silent.startswith("Alarms that cannot ring") and "watch: held_out_flat (train/rewrd, did you" in silent
     assert said == json.loads(line)["message"] and said.startswith("Alarm kl_blow_up at optimizer step 4: ")
     assert ", 2 times in a row. " in said
     capsys.readouterr()
@@ -252,6 +347,12 @@ def test_alarms_that_warn_change_no_bit_and_one_that_stops_ends_a_run(train, tmp
     assert train(*quick, *loud, *again, "ckpt_path=last") == 0
     summary = json.loads((tmp_path / "ended" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 6) and "stopped_by" not in summary
+
+
+def every_kind() -> list[Alarm]:
+    """One of each that is shipped."""
+    there = [each for each in vars(kinds).values() if isinstance(each, type) and issubclass(each, Alarm)]
+    return [each() for each in there if not inspect.isabstract(each)]
 
 
 @contextlib.contextmanager

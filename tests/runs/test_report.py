@@ -217,6 +217,13 @@ def test_training_and_validations_of_one_name_are_one_picture(tmp_path: Path) ->
     assert any("0.500" in text for text in page_of(run.path).texts)
 
 
+def test_the_numbers_of_the_results_have_the_same_decimals(tmp_path: Path) -> None:
+    rows = [{"step": i, "train/reward": 0.48828, "val/reward": 0.608} for i in (1, 2)]
+    shown = page(run_files.read(run_folder(tmp_path / "run", rows)))
+    results = shown[shown.index('<h2 id="results"') : shown.index('<h2 id="curves"')]
+    assert set(re.findall(r"[0-9]+[.][0-9]+", results)) == {"0.488", "0.608"}
+
+
 def test_a_run_that_is_being_written_and_a_damaged_one_are_read_as_far_as_they_go(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": None}])
     with (folder / "metrics.jsonl").open("a") as file:
@@ -351,6 +358,8 @@ def test_what_was_typed_stands_first_and_what_presets_set_is_folded(tmp_path: Pa
     at = [texts.index(each if isinstance(each, str) else each[0]) for each in order]
     folded = next(i for i, text in enumerate(texts) if "other keys that the chosen presets set" in text)
     assert at == sorted(at) and at[4] < folded < at[5]
+    shown = texts[texts.index("What differs from the defaults") : folded]
+    assert "default without presets" in shown and any("that of the chosen data, model" in text for text in shown)
 
 
 def test_the_bar_of_phases_says_what_its_shares_are_of(tmp_path: Path) -> None:
@@ -387,6 +396,9 @@ def test_alarms_are_what_the_files_say(tmp_path: Path) -> None:
         assert expected in said
     for expected in ("2 completions", "bad_batch.pt", "Not written: x", "4 of 10 rows", "step 20", "90% of the last"):
         assert expected in said
+    assert {"Alarms (7), Notes (3)", "Alarms"} < {*page_of(folder).texts}
+    noted = page_of(run_folder(tmp_path / "noted", rows[:1])).texts
+    assert {"Notes (1)", "Notes"} < {*noted} and not [text for text in noted if "Alarm" in text]
     assert findings(run_files.read(run_folder(tmp_path / "well", [{"step": 1, "train/reward": 1.0}]))) == []
 
 
@@ -461,11 +473,11 @@ def test_a_run_of_lightning_that_logged_no_metrics_is_told_how(
 
 
 def test_the_page_says_what_rank_0_held_at_most(tmp_path: Path) -> None:
-    peaks = {"process": 3 * 2**30, "tensors": 2**20, "reserved": "damaged"}
-    summary = {"peak_memory": peaks, "phase_memory": {"update": 5 * 2**30, "reward": "damaged"}}
+    peaks = {"process": 662 * 2**30 // 1000, "tensors": 2**20, "reserved": "damaged"}
+    summary = {"peak_memory": peaks, "phase_memory": {"update": 66 * 2**30 // 100, "reward": "damaged"}}
     rows = [{"step": 1, "time/reward": 1.0, "time/update": 3.0}]
     text = page(run_files.read(run_folder(tmp_path / "run", rows, summary=summary)))
     shown = text[text.index('id="time"') :]
-    assert "memory of the process" in shown and "3 GiB" in shown and "1 MiB" in shown and "keeps for" not in shown
-    assert shown.count("5 GiB") == 1 and "damaged" not in shown
+    assert "memory of the process" in shown and "1 MiB" in shown and "keeps for" not in shown
+    assert shown.count("0.66 GiB") == 2 and "0.662" not in shown and "damaged" not in shown
     assert "No memory was measured yet" in page(run_files.read(run_folder(tmp_path / "old")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,6 +13,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lit_rl.callbacks.alarms.going_back import GoodCheckpoint, can_go_back
+from lit_rl.callbacks.alarms.silent import WhatIsLogged, in_words, kind_of
 from lit_rl.callbacks.file_names import ALARMS
 from lit_rl.errors import ConfigError, in_range
 
@@ -40,6 +41,12 @@ class Alarm(L.Callback, ABC):
     watched: tuple[str, ...] = ()
     """Metrics that it reads."""
 
+    essential: tuple[str, ...] = ()
+    """Of these, those that it cannot do without; where none is named, any one will do."""
+
+    named_by: Mapping[str, str] = {}
+    """Of a metric that a setting names, the setting."""
+
     advice = ""
     """What may be done about it, in a sentence."""
 
@@ -56,6 +63,7 @@ class Alarm(L.Callback, ABC):
         """The optimizer step at which it ended the run; None while it has not."""
         self._seen: dict[str, Any] = {}
         self._good = GoodCheckpoint(self.key)
+        self._logged = WhatIsLogged()
 
     @property
     def state_key(self) -> str:
@@ -97,6 +105,11 @@ class Alarm(L.Callback, ABC):
         numbers = {name: float(value) for name, value in told.items()} if new else {}
         if self.notice(new, numbers):
             self._look(trainer, pl_module, {name: value for name, value in numbers.items() if math.isfinite(value)})
+        self._say_who_is_silent(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.should_stop:  # what was stopped may not have come to its first validation
+            self._say_who_is_silent(trainer, ended=True)
 
     def notice(self, new: set[str], metrics: Mapping[str, float]) -> bool:
         """Take in what is new, and say whether to look now.
@@ -106,6 +119,29 @@ class Alarm(L.Callback, ABC):
             metrics: Those of `watched` that there are.
         """
         return bool(new)
+
+    def _say_who_is_silent(self, trainer: L.Trainer, *, ended: bool = False) -> None:
+        """One line for all alarms of the run, by the first: an alarm that never rings looks as one with nothing to say
+        does."""
+        alarms = [each for each in trainer.callbacks if isinstance(each, Alarm)]  # pyright: ignore
+        if self is not alarms[0] or not (known := self._logged.now_known(trainer, ended=ended)):
+            return
+        logged, said = trainer.callback_metrics, []
+        for each in alarms:
+            if missing := [name for name in each.missing(logged) if kind_of(name) in known]:
+                then = "" if each.then == "warn" else f", then={each.then}"
+                said.append(in_words(each.key, missing, each.named_by, logged) + then)
+        if said:
+            rank_zero_info(
+                f"Alarms that cannot ring, as this run does not log what they watch: {'; '.join(said)}. "
+                "callbacks.<name>=null leaves one out."
+            )
+
+    def missing(self, logged: Collection[str]) -> list[str]:
+        """Metrics that it waits for in vain where a run logs these; none where it may ring."""
+        if found := [name for name in self.essential if name not in logged]:
+            return found
+        return [] if any(name in logged for name in self.watched) else list(self.watched)
 
     def _look(self, trainer: L.Trainer, pl_module: Any, metrics: Mapping[str, float]) -> None:
         found = self.problem(metrics)

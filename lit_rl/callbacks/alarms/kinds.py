@@ -144,6 +144,7 @@ class DeadGroups(Alarm):
 
     key = "dead_groups"
     watched = ("train/frac_reward_zero_std", "train/reward")
+    essential = ("train/frac_reward_zero_std",)
     advice = (
         "Where the reward is high, the prompts are too easy by now, or the run is done; where it is low, too hard. "
         "algo/groups=dynamic draws others in their place."
@@ -275,7 +276,8 @@ class HeldOutFlat(Alarm):
         in_range(f"callbacks.{self.key}.rise", rise, low=0, open_low=True)
         in_range(f"callbacks.{self.key}.window", window, low=1)
         self.proxy, self.held_out, self.rise, self.window = proxy, held_out, rise, window
-        self.watched = (proxy, held_out)
+        self.watched = self.essential = (proxy, held_out)
+        self.named_by = {proxy: "proxy", held_out: "held_out"}
         self._validated: float | None = None
         self._since: list[float] = []
         self._pairs: list[tuple[float, float]] = []
