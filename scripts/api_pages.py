@@ -1,5 +1,6 @@
 """Write what stands behind each `:::` line of docs/api/*.md as a table: every public class and function, with the first
-sentence of its docstring. The site shows the whole docstrings; in the repository the table is what one reads.
+sentence of its docstring. The site shows the whole docstrings; in the repository the table is what one reads. Where a
+`:::` line has `members` below it, the table and the site have these names of the module and no others.
 
     python scripts/api_pages.py            # --check says which pages are not as they would be written
 """
@@ -16,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "api"
 BEGIN, END = "<!-- names: `python scripts/api_pages.py`; not by hand -->", "<!-- end -->"
-MODULE = re.compile(r"^::: (\S+)$", re.M)
+MODULE = re.compile(r"^::: (\S+)$(?:\n    options:\n      members: \[(.+)\]$)?", re.M)
+"""A module, and those of its names that a user asks for, where it has others."""
 
 
 def public(module: str) -> Iterator[tuple[str, str]]:
@@ -33,11 +35,24 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.!?])\s+(?=[A-Z`])", paragraph)[0].replace("|", "\\|")
 
 
-def table(modules: list[str]) -> str:
+def offered(module: str, members: str) -> list[tuple[str, str]]:
+    """Of a module's names those that the page asks for.
+
+    Args:
+        members: With a comma and a space between them; empty for all.
+    """
+    found = dict(public(module))
+    names = members.split(", ") if members else list(found)
+    if lacking := [name for name in names if name not in found]:
+        sys.exit(f"{module} has no public {', '.join(lacking)}: correct `members` below its `:::` line.")
+    return [(name, found[name]) for name in names]
+
+
+def table(modules: list[tuple[str, str]]) -> str:
     rows = [
         f"| [`{name}`](../../{module.replace('.', '/')}.py) | {sentence} |"
-        for module in modules
-        for name, sentence in public(module)
+        for module, members in modules
+        for name, sentence in offered(module, members)
     ]
     return "\n".join([BEGIN, "", "| name | |", "|---|---|", *rows, "", END])
 
@@ -46,7 +61,7 @@ def written(text: str) -> str:
     """The page, with its table made anew: before the first module that it names."""
     modules = MODULE.findall(text)
     bare = re.sub(rf"{re.escape(BEGIN)}.*?{re.escape(END)}\n\n", "", text, flags=re.S)
-    at = bare.index(f"::: {modules[0]}\n")
+    at = bare.index(f"::: {modules[0][0]}\n")
     return f"{bare[:at]}{table(modules)}\n\n{bare[at:]}"
 
 

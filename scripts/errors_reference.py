@@ -35,10 +35,11 @@ All of them are `LitRLError`. Anything else is a defect of lit_rl and keeps its 
 SAID = """
 ## Messages
 
-Search this page for the first words of what you see that name nothing of yours; `<...>` stands for what differs from
-run to run. On the left is what is wrong, then what to do about it, and last the module of `lit_rl` that says so.
+What does your message mean? Search this page for a few words of it. Take words that do not name anything of yours,
+such as a file or a number: in their place the page has `<...>` or `<name>`. The left column says what is wrong, the
+middle one what to do about it, and the right one which module of `lit_rl` says so.
 
-The list is read from the source. Not in it is a message that
+The list is read from the source. It leaves out a message that
 
 - begins with a key of the config or an argument, as `sampling.stop=...`: look the key up in
   [configuration](configuration.md), which says what is allowed;

@@ -146,10 +146,10 @@ def check_spaces(words: Sequence[str]) -> None:
         if before.startswith("-") or word.startswith(("-", "~")):
             continue
         if word.endswith("=") and after and "=" not in after and not after.startswith(("-", "~")):
-            raise ConfigError(f"{word} {after} are two words: write {word}{after}, without a space.")
+            raise ConfigError(f"{word} {after} has a space behind the =: write {word}{after}, without a space.")
         if after.startswith("=") and "=" not in word:
             rest = after[1:] or next(iter(words[words.index(after) + 1 :]), "...")
-            raise ConfigError(f"{word} {after} are two words: write {word}={rest}, without spaces.")
+            raise ConfigError(f"{word} {after} has a space before the =: write {word}={rest}, without spaces.")
         if "=" not in word and (word.partition(".")[0] in {*groups([conf_folder()]), *MEANS, *keys()}):
             raise ConfigError(f"{word} alone says nothing: write {word}=...")
 

@@ -122,7 +122,7 @@ SWITCHES = (
     Switch("its keys attended to where they lie", ["model.folded_attention=false"], methods=("grpo",)),
     Switch("one sum for the gradients of embedding and head", ["model.fused_accumulation=false"]),
     Switch("rows of like length together", ["model.rows_by_length=false"]),
-    Switch("no gradient checkpointing", ["model.gradient_checkpointing=true"]),
+    Switch("activations kept for the backward pass", ["model.gradient_checkpointing=true"]),
     Switch("the entropy that is logged", ["algo.log_entropy=false"]),
     Switch(
         "waiting groups in the places of rows that end",

@@ -41,6 +41,11 @@ machine, in turns. This page is written by the benchmark from its results, the J
     "| `make bench-gpu` | the 0.5B shape on one GPU, 32 x 8 completions, 128 + 512 tokens (not run on one yet) | under "
     "10 minutes, estimated |\n"
     """
+The letters before a workload's name say what kind it is: C1 is GRPO with the policy of 6 million parameters, C2 the
+shape of a 0.5B model, C3 a data set (DPO, SFT). A1 to A4 measure techniques that act in one workload alone (few places,
+slow rewards, micro-batches of pairs and of texts), and M1 is two processes. "Without: a technique" is lit_rl with that
+technique switched off.
+
 Some workloads and contenders of a suite, in fewer rounds (`--list` says their names; `bench.run --help` the rest):
 
 ```text
@@ -269,8 +274,8 @@ def _gate(result: Result) -> Iterator[str]:
     widest = max((one["gate"].get("allowed", 0.0) for one in result["contenders"].values()), default=0.0)
     if widest > LIMITS["bfloat16"].logprobs:
         yield (
-            f"Here the gate was wider than the protocol has it: {widest:.1e} nats in bfloat16, 1.5 times what TRL "
-            f"itself is off, in place of {LIMITS['bfloat16'].logprobs:.0e}.\n"
+            f"Here the gate was wider than [in other workloads](#how-it-is-measured): {widest:.1e} nats in bfloat16, "
+            f"1.5 times what TRL itself is off, in place of {LIMITS['bfloat16'].logprobs:.0e}.\n"
         )
 
 

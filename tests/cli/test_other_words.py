@@ -190,8 +190,11 @@ def test_options_with_dashes_say_how_settings_are_written(typed, meant):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["algo", "=", "grpo"], "algo = are two words: write algo=grpo, without spaces."),
-        (["seed=1", "optimizer.lr=", "1e-5"], "optimizer.lr= 1e-5 are two words: write optimizer.lr=1e-5, without"),
+        (["algo", "=", "grpo"], "algo = has a space before the =: write algo=grpo, without spaces."),
+        (
+            ["seed=1", "optimizer.lr=", "1e-5"],
+            "optimizer.lr= 1e-5 has a space behind the =: write optimizer.lr=1e-5, without",
+        ),
         (["optimizer.lr", "=1e-5"], "write optimizer.lr=1e-5, without spaces."),
         (["seed=1", "optimizer.lr"], "optimizer.lr alone says nothing: write optimizer.lr=..."),
         (["~reward"], "~reward takes the whole group away, and others refer to it. Choose another: reward=NAME."),

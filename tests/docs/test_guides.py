@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from composed_configs import tree_of
-from doc_blocks import blocks, table_rows
+from doc_blocks import Block, blocks, table_rows
 from doc_runs import SMALL, left_as_found
 
 from lit_rl import cli
+from lit_rl.cli import comparing
 from lit_rl.cli.other_words import translated
 
-GUIDES = ("start.md", "how-to.md", "tutorials.md", "from-verl.md")
+GUIDES = ("start.md", "how-to.md", "tutorials.md", "from-verl.md", "algorithms/README.md")
 REFERENCE = (
     "commands.md",
     "generators.md",
@@ -64,23 +66,33 @@ def of_one_process(words: list[str]) -> list[str]:
     return ["python", *words[words.index("train.py") :]] if words[0] == "torchrun" else words
 
 
-def commands_of(document: Path, cwd: Path) -> Iterator[list[str]]:
-    """What is composed of each command of a page; its scripts are run, and its files written, on the way."""
-    found = blocks(document)
+def write_files(found: list[Block], cwd: Path) -> None:
     for block in found:
         if block.file is not None:
             (cwd / block.file).parent.mkdir(parents=True, exist_ok=True)
             (cwd / block.file).write_text(block.text)
+
+
+def check_light(command: str, typed: list[str]) -> None:
+    """The words of a command that composes no config are ones that it takes."""
+    if command == "compare":
+        comparing.folders_of(typed)  # it alone needs runs
+    else:
+        assert cli.run([command, *typed]) == 0, (command, typed)
+
+
+def commands_of(document: Path, cwd: Path) -> Iterator[list[str]]:
+    """What is composed of each command of a page; its scripts are run, and its files written, on the way."""
+    found = blocks(document)
+    write_files(found, cwd)
     for words in (words for block in found for words in block.commands):
         match of_one_process(words):
-            case ["python", "train.py", "--config-dir", folder, *overrides]:
-                own = {f"data={path.stem}" for path in (cwd / folder / "data").glob("*.yaml")}
-                assert own & set(overrides), words
-                yield [word for word in overrides if word not in own]
+            case ["python", "train.py", "--config-dir", *_]:
+                continue  # of the page's own files, with which a test below trains
             case ["python", "train.py", "-m", *overrides]:
                 yield [word.split(",")[0] for word in overrides]
-            case ["lit-rl", command, *_] if command in cli.LIGHT:
-                continue
+            case ["lit-rl", command, *typed] if command in cli.LIGHT:
+                check_light(command, typed)
             case ["python", "train.py", *overrides]:
                 yield overrides
             case ["lit-rl", command, *overrides]:
@@ -134,6 +146,22 @@ def test_the_commands_of_the_guides_compose(root: Path, cwd: Path) -> None:
                 node = node[name]
 
 
+@pytest.mark.all
+def test_a_task_of_ones_own_trains_as_the_tutorials_write_it(root: Path, cwd: Path, train, monkeypatch) -> None:
+    """Its Python, its choice of `data=` and its command, with a step."""
+    monkeypatch.delitem(sys.modules, "my_tasks", raising=False)  # of another page
+    found = {name: blocks(root / "docs" / name) for name in (*GUIDES, *REFERENCE)}
+    own = [
+        (name, words[2:])
+        for name, of_page in found.items()
+        for words in (words for block in of_page for words in block.commands)
+        if "--config-dir" in words
+    ]
+    assert [name for name, _ in own] == ["tutorials.md"]
+    write_files(found["tutorials.md"], cwd)
+    assert train(*own[0][1], *SMALL, "logger=none", "run_dir=run", "trainer.accelerator=cpu") == 0
+
+
 def test_a_block_of_commands_says_that_it_is_one() -> None:
     """What tests compose and run are blocks of bash; a command in a block of text would go unread."""
     unread = [
@@ -151,9 +179,9 @@ def test_the_runs_that_the_first_page_compares_can_be_compared(root, cwd, train,
     monkeypatch.setenv("COLUMNS", "200")
     trained: dict[str, list[str]] = {}
     said = ""
-    for block in blocks(root / "docs" / "start.md"):
-        if block.file is not None:
-            (cwd / block.file).write_text(block.text)
+    found = blocks(root / "docs" / "start.md")
+    write_files(found, cwd)
+    for block in found:
         for words in block.commands:
             if words[:2] == ["python", "train.py"]:
                 folder = next((word.partition("=")[2] for word in words if word.startswith("run_dir=")), "")

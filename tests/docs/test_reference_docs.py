@@ -89,6 +89,10 @@ def test_the_names_on_the_pages_of_the_api_are_up_to_date(root: Path) -> None:
     assert dict(pages.public("lit_rl.rewards.builtin.text"))["exact_match"].startswith(
         "1 where the completion is the answer"
     )
+    assert [name for name, _ in pages.offered("lit_rl.algorithms.gkd", "GKD")] == ["GKD"], "and no helper"
+    assert "writer_of" in dict(pages.offered("lit_rl.algorithms.gkd", ""))
+    with pytest.raises(SystemExit, match="has no public Nobody"):
+        pages.offered("lit_rl.algorithms.gkd", "GKD, Nobody")
 
 
 @pytest.mark.all

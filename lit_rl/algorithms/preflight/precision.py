@@ -62,7 +62,8 @@ def weights_can_be_trained(trained: Mapping[str, Tensor], strategy: Strategy) ->
         return
     dtype = next(iter(lost.values()))
     names = ", ".join(list(lost)[:3]) + (", ..." if len(lost) > 3 else "")
-    raise ConfigError(f"Weights to be trained are {_name(dtype)} ({names}): {_lost(dtype, strategy)}")
+    why = _lost(dtype, strategy)
+    raise ConfigError(f"Weights to be trained are {_name(dtype)} ({names}): {why}")
 
 
 def optimizer_fits(optimizer: OptimizerFactory, strategy: Strategy) -> None:
