@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
@@ -95,17 +96,31 @@ def plan_table(rows: Sequence[tuple[str, str]]) -> None:
     Console().print(table)
 
 
+_MARKUP = re.compile(r"[\\`*_\[\]|]")
+"""What means something within a line of Markdown, besides HTML."""
+
+
+def as_markdown(text: str) -> str:
+    """The text as one line of Markdown that shows it as it is: no markup, no HTML, and no end of a table's cell."""
+    return _MARKUP.sub(r"\\\g<0>", html.escape(one_line(text), quote=False))
+
+
+def in_code_marks(text: str) -> str:
+    """The text as one line of code in Markdown, in which nothing is rendered, and which reads well as a file too."""
+    line = one_line(text).replace("`", "'") or " "  # two marks without anything between them would begin a code
+    return f"`{line}`"
+
+
 def markdown_table(rows: Sequence[dict[str, Any]], longest: int = LONGEST) -> str:
-    """The rows as a Markdown table, every cell in code marks so that nothing in it is rendered.
+    """The rows as a Markdown table, its heads escaped, and every cell in code marks so that nothing in it is rendered.
 
     `longest`: characters of a cell, which is cut in the middle if it has more.
     """
-    names = list(rows[0])
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    lines = ["| " + " | ".join(map(as_markdown, rows[0])) + " |", "|" + "---|" * len(rows[0])]
     for row in rows:
         cells = [printable(value, longest) for value in row.values()]
-        cells = [cell.replace("`", "'").replace("|", "\\|").replace("\n", " ") for cell in cells]
-        lines.append("| " + " | ".join(f"`{cell}`" for cell in cells) + " |")
+        cells = [in_code_marks(cell.replace("|", "\\|").replace("\n", " ")) for cell in cells]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
