@@ -1,7 +1,7 @@
-"""The one door to a chat template, behind which a rendering takes a bounded time.
+"""The one door to a chat template, behind which a rendering takes a bounded time and gives a bounded text.
 
 A template is a program that comes with a model. Jinja's sandbox bounds what it reaches and how long one loop is, but
-not loops inside loops, nor functions that call themselves.
+not loops inside loops, nor functions that call themselves, nor how long a text becomes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ from lit_rl.time_limit import TookTooLong, time_limit
 LIMIT = 10.0
 """Seconds for one conversation. Templates of models take less than a thousandth of that for a long one."""
 
+LONGEST = 10_000_000
+"""Characters that a rendering may have, or `_TIMES` those of the messages where that is more: long rows are no fault of
+a template, which adds some hundred characters to a message."""
+_TIMES = 100
+
 _EVERY = 0.25
 """Seconds between two looks at renderings of other threads."""
 
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> Any:
-    """As the tokenizer's own, for at most `LIMIT` seconds.
+    """As the tokenizer's own, for at most `LIMIT` seconds, and for a text of about `LONGEST` characters.
 
     Args:
         tokenizer: Of transformers, with a chat template.
@@ -35,19 +40,32 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> 
         how: What the tokenizer's `apply_chat_template` takes.
 
     Raises:
-        ConfigError: it took longer; names the file of the template.
+        ConfigError: it took longer, found no memory, or wrote more; names the file of the template.
         Exception: of any class: the template refuses the messages.
     """
     main = threading.current_thread() is threading.main_thread()
     try:
         with time_limit(LIMIT, "chat template") if main else _watch.limit(LIMIT):
-            return tokenizer.apply_chat_template(messages, **how)
+            text = tokenizer.apply_chat_template(messages, **how)
     except TookTooLong:
         raise ConfigError(
             f"The chat template of {_place(tokenizer)} still ran after {LIMIT:g} s on one conversation of "
             f"{len(messages)} messages, and was stopped: it has loops that hardly end, for these messages or for all. "
             "Read it, or take another one with model.chat_template=FILE."
         ) from None
+    except MemoryError:
+        raise ConfigError(
+            f"The chat template of {_place(tokenizer)} asked for more memory than there is, on one conversation of "
+            f"{len(messages)} messages. Read it, or take another one with model.chat_template=FILE; if it is sound, "
+            "something else fills this machine."
+        ) from None
+    if isinstance(text, str) and len(text) > LONGEST and len(text) > _TIMES * len(str(messages)):
+        raise ConfigError(
+            f"The chat template of {_place(tokenizer)} made {len(text)} characters of one conversation of "
+            f"{len(messages)} messages, which have {len(str(messages))} themselves. Read it, or take another one with "
+            "model.chat_template=FILE."
+        )
+    return text
 
 
 class _Watch:

@@ -169,10 +169,10 @@ def write_manifest(folder: Path) -> None:
 
 
 def is_as_noted(folder: Path) -> bool:
-    """Whether every file of the manifest is there and holds what it held. Reads them all."""
+    """Whether every file of the manifest, which names some, is there and holds what it held. Reads them all."""
     try:
         noted = json.loads((folder / MANIFEST).read_text())
-        return all(_facts(folder / name) == facts for name, facts in noted.items())
+        return bool(noted) and all(_facts(folder / name) == facts for name, facts in noted.items())
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -241,8 +241,8 @@ MUTATIONS = [
         "half-folder",
         "a checkpoint of pieces counts as whole where one is missing",
         "lit_rl/callbacks/checkpoint_files.py",
-        "(path / MANIFEST).exists() and not is_as_noted(path)",
-        "False",
+        "return None if is_as_noted(path) else",
+        "return None if True else",
         "tests/runs/test_damaged_checkpoints.py",
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""A chat template is a program: whichever it is, and whatever it is given, a rendering ends."""
+"""A chat template is a program: whichever it is, and whatever it is given, a rendering ends, and its text does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import copy
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from lit_rl import chat_template
 from lit_rl.chat_template import apply_chat_template
+from lit_rl.data.offline.rendering import render
 from lit_rl.data.templates import render_prompt
 from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel
@@ -51,6 +53,25 @@ def test_in_another_thread_too_and_nothing_is_left_behind(template: str, monkeyp
         with pytest.raises(ConfigError, match="still ran after"):
             thread.submit(apply_chat_template, tokenizer_of(template), ASKED, tokenize=False).result(timeout=60)
         assert thread.submit(sum, range(1_000_000)).result() == 499999500000
+
+
+NO_SUCH_MEMORY = "{{ 'a' * 10 ** 15 }}"
+"""More than a process can address, whatever the machine has."""
+
+
+@pytest.mark.parametrize("rendered", [render_prompt, render], ids=["prompt", "conversation"])
+def test_a_template_that_finds_no_memory_is_no_bad_row(rendered: Callable[..., object]) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)more memory than there is.*model\.chat_template=FILE"):
+        rendered(tokenizer_of(NO_SUCH_MEMORY), ASKED, "row 0", {})
+
+
+def test_a_text_out_of_all_proportion_is_refused_and_a_long_row_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "LONGEST", 10_000)
+    with pytest.raises(ConfigError, match=r"made 10001 characters of one conversation of 1 messages.*FILE"):
+        apply_chat_template(tokenizer_of("{{ 'a' * 10001 }}"), ASKED, tokenize=False)
+    apply_chat_template(tokenizer_of("{{ 'a' * 10000 }}"), ASKED, tokenize=False)
+    long_row = [{"role": "user", "content": "b" * 20_000}]
+    assert len(apply_chat_template(tokenizer_of("{{ messages[0].content * 2 }}"), long_row, tokenize=False)) == 40_000
 
 
 def test_rows_decide_and_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

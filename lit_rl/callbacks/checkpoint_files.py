@@ -14,15 +14,18 @@ import torch
 from lit_rl.durable import MANIFEST, is_as_noted
 from lit_rl.errors import StorageError
 
-_KEPT_PARTS = ("latest", "meta.pt")
-"""One of them is in each folder of pieces: DeepSpeed's, and FSDP's."""
+_DEEPSPEED, _FSDP = "latest", "meta.pt"
+"""One of them is in each folder of pieces. We write DeepSpeed's (`lit_rl.algorithms.optim.zero`), with a manifest, and
+Lightning the other kind, where a user asks its own FSDP for `state_dict_type="sharded"`."""
+_INDEX = ".metadata"
+"""Of the pieces of `torch.distributed.checkpoint`, which FSDP's are; it is written when all of them are."""
 _found_whole: set[tuple[str, int, int, int]] = set()
 """Files that this process has read, and that were whole: gigabytes are not read twice to say it twice."""
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a checkpoint holds what was written: a file has a checksum of each part, and a folder of pieces, those of
-    earlier versions aside, a manifest. Reads every byte."""
+    """Whether a checkpoint holds what was written: a file has a checksum of each part, and a folder of pieces has a
+    manifest (one of Lightning's FSDP, which knows no checksums, an index). Reads every byte."""
     whole = path.exists() and _fault(path) is None
     if path.is_file():
         (_found_whole.add if whole else _found_whole.discard)(_version(path))
@@ -66,7 +69,7 @@ def unusable(path: Path, fault: str) -> StorageError:
 def contents(path: Path) -> dict[str, Any]:
     """What a checkpoint says, before anything is loaded: its tensors are not read from the disk until they are asked
     for. Empty of what cannot be read, as loading will say, and of DeepSpeed's folders."""
-    file = path / "meta.pt" if path.is_dir() else path
+    file = path / _FSDP if path.is_dir() else path
     try:
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception:  # an unpickler fails on a file of another kind in every way there is
@@ -123,11 +126,13 @@ def _fault(path: Path) -> str | None:
 
 
 def _fault_of_folder(path: Path) -> str | None:
-    if not any((path / name).exists() for name in _KEPT_PARTS):
-        return f"it is a folder with none of {' and '.join(_KEPT_PARTS)} in it"
-    if (path / MANIFEST).exists() and not is_as_noted(path):
-        return f"it is damaged: a piece is missing, cut short or changed since {MANIFEST} was written"
-    return None
+    if (path / _DEEPSPEED).exists():
+        if not (path / MANIFEST).exists():
+            return f"it is damaged: {MANIFEST} is missing, which says what was written"
+        return None if is_as_noted(path) else f"it is damaged: a piece is not as {MANIFEST} says, or is missing"
+    if (path / _FSDP).exists():
+        return None if (path / _INDEX).exists() else f"it is damaged: {_INDEX} is missing, the index of its pieces"
+    return f"it is a folder with none of {_DEEPSPEED} and {_FSDP} in it"
 
 
 def _kind(path: Path) -> str:

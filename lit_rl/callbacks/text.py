@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -95,18 +96,35 @@ def plan_table(rows: Sequence[tuple[str, str]]) -> None:
     Console().print(table)
 
 
+_MARKUP = re.compile(r"[\\`*_\[\]|]")
+"""What means something within a line of Markdown, besides HTML."""
+
+
+def as_markdown(text: str) -> str:
+    """The text as one line of Markdown that shows it as it is: no markup, no HTML, and no end of a table's cell."""
+    return _MARKUP.sub(r"\\\g<0>", html.escape(one_line(text), quote=False))
+
+
+def in_code_marks(text: str) -> str:
+    """The text as one line of code in Markdown, in which nothing is rendered, and which reads well as a file too."""
+    line = one_line(text).replace("`", "'") or " "  # two marks without anything between them would begin a code
+    return f"`{line}`"
+
+
 def markdown_table(rows: Sequence[dict[str, Any]], longest: int = LONGEST) -> str:
-    """The rows as a Markdown table, every name and cell in code marks so that nothing in it is rendered.
+    """The rows as a Markdown table, its heads escaped, and every cell in code marks so that nothing in it is rendered.
 
     `longest`: characters of a cell, which is cut in the middle if it has more.
     """
 
-    def line(values: Iterable[Any]) -> str:
-        cells = [printable(value, longest) for value in values]
-        cells = [cell.replace("`", "'").replace("|", "\\|").replace("\n", " ") for cell in cells]
-        return "| " + " | ".join(f"`{cell}`" for cell in cells) + " |"
+    def line(cells: Iterable[str]) -> str:
+        return "| " + " | ".join(cells) + " |"
 
-    return "\n".join([line(rows[0]), "|" + "---|" * len(rows[0]), *(line(row.values()) for row in rows)])
+    def cell(value: Any) -> str:
+        return in_code_marks(printable(value, longest).replace("|", "\\|").replace("\n", " "))
+
+    heads = (as_markdown(printable(name, longest)) for name in rows[0])
+    return "\n".join([line(heads), "|" + "---|" * len(rows[0]), *(line(map(cell, row.values())) for row in rows)])
 
 
 def html_table(rows: Sequence[dict[str, Any]]) -> str:

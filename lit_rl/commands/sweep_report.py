@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lit_rl.callbacks.text import visible
+from lit_rl.callbacks.text import as_markdown, in_code_marks, visible
 from lit_rl.commands import html_file, sweep_page
 from lit_rl.commands.curves import number
 from lit_rl.commands.run_page import duration
@@ -81,35 +81,41 @@ def _row(sweep: Sweep, job: Job, names_it: bool) -> list[str]:
     return [visible(" ".join(cell.split())) for cell in (*cells, where if job.folder.is_dir() else "-")]
 
 
-def _errors(sweep: Sweep) -> list[str]:
-    """A line for each message; jobs that ended with the same one share it."""
+def _messages(sweep: Sweep) -> list[tuple[str, str]]:
+    """Each message after the jobs that ended with it: ``("jobs 0, 2", "optimizer.lr=...")``."""
     found: dict[str, list[str]] = {}
     for job in sweep.jobs:
         if job.message:
             found.setdefault(" ".join(job.message.split()), []).append(f"{job.number}")
-    return [f"job{'s' * (len(each) > 1)} {', '.join(each)}: {visible(text)}" for text, each in found.items()]
+    return [(f"job{'s' * (len(each) > 1)} {', '.join(each)}", visible(text)) for text, each in found.items()]
+
+
+def _errors(sweep: Sweep) -> list[str]:
+    """A line for each message."""
+    return [f"{jobs}: {message}" for jobs, message in _messages(sweep)]
 
 
 def markdown(sweep: Sweep) -> str:
-    """A table that GitHub shows, and the messages of jobs that failed."""
+    """A table that GitHub shows, and the messages of jobs that failed, which may quote a completion."""
     head, rows = _cells(sweep)
     lines = [
-        f"# {sweep.folder.name}",
+        f"# {as_markdown(sweep.folder.name)}",
         "",
-        f"{_title(sweep)}.",
+        f"{as_markdown(_title(sweep))}.",
         "",
-        _line(head),
+        _line(map(as_markdown, head)),
         _line(["---"] * len(head)),
-        *map(_line, rows),
+        *(_line([number, *map(as_markdown, rest)]) for number, *rest in rows),
         "",
     ]
     if sweep.winner is not None:
         lines += ["\\* the best last value", ""]
-    return "\n".join([*lines, *(f"- {each}" for each in _errors(sweep))]).rstrip() + "\n"
+    said = (f"- {jobs}: {in_code_marks(message)}" for jobs, message in _messages(sweep))
+    return "\n".join([*lines, *said]).rstrip() + "\n"
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def as_csv(sweep: Sweep) -> str:

@@ -103,6 +103,11 @@ class TestTokenizer:
         words = ["model.chat_template=theirs.jinja", "data.on_bad_row=skip"]  # no row of these is merely bad
         refused(look(CHAT, *words), 2, "The chat template of", "still ran after 0.2 s", "model.chat_template=FILE")
 
+    def test_a_chat_template_that_asks_for_too_much_memory(self, look: Trial, cwd):
+        (cwd / "theirs.jinja").write_text("{{ 'a' * 10 ** 15 }}")
+        words = ["model.chat_template=theirs.jinja", "data.on_bad_row=skip"]
+        refused(look(CHAT, *words), 2, "The chat template of", "more memory than there is", "model.chat_template=FILE")
+
     def test_a_chat_template_that_refuses(self, look: Trial, cwd):
         (cwd / "theirs.jinja").write_text("{{ raise_exception('no system role') }}")
         told = ["mine.jsonl:1", "the chat template refuses the messages", "no system role"]

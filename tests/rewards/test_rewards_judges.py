@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -179,8 +180,17 @@ class Server:
                 with lock:
                     outer.under_way -= 1
                 self.send_response(status)
+                if 300 <= status < 400:
+                    self.send_header("Location", content.decode())
                 self.end_headers()
                 self.wfile.write(content)
+
+            def do_GET(self) -> None:
+                """What a redirect makes of a POST: answered with a verdict."""
+                outer.headers.append(self.headers.get("Authorization"))
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(chat("verdict: A")).encode())
 
             def log_message(self, *_: Any) -> None:  # pyright: ignore
                 pass
@@ -191,6 +201,10 @@ class Server:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http.server_port}/v1"
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
 
 
 def chat(text: str | None) -> dict[str, Any]:
@@ -208,8 +222,7 @@ def texts(body: dict[str, Any]) -> tuple[str, str]:
 def server() -> Iterator[Server]:
     made = Server()
     yield made
-    made.http.shutdown()
-    made.http.server_close()
+    made.close()
 
 
 def longer(body: dict[str, Any], number: int) -> tuple[int, str]:
@@ -329,6 +342,14 @@ class TestLanguageModel:
         judge = LLMJudge(server.url, "m", backoff=30.0)
         with pytest.raises(RewardError, match="answered 401 Unauthorized no such key.*judge.key_env"):
             judge(*FOUR)  # fewer than are forgiven: but it would stay so
+
+    def test_a_redirect_is_not_followed_wherever_it_leads(self, server: Server, monkeypatch) -> None:
+        monkeypatch.setenv("MY_KEY", "s3cret")
+        with closing(Server()) as elsewhere:
+            server.answer = lambda body, number: (302, f"{elsewhere.url}/chat/completions".encode())
+            judge = LLMJudge(server.url, "m", key_env="MY_KEY", attempts=1, max_failures=1)
+            assert judge(["p"], ["a"], ["b"]) == [None]
+            assert len(server.asked) == 2 and elsewhere.headers == []
 
     def test_the_first_failure_is_told_and_no_other(self, recwarn: pytest.WarningsRecorder) -> None:
         judge = LLMJudge("http://127.0.0.1:9/v1", "m", attempts=1)

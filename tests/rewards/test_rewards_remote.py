@@ -43,7 +43,7 @@ class Server:
                     status = 200
                 data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
-                if status in (301, 307):
+                if 300 <= status < 400:
                     self.send_header("Location", answer)
                     data = b""
                 self.send_header("Content-Length", str(len(data)))
@@ -51,8 +51,13 @@ class Server:
                 self.wfile.write(data)
 
             def do_GET(self) -> None:
+                """What a redirect makes of a POST: answered as one that asks for the scores of one completion."""
                 outer.asked.append(({}, dict(self.headers)))
-                self.send_error(405)
+                data = json.dumps({"rewards": [1.0]}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -137,8 +142,6 @@ FAULTS: dict[str, Reply] = {
     "text": (200, {"rewards": ["1.0", 1.0]}),
     "bool": (200, {"rewards": [True, 1.0]}),
     "nested": (200, {"rewards": [[1.0], [1.0]]}),
-    "redirect": (301, "http://127.0.0.1:9/"),
-    "redirect that keeps the method": (307, "http://127.0.0.1:9/"),
 }
 
 
@@ -162,6 +165,17 @@ def test_the_last_fault_is_told(serve, fault, told):
     server = serve(lambda body, number: FAULTS[fault])
     with pytest.raises(RewardError, match=told):
         ask(quick(server.url, attempts=1), ["a", "bb"])
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed_wherever_it_leads(serve, status, monkeypatch):
+    """Where it leads there are valid scores to be had, for the token."""
+    monkeypatch.setenv("REWARD_TOKEN", "s3cret")
+    elsewhere = serve(lengths)
+    server = serve(lambda body, number: (status, elsewhere.url))
+    with pytest.raises(RewardError, match=f"answered {status}"):
+        ask(quick(server.url, token_env="REWARD_TOKEN", attempts=2), ["a"])
+    assert len(server.asked) == 2 and elsewhere.asked == []
 
 
 def test_an_answer_without_end_is_left(serve, monkeypatch):

@@ -12,7 +12,8 @@ import torch
 from runs_helpers import SMALL
 
 from lit_rl.callbacks import AtomicCheckpointIO
-from lit_rl.callbacks.checkpoint_files import is_whole
+from lit_rl.callbacks.checkpoint_files import is_whole, verify
+from lit_rl.commands.run_dir import RunDir
 from lit_rl.durable import MANIFEST, write_manifest
 from lit_rl.errors import StorageError
 
@@ -47,23 +48,43 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "flipped": lambda folder: flip(folder / "global_step7" / "rank1.pt", 9),
     "cut": lambda folder: (folder / "global_step7" / "rank1.pt").write_bytes(b"second ran"),
     "missing": lambda folder: (folder / "global_step7" / "rank0.pt").unlink(),
+    "no manifest": lambda folder: (folder / MANIFEST).unlink(),
     "no manifest to read": lambda folder: (folder / MANIFEST).write_text("{"),
+    "an empty manifest": lambda folder: (folder / MANIFEST).write_text("{}"),
     "no index": lambda folder: (folder / "latest").unlink(),
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_folder_is_what_its_manifest_says(kind: str, tmp_path: Path) -> None:
-    folder = tmp_path / "step.ckpt"
+def write_pieces(folder: Path) -> None:
+    """As DeepSpeed names them."""
     (folder / "global_step7").mkdir(parents=True)
     for name, content in {"rank0.pt": b"first rank", "rank1.pt": b"second rank"}.items():
         (folder / "global_step7" / name).write_bytes(content)
     (folder / "latest").write_text("global_step7")
-    assert is_whole(folder), "an earlier version wrote no manifest"
     write_manifest(folder)
-    assert is_whole(folder)
-    DAMAGE[kind](folder)
-    assert not is_whole(folder)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_folder_is_what_its_manifest_says(kind: str, tmp_path: Path) -> None:
+    """`ckpt_path=last` goes on from the one before."""
+    run_dir = RunDir(tmp_path)
+    older, newer = (run_dir.checkpoints / f"step_0000000{step}.ckpt" for step in (3, 7))
+    write_pieces(older)
+    write_pieces(newer)
+    assert run_dir.newest_checkpoint() == (newer, [])
+    DAMAGE[kind](newer)
+    assert run_dir.newest_checkpoint() == (older, [newer])
+
+
+def test_a_folder_of_lightnings_fsdp_has_an_index_and_no_manifest(tmp_path: Path) -> None:
+    folder = tmp_path / "step.ckpt"
+    folder.mkdir()
+    for name in ("meta.pt", "__0_0.distcp", "__1_0.distcp"):
+        (folder / name).write_bytes(b"piece")
+    with pytest.raises(StorageError, match=r"\.metadata is missing, the index"):
+        verify(folder)
+    (folder / ".metadata").write_bytes(b"index")
+    verify(folder)
 
 
 def flip_a_weight(path: Path) -> None:

@@ -77,12 +77,23 @@ def test_a_row_says_what_was_given_what_came_of_it_and_how_it_ended(folder: Path
         "-",
     )
     assert (unknown["state"], unknown["last"]) == ("not ended", "-")
-    assert "4 jobs, measured by val/reward." in text and "- job 2: optimizer.lr=-1\\x1b[31m: allowed is > 0." in text
+    assert "4 jobs, measured by val/reward." in text and "- job 2: `optimizer.lr=-1\\x1b[31m: allowed is > 0.`" in text
     assert "failed, code 2" in said and str(folder / "sweep.html") in said and "sweep.csv" in said
     rows = list(csv.DictReader(io.StringIO((folder / "sweep.csv").read_text())))
     assert [row["optimizer.lr"] for row in rows] == ["1e-5", "1e-4", "-1|x", "1e-3"]
     assert [row["exit_code"] for row in rows] == ["0", "0", "2", ""] and rows[1]["best"] == "0.75"
     assert "mine" not in (folder / jobs.JOBS).read_text().replace(str(folder), ""), "a secret is left out"
+
+
+def test_what_a_message_or_a_word_quotes_is_no_markup(folder: Path) -> None:
+    """A failed reward quotes a completion."""
+    quoted = "the completion <script>alert(1)</script> `[![x](http://far/)` is no number"
+    note(folder, 4, "optimizer.lr=<b>_1_|[x](y)", "seed=1", "judge.api_key=mine", exit_code=4, message=quoted)
+    sweep_report.write(folder)
+    text = (folder / "sweep.md").read_text()
+    in_code = quoted.replace("`", "'")
+    assert f"- job 4: `{in_code}`\n" in text and "alert" not in text.replace(in_code, "")
+    assert table(text)[4]["lr"] == r"&lt;b&gt;\_1\_\|\[x\](y)"
 
 
 def test_the_page_shows_each_key_and_the_curves(folder: Path) -> None:

@@ -13,6 +13,9 @@ from dist_equal import Ones, assert_equal_runs, assert_same_weights, in_processe
 from runs_helpers import rows
 from safetensors.torch import load_file
 
+from lit_rl.commands.run_dir import RunDir
+from lit_rl.durable import MANIFEST
+
 pytestmark = pytest.mark.all
 
 
@@ -80,6 +83,18 @@ def test_a_run_that_is_gone_on_with_is_the_uninterrupted_one(stage, two):
     assert mine.shape != other.shape or not torch.equal(mine, other)
     names = set(held(whole, 3)["module"])
     assert names and not any(name.startswith("reference_policy") for name in names)
+
+
+def test_of_a_folder_without_its_manifest_nothing_is_taken(two):
+    """`ckpt_path=last` goes on from the one before."""
+    run_dir = RunDir(two / "again2")
+    newest = run_dir.last_checkpoint()
+    assert newest is not None and newest.is_dir()
+    lost = (newest / MANIFEST).rename(two / MANIFEST)
+    older, damaged = run_dir.newest_checkpoint()
+    assert older is not None and older.name == "step_00000003.ckpt" and damaged == [newest]
+    lost.rename(newest / MANIFEST)
+    assert run_dir.last_checkpoint() == newest
 
 
 @pytest.mark.parametrize("stage", zero_runs.WHOLE_RUNS)
