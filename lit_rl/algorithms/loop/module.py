@@ -297,7 +297,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return {}
 
     def memory(self) -> Memory | None:
-        """What the run needs on each rank, as a function of how a step is cut; None where model or rows are unknown."""
+        """What the run needs on each rank, by how a step is cut; None where model or rows are unknown, and
+        under DeepSpeed."""
         trainer: Any = self.trainer
         shape, lengths = shape_of(self.model), self.lengths()
         if shape is None or lengths is None or isinstance(trainer.strategy, DeepSpeedStrategy):
