@@ -1,6 +1,6 @@
 """The computed plans of docs/hardware.md: what the main command is cut into on GPUs that nobody here has.
 
-python scripts/hardware_plans.py           # writes the table into docs/hardware.md
+python scripts/hardware_plans.py           # writes the tables into docs/hardware.md
 python scripts/hardware_plans.py --check   # leaves with 1 where the page has another one
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from transformers import Qwen2Config
 
 from lit_rl.algorithms.optim.optimizers import AdamW
 from lit_rl.algorithms.preflight.cut import Step, chosen
-from lit_rl.algorithms.preflight.footprint import masters_at_once, numbers_of, policy_network
+from lit_rl.algorithms.preflight.footprint import gathered, masters_at_once, numbers_of, policy_network, stored_bytes
 from lit_rl.algorithms.preflight.memory import Lengths, Memory
 from lit_rl.algorithms.preflight.room import room_of
 from lit_rl.errors import ConfigError, in_words
@@ -29,7 +30,7 @@ from lit_rl.ops.transforms import NO_TRUNCATION
 GPU = torch.device("cuda")
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "hardware.md"
-BEGIN, END = "<!-- computed by scripts/hardware_plans.py -->\n", "<!-- end -->"
+BEGIN, END = "<!-- computed by scripts/hardware_plans.py{} -->\n", "<!-- end -->"
 
 SHAPES = {
     "qwen0.5b": (896, 4864, 24, 14, 2, 151_936, True),
@@ -42,6 +43,8 @@ WHOLE, ADAPTERS = (0, "bf16-true"), [(16, "bf16-true"), (16, "bf16-mixed")]
 RUNS = [(name, *how) for name in ("qwen0.5b", "qwen1.5b") for how in (WHOLE, *ADAPTERS)]
 RUNS += [("Qwen2.5-7B", *how) for how in ADAPTERS]
 """Model, rank of the adapters (0: none), `trainer.precision`."""
+RANKS = (2, 8, 16)
+"""GPUs over which FSDP2 spreads a run."""
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 32, 8, 512, 512
 """`data.prompts_per_rollout`, `algo.group_size`, `data.max_prompt_tokens`, `sampling.max_new_tokens`: the defaults."""
 
@@ -71,6 +74,17 @@ def memory(name: str, rank: int, precision: str) -> Memory:
     return Memory(policy, numbers, lengths, decoding=lengths, **blocks, may_recompute=True, may_offload=True)
 
 
+def spread(name: str, ranks: int) -> Memory:
+    """What each rank of `algo=grpo strategy=fsdp trainer.precision=bf16-true` needs; FSDP2 shares no prompts."""
+    alone, held = memory(name, *WHOLE), LanguageModel()
+    numbers = numbers_of(held, WHOLE[1], AdamW(), shards=True)
+    policy = policy_network(held, shape_of(name), numbers, "fused")
+    lengths = replace(alone.lengths, shares=False)
+    whole = gathered(policy, numbers, None, reference=False, stored=stored_bytes(held, numbers))
+    sizes = {"policy": policy, "numbers": numbers, "lengths": lengths, "decoding": lengths}
+    return replace(alone, **sizes, masters=0, gathered=whole, spread_over=ranks, ranks=ranks)
+
+
 def planned(needs: Memory, step: Step, room: int) -> str:
     """The columns of a run: how it is cut, or what its smallest micro-batch would take."""
     try:
@@ -82,24 +96,43 @@ def planned(needs: Memory, step: Step, room: int) -> str:
     sizes = needs.recomputing(cut.offload) if cut.recompute else needs
     recompute = "on the host" if cut.offload else "yes" if cut.recompute else "no"
     total = sizes.plan(rows, decoded, steps_in_parts=cut.micro_batches > 1).total
-    return f"{rows} of {PROMPTS * GROUP} | {recompute} | {decoded} | {in_words(total)}"
+    return f"{rows} of {step.units * step.rows} | {recompute} | {decoded} | {in_words(total)}"
 
 
-def table() -> str:
+def step_of(ranks: int) -> Step:
+    """The part of an optimizer step that each rank learns from."""
+    return Step(PROMPTS // ranks, GROUP, PROMPTS * GROUP // ranks, slices=(1, 2, 4, 8))
+
+
+COLUMNS = "completions a micro-batch | gradient checkpointing | decoded | a step needs |"
+
+
+def one_gpu() -> str:
     """Markdown."""
-    step = Step(PROMPTS, GROUP, PROMPTS * GROUP, slices=(1, 2, 4, 8))
-    lines = [
-        "| GPU | model | trains | precision | completions a micro-batch | gradient checkpointing | decoded "
-        "| a step needs |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = [f"| GPU | model | trains | precision | {COLUMNS}", "|" + "---|" * 8]
     for gigabytes in (24, 80):
-        room = room_of(gigabytes)
         for name, rank, precision in RUNS:
             trains = f"LoRA r={rank}" if rank else "all weights"
-            plan = planned(memory(name, rank, precision), step, room)
-            lines.append(f"| {gigabytes} GB | {name} | {trains} | {precision} | {plan} |")
+            plan = planned(memory(name, rank, precision), step_of(1), room_of(gigabytes))
+            lines.append(f"| {gigabytes} GiB | {name} | {trains} | {precision} | {plan} |")
     return "\n".join(lines) + "\n"
+
+
+def several_gpus() -> str:
+    """Markdown; what each rank needs."""
+    lines = [f"| each GPU | model | ranks | {COLUMNS}", "|" + "---|" * 7]
+    for gigabytes in (24, 80):
+        for name in ("qwen0.5b", "Qwen2.5-7B"):
+            for ranks in RANKS:
+                plan = planned(spread(name, ranks), step_of(ranks), room_of(gigabytes))
+                lines.append(f"| {gigabytes} GiB | {name} | {ranks} | {plan} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(text: str, which: str, table: str) -> str:
+    """The page with this table in its place."""
+    before, begin, rest = text.partition(BEGIN.format(which))
+    return before + begin + table + END + rest.partition(END)[2]
 
 
 def main() -> int:
@@ -107,8 +140,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    written = before + BEGIN + table() + END + rest.partition(END)[2]
+    written = with_table(with_table(text, "", one_gpu()), ", of several GPUs", several_gpus())
     if args.check:
         return int(written != text)
     PAGE.write_text(written)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import lightning as L
@@ -95,9 +96,10 @@ def build(tree: Any) -> Any:
         if isinstance(cause, ImportError):
             raise BackendError(f"What the config builds cannot be imported: {cause}") from error
         text = str(cause or error)
-        if "deepspeed" in text.lower():
+        if "deepspeed" in text.lower() and find_spec("deepspeed") is None:
             raise BackendError(
-                f"{text} Install it with: pip install 'lit-rl[deepspeed]', or take strategy=fsdp."
+                "strategy=deepspeed_* needs DeepSpeed, which is not installed. Install it with: pip install "
+                "'lit-rl[deepspeed]', or take strategy=fsdp."
             ) from error
         raise ConfigError(_refusal(tree, error, cause or error)) from error
 

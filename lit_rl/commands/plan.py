@@ -25,7 +25,7 @@ def plan(run: Run, *, memory_gb: float | None, probe: bool) -> int:
     Args:
         run: Of the training that is planned, without callbacks. Its weights are read for the probe only.
         memory_gb: Memory of another machine, in GiB; None is this one, as it is free now. Another one is not probed.
-        probe: Whether to take those steps.
+        probe: Whether to take those steps. A run of several ranks takes none, since no other process is started.
 
     Raises:
         ConfigError: nothing fits, with what each part needs; or what `fit` would refuse.
@@ -33,12 +33,28 @@ def plan(run: Run, *, memory_gb: float | None, probe: bool) -> int:
     batches, sizes, room = prepared(run)
     plan_table(batches.table())
     if sizes is None or room is None:
-        Console().print("What a step needs is not known: the model's config does not say, or the strategy divides it.")
+        _say("What a step needs is not known: the model's config does not say, or DeepSpeed divides it.")
     else:
         Console().print(memory_table(sizes, room))
+    ranks = run.trainer.world_size
+    if ranks > 1:
+        _say(_of_ranks(run.module, ranks))
     if probe and memory_gb is None:
-        Console().print(_seconds(run, batches), soft_wrap=True, markup=False, highlight=False)
+        _say(_seconds(run, batches) if ranks == 1 else "No step was timed: that would take all of these ranks.")
     return 0
+
+
+def _say(text: str) -> None:
+    Console().print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def _of_ranks(module: Any, ranks: int) -> str:
+    """What the tables count of a run of several ranks, none of which but this one is there."""
+    memory = module.memory()
+    over = 1 if memory is None else memory.spread_over
+    spread = f" Weights, gradients and optimizer state are divided over {over} ranks." if over > 1 else ""
+    seen = " Free memory is this machine's." if module.memory_gb is None else ""
+    return f"Per rank, {ranks} ranks; no process was started for them.{spread}{seen}"
 
 
 def prepared(run: Run) -> tuple[Any, MemoryPlan | None, int | None]:

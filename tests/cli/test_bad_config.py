@@ -266,7 +266,9 @@ def test_the_three_nearest_batch_settings_work(step: Command):
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_that_is_not_installed(step: Command, cwd, stage):
-    refused(step(f"strategy=deepspeed_{stage}"), 8, "lit-rl[deepspeed]", "strategy=fsdp")
+    outcome = step(f"strategy=deepspeed_{stage}")
+    refused(outcome, 8, "lit-rl[deepspeed]", "strategy=fsdp")
+    assert outcome.err.count("pip install") == 1, "not Lightning's line too, which names no version"
     assert contents(cwd) == []
 
 

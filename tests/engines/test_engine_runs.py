@@ -246,9 +246,10 @@ def test_a_launched_server_that_is_lost_is_started_again(
 
 
 @pytest.mark.exhaustive  # a sibling without a server: tests/runs/test_dist_generator_failures.py
-def test_two_ranks_ahead_of_a_server_that_is_killed(run: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_ahead_of_a_server_that_is_killed(run: Callable[..., Run], strategy: str) -> None:
     """Its request in flight is lost to one rank or to both; they agree, one of them starts it again, and both go on."""
-    two = ["trainer.accelerator=cpu", "trainer.devices=2", "strategy=ddp", "generator.lag=1"]
+    two = ["trainer.accelerator=cpu", "trainer.devices=2", f"strategy={strategy}", "generator.lag=1"]
     one = run(*SMALL, *LAUNCHED, *two, "trainer.max_steps=30")
     one.reach(3)
     os.killpg(server_group(one), signal.SIGKILL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import warnings
 
 import lightning as L
@@ -52,6 +54,32 @@ def test_a_plan_is_printed_and_nothing_written(train, tmp_path, monkeypatch, cap
     assert train(*SMALL, *ROWS, "task=plan", "algo.micro_batch_size=2", "plan.probe=true") == 0
     assert "16: algo.micro_batch_size=2" in capsys.readouterr().out  # half a group: set up twice, for the probe
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "divided_over"),
+    [
+        (["strategy=ddp", "trainer.devices=2"], 2, 1),
+        (["strategy=fsdp", "trainer.devices=8", "plan.memory_gb=80", "trainer.precision=bf16-true"], 8, 8),
+        (["strategy=fsdp", "trainer.devices=2", "trainer.num_nodes=2", "plan.memory_gb=80"], 4, 4),
+    ],
+)
+def test_several_ranks_are_planned_by_one_process(train, monkeypatch, capsys, words, ranks, divided_over):
+    """In float32, which shards are under every precision."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert train(*SMALL, *ROWS, *words, "task=plan", "plan.probe=true") == 0
+    said = capsys.readouterr().out
+    parts = {name: size for name, size in re.findall(r"│ (\w+) +│ +([\d.]+) MiB", said)}
+    whole = sum(4 * weight.numel() for weight in GRPO("tiny", exact_match).model.load().parameters()) / 2**20
+    assert float(parts["weights"]) == pytest.approx(whole / divided_over, rel=0.01)
+    assert float(parts["optimizer"]) == pytest.approx(2 * whole / divided_over, rel=0.01)
+    assert f"Per rank, {ranks} ranks" in said and (f"divided over {ranks} ranks" in said) == (divided_over > 1)
+    assert f"micro-batch and rank │ {8 * 4 // ranks}" in said
+    assert ("No step was timed" in said) == ("plan.memory_gb=80" not in words) and "expected" not in said
 
 
 def test_nothing_is_offloaded_to_the_host_from_the_host(train, tmp_path, capsys):

@@ -68,6 +68,7 @@ from lit_rl.algorithms.rollouts import state, worlds
 from lit_rl.algorithms.rollouts.phase_memory import PhaseMemory
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.errors import ConfigError, StorageError, seed_in_range
+from lit_rl.generation.ranks import gather_objects
 from lit_rl.models.export.policy import ExportReport, export_policy, model_card
 from lit_rl.models.policy import liger
 from lit_rl.models.policy.checkpointing import set_checkpointing
@@ -296,7 +297,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return {}
 
     def memory(self) -> Memory | None:
-        """What the run needs on each rank, as a function of how a step is cut; None where model or rows are unknown."""
+        """What the run needs on each rank, by how a step is cut; None where model or rows are unknown, and
+        under DeepSpeed."""
         trainer: Any = self.trainer
         shape, lengths = shape_of(self.model), self.lengths()
         if shape is None or lengths is None or isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -345,13 +347,16 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return buckets(networks, numbers, viewed=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view")))
 
     def room(self) -> int | None:
-        """Bytes that a plan may give out on every rank, as they were before the policy was loaded; None if unknown."""
+        """Bytes that a plan may give out on every rank, as they were before the policy was loaded; None if unknown.
+
+        Of this process alone where no other was started (`lit-rl plan`).
+        """
         if self._room is None:
             trainer: Any = self.trainer
             device = trainer.strategy.root_device
             loaded = sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()) if tensor.device == device)
             mine = room(device, gigabytes=self.memory_gb, processes=trainer.num_devices, planned=loaded)
-            self._room = min(Ranks(device, trainer.global_rank, trainer.world_size).counts(mine or 0))
+            self._room = min(gather_objects(mine or 0))
         return self._room or None
 
     def host_room(self) -> int | None:
@@ -361,8 +366,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if device.type != "cuda" or self.memory_gb is not None:
             return None
         if self._host_room is None:
-            mine = host_room(trainer.num_devices) or 0
-            self._host_room = min(Ranks(device, trainer.global_rank, trainer.world_size).counts(mine))
+            self._host_room = min(gather_objects(host_room(trainer.num_devices) or 0))
         return self._host_room or None
 
     def cut_step(self, step: Step) -> tuple[int, str]:
