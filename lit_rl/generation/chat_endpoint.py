@@ -18,6 +18,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
 from typing import Any, Generic, TypeVar
 
 from lit_rl.environments.parser_choice import check_parser
@@ -30,6 +31,10 @@ from lit_rl.rollout import Prompt
 
 _SPARE_THREADS = 32
 """For what else runs in threads, such as the lookup of names."""
+
+_LARGEST_BODY = 2**25
+"""Bytes of a request: a conversation of some million tokens."""
+_PIECE = 2**16
 
 Result = TypeVar("Result")
 
@@ -299,23 +304,57 @@ class _Quiet(ThreadingHTTPServer):
         """A client that is gone is no news."""
 
 
+def _length_of(said: str | None) -> int | None:
+    """Bytes of a body, as its header says; None where that says no number."""
+    return int(said) if said is not None and said.isascii() and said.isdigit() else None
+
+
+def _row_of(path: str, key: str, route: str) -> int:
+    """The completion whose route it is.
+
+    Raises:
+        RequestRefused: there is no such route; also to those who do not know the key.
+    """
+    parts = path.split("?")[0].strip("/").split("/", 3)
+    if len(parts) == 4 and parts[0] == key and parts[1].isdigit() and parts[2:] == ["v1", route]:
+        return int(parts[1])
+    raise RequestRefused(f"there is no route {route} here", status=404)
+
+
+def _pass_over(file: BufferedIOBase, size: int) -> None:
+    """Let go of a body that is not looked at, as far as it may be one: its sender comes to read the answer."""
+    left = min(size, _LARGEST_BODY)
+    while left > 0 and (piece := file.read(min(left, _PIECE))):
+        left -= len(piece)
+
+
 def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            if self._row("models") is not None:
-                listed = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "lit_rl"}]}
-                self._send(200, "application/json", json.dumps(listed).encode())
+            try:
+                _row_of(self.path, key, "models")
+            except RequestRefused as refused:
+                self._send(refused.status, "application/json", refused.body)
+                return
+            listed = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "lit_rl"}]}
+            self._send(200, "application/json", json.dumps(listed).encode())
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length") or 0))
-            if (row := self._row("chat/completions")) is None:
-                return
+            unread = _length_of(self.headers.get("content-length"))
             try:
+                row = _row_of(self.path, key, "chat/completions")  # first: any user of this machine may send a body
+                if unread is None or unread > _LARGEST_BODY:
+                    why = f"the request has more than {_LARGEST_BODY} bytes, or does not say how many"
+                    raise RequestRefused(why, status=413)
+                body, unread = self.rfile.read(unread), 0
                 request = read_request(body)
                 turn = take(row, request)
             except RequestRefused as refused:
+                if unread != 0:
+                    self.close_connection = True
+                    _pass_over(self.rfile, unread or 0)
                 self._send(refused.status, "application/json", refused.body)
                 return
             if request.stream:
@@ -323,17 +362,12 @@ def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[Bas
             else:
                 self._send(200, "application/json", json.dumps(turn.body).encode())
 
-        def _row(self, route: str) -> int | None:
-            parts = self.path.split("?")[0].strip("/").split("/", 3)
-            if len(parts) == 4 and parts[0] == key and parts[1].isdigit() and parts[2:] == ["v1", route]:
-                return int(parts[1])
-            self._send(404, "application/json", RequestRefused(f"there is no route {route} here", status=404).body)
-            return None
-
         def _send(self, status: int, kind: str, body: bytes) -> None:
             self.send_response(status)
             self.send_header("content-type", kind)
             self.send_header("content-length", str(len(body)))
+            if self.close_connection:
+                self.send_header("connection", "close")
             self.end_headers()
             self.wfile.write(body)
 

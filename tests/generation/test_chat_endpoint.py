@@ -18,8 +18,9 @@ from torch import nn
 
 from lit_rl.environments.frames import ChatFrames
 from lit_rl.errors import ConfigError, DataError, GenerationError, LitRLError
-from lit_rl.generation import ChatEndpoint, RolloutFunction, VerifiersHarness
+from lit_rl.generation import ChatEndpoint, RolloutFunction, VerifiersHarness, chat_endpoint
 from lit_rl.generation.chat_endpoint import Agent, Played
+from lit_rl.generation.chat_requests import read_request
 from lit_rl.generation.collect import Vocabulary, as_reward_input, request
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.rollout_function import RolloutCalls
@@ -308,6 +309,46 @@ def test_an_agent_is_told_what_it_may_not_ask(policy: nn.Module) -> None:
     words = [answer.get("error", {}).get("message", "") for answer in answers]
     assert "n cannot be asked" in words[0] and "one turn of a completion at a time" in words[3]
     assert "begins or rewrites another" in words[5]
+
+
+def test_a_body_is_read_by_those_who_know_the_key_and_up_to_a_size(
+    policy: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user of this machine may send one."""
+    monkeypatch.setattr(chat_endpoint, "_LARGEST_BODY", 2**20)
+    monkeypatch.setattr(chat_endpoint, "read_request", lambda body: sizes.append(len(body)) or read_request(body))
+    sizes: list[int] = []
+    answers: list[tuple[int, bool]] = []
+
+    def sends(url: str, key: str | None, size: str | None, body: bytes) -> tuple[int, bool]:
+        """The status, and whether the connection goes on."""
+        there = urllib.parse.urlsplit(url)
+        path = there.path if key is None else there.path.replace(there.path.split("/")[1], key)
+        line = http.client.HTTPConnection(str(there.hostname), there.port, timeout=60)
+        line.putrequest("POST", f"{path}/chat/completions")
+        if size is not None:
+            line.putheader("Content-Length", size)
+        line.endheaders(body)
+        answer = line.getresponse()
+        answer.read()
+        goes_on = not answer.will_close
+        line.close()
+        return answer.status, goes_on
+
+    async def tries(row: int, url: str) -> None:
+        if row == 0:
+            most = b" " * 2**20  # more is said to come, and is not waited for
+            for key, size, body in [
+                *(("guess", "2", b"{}"), ("guess", f"{2**60}", most), ("guess", "-1", b"")),
+                *((None, f"{2**20 + 1}", most), (None, f"{2**60}", most)),
+                *((None, "-1", b""), (None, "x", b""), (None, None, b""), (None, "2", b"{}")),
+            ]:
+                answers.append(await asyncio.to_thread(sends, url, key, size, body))
+        await one_turn(row, url)
+
+    same(draw(policy, by(tries, patience=60.0)), draw(policy, by(one_turn)))
+    assert answers == [(404, False)] * 3 + [(413, False)] * 5 + [(400, True)]
+    assert 2 in sizes and max(sizes) < 1000, "what is refused is not read"
 
 
 @pytest.mark.parametrize(
