@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lit_rl.algorithms import BCO
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
+from lit_rl.callbacks.averaged import AveragedWeights
+from lit_rl.callbacks.ema import BEMAWeights, EMAWeights
 from lit_rl.models.policy.sharding import full_state_dict
 
 MOMENTUM = [
@@ -30,6 +34,7 @@ SHAPES = {
     "grpo": [*MOMENTUM, *GRPO],
     "ppo": [*MOMENTUM, *GRPO[:5], "algo=ppo", "algo.group_size=2", "algo.critic_lr=0.05"],
     "sft": [*MOMENTUM, "algo=sft", "data.task.max_operand=9", "data.task.val_rows=6", "data.batch_size=8"],
+    "bco": [*MOMENTUM, "algo=bco", "data.task.max_operand=9", "data.task.val_rows=6", "data.batch_size=8"],
 }
 STEPS, WHOLE, HALF = 6, 2, 3
 """Optimizer steps of a run; a step with which a rollout of `GRPO` ends, and one in the middle of the
@@ -37,9 +42,11 @@ epoch's last."""
 
 
 class Seen(L.Callback):
-    """Weights and the optimizer as the training begins, and the rows of each rollout or step over all ranks."""
+    """Weights, their averages and the optimizer as the training begins, and the rows of each rollout or step over all
+    ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, averages: Sequence[AveragedWeights]) -> None:
+        self.averages = averages
         self.begun: dict[str, Any] = {}
         self.rows: list[tuple[int, list[int]]] = []
 
@@ -48,6 +55,10 @@ class Seen(L.Callback):
         kept: dict[str, Any] = trainer.strategy.optimizer_state(trainer.optimizers[0])
         momentum = {number: of["momentum_buffer"].clone() for number, of in kept.get("state", {}).items()}
         self.begun = {"weights": weights, "momentum": momentum}
+        self.begun["averages"] = {
+            average.state_key: {kind: average._whole(kind) for kind in average.kinds} for average in self.averages
+        }
+        self.begun["shift"] = pl_module.shift.state() if isinstance(pl_module, BCO) else {}
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         number = getattr(batch, "rollout", None)
@@ -64,11 +75,13 @@ def run(
     """Train to the last step, on from a checkpoint if one is given, and leave `label.pt`; and `step=N.ckpt` of all
     steps in the folder `label`. One process cuts a step in two, as two processes share it."""
     module, data = dist_equal.parts(*SHAPES[name])
-    seen, label = Seen(), label or name
+    averages = [EMAWeights(decay=0.5), BEMAWeights(every=1)]
+    seen, label = Seen(averages), label or name
     keeps = ModelCheckpoint(folder / label, "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = dist_equal.trainer(
-        folder, devices, max_steps=STEPS, callbacks=[seen, keeps], accumulate_grad_batches=1 if devices > 1 else 2,
-        log_every_n_steps=HALF if name == "sft" else 1, enable_checkpointing=True,
+        folder, devices, max_steps=STEPS, callbacks=[*averages, seen, keeps],
+        accumulate_grad_batches=1 if devices > 1 else 2,
+        log_every_n_steps=HALF if name in ("sft", "bco") else 1, enable_checkpointing=True,
         **({"strategy": FSDP2Strategy()} if sharded else {}),
     )  # fmt: skip
     trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)
@@ -81,7 +94,7 @@ def run(
 
 def alone(folder: Path) -> None:
     """What one process leaves for two to go on with: before they begin."""
-    for name in ("grpo", "sft"):
+    for name in ("grpo", "sft", "bco"):
         run(name, folder / "one", 1)
 
 
@@ -92,7 +105,9 @@ def main(folder: Path) -> None:
     run("ppo", folder / "two", 2, sharded=True)
     for step in (WHOLE, HALF):
         run("grpo", folder / "two", 2, start=folder / "one" / "grpo" / f"step={step}.ckpt", label=f"grpo-from-{step}")
-    run("sft", folder / "two", 2, start=folder / "one" / "sft" / f"step={HALF}.ckpt", label="sft-from-one")
+    for name in ("sft", "bco"):
+        start = folder / "one" / name / f"step={HALF}.ckpt"
+        run(name, folder / "two", 2, start=start, label=f"{name}-from-one")
     start = folder / "one" / "grpo" / f"step={WHOLE}.ckpt"
     run("grpo", folder / "two", 2, start=start, label="grpo-sharded", sharded=True)
 

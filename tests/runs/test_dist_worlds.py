@@ -45,7 +45,7 @@ def saved(folder: Path, name: str, step: int) -> dict[str, Any]:
 
 
 def assert_began_with(run: Any, checkpoint: dict[str, Any]) -> None:
-    """The weights and the optimizer's numbers of the checkpoint, bit for bit."""
+    """The weights, their averages and the optimizer's numbers of the checkpoint, bit for bit."""
     trained = {name.removeprefix("policy."): tensor for name, tensor in checkpoint["state_dict"].items()}
     assert_same(run["begun"]["weights"], {name: trained[name] for name in run["begun"]["weights"]})
     (optimizer,) = checkpoint["optimizer_states"]
@@ -55,6 +55,13 @@ def assert_began_with(run: Any, checkpoint: dict[str, Any]) -> None:
         for number in group["params"]
     ]
     assert_same(list(run["begun"]["momentum"].values()), before)
+    assert set(run["begun"]["averages"]) == {"EMAWeights", "BEMAWeights"}
+    for name, kinds in run["begun"]["averages"].items():
+        assert_same(kinds, {kind: checkpoint["callbacks"][name][kind] for kind in kinds})
+        moved = (
+            kinds[kind][each] - checkpoint["state_dict"][f"policy.{each}"] for kind in kinds for each in kinds[kind]
+        )
+        assert any(float(apart.abs().max()) > 1e-4 for apart in moved), "an average that lags behind the weights"
 
 
 def test_one_process_goes_on_where_two_ended_a_rollout(two: Path, one: Path) -> None:
@@ -144,6 +151,16 @@ def test_rows_of_a_data_set_are_gone_on_with(two: Path, one: Path) -> None:
         rows = {step: rows for step, rows in _steps(whole).items() if step >= HALF}
         assert _steps(again) == rows and len(rows) == STEPS - HALF
         assert_equal_runs(whole, again)
+
+
+def test_the_shift_of_rewards_is_of_all_processes(two: Path, one: Path) -> None:
+    whole, again = left(one, "bco"), left(two, "bco-from-one")
+    checkpoint = saved(one, "bco", HALF)
+    (of_rank,) = checkpoint["lit_rl"]
+    assert_began_with(again, checkpoint)
+    assert again["begun"]["shift"]["steps"] == HALF and again["begun"]["shift"]["shift"] != 0
+    assert again["begun"]["shift"].items() <= of_rank["module"].items()
+    assert_equal_runs(whole, again)
 
 
 def _steps(run: Any) -> dict[int, list[int]]:
