@@ -361,6 +361,14 @@ def test_pairs_for_a_method_that_answers_prompts(tmp_path: Path) -> None:
         fit(grpo(), tmp_path, PreferenceDataModule(rows, batch_size=2, val_fraction=0))
 
 
+def test_prompts_for_a_method_that_learns_from_pairs(tmp_path: Path) -> None:
+    """And not that they fill no step: rows that nobody needs are not counted."""
+    with pytest.raises(
+        ConfigError, match=r"DPO learns from pairs; the Trainer got RolloutDataModule\. Pass datamodule=Pr"
+    ):
+        fit(DPO("tiny"), tmp_path, RolloutDataModule(ROWS))
+
+
 def test_a_file_in_the_place_of_rows_and_a_module_that_is_no_language_model() -> None:
     for given in ("mine.jsonl", Path("mine.jsonl")):
         with pytest.raises(

@@ -14,7 +14,7 @@ import lightning as L
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_rl.algorithms.preflight.offline import MODULES
+from lit_rl.algorithms.preflight.offline import MODULES, example_data
 from lit_rl.data.kinds import Kind
 from lit_rl.environments.source import Interactive
 from lit_rl.errors import ConfigError
@@ -169,7 +169,8 @@ def _module_of(learns_from: Kind | None) -> str:
 
 
 def data_module(algorithm: type, value: Any) -> None:
-    """Refuse rows, and a loader of them, in the place of a data module.
+    """Refuse rows, and a loader of them, in the place of a data module; and one of another kind, before its rows are
+    counted.
 
     Args:
         algorithm: What is trained.
@@ -178,11 +179,13 @@ def data_module(algorithm: type, value: Any) -> None:
     Raises:
         ConfigError: says what to pass.
     """
+    kind: Kind | None = getattr(algorithm, "learns_from", None)
+    if isinstance(value, L.LightningDataModule) and kind is not None:
+        example_data(value, kind, algorithm.__name__)
     if value is None or isinstance(value, L.LightningDataModule):
         return
     came = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-    ours = _module_of(getattr(algorithm, "learns_from", None))
-    raise ConfigError(f"datamodule is {came}, and no data module. Pass datamodule=lit_rl.{ours}(rows).")
+    raise ConfigError(f"datamodule is {came}, and no data module. Pass datamodule=lit_rl.{_module_of(kind)}(rows).")
 
 
 def environment(value: Any) -> None:
