@@ -151,12 +151,13 @@ def local_model(key: str, name: str) -> Path | None:
     """The folder of a model; None where the name can only be one of the hub's.
 
     Raises:
-        ConfigError: it is empty, a file, an address, or written as a path where no folder is.
+        ConfigError: it is empty, a file, an address, the folder of a run, or written as a path where no folder is.
     """
     if not name.strip():
         raise ConfigError(f"{key}={name!r} is empty. Give a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct.")
     folder = Path(name).expanduser()
     if folder.is_dir():
+        _check_is_no_run(key, name, folder)
         return folder.resolve()
     if folder.exists():
         what = "GGUF, made for inference: give a folder with safetensors" if folder.suffix == ".gguf" else ""
@@ -167,6 +168,15 @@ def local_model(key: str, name: str) -> Path | None:
         near = did_you_mean(folder.name, _models_in(folder.parent))
         raise ConfigError(f"{key}={name!r} is written as a path, and there is no such folder.{near}")
     return None
+
+
+def _check_is_no_run(key: str, name: str, folder: Path) -> None:
+    """Refuse the folder of a run in a model's place: its model is in a folder inside it."""
+    if any((folder / file).is_file() for file in MODEL_FILES) or not (folder / "config.yaml").is_file():
+        return
+    inside = str(Path(name) / "hf")
+    first = "" if (folder / "hf").is_dir() else f"; `lit-rl export run_dir={name}` makes it"
+    raise ConfigError(f"{key}={name!r} is the folder of a run. Its model is {key}={inside}{first}.")
 
 
 def copy_without_hub(name: str) -> Path:

@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """The exit code of a command line."""
     process.prepare()
+    arguments = _with_dashes(arguments)
     commands = (*HYDRA, *LIGHT, *LIGHTNING)
     command = arguments[0] if arguments and arguments[0] in commands else None
     if command in LIGHTNING:
@@ -64,6 +65,16 @@ def run(arguments: list[str]) -> int:
     if rest and not rest[0].startswith(("-", "~")) and "=" not in rest[0]:
         return reported(lambda: usage(rest, () if command else commands))
     return reported(lambda: _hydra(command, rest))
+
+
+def _with_dashes(arguments: list[str]) -> list[str]:
+    """`help`, `help COMMAND` and `version` as the options that they mean."""
+    match arguments:
+        case ["help", *rest]:
+            return [*rest, "--help"]
+        case ["version"]:
+            return ["--version"]
+    return arguments
 
 
 def _lightning(command: str, arguments: list[str]) -> int:

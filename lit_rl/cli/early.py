@@ -63,7 +63,7 @@ def check(config: DictConfig) -> None:
     elif config.task in (*_OF_A_RUN, *_OF_ITS_CONFIG) and config.task != "chat":
         raise ConfigError(f"lit-rl {config.task} needs the folder of a run: run_dir=runs/...")
     if config.task in _OF_ROWS:
-        if str(_at(config, "data._target_")).startswith("lit_rl.data.") and _at(config, "data.task") is None:
+        if str(_at(config, "data._target_")).startswith("lit_rl.data."):
             check_data(_texts(_at(config, "data.path")))
         if _at(config, "reward._target_") == "lit_rl.rewards.from_paths":
             for path in _texts(_at(config, "reward.fn")):

@@ -64,11 +64,33 @@ def keys(file: str = "config.yaml") -> list[str]:
 
 
 def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
-    """What is said of a choice that a group lacks: the one that is near it, and the names of all that a line holds."""
+    """What is said of a choice that a group lacks: how it is written where it is no choice, or the one that is near it,
+    and the names of all that a line holds."""
     near = did_you_mean(choice, options)
-    if near and len(options) > _MANY:
+    own = _OWN[group](choice, near) if group in _OWN else ""
+    near = own or near
+    if own or (near and len(options) > _MANY):
         return f"{group}={choice} is not a choice.{near} `lit-rl list {group}` says what the {len(options)} are."
     return f"{group}={choice} is not a choice.{near} {group} has: {', '.join(options)}."
+
+
+def _own_model(choice: str, near: str) -> str:
+    return "" if near else f" A folder, or a model of the hub, is model=local model.name={choice}."
+
+
+def _own_data(choice: str, near: str) -> str:
+    """Of what looks like a file or a hub id, however near it is to a choice."""
+    looks = "/" in choice or Path(choice).suffix or Path(choice).exists()
+    return f" Rows of your own are data.path={choice}." if looks else ""
+
+
+def _own_reward(choice: str, near: str) -> str:
+    file = f"./{choice}" if Path(choice).suffix == ".py" else "./FILE.py"
+    return "" if near else f" A function of yours is reward={file}:NAME."
+
+
+_OWN = {"model": _own_model, "data": _own_data, "reward": _own_reward}
+"""Groups in whose place people type what is theirs, and how that is written, of a choice and the one near it."""
 
 
 def some_keys(head: str, name: str, names: Iterable[str], command: str = "") -> str:
@@ -98,11 +120,22 @@ def run(words: Sequence[str]) -> int:
     found, taken = groups(folders), defaults()
     for name in names:
         if name not in found:
-            raise ConfigError(f"{name!r} is no group.{did_you_mean(name, found)} There are: {', '.join(found)}.")
+            raise ConfigError(_no_group(name, names, found))
     lines = [line for name in names for line in _choices(name, found[name], taken.get(name))] if names else []
     lines = lines or _overview(found, taken)
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def _no_group(name: str, names: Sequence[str], found: dict[str, dict[str, str]]) -> str:
+    """What is said of a word that is none: a choice of another word's group, or how groups are written."""
+    for group in names:
+        if name in found.get(group, {}):
+            return (
+                f"{name!r} is no group: it is a choice of {group}, and `lit-rl list {group}` says what it is. Its "
+                f"keys: `lit-rl train {group}={name} --cfg job --package {group.replace('/', '.')}`."
+            )
+    return f"{name!r} is no group.{did_you_mean(name, found)} `lit-rl list` names the {len(found)} that there are."
 
 
 def _folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:

@@ -16,7 +16,7 @@ from typing import Any
 from lit_rl.cli import accelerators
 from lit_rl.cli.listing import no_choice, some_keys
 from lit_rl.cli.other_processes import of_other_processes
-from lit_rl.cli.other_words import check_spaces, meaning, no_key
+from lit_rl.cli.other_words import check_spaces, meaning, no_key, of_other_choices
 from lit_rl.durable import is_failing, is_full
 from lit_rl.errors import (
     INTERRUPTED,
@@ -117,7 +117,7 @@ def _hydra(error: BaseException) -> LitRLError | None:
                 return ConfigError(f"{key} is not a key yet. To add it: +{key}=...")
             head, _, name = key.rpartition(".")
             near = did_you_mean(name, names) or _elsewhere(link)
-            return no_key(key, meaning(key), f"{near}{some_keys(head, name, names)}")
+            return no_key(key, meaning(key) or of_other_choices(key), f"{near}{some_keys(head, name, names)}")
         if isinstance(link, ValidationError) and link.full_key:
             reason = str(link).split("\n")[0]
             return ConfigError(f"{link.full_key}: {reason}. See its type in: python train.py --cfg job")

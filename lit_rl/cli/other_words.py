@@ -69,6 +69,8 @@ AMBIGUOUS = {
 """Names of TRL and others that are more than one key here, or another unit, with what to type: those of which the table
 of `other_names.yaml`, which answers every other name of TRL, has no row or says less."""
 
+_FEW = 4
+"""Choices of which one says that they have a key."""
 _MAY_BE_REMOVED = ("callbacks", "logger", "debug", "experiment")
 _FUNCTIONS = re.compile(r"\[ *([^\],]*\w:\w+(?: *, *[^\],]*\w:\w+)*) *\]")
 """A list of paths of functions."""
@@ -268,6 +270,21 @@ def meaning(key: str) -> str:
     if name in AMBIGUOUS:
         return _may_mean(AMBIGUOUS[name])
     return f" Did you mean {MEANS[name]!r}?" if MEANS.get(name, key) != key else other_names.said(key)
+
+
+def of_other_choices(key: str) -> str:
+    """The other choices of the group that have the key, where these are few; nothing where there are none.
+
+    Args:
+        key: One that the chosen one has not.
+    """
+    group, _, name = key.partition(".")
+    files = sorted((conf_folder() / group).glob("*.yaml")) if name else []
+    having = [path.stem for path in files if name in key_names.of_choice(group, path.stem)]
+    if not 0 < len(having) <= _FEW:
+        return ""
+    head, last = ", ".join(having[:-1]), having[-1]
+    return f" {group}={f'{head} or ' if head else ''}{last} has it, and the {group} that is chosen here does not."
 
 
 def _may_mean(keys_of_ours: str) -> str:

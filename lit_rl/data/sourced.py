@@ -167,11 +167,18 @@ class SourcedDataModule(L.LightningDataModule, NotesKeywords):
             DataError: the rows do not fill one step, or a source has none left.
         """
         if sum(sizes) < size:
-            counted = f"{sum(sizes)} rows are left for training: {list_counts(counts)}"
+            counted = f"{sum(sizes)} rows are left for training: {list_counts(counts)}{self._held_together(counts)}"
             raise DataError(f"{key}={size}, and {counted}. {self._more_rows(sum(sizes), size, key, counts)}.")
         if 0 in sizes:
             raise DataError(f"data.sources[{sizes.index(0)}]: the filters left no row of it.")
         return RolloutOrder(sizes, size, self.seed, shuffle, self.weights)
+
+    def _held_together(self, counts: Mapping[str, int]) -> str:
+        """Why more rows are held out than the share of them; empty where they are not."""
+        held = counts.get("held_out", 0)
+        if held <= max(1, round((counts["kept"] + held) * self.val_fraction)):
+            return ""
+        return ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
 
     def fitted(self, size: int, now: int, rows: int, name: str) -> int:
         """The rows of a step: `size`, or as many as a small set has where nobody gave a size; said where it changes.

@@ -160,6 +160,12 @@ def as_generator(generator: Any) -> Generator:
     """
     if isinstance(generator, Generator):
         return generator
+    if isinstance(generator, str):
+        raise ConfigError(
+            f"generator={generator!r} is a text, and no generator: pass an object. Of lit_rl.generation: "
+            "native.NativeGenerator(), hf.HFGenerator(), continuous.HFContinuousGenerator(), "
+            "vllm.in_process.VLLMGenerator(), vllm.server.VLLMServerGenerator(urls=[...]) (docs/generators.md)."
+        )
     came = f"the class {generator.__name__}" if isinstance(generator, type) else type(generator).__name__
     fix = (
         "pass an instance of it"

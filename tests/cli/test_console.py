@@ -51,5 +51,6 @@ def test_a_start_that_fails_leaves_no_folder(command: Command, cwd, tmp_path):
         assert [name for name in contents(cwd) if "__pycache__" not in name] == before
     (cwd / "mine").mkdir()
     (cwd / "mine" / "notes.txt").write_text("of the user")
-    command(f"data.path={rows}", "data.prompts_per_rollout=32", "run_dir=mine")
+    late = command(*wrong[:2], "data.max_prompt_tokens=1", "trainer.accelerator=cpu", "run_dir=mine")
+    assert late.code == 3 and "overlong 4" in late.err
     assert (cwd / "mine" / "notes.txt").exists()

@@ -49,6 +49,8 @@ def test_reward_funcs_is_the_reward():
     for key in ("reward_funcs", "reward"):
         many = translated([f"{key}=[./mine.py:score, my_package.rewards:brief]"])[0]
         assert many == ["reward=function", "reward.fn=[./mine.py:score,my_package.rewards:brief]"]
+    with pytest.raises(ConfigError, match=r"reward=x is not a choice. A function of yours is reward=\./FILE.py:NAME"):
+        translated(["reward_funcs=x"])
     with pytest.raises(ConfigError, match="reward=exact_matsh is not a choice. Did you mean 'exact_match'"):
         translated(["reward_funcs=exact_matsh"])
 
@@ -94,6 +96,12 @@ def test_beta_of_rloo_is_another_one():
         ("algo=GRPO", "algo=GRPO is not a choice. Did you mean 'grpo'?"),
         ("algo=what", "algo=what is not a choice. algo has: alphapo, "),
         ("algo/loss=cipso", "Did you mean 'cispo'"),
+        ("model=gpt2", "A folder, or a model of the hub, is model=local model.name=gpt2. `lit-rl list model` says"),
+        ("model=tinyy", "model=tinyy is not a choice. Did you mean 'tiny'? model has: "),
+        ("data=pairs.jsonl", "Rows of your own are data.path=pairs.jsonl. `lit-rl list data` says what the"),
+        ("data=openai/gsm8k", "Rows of your own are data.path=openai/gsm8k."),
+        ("reward=x", "A function of yours is reward=./FILE.py:NAME. `lit-rl list reward` says what the"),
+        ("reward=mine.py", "A function of yours is reward=./mine.py:NAME."),
         ("logger=[tensorboard,wandbb]", "logger=wandbb is not a choice. Did you mean 'wandb'?"),
         ("algo/preference=[sigmoidd]", "algo/preference=sigmoidd is not a choice. Did you mean 'sigmoid'?"),
         ("trianer.max_steps=3", "trianer.max_steps is not a key. Did you mean 'trainer'"),
@@ -254,6 +262,37 @@ def test_a_setting_behind_an_option_reaches_hydra(command: Command, cwd):
 def test_the_help_of_a_command_that_there_is_not_is_refused(capsys):
     assert cli.run(["raport", "--help"]) == 2
     assert "Did you mean 'report'" in capsys.readouterr().err
+
+
+def test_a_key_of_another_choice_says_which_has_it(command: Command, cwd):
+    for key in ("generator.generation_kwargs.top_h", "generator.generation_kwargs"):
+        outcome = command(f"{key}=1")
+        refused(outcome, 2, "generator=hf, vllm or vllm_server has it, and the generator that is chosen here does not.")
+    refused(command("generator.static_cache=true"), 2, "generator=hf has it, and")
+    assert "has it" not in command("algo=dpo", "algo.group_size=2").err  # many have
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        (["help"], ["--help"]),
+        (["help", "report"], ["report", "--help"]),
+        (["version"], ["--version"]),
+    ],
+)
+def test_help_and_version_without_dashes(capsys, monkeypatch, words, same):
+    monkeypatch.setattr(sys, "argv", ["lit-rl"])
+    assert (cli.run(words), cli.run(same)) == (0, 0)
+    said = capsys.readouterr().out
+    assert said and said[: len(said) // 2] == said[len(said) // 2 :]
+
+
+def test_list_takes_groups(capsys):
+    assert cli.run(["list", "algo", "grpo"]) == 2
+    assert "it is a choice of algo" in (said := capsys.readouterr().err) and "--package algo`" in said
+    assert cli.run(["list", "agol"]) == 2
+    said = capsys.readouterr().err
+    assert "Did you mean 'algo'? `lit-rl list` names the" in said and "sampling" not in said
 
 
 def test_a_typo_is_refused_before_torch_is_loaded():

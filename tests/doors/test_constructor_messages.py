@@ -15,8 +15,11 @@ import lightning as L
 import pytest
 import torch
 import trl
+from datasets import Dataset
 from peft import LoraConfig
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
 from lit_rl import keywords
 from lit_rl.algorithms import DPO, GRPO, KTO, PPO, SFT, AdamW, Constant, RewardModeling
@@ -113,6 +116,9 @@ def test_a_critics_warm_up_and_a_scheduler_of_torch(tmp_path: Path) -> None:
         ({"peft_config": LoraConfig()}, r"GRPO takes no peft_config=\. It belongs to the model: .*LanguageModel"),
         ({"tools": [len]}, r"GRPO takes no tools=\. It is an environment: env="),
         ({"num_generations": 8}, r"GRPO takes no num_generations=\. Here it is group_size="),
+        ({"max_prompt_length": 8}, r"It belongs to the data module: lit_rl\.RolloutDataModule\(rows, max_p"),
+        ({"env": [len]}, r"env is \[<built-in function len>\], a list\. Write env=lit_rl\.FunctionTools\(functions\)"),
+        ({"value_model": "tiny"}, r"GRPO takes no value_model=\. help\(GRPO\)"),
         ({"minibatch": 2}, r"GRPO takes no minibatch=\. Did you mean 'minibatches'\?"),
     ],
 )
@@ -211,6 +217,37 @@ def test_every_argument_of_a_trainer_of_trl_is_ours_or_answered_by_name(theirs: 
         with pytest.raises(ConfigError, match=rf"{ours.__name__} takes no {name}=\. \S") as said:
             ours("tiny", *more, **{name: object()})
         assert "Did you mean" not in str(said.value) and f" {name}=. help(" not in str(said.value)
+
+
+def test_what_belongs_to_the_data_and_to_the_critic() -> None:
+    with pytest.raises(
+        ConfigError, match=r"SFT takes no max_length=\. .*lit_rl\.SupervisedDataModule\(rows, max_length"
+    ):
+        SFT("tiny", max_length=3)
+    with pytest.raises(ConfigError, match=r"PPO takes no value_model=\. Here it is critic=, .*SeparateCritic\(\)"):
+        PPO("tiny", exact_match, value_model="tiny")
+
+
+@pytest.mark.parametrize("made", [Dataset.from_list, DataLoader], ids=["data set", "loader"])
+def test_rows_in_the_place_of_a_data_module(made: Any, tmp_path: Path) -> None:
+    for module, ours in ((grpo(), "RolloutDataModule"), (DPO("tiny"), "PreferenceDataModule")):
+        with pytest.raises(
+            ConfigError, match=rf"datamodule is a \w+, and no data module\. Pass .*lit_rl\.{ours}\(rows\)"
+        ):
+            fit(module, tmp_path, made(ROWS))
+    with pytest.raises(ConfigError, match=r"datamodule is the class RolloutDataModule, and no data module"):
+        fit(grpo(), tmp_path, type("RolloutDataModule", (RolloutDataModule,), {}))
+
+
+def test_the_policy_is_saved_as_a_user_of_transformers_says_it(tmp_path: Path) -> None:
+    module = grpo()
+    with pytest.raises(ConfigError, match=r"not loaded yet: call trainer\.fit"):
+        module.save_pretrained(tmp_path / "hf")
+    module.configure_model()
+    report = module.save_pretrained(tmp_path / "hf")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    assert report is not None and report.max_abs_diff == 0
+    assert all(torch.equal(saved[name], weight) for name, weight in module.policy.state_dict().items())
 
 
 def test_a_reference_that_trl_takes_as_a_model() -> None:
@@ -322,6 +359,14 @@ def test_pairs_for_a_method_that_answers_prompts(tmp_path: Path) -> None:
     said = r"GRPO learns from prompts that it answers, and the Trainer got PreferenceDataModule, .*RolloutDataModule\("
     with pytest.raises(ConfigError, match=rf"{said}rows\), or train lit_rl\.DPO\(model\) or lit_rl\.KTO\(model\) with"):
         fit(grpo(), tmp_path, PreferenceDataModule(rows, batch_size=2, val_fraction=0))
+
+
+def test_prompts_for_a_method_that_learns_from_pairs(tmp_path: Path) -> None:
+    """And not that they fill no step: rows that nobody needs are not counted."""
+    with pytest.raises(
+        ConfigError, match=r"DPO learns from pairs; the Trainer got RolloutDataModule\. Pass datamodule=Pr"
+    ):
+        fit(DPO("tiny"), tmp_path, RolloutDataModule(ROWS))
 
 
 def test_a_file_in_the_place_of_rows_and_a_module_that_is_no_language_model() -> None:

@@ -155,6 +155,19 @@ def test_a_size_that_is_set_later_stays(tokenizer: Any) -> None:
     assert data.batch_size == 4
 
 
+def test_rows_of_equal_prompts_that_are_held_out_together_are_named(tokenizer: Any) -> None:
+    equal = (
+        r"held_out 4\. Rows of equal prompts are held out together, or none of them is.*val_fraction=0 \(4 rows are\)"
+    )
+    with pytest.raises(DataError, match=equal):
+        RolloutDataModule([{"prompt": "1+1="}] * 4).prepare(tokenizer)
+    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 4
+    with pytest.raises(DataError, match=equal):
+        PreferenceDataModule(pairs).prepare(tokenizer)
+    with pytest.raises(DataError, match=r"held_out 1\. [^R]"):
+        RolloutDataModule([{"prompt": "1+1="}, {"prompt": "2+2="}], prompts_per_rollout=2).prepare(tokenizer)
+
+
 def test_where_every_row_is_held_out_the_hint_works(tokenizer: Any) -> None:
     hint = r"0 rows are left .*hold none out with data\.val_fraction=0 \(1 rows are\)"
     with pytest.raises(DataError, match=rf"{hint} or loosen a filter\."):

@@ -66,7 +66,7 @@ class Duck:
     [
         (Duck(), r"generator=Duck is no generator: subclass lit_rl\.generation\.Generator.*sync.*generate"),
         (lambda prompts, sampling: None, r"generator=function is no generator"),
-        ("native", r"generator=str is no generator"),
+        ("vllm", r"generator='vllm' is a text, and no generator: .*vllm\.in_process\.VLLMGenerator\(\)"),
         (TwoVerbs, r"generator=the class TwoVerbs is no generator: pass an instance of it"),
         (Duck, r"generator=the class Duck is no generator: subclass"),
     ],

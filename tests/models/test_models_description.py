@@ -266,11 +266,17 @@ def test_a_broken_file_is_named(make_model, file, content, error, message):
         (["model-q4.gguf"], "holds GGUF, made for inference"),
         (["notes.txt"], r"holds no config\.json; it holds notes\.txt"),
         ([], r"holds no config\.json; it holds nothing"),
+        (
+            ["config.yaml"],
+            r"is the folder of a run\. Its model is model\.name=.*/hf; `lit-rl export run_dir=.*` makes it",
+        ),
+        (["config.yaml", "hf/config.json"], r"is the folder of a run\. Its model is model\.name=.*/hf\.$"),
     ],
-    ids=["adapter", "gguf", "other", "empty"],
+    ids=["adapter", "gguf", "other", "empty", "run", "exported"],
 )
 def test_a_folder_that_is_no_model_says_what_it_is(tmp_path, files, message):
     for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("{}")
     for part in ("tokenizer", "config"):
         with pytest.raises(ConfigError, match=message):

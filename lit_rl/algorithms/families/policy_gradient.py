@@ -128,6 +128,7 @@ class PolicyGradient(OnPolicyModule, ABC):
     ) -> None:
         given.functions(loss=loss, kl=kl, reward_kl=reward_kl, reduction=reduction)
         given.functions(True, advantage=advantage, correction=correction, rejection=rejection, whitening=whitening)
+        given.environment(env)
         given.functions(True, shaping=shaping, weight_norm=weight_norm, selection=selection)
         super().__init__(model, reward, **shared)
         self.credit, self.turn_rewards = CreditAssignment(shaping, reward_norm, reward_clip), TurnRewards(advantage)

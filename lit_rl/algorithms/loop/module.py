@@ -74,7 +74,7 @@ from lit_rl.models.policy import liger
 from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.models.policy.loaded import GivenModel, GivenTokenizer, LoadedModel, described
 from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.policy.sharding import shard
+from lit_rl.models.policy.sharding import full_state_dict, shard
 from lit_rl.models.policy.tensor_parallel import clip_over_meshes, spread_over_group
 from lit_rl.models.policy.vision_parts import trained_by_images
 from lit_rl.models.reference.base import Auto, Copy, Reference, Scorer
@@ -170,6 +170,19 @@ class PolicyModule(L.LightningModule, given.Arguments):
     @property
     def tokenizer(self) -> Any:
         return self.model.tokenizer
+
+    @property
+    def trainer(self) -> L.Trainer:  # pyright: ignore
+        return super().trainer
+
+    @trainer.setter
+    def trainer(self, trainer: L.Trainer | None) -> None:
+        """Lightning attaches the data just before, and asks nothing of them. A list it cannot attach, and says so."""
+        if isinstance(trainer, L.Trainer):
+            came, trainer.datamodule = trainer.datamodule, None  # pyright: ignore
+            given.data_module(type(self), came)  # Lightning would ask it for hooks as it handles the error
+            trainer.datamodule = came  # pyright: ignore
+        L.LightningModule.trainer.fset(self, trainer)  # pyright: ignore
 
     @property
     def trainer_or_none(self) -> L.Trainer | None:
@@ -507,6 +520,27 @@ class PolicyModule(L.LightningModule, given.Arguments):
         adapter = isinstance(self.policy, PeftModel) and not self.model.sees
         card = model_card(facts, loaded_by=self.loaded_by, pipeline=pipeline, adapter=adapter, tags=self.hub_tags)
         return export_policy(self.model, weights, self.policy, folder, card=card, prompts=facts.get("prompts"))
+
+    def save_pretrained(self, folder: str | Path) -> ExportReport | None:
+        """`export` the weights as they are now, with a card that says of which model and method they are.
+
+        Called on all ranks; rank 0 writes.
+
+        Args:
+            folder: A new folder, or an earlier export, which is replaced.
+
+        Returns:
+            What the verification saw; None on other ranks.
+
+        Raises:
+            ConfigError: the policy is not loaded yet.
+        """
+        if self.policy is None:
+            raise ConfigError("The policy is not loaded yet: call trainer.fit, or module.configure_model(), first.")
+        weights = full_state_dict(self.policy)
+        facts = {"base_model": self.model.name, "algorithm": type(self).__name__.lower()}
+        trainer = self.trainer_or_none
+        return self.export(weights, folder, facts) if trainer is None or trainer.is_global_zero else None
 
     @property
     def loaded_by(self) -> str:

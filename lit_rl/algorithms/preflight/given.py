@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
+import lightning as L
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_rl.algorithms.preflight.offline import MODULES
+from lit_rl.algorithms.preflight.offline import MODULES, example_data
 from lit_rl.data.kinds import Kind
+from lit_rl.environments.source import Interactive
 from lit_rl.errors import ConfigError
 from lit_rl.keywords import refuse
 from lit_rl.models.policy.language_model import LanguageModel
@@ -30,6 +32,8 @@ _REWARD = "reward=...: a function, or lit_rl.exact_match"
 _REFERENCE = (
     "here it is reference=lit_rl.models.reference.other_model.OtherModel(name); without it, the policy as it began"
 )
+_LENGTH = "it belongs to the data module: lit_rl.RolloutDataModule(rows, max_prompt_tokens=...)"
+_CRITIC = "here it is critic=, of lit_rl.models.scoring.critic: SeparateCritic() or SharedTrunk()"
 _LOSS = "a loss is a function of tensors (docs/python.md)"
 _ELSEWHERE = {
     "loss_type": "a loss is a function: loss=lit_rl.cispo_loss, advantage=..., reduction=... (docs/from-trl.md)",
@@ -41,6 +45,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("tools", "rollout_func", "environment_factory", "environment"), _ENV),
     **dict.fromkeys(("train_dataset", "eval_dataset", "dataset", "data"), _DATA),
     **dict.fromkeys(("callbacks", "max_steps", "max_grad_norm", "output_dir", "precision"), _TRAINER),
+    **dict.fromkeys(("max_length", "max_prompt_length"), _LENGTH),
+    "value_model": _CRITIC,
     "data_collator": "rows are padded by the data module, without one",
     "formatting_func": "rows are formatted by the data module, which takes map_row=, a function from row to row",
     "compute_loss_func": _LOSS,
@@ -146,11 +152,49 @@ def _elsewhere(learns_from: Kind | None, name: str, known: set[str]) -> str:
     """Where it stands here, for what has such a place: a reward model takes no reward, and draws nothing."""
     said = _ELSEWHERE.get(name, "")
     if said == _DATA and learns_from is not None:
-        return said.replace("RolloutDataModule(", MODULES[learns_from].partition("(")[0] + "(")
-    place = {_SAMPLING: "sampling", _ENV: "env"}.get(said, "reward" if name.startswith("reward_") else None)
+        return said.replace("RolloutDataModule(", f"{_module_of(learns_from)}(")
+    if said == _LENGTH and learns_from is not None:
+        return f"it belongs to the data module: lit_rl.{_module_of(learns_from)}(rows, max_length=...)"
+    place = {_SAMPLING: "sampling", _ENV: "env", _CRITIC: "critic"}.get(
+        said, "reward" if name.startswith("reward_") else None
+    )
     if place is None or place in known:
         return said
     return "it learns from the rows of a data set" if place == "reward" else ""
+
+
+def _module_of(learns_from: Kind | None) -> str:
+    """The class of its data module."""
+    return "RolloutDataModule" if learns_from is None else MODULES[learns_from].partition("(")[0]
+
+
+def data_module(algorithm: type, value: Any) -> None:
+    """Refuse rows, and a loader of them, in the place of a data module; and one of another kind, before its rows are
+    counted.
+
+    Args:
+        algorithm: What is trained.
+        value: What the Trainer was given as `datamodule`.
+
+    Raises:
+        ConfigError: says what to pass.
+    """
+    kind: Kind | None = getattr(algorithm, "learns_from", None)
+    if isinstance(value, L.LightningDataModule) and kind is not None:
+        example_data(value, kind, algorithm.__name__)
+    if value is None or isinstance(value, L.LightningDataModule):
+        return
+    came = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    raise ConfigError(f"datamodule is {came}, and no data module. Pass datamodule=lit_rl.{_module_of(kind)}(rows).")
+
+
+def environment(value: Any) -> None:
+    """Raises ConfigError where it answers no policy."""
+    if value is not None and not isinstance(value, Interactive):
+        raise ConfigError(
+            f"env is {value!r:.60}, a {type(value).__name__}. Write env=lit_rl.FunctionTools(functions), "
+            "CustomEnvironment(factory) or RolloutFunction(function)."
+        )
 
 
 def functions(optional: bool = False, /, **given: Any) -> None:
