@@ -202,7 +202,7 @@ def test_ranks_give_up_together_what_one_of_them_waits_for(
     with monkeypatch.context() as slow:
         slow.setenv("STANDS", str(stands))
         child = process(*words, f"run_dir={run}")
-        wait_for(tmp_path, "stands", [child])
+        wait_for(tmp_path, "stands_[01]", [child])
         child.send_signal(signal.SIGTERM)
         began = time.monotonic()
         output, _ = child.communicate(timeout=240)
@@ -211,6 +211,29 @@ def test_ranks_give_up_together_what_one_of_them_waits_for(
     assert newest(run)["global_step"] == 2 and "Stopped at step 2, saved" in output
     assert process(*words, f"run_dir={run}", "ckpt_path=last").wait(240) == 0
     assert_same_run(whole, run)
+
+
+def test_a_signal_to_one_of_two_ranks_that_score_a_validation_ends_both_saved(
+    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which rank 0 hears nothing but what rank 1 says where they meet next."""
+    run = tmp_path / "run"
+    scored = ["reward=function", f"reward.fn={BESIDE}reward", "reward.workers=0"]  # by the rank itself
+    words = [*scored, "trainer.limit_val_batches=1", "trainer.val_check_interval=2"]
+    monkeypatch.setenv("STANDS", str(tmp_path / "stands"))
+    child = process(*TWO, *words, "trainer.max_steps=4", f"run_dir={run}")
+    for rank in range(2):
+        wait_for(tmp_path, f"stands_{rank}", [child])
+    rank_1 = int((tmp_path / "stands_1").read_text())
+    assert rank_1 != child.pid
+    os.kill(rank_1, signal.SIGTERM)
+    began = time.monotonic()
+    output, _ = child.communicate(timeout=240)  # the pipe is closed when both have ended
+    assert child.returncode == 128 + signal.SIGTERM, output
+    assert time.monotonic() - began < AT_ONCE, output
+    assert newest(run)["global_step"] == 2 and "Stopped at step 2, saved" in output
+    assert json.loads((run / "summary.json").read_text())["status"] == "stopped"
+    assert not (run / NAME).exists() and not (run / "error.json").exists()
 
 
 def started_by(process: int) -> list[int]:

@@ -16,12 +16,13 @@ import torch
 from runs_helpers import SMALL, newest
 
 from lit_rl.algorithms.optim.broken_steps import LIMIT
-from lit_rl.cli.messages import exit_code_of
+from lit_rl.cli.messages import exit_code_of, translated
 from lit_rl.commands import run_files
 from lit_rl.commands import train as train_command
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_page import status_of
 from lit_rl.durable import PARTIAL
+from lit_rl.errors import BackendError
 
 pytestmark = pytest.mark.all
 
@@ -31,6 +32,18 @@ def once(completions):
     {}
     return [1.0] * len(completions)
 """
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("the device has no room"), MemoryError(), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")],
+    ids=lambda error: type(error).__name__,
+)
+def test_memory_that_ran_out_is_known_by_the_class_of_the_error_or_by_its_words(error: Exception) -> None:
+    """PyTorch's own class of it is a RuntimeError, which is known whatever it says."""
+    said = translated(error)
+    assert isinstance(said, BackendError) and str(error) in str(said) and "Memory ran out" in str(said)
+    assert translated(RuntimeError("the device has no room")) is None
 
 
 def test_an_error_is_written_down_until_the_run_goes_on(train, tmp_path: Path) -> None:
