@@ -234,6 +234,8 @@ class CommandLine(LightningCLI):
             getattr(self.datamodule, "prompt_form", None),
             list(report.tracker_lines(self.trainer.loggers)),
         )
+        if not (Path(self.trainer.default_root_dir) / "samples").is_dir():
+            lines.append(f"samples       none are written; every completion as parquet: add {_TO_WRITE_SAMPLES}")
         if model is None:
             lines.append(f"model         no export; a folder for transformers at every N steps: add {_TO_EXPORT}")
         return lines
@@ -554,6 +556,7 @@ def _write_where_it_is_typed(section: Any, words: Sequence[str]) -> None:
             logger["init_args.save_dir"] = folder
 
 
+_TO_WRITE_SAMPLES = "--trainer.callbacks+=lit_rl.callbacks.Samples"
 _TO_EXPORT = (
     "--trainer.callbacks+=lit_rl.callbacks.Export --trainer.callbacks.folder=FOLDER --trainer.callbacks.every=N"
 )

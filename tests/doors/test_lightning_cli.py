@@ -103,6 +103,7 @@ def test_fit_ends_well_and_warns_of_nothing(fitted: tuple[Path, Outcome]) -> Non
     assert "Held-out reward" in outcome.out and "Where the time went" in outcome.out  # as a run of `train` ends
     assert "logs/report.html  (one file: open it in a browser)" in outcome.out
     assert "\nmetrics       " in outcome.out and "logs/metrics.jsonl\n" in outcome.out
+    assert "none are written; every completion as parquet: add --trainer.callbacks+=lit_rl.callbacks.S" in outcome.out
     assert "no export; a folder for transformers" in outcome.out and "curves" not in outcome.out
     assert "train/reward" in (folder.parent / "logs" / "metrics.jsonl").read_text()
 
