@@ -69,6 +69,17 @@ def test_space_for_a_checkpoint_is_looked_for_before_any_is_used(stage, two):
     assert sorted(path.name for path in folder.glob("*ckpt*")) == ["1.1.ckpt", "first.ckpt"]
 
 
+def test_nodes_that_do_not_see_one_folder_are_refused_before_a_step(two):
+    """On every rank, and nothing stays there. Those that see it train, and save the parts of both."""
+    for told in left(two / "nodes", "nodes"):
+        assert list(told) == ["apart"] and "strategy=deepspeed_2" in told["apart"]
+        assert "cannot see what rank 0 writes into" in told["apart"]
+        assert "Every node must see the same folder" in told["apart"]
+    assert [path.name for path in sorted((two / "nodes" / "apart").rglob("*"))] == ["node0", "node1"]
+    saved = two / "nodes" / "shared" / "node0" / "checkpoints" / "last.ckpt" / "checkpoint"
+    assert len(list(saved.glob("*optim_states.pt"))) == 2
+
+
 @pytest.mark.parametrize("stage", zero_runs.WHOLE_RUNS)
 def test_a_run_that_is_gone_on_with_is_the_uninterrupted_one(stage, two):
     """From the middle of a rollout, to the bit; what a checkpoint holds reads as plain values."""

@@ -16,11 +16,13 @@ sys.path += [str(HERE.parent / "runs"), str(HERE.parent / "algorithms")]
 
 import dist_equal  # noqa: E402
 import lightning as L  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from runs_helpers import interrupted  # noqa: E402
 from zero_on_cpu import ZeROOnCPU  # noqa: E402
 
 from lit_rl import durable  # noqa: E402
-from lit_rl.errors import StorageError  # noqa: E402
+from lit_rl.algorithms.optim import shared_folder  # noqa: E402
+from lit_rl.errors import ConfigError, StorageError  # noqa: E402
 from lit_rl.models.policy.sharding import full_state_dict  # noqa: E402
 
 WORDS = [
@@ -170,6 +172,44 @@ def with_room(stage: int, folder: Path) -> None:
     trainer.strategy.barrier()
 
 
+class OtherDisk(ZeROOnCPU):
+    """Of node 1 the same path is another folder."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        obj = super().broadcast(obj, src)
+        if isinstance(obj, tuple) and self.global_rank == 1:
+            return tuple(each and each.replace("/node0/", "/node1/") for each in obj)
+        return obj
+
+
+def as_two_nodes(folder: Path) -> None:
+    """Leave `nodes.pt`: by rank, what a process that is a node by itself was told, with a disk of its own and without.
+
+    A process of Lightning's knows its node by these two variables.
+    """
+    before = os.environ["LOCAL_RANK"], os.environ.get("NODE_RANK", "0")
+    os.environ["LOCAL_RANK"], os.environ["NODE_RANK"] = "0", str(torch.distributed.get_rank())
+    shared_folder.SEEN_WITHIN, said = 1.0, {}
+    for name, strategy in {"apart": OtherDisk(2), "shared": ZeROOnCPU(2)}.items():
+        for node in ("node0", "node1"):
+            (folder / name / node).mkdir(parents=True, exist_ok=True)
+        module, data = dist_equal.parts(*WORDS[:2], "algo=sft", "data.batch_size=8")
+        saves = ModelCheckpoint(folder / name / "node0" / "checkpoints", filename="last", every_n_train_steps=1)
+        trainer = dist_equal.trainer(
+            folder, 1, num_nodes=2, max_steps=1, strategy=strategy, callbacks=[saves], enable_checkpointing=True
+        )
+        try:
+            trainer.fit(module, datamodule=data)
+        except ConfigError as error:
+            said[name] = str(error)
+    os.environ["LOCAL_RANK"], os.environ["NODE_RANK"] = before
+    told: list[Any] = [None, None]
+    torch.distributed.all_gather_object(told, said)
+    if torch.distributed.get_rank() == 0:
+        torch.save(told, folder / "nodes.pt")
+    torch.distributed.barrier()
+
+
 WHOLE_RUNS = {
     1: ["algo=rloo", "algo.iterations=2"],
     2: ["algo=ppo", "algo.minibatches=1", "algo.iterations=2"],
@@ -230,6 +270,7 @@ def main(folder: Path) -> None:
             run(name, folder / where, 2, accumulate=2, strategy=ZeROOnCPU(stage, **settings))
     for stage in (2, 3):
         with_room(stage, folder / f"room{stage}")
+    as_two_nodes(folder / "nodes")
     for stage in WHOLE_RUNS:
         whole_runs(folder, stage)
 

@@ -25,6 +25,7 @@ from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_mas
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
 from lit_rl.algorithms.optim.schedules import GivenSchedule, Linear, Schedule, as_schedule, by_group
+from lit_rl.algorithms.optim.shared_folder import check_every_node_sees
 from lit_rl.algorithms.optim.strategies import (
     FSDPTPStrategy,
     check_mesh,
@@ -244,6 +245,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
                 reference=self.reference if self.needs_reference else None,
                 generator=getattr(self, "generator", None),
             )
+            if stage == "fit" and self.trainer.num_nodes > 1:
+                self._check_shared_folder()
         if isinstance(strategy, FSDPTPStrategy):
             fits_tensor_parallel(
                 type(self).__name__,
@@ -269,6 +272,13 @@ class PolicyModule(L.LightningModule, given.Arguments):
             liger.check_device(strategy.root_device)
         if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
             self.model = self.model.held_in("bfloat16")
+
+    def _check_shared_folder(self) -> None:
+        """Where every process writes its part of a checkpoint."""
+        strategy: Any = self.trainer.strategy
+        folders = (getattr(callback, "dirpath", None) for callback in self.trainer.checkpoint_callbacks)
+        for folder in dict.fromkeys(filter(None, folders)):
+            check_every_node_sees(Path(folder), strategy, f"deepspeed_{strategy.stage}")
 
     # ------------------------------------------------------------------ memory
 
