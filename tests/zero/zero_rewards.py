@@ -12,3 +12,14 @@ def odd(completions: list[str]) -> list[float]:
 def not_in_the_second_rollout(completions: list[str], trainer_state: Any) -> list[float | None]:
     """None is no reward: of a rollout without any nothing is learned."""
     return [None if trainer_state.step == 1 else value for value in odd(completions)]
+
+
+class Asks:
+    """A second turn for some, so that a rank may need one more than the other."""
+
+    def reset(self, *, seed: int) -> None:
+        self.turns = 0
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turns += 1
+        return "?", 0.0, self.turns == 2 or bool(odd([action])[0]), False, {}

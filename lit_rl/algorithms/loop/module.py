@@ -244,6 +244,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
                 clipping=self.trainer.gradient_clip_algorithm,
                 reference=self.reference if self.needs_reference else None,
                 generator=getattr(self, "generator", None),
+                parts=self.unproven_with_zero,
             )
             if stage == "fit" and self.trainer.num_nodes > 1:
                 self._check_shared_folder()
@@ -272,6 +273,14 @@ class PolicyModule(L.LightningModule, given.Arguments):
             liger.check_device(strategy.root_device)
         if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
             self.model = self.model.held_in("bfloat16")
+
+    @property
+    def unproven_with_zero(self) -> Mapping[str, Any]:
+        """Parts that no test holds against one process under DeepSpeed's ZeRO, by key; None and 0 where it has none."""
+        win_rate_against = getattr(getattr(self, "evaluation", None), "win_rate_against", None)
+        groups, replay = getattr(self, "groups", None), getattr(self, "replay", None)
+        parts = {"algo/groups": groups, "algo/replay": replay, "eval.win_rate_against": win_rate_against}
+        return parts | {"A loss that couples the rows of a step": getattr(self, "coupled_losses", None)}
 
     def _check_shared_folder(self) -> None:
         """Where every process writes its part of a checkpoint."""
