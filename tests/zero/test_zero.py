@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import zero_runs
 from dist_equal import Ones, assert_equal_runs, assert_same_weights, in_processes, left
 from runs_helpers import rows
 from safetensors.torch import load_file
+
+from lit_rl.callbacks.checkpoint_files import is_whole
 
 pytestmark = pytest.mark.all
 
@@ -106,6 +109,15 @@ def test_what_is_exported_is_what_one_process_exports(name, two, tmp_path):
     assert_same_weights(first, second, share=0.02, beyond=1e-4, moved=0.1)
     summary = (two / f"whole-{name}" / "summary.json").read_text()
     assert "tensors reloaded, largest difference 0" in summary
+
+
+def test_sigterm_to_one_rank_ends_all_with_a_whole_checkpoint(two):
+    """In a rollout at stage 3, while weights are whole. That both end with the signal's code is asked there."""
+    run = two / "signalled"
+    assert json.loads((run / "summary.json").read_text())["status"] == "stopped"
+    assert not (run / "error.json").exists()
+    saved = sorted((run / "checkpoints").glob("*.ckpt"))
+    assert saved[-1].name == "step_00000002.ckpt" and is_whole(saved[-1])
 
 
 def exported(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,15 @@ SMALL = [
 ]  # fmt: skip
 
 
-def command(name: str, folder: Path, checkpoint: Path | None = None, alone: bool = False) -> None:
+def command(
+    name: str,
+    folder: Path,
+    checkpoint: Path | None = None,
+    *,
+    alone: bool = False,
+    words: Sequence[str] = (),
+    ends: int = 0,
+) -> None:
     """`train.py`, less its parsing of words, in a process that another run has started already."""
     from hydra import compose, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
@@ -256,8 +265,8 @@ def command(name: str, folder: Path, checkpoint: Path | None = None, alone: bool
     from lit_rl.commands.run_dir import RunDir
     from lit_rl.commands.train import train
 
-    stage, words = WHOLE_RUNS[name]
-    words = [*SMALL, f"algo={name}", *words]
+    stage, own = WHOLE_RUNS[name]
+    words = [*SMALL, f"algo={name}", *own, *words]
     if not alone:
         target = f"trainer.strategy._target_={ZeROOnCPU.__module__}.{ZeROOnCPU.__qualname__}"
         words += [f"strategy=deepspeed_{stage}", target, "trainer.devices=2", "trainer.accelerator=cpu"]
@@ -270,7 +279,7 @@ def command(name: str, folder: Path, checkpoint: Path | None = None, alone: bool
         config = compose("config", words)
     config.ckpt_path = None if checkpoint is None else str(checkpoint)
     new = "new" if checkpoint is None and os.environ.get("LOCAL_RANK", "0") == "0" else "resumed"
-    assert train(assemble(config, RunDir(folder), new)) == 0
+    assert train(assemble(config, RunDir(folder), new)) == ends
 
 
 def whole_runs(folder: Path, name: str) -> None:
@@ -284,6 +293,13 @@ def whole_runs(folder: Path, name: str) -> None:
     command(name, again, again / "checkpoints" / "step_00000003.ckpt")
 
 
+def signalled(folder: Path) -> None:
+    """A run at stage 3 of which one rank is sent SIGTERM while weights are whole. Every rank ends with its code."""
+    command(
+        "grpo", folder, words=[f"reward.fn={HERE / 'zero_rewards.py'}:ending_one_rank", "reward=function"], ends=143
+    )
+
+
 def main(folder: Path) -> None:
     for where, (stage, names, settings) in JOBS.items():
         (folder / where).mkdir(exist_ok=True)
@@ -293,6 +309,7 @@ def main(folder: Path) -> None:
     for stage in (2, 3):
         with_room(stage, folder / f"room{stage}")
     as_two_nodes(folder / "nodes")
+    signalled(folder / "signalled")
     for name in WHOLE_RUNS:
         whole_runs(folder, name)
 
