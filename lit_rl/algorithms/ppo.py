@@ -15,7 +15,7 @@ One optimizer trains both, in two parameter groups. Every further term of the po
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from lit_rl.errors import ConfigError, in_range
 from lit_rl.models.policy.forward import TokenScores
 from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.text_forward import score_texts
-from lit_rl.models.scoring.critic import Critic, SeparateCritic, SharedTrunk
+from lit_rl.models.scoring.critic import AdapterCritic, Critic, SeparateCritic, SharedTrunk
 from lit_rl.models.scoring.reward_adapter import RewardAdapter
 from lit_rl.ops.advantages import whiten_tokens
 from lit_rl.ops.correction import auto_correction
@@ -277,6 +277,12 @@ class PPO(PolicyGradient):
         super().setup(stage)
         if self.ptx is not None and stage == "fit":
             self.ptx.check(self.model.processor)  # now: a bad file ends the run before any weight is loaded
+
+    @property
+    def unproven_with_zero(self) -> Mapping[str, Any]:
+        adapts = isinstance(self.value_function, AdapterCritic)
+        own = {"algo/critic=adapter": adapts, "algo.reward_adapter": self.adapter, "algo.ptx": self.ptx}
+        return {**super().unproven_with_zero, **own, "algo.critic_warmup": self.critic_warmup}
 
     def check_advantage(self) -> None:
         estimators.is_there(self.advantage, such_as="gae")

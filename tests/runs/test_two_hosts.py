@@ -16,14 +16,18 @@ from lit_rl.callbacks.checkpoint_files import is_whole
 pytestmark = pytest.mark.faults
 
 RUN = [*SMALL, "algo.minibatches=2", "trainer.accelerator=cpu", "trainer.num_nodes=2"]
-LONG = [*RUN, "trainer.max_steps=24", "callbacks.checkpoint.every_n_train_steps=3", "run_dir=run"]
+LONG = [
+    *[*RUN, "trainer.devices=2", "data.prompts_per_rollout=8"],
+    *["trainer.max_steps=24", "callbacks.checkpoint.every_n_train_steps=3", "run_dir=run"],
+]
+"""Of two processes on each machine."""
 SHORT = [*RUN, "trainer.max_steps=2", "data.task.val_rows=0"]
 BOUND = 60
 """Seconds, on a machine that is busy with other tests, until a process ends whose other one was killed."""
 
 
 def torchrun(host: Host, node: int, first: Host, *words: str) -> Started:
-    launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
+    launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2"]
     meet = ["--master-addr", first.address, "--master-port", "29500"]
     return host.python(*launcher, *meet, str(ROOT / "train.py"), *words)
 

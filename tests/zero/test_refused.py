@@ -55,6 +55,12 @@ REFUSED: dict[str, tuple[int, list[str], dict[str, Any], list[str]]] = {
     "split": (2, ["optimizer=adamw_split"], {}, ["adamw_split", "optimizer=adamw"]),
     "matrices": (2, ["optimizer=by_path", "optimizer.path=torch.optim.Adafactor"], {}, ["optim.Adafactor", "adamw"]),
     "engine": (3, ["generator=hf_continuous"], {}, ["HFContinuousGenerator", "generator=native or hf"]),
+    "replay": (2, ["algo/replay=buffer"], {}, ["algo/replay was never", "strategy=fsdp"]),
+    "groups": (2, ["algo/groups=dynamic"], {}, ["algo/groups was never"]),
+    "coupled": (2, ["algo=aot"], {}, ["couples the rows of a step was never"]),
+    "win-rate": (2, ["eval.win_rate_against=base"], {}, ["eval.win_rate_against was never"]),
+    "adapter": (3, ["algo=ppo", "algo/critic=adapter", "model.lora.r=4"], {}, ["algo/critic=adapter was never"]),
+    "warmup": (3, ["algo=ppo", "algo.critic_warmup=1"], {}, ["algo.critic_warmup was never"]),
     "kto": (2, ["algo=kto"], {}, ["KTO", "strategy=ddp"]),
     "images": (2, ["model=digits", "data=digits", "reward=exact_match"], {}, ["digits", "strategy=fsdp"]),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from dist_equal import Ones, assert_equal_runs, assert_same_weights, in_processe
 from runs_helpers import rows
 from safetensors.torch import load_file
 
+from lit_rl.callbacks.checkpoint_files import is_whole
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.durable import MANIFEST
 
@@ -72,22 +74,35 @@ def test_space_for_a_checkpoint_is_looked_for_before_any_is_used(stage, two):
     assert sorted(path.name for path in folder.glob("*ckpt*")) == ["1.1.ckpt", "first.ckpt"]
 
 
-@pytest.mark.parametrize("stage", zero_runs.WHOLE_RUNS)
-def test_a_run_that_is_gone_on_with_is_the_uninterrupted_one(stage, two):
+def test_nodes_that_do_not_see_one_folder_are_refused_before_a_step(two):
+    """On every rank, and nothing stays there. Those that see it train, and save the parts of both."""
+    for told in left(two / "nodes", "nodes"):
+        assert list(told) == ["apart"] and "strategy=deepspeed_2" in told["apart"]
+        assert "cannot see what rank 0 writes into" in told["apart"]
+        assert "Every node must see the same folder" in told["apart"]
+    assert [path.name for path in sorted((two / "nodes" / "apart").rglob("*"))] == ["node0", "node1"]
+    saved = two / "nodes" / "shared" / "node0" / "checkpoints" / "last.ckpt" / "checkpoint"
+    assert len(list(saved.glob("*optim_states.pt"))) == 2
+
+
+@pytest.mark.parametrize("name", zero_runs.WHOLE_RUNS)
+def test_a_run_that_is_gone_on_with_is_the_uninterrupted_one(name, two):
     """From the middle of a rollout, to the bit; what a checkpoint holds reads as plain values."""
-    whole, again = two / f"whole{stage}", two / f"again{stage}"
+    whole, again = two / f"whole-{name}", two / f"again-{name}"
     assert rows(whole) == rows(again) and len(rows(whole)) > 2
     first, second = exported(whole), exported(again)
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-    mine, other = (rank["module"]["rollout"]["completions"]["response_ids"] for rank in held(whole, 3)["lit_rl"])
-    assert mine.shape != other.shape or not torch.equal(mine, other)
-    names = set(held(whole, 3)["module"])
-    assert names and not any(name.startswith("reference_policy") for name in names)
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    checkpoint = held(whole, 3)
+    names = set(checkpoint["module"])
+    assert names and not any(key.startswith("reference_policy") for key in names)
+    if name in ONLINE:
+        mine, other = (rank["module"]["rollout"]["completions"]["response_ids"] for rank in checkpoint["lit_rl"])
+        assert mine.shape != other.shape or not torch.equal(mine, other)
 
 
 def test_of_a_folder_without_its_manifest_nothing_is_taken(two):
     """`ckpt_path=last` goes on from the one before."""
-    run_dir = RunDir(two / "again2")
+    run_dir = RunDir(two / "again-ppo")
     newest = run_dir.last_checkpoint()
     assert newest is not None and newest.is_dir()
     lost = (newest / MANIFEST).rename(two / MANIFEST)
@@ -97,14 +112,26 @@ def test_of_a_folder_without_its_manifest_nothing_is_taken(two):
     assert run_dir.last_checkpoint() == newest
 
 
-@pytest.mark.parametrize("stage", zero_runs.WHOLE_RUNS)
-def test_what_is_exported_is_what_one_process_exports(stage, two, tmp_path):
-    zero_runs.command(None, tmp_path / "one", words=zero_runs.WHOLE_RUNS[stage])
-    first, second = exported(tmp_path / "one"), exported(two / f"whole{stage}")
+ONLINE = ("rloo", "ppo", "grpo")
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_what_is_exported_is_what_one_process_exports(name, two, tmp_path):
+    zero_runs.command(name, tmp_path / "one", alone=True)
+    first, second = exported(tmp_path / "one"), exported(two / f"whole-{name}")
     # AdamW divides by the gradient, and so enlarges roundings.
     assert_same_weights(first, second, share=0.02, beyond=1e-4, moved=0.1)
-    summary = (two / f"whole{stage}" / "summary.json").read_text()
+    summary = (two / f"whole-{name}" / "summary.json").read_text()
     assert "tensors reloaded, largest difference 0" in summary
+
+
+def test_sigterm_to_one_rank_ends_all_with_a_whole_checkpoint(two):
+    """In a rollout at stage 3, while weights are whole. That both end with the signal's code is asked there."""
+    run = two / "signalled"
+    assert json.loads((run / "summary.json").read_text())["status"] == "stopped"
+    assert not (run / "error.json").exists()
+    saved = sorted((run / "checkpoints").glob("*.ckpt"))
+    assert saved[-1].name == "step_00000002.ckpt" and is_whole(saved[-1])
 
 
 def exported(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -16,11 +16,14 @@ sys.path += [str(HERE.parent / "runs"), str(HERE.parent / "algorithms")]
 
 import dist_equal  # noqa: E402
 import lightning as L  # noqa: E402
+from dist_scorers import scorer_in  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from runs_helpers import interrupted  # noqa: E402
 from zero_on_cpu import ZeROOnCPU  # noqa: E402
 
 from lit_rl import durable  # noqa: E402
-from lit_rl.errors import StorageError  # noqa: E402
+from lit_rl.algorithms.optim import shared_folder  # noqa: E402
+from lit_rl.errors import ConfigError, StorageError  # noqa: E402
 from lit_rl.models.policy.sharding import full_state_dict  # noqa: E402
 
 WORDS = [
@@ -32,32 +35,50 @@ WORDS = [
     "scheduler.warmup_steps=0",
 ]
 """Plain SGD: the change of the weights is the gradient, clipped."""
-ONLINE = [
-    "sampling.max_new_tokens=4",
-    "data.prompts_per_rollout=8",
-    "algo.group_size=4",
-    "reward=function",
-    f"reward.fn={HERE / 'zero_rewards.py'}:odd",
-    "optimizer.lr=0.3",
-]
+DRAWN = ["sampling.max_new_tokens=4", "data.prompts_per_rollout=8", "algo.group_size=4", "optimizer.lr=0.3"]
+ODD = ["reward=function", f"reward.fn={HERE / 'zero_rewards.py'}:odd"]
+ONLINE = [*DRAWN, *ODD]
 GRPO = ["algo=grpo", *ONLINE, "algo.beta=0.2", "reference=frozen_copy"]
-PPO = ["algo=ppo", *ONLINE, "algo.beta=0.2", "algo.minibatches=1", "algo.iterations=2"]
+PPO = ["algo=ppo", *DRAWN, "algo.beta=0.2", "algo.minibatches=1", "algo.iterations=2"]
 OFFLINE = ["data.batch_size=8", "optimizer.lr=0.05"]
+SCORED = "reward=reward_model"
+"""One of random weights, which each run writes for itself."""
+TURNS = [
+    "env=environment",
+    f"env.path={HERE / 'zero_rewards.py'}:Asks",
+    "env.max_turns=2",
+    "env.max_tokens=16",
+    "env.max_observation_tokens=4",
+]
 MOMENTS = ["optimizer.kwargs={momentum: 0.9, weight_decay: 0.1}"]
 """What moves a weight in a step without gradients too, unless it is left out."""
+ADAM = [
+    "optimizer.path=torch.optim.AdamW",
+    "optimizer.lr=0.01",
+    "optimizer.kwargs={eps: 0.01, weight_decay: 0.1}",
+]
+"""Two moments a weight. With so large an epsilon roundings of small gradients are not made large."""
 
 SHAPES: dict[str, list[str]] = {
     "grpo": GRPO,
     "grpo-lora": [*GRPO, "model.lora.r=4", "reference=adapter_base"],
     "grpo-moving": [*GRPO, "reference=ema"],
     "grpo-left-out": [*GRPO, *MOMENTS, f"reward.fn={HERE / 'zero_rewards.py'}:not_in_the_second_rollout"],
+    "grpo-adam": [*GRPO, *ADAM],
+    "grpo-turns": [*GRPO, *TURNS],
     "rloo": ["algo=rloo", *ONLINE, "generator=hf"],
-    "ppo": PPO,
-    "ppo-shared": [*PPO, "algo/critic=shared_trunk"],
+    "ppo-scored": [*PPO, SCORED],
+    "ppo-shared": [*PPO, *ODD, "algo/critic=shared_trunk"],
     "dpo": ["algo=dpo", *OFFLINE],
     "dpo-recomputed": ["algo=dpo", *OFFLINE, "model.gradient_checkpointing=true"],
+    "dpo-precomputed": ["algo=dpo", *OFFLINE, "algo.precompute_reference=true"],
     "sft": ["algo=sft", *OFFLINE],
+    "sft-packed": ["algo=sft", *OFFLINE, "data.packing=best_fit", "data.max_length=24", "algo.neftune_alpha=5"],
 }
+OFFLOADS = ["grpo-adam"]
+FORWARD_ONLY = ["grpo-turns", "dpo-precomputed", "sft-packed"]
+"""What is other in forward passes alone, where DeepSpeed has a part at stage 3 only."""
+EVERYWHERE = [name for name in SHAPES if name not in (*OFFLOADS, *FORWARD_ONLY)]
 STEPS = 4
 LIMIT = 0.25
 """Of the gradient's norm; what the runs say of it is above."""
@@ -68,12 +89,12 @@ OFFLOADED = {
     3: {"offload_optimizer": True, "offload_parameters": True},
 }
 JOBS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
-    "zero1": (1, [*SHAPES], {}),
-    "zero2": (2, [*SHAPES], {}),
-    "zero3": (3, [name for name in SHAPES if name != "grpo-moving"], {}),
-    "zero1-offloaded": (1, ["grpo"], OFFLOADED[1]),
-    "zero2-offloaded": (2, ["grpo"], OFFLOADED[2]),
-    "zero3-offloaded": (3, ["grpo"], OFFLOADED[3]),
+    "zero1": (1, EVERYWHERE, {}),
+    "zero2": (2, EVERYWHERE, {}),
+    "zero3": (3, [name for name in (*EVERYWHERE, *FORWARD_ONLY) if name != "grpo-moving"], {}),
+    "zero1-offloaded": (1, OFFLOADS, OFFLOADED[1]),
+    "zero2-offloaded": (2, OFFLOADS, OFFLOADED[2]),
+    "zero3-offloaded": (3, OFFLOADS, OFFLOADED[3]),
 }
 """Stage, shapes, and further settings of the strategy, by the folder that the runs leave."""
 
@@ -111,7 +132,8 @@ class Sees(L.Callback):
 
 def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any) -> None:
     """Train, validate, and leave `name.pt` there."""
-    module, data = dist_equal.parts(*WORDS, *SHAPES[name])
+    scorer = [f"reward.functions.reward_model.name={scorer_in(folder)}"] if SCORED in SHAPES[name] else []
+    module, data = dist_equal.parts(*WORDS, *SHAPES[name], *scorer)
     meanwhile = Sees()
     callbacks = [meanwhile, *([Breaks(2)] if name == "grpo-left-out" else [])]
     trainer = dist_equal.trainer(
@@ -170,20 +192,69 @@ def with_room(stage: int, folder: Path) -> None:
     trainer.strategy.barrier()
 
 
-WHOLE_RUNS = {
-    1: ["algo=rloo", "algo.iterations=2"],
-    2: ["algo=ppo", "algo.minibatches=1", "algo.iterations=2"],
-    3: ["algo=grpo", "algo.iterations=2", "algo.beta=0.1", "reference=frozen_copy"],
+class OtherDisk(ZeROOnCPU):
+    """Of node 1 the same path is another folder."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        obj = super().broadcast(obj, src)
+        if isinstance(obj, tuple) and self.global_rank == 1:
+            return tuple(each and each.replace("/node0/", "/node1/") for each in obj)
+        return obj
+
+
+def as_two_nodes(folder: Path) -> None:
+    """Leave `nodes.pt`: by rank, what a process that is a node by itself was told, with a disk of its own and without.
+
+    A process of Lightning's knows its node by these two variables.
+    """
+    before = os.environ["LOCAL_RANK"], os.environ.get("NODE_RANK", "0")
+    os.environ["LOCAL_RANK"], os.environ["NODE_RANK"] = "0", str(torch.distributed.get_rank())
+    shared_folder.SEEN_WITHIN, said = 1.0, {}
+    for name, strategy in {"apart": OtherDisk(2), "shared": ZeROOnCPU(2)}.items():
+        for node in ("node0", "node1"):
+            (folder / name / node).mkdir(parents=True, exist_ok=True)
+        module, data = dist_equal.parts(*WORDS[:2], "algo=sft", "data.batch_size=8")
+        saves = ModelCheckpoint(folder / name / "node0" / "checkpoints", filename="last", every_n_train_steps=1)
+        trainer = dist_equal.trainer(
+            folder, 1, num_nodes=2, max_steps=1, strategy=strategy, callbacks=[saves], enable_checkpointing=True
+        )
+        try:
+            trainer.fit(module, datamodule=data)
+        except ConfigError as error:
+            said[name] = str(error)
+    os.environ["LOCAL_RANK"], os.environ["NODE_RANK"] = before
+    told: list[Any] = [None, None]
+    torch.distributed.all_gather_object(told, said)
+    if torch.distributed.get_rank() == 0:
+        torch.save(told, folder / "nodes.pt")
+    torch.distributed.barrier()
+
+
+ROLLOUTS = ["data.prompts_per_rollout=4", "algo.group_size=4"]
+WHOLE_RUNS: dict[str, tuple[int, list[str]]] = {
+    "rloo": (1, ["algo.iterations=2", *ROLLOUTS]),
+    "ppo": (2, ["algo.minibatches=1", "algo.iterations=2", *ROLLOUTS]),
+    "grpo": (3, ["algo.iterations=2", "algo.beta=0.1", "reference=frozen_copy", *ROLLOUTS]),
+    "dpo": (3, ["data.batch_size=4"]),
+    "sft": (2, ["data.batch_size=4"]),
 }
-"""What `train.py` does, by stage: validate, train, validate, export; a checkpoint a step, some in mid-rollout."""
+"""Stage and words of `train.py`: validate, train, validate, export; a checkpoint a step, some in mid-rollout."""
 SMALL = [
-    "data.task.max_operand=5", "data.task.val_rows=4", "data.prompts_per_rollout=4", "algo.group_size=4",
-    "sampling.max_new_tokens=4", "trainer.max_steps=4", "callbacks.samples.print=0", "logger=none", "eval.limit=2",
-    "callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1", "optimizer.lr=0.01",
+    "data.task.max_operand=5", "data.task.val_rows=4", "sampling.max_new_tokens=4", "trainer.max_steps=4",
+    "callbacks.samples.print=0", "logger=none", "eval.limit=2", "callbacks.checkpoint.every_n_train_steps=1",
+    "callbacks.checkpoint.save_top_k=-1", "optimizer.lr=0.01",
 ]  # fmt: skip
 
 
-def command(stage: int | None, folder: Path, checkpoint: Path | None = None, words: Sequence[str] = ()) -> None:
+def command(
+    name: str,
+    folder: Path,
+    checkpoint: Path | None = None,
+    *,
+    alone: bool = False,
+    words: Sequence[str] = (),
+    ends: int = 0,
+) -> None:
     """`train.py`, less its parsing of words, in a process that another run has started already."""
     from hydra import compose, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
@@ -194,9 +265,9 @@ def command(stage: int | None, folder: Path, checkpoint: Path | None = None, wor
     from lit_rl.commands.run_dir import RunDir
     from lit_rl.commands.train import train
 
-    words = [*SMALL, *words]
-    if stage is not None:
-        words += WHOLE_RUNS[stage]
+    stage, own = WHOLE_RUNS[name]
+    words = [*SMALL, f"algo={name}", *own, *words]
+    if not alone:
         target = f"trainer.strategy._target_={ZeROOnCPU.__module__}.{ZeROOnCPU.__qualname__}"
         words += [f"strategy=deepspeed_{stage}", target, "trainer.devices=2", "trainer.accelerator=cpu"]
         words += [f"allow_targets=[{ZeROOnCPU.__module__}]"]
@@ -208,18 +279,25 @@ def command(stage: int | None, folder: Path, checkpoint: Path | None = None, wor
         config = compose("config", words)
     config.ckpt_path = None if checkpoint is None else str(checkpoint)
     new = "new" if checkpoint is None and os.environ.get("LOCAL_RANK", "0") == "0" else "resumed"
-    assert train(assemble(config, RunDir(folder), new)) == 0
+    assert train(assemble(config, RunDir(folder), new)) == ends
 
 
-def whole_runs(folder: Path, stage: int) -> None:
-    """A run, and the same one killed in the middle of a rollout and gone on with."""
-    whole, again = folder / f"whole{stage}", folder / f"again{stage}"
-    command(stage, whole)
+def whole_runs(folder: Path, name: str) -> None:
+    """A run, and the same one killed, in the middle of a rollout where there is one, and gone on with."""
+    whole, again = folder / f"whole-{name}", folder / f"again-{name}"
+    command(name, whole)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         interrupted(whole, again, 3)
     torch.distributed.barrier()
-    command(stage, again, again / "checkpoints" / "step_00000003.ckpt")
+    command(name, again, again / "checkpoints" / "step_00000003.ckpt")
+
+
+def signalled(folder: Path) -> None:
+    """A run at stage 3 of which one rank is sent SIGTERM while weights are whole. Every rank ends with its code."""
+    command(
+        "grpo", folder, words=[f"reward.fn={HERE / 'zero_rewards.py'}:ending_one_rank", "reward=function"], ends=143
+    )
 
 
 def main(folder: Path) -> None:
@@ -230,8 +308,10 @@ def main(folder: Path) -> None:
             run(name, folder / where, 2, accumulate=2, strategy=ZeROOnCPU(stage, **settings))
     for stage in (2, 3):
         with_room(stage, folder / f"room{stage}")
-    for stage in WHOLE_RUNS:
-        whole_runs(folder, stage)
+    as_two_nodes(folder / "nodes")
+    signalled(folder / "signalled")
+    for name in WHOLE_RUNS:
+        whole_runs(folder, name)
 
 
 if __name__ == "__main__":

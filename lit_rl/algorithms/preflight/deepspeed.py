@@ -5,6 +5,7 @@ docs/scale.md has the table of what was proven, and by which test.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -61,8 +62,11 @@ def method_fits_zero(
     clipping: Any,
     reference: Reference | None,
     generator: Generator | None,
+    parts: Mapping[str, Any],
 ) -> None:
     """Refuse a method, or parts of one, before weights are loaded.
+
+    What is computed from log-probs alone (losses, advantages, estimators) is not asked: DeepSpeed has no part in it.
 
     Args:
         method: Name of its class.
@@ -71,6 +75,7 @@ def method_fits_zero(
         clipping: `trainer.gradient_clip_algorithm`.
         reference: The one that a term reads; None where none does.
         generator: What draws completions; None where nothing does.
+        parts: Further parts that call the policy or keep what ranks made, by key; None and 0 where there is none.
 
     Raises:
         ConfigError: names the key.
@@ -86,6 +91,9 @@ def method_fits_zero(
             f"generator={type(generator).__name__} was never run with DeepSpeed. Take generator=native or hf, "
             f"{_INSTEAD}."
         )
+    for key, part in parts.items():
+        if part:
+            raise ConfigError(f"{key} was never compared with one process under DeepSpeed. Leave it out, {_INSTEAD}.")
     apart = isinstance(strategy, ZeROStrategy) and strategy.stage == 3
     if apart and reference is not None and reference.moves:
         raise ConfigError(
