@@ -23,6 +23,7 @@ from lit_rl.callbacks.text import one_line
 from lit_rl.callbacks.trackio_logger import TrackioLogger
 from lit_rl.callbacks.unwritten import not_written
 from lit_rl.commands.run_curves import PHASES
+from lit_rl.commands.run_dir import AVERAGES
 from lit_rl.errors import StorageError
 from lit_rl.rollout import PromptForm
 
@@ -175,6 +176,7 @@ def closing_lines(
         lines.append(f"model         {written.model}" + (f"  ({written.verified})" if written.verified else ""))
         beside = "AutoProcessor" if loaded_by == _SEES else "AutoTokenizer"
         lines.append(f"use it        {loaded_by}.from_pretrained({str(written.model)!r}), {beside} likewise")
+    lines += [f"average       {path}" for name in AVERAGES if (path := written.root / name).is_dir()]
     if chat is not None and writes_text(loaded_by):
         how = {"text": "  (each line is a prompt, as in training)", "messages": "  (a conversation)", None: ""}[prompts]
         lines.append(f"talk to it    {chat}{how}")

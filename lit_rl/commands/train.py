@@ -197,7 +197,8 @@ def _say_where_everything_is(run: Run, summary: dict[str, Any]) -> None:
     folder, loaded_by = run.run_dir.path, run.module.loaded_by
     model = None if summary["export"] is None else run.run_dir.hf
     logged = any(isinstance(logger, TensorBoardLogger) for logger in run.trainer.loggers)
-    sampled = " eval.group_size=8 eval.temperature=1" if report.writes_text(loaded_by) else ""
+    scores = isinstance(run.module, GeneratingModule) and run.module.reward_functions.names
+    sampled = " eval.group_size=8 eval.temperature=1" if scores else ""
     lines = report.closing_lines(
         report.Written(
             folder, Path(run.trainer.default_root_dir), model, summary["export"] or "", folder if logged else None

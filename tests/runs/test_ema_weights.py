@@ -182,12 +182,13 @@ def test_a_decay_out_of_range_is_refused(decay):
         EMAWeights(decay=decay)
 
 
-def test_the_merged_weights_lie_between_the_first_and_the_last_ones(train, tmp_path):
+def test_the_merged_weights_lie_between_the_first_and_the_last_ones(train, tmp_path, capsys):
     """Also where the run was resumed in between."""
     whole, again = tmp_path / "whole", tmp_path / "again"
     overrides = ["callbacks=merge" if word == "callbacks=ema" else word for word in RUN if ".decay" not in word]
     overrides += ["callbacks.merge.share=0.25"]
     assert train(*overrides, f"run_dir={whole}") == 0
+    assert f"average       {whole / 'hf_merged'}\n" in capsys.readouterr().out
     start = checkpoint(whole, 3)["callbacks"]["MergedWeights"]["initial"]
     merged, trained = (
         load_file(whole / "hf_merged" / "model.safetensors"),
