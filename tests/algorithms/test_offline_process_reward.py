@@ -158,7 +158,5 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data.separator='' makes no token"):
         data_of(separator="")
     pairs = PreferenceDataModule(rows=[{"prompt": "1", "chosen": "a", "rejected": "b"}], batch_size=1, val_fraction=0.0)
-    with pytest.raises(
-        ConfigError, match="PreferenceDataModule makes pairs or verdicts, and the algorithm needs stepwise"
-    ):
+    with pytest.raises(ConfigError, match=r"got PreferenceDataModule. Pass datamodule=StepwiseDataModule\(...\)"):
         trainer_of(tmp_path, 1).fit(ProcessRewardModeling("tiny"), datamodule=pairs)

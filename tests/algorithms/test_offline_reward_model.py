@@ -150,7 +150,7 @@ def test_bad_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="RewardModeling takes no reward="):
         RewardModeling("tiny", reward=len)
     steps = StepwiseDataModule(rows=[{"prompt": "1", "completions": ["2"], "labels": [True]}], batch_size=1)
-    with pytest.raises(ConfigError, match="StepwiseDataModule makes stepwise, and the algorithm needs pairs"):
+    with pytest.raises(ConfigError, match=r"got StepwiseDataModule. Pass datamodule=PreferenceDataModule\(...\)"):
         quiet_trainer(tmp_path, 1).fit(RewardModeling("tiny"), datamodule=steps)
     same = PreferenceDataModule(rows=PAIRS, batch_size=8, val_fraction=0.0)
     with pytest.raises(ConfigError, match="model.pad_token"):
