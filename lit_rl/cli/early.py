@@ -63,7 +63,8 @@ def check(config: DictConfig) -> None:
     elif config.task in (*_OF_A_RUN, *_OF_ITS_CONFIG) and config.task != "chat":
         raise ConfigError(f"lit-rl {config.task} needs the folder of a run: run_dir=runs/...")
     if config.task in _OF_ROWS:
-        if str(_at(config, "data._target_")).startswith("lit_rl.data."):
+        computed = _at(config, "data.task") is not None and "data" in own_keys.typed()  # not the demo's, which is left
+        if str(_at(config, "data._target_")).startswith("lit_rl.data.") and not computed:
             check_data(_texts(_at(config, "data.path")))
         if _at(config, "reward._target_") == "lit_rl.rewards.from_paths":
             for path in _texts(_at(config, "reward.fn")):

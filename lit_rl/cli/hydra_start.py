@@ -23,7 +23,6 @@ from lit_rl.cli import (
     own_keys,
     quiet,
     reporting,
-    small_files,
     stored_schemas,
     sweeping,
     transcribing,
@@ -122,7 +121,6 @@ def run(config: DictConfig) -> int:
     _check(config)
     early.check(config)
     data_kinds.check(config)
-    small_files.check(config, data_kinds.typed_keys())
     if config.task in _OF_FILES:
         return _OF_FILES[config.task](config) if is_main() else 0
     if _is_over(config):

@@ -50,14 +50,6 @@ REFUSED = {
     "data=jsonl data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder."),
     "algo=dpo data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder."),
     "lr=1e-5 algo=dpo data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder."),
-    "data.path=prompts.jsonl data.prompts_per_rollout=32": (
-        3,
-        "data.prompts_per_rollout=32, and prompts.jsonl has 1 rows, 1 of them held out for validation. Add rows or ",
-    ),
-    "algo=grpo data.path=prompts.jsonl data.prompts_per_rollout=2 data.val_fraction=0": (
-        3,
-        "data.prompts_per_rollout=2, and prompts.jsonl has 1 rows. Add rows or lower data.prompts_per_rollout to 1 or",
-    ),
     "model=./finished": (
         2,
         "model.name='./finished' is the folder of a run. Its model is model.name=finished/hf; `lit",
