@@ -45,12 +45,13 @@ ENGINES = {"native": {}, "hf": {"generator": HFGenerator()}, "engine": {"generat
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_first_ratio_is_one_and_the_engine_drew_from_what_is_scored(tmp_path, engine):
-    """No step is taken before the first micro-batch is over, so the ratio of the policy to itself has the same bits."""
+    """No step is taken before the first micro-batch is over, so the ratio is of the policy to itself. A row beside
+    others may have other last bits on some processors: here all rows are scored at once, there a micro-batch of them."""
     settings = {"minibatches": 2, **ENGINES[engine]} if engine != "engine" else ENGINES[engine]
     rollout, now, eos_ids = seen(tmp_path, **settings)[0]
     drawn, mask = rollout.completions, rollout.completions.response_mask
     if rollout.old_logprobs is not None:
-        assert torch.equal(now[mask], rollout.old_logprobs[mask])
+        torch.testing.assert_close(now[mask], rollout.old_logprobs[mask], atol=1e-5, rtol=0)
     torch.testing.assert_close(now[mask], drawn.sampler_logprobs[mask], atol=1e-4, rtol=0)
     if rollout.weights is not None:
         torch.testing.assert_close(rollout.weights[mask], torch.ones_like(now[mask]), atol=1e-4, rtol=0)
