@@ -45,8 +45,8 @@ ENGINES = {"native": {}, "hf": {"generator": HFGenerator()}, "engine": {"generat
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_first_ratio_is_one_and_the_engine_drew_from_what_is_scored(tmp_path, engine):
-    """No step is taken before the first micro-batch is over, so the ratio is of the policy to itself. A row beside
-    others may have other last bits on some processors: here all rows are scored at once, there a micro-batch of them."""
+    """No step is taken before the first micro-batch is over, so the ratio is that of the policy to itself. All rows are
+    scored here at once, and a micro-batch of them there: on some processors the last bits of a row depend on that."""
     settings = {"minibatches": 2, **ENGINES[engine]} if engine != "engine" else ENGINES[engine]
     rollout, now, eos_ids = seen(tmp_path, **settings)[0]
     drawn, mask = rollout.completions, rollout.completions.response_mask

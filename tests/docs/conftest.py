@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,14 @@ from doc_runs import alone, running
 
 
 @pytest.fixture
-def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, the current one, and the first where Python looks for modules."""
+def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder, the current one, and the first where Python looks for modules. Those of it are forgotten: another
+    page may have a file of that name."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    return alone(tmp_path, monkeypatch)
+    yield alone(tmp_path, monkeypatch)
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(f"{tmp_path}/"):
+            del sys.modules[name]
 
 
 @pytest.fixture

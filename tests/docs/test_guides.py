@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,9 +146,8 @@ def test_the_commands_of_the_guides_compose(root: Path, cwd: Path) -> None:
 
 
 @pytest.mark.all
-def test_a_task_of_ones_own_trains_as_the_tutorials_write_it(root: Path, cwd: Path, train, monkeypatch) -> None:
+def test_a_task_of_ones_own_trains_as_the_tutorials_write_it(root: Path, cwd: Path, train) -> None:
     """Its Python, its choice of `data=` and its command, with a step."""
-    monkeypatch.delitem(sys.modules, "my_tasks", raising=False)  # of another page
     found = {name: blocks(root / "docs" / name) for name in (*GUIDES, *REFERENCE)}
     own = [
         (name, words[2:])
