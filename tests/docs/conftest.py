@@ -12,8 +12,8 @@ from doc_runs import alone, running
 
 @pytest.fixture
 def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder, the current one, and the first where Python looks for modules. Those of it are forgotten: another
-    page may have a file of that name."""
+    """An empty folder, the current one, and the first where Python looks for modules. Its modules are forgotten behind
+    the test: another page may have a file of the same name."""
     monkeypatch.syspath_prepend(str(tmp_path))
     yield alone(tmp_path, monkeypatch)
     for name, module in list(sys.modules.items()):
