@@ -380,6 +380,9 @@ def test_ddp_holds_gradients_twice_but_where_one_micro_batch_lies_in_its_buckets
             model(torch.ones(1, 8)).sum().backward()
             assert len(storages()) == (1 if view else 2)
     finally:
+        # Before its group: what is destroyed last waits for gloo's thread, and as a part of the model it would keep
+        # Python's lock meanwhile, for which that thread waits.
+        model = None
         torch.distributed.destroy_process_group()
 
 
