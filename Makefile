@@ -43,8 +43,8 @@ help:  ## list the targets
 $(STAMPS)/run $(STAMPS)/dev $(ENGINES)/.stamp $(AGENTS)/.stamp: export PYTHONWARNINGS = ignore:::setuptools.command.editable_wheel
 
 $(STAMPS)/run: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing lit_rl and what it runs on into .venv (a minute or two, once) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -q $(PIP_ARGS) -U pip
 	@$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e .
 	@mkdir -p $(STAMPS) && touch $@
