@@ -123,7 +123,7 @@ STEPS = (
     Typed(GPUS, "python train.py model=Qwen/Qwen2.5-0.5B-Instruct", code=8),
     Typed(GPUS, f"python train.py run_dir=runs/demo ckpt_path=last {SHORT}"),
     Typed(GPUS, f"python train.py -m seed=1,2 {SHORT}"),
-    Typed(GPUS, "python scripts/plot_run.py runs/demo curve.png"),
+    Typed(GPUS, "python -m pip install matplotlib && python scripts/plot_run.py runs/demo curve.png"),
 )
 
 FILES = {

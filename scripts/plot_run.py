@@ -12,7 +12,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+try:
+    import matplotlib
+except ModuleNotFoundError:
+    raise SystemExit(
+        "matplotlib draws the picture: pip install matplotlib. The run's report.html has its curves."
+    ) from None
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
