@@ -9,14 +9,13 @@ import re
 import string
 import warnings
 from collections.abc import Sequence
-from http.client import HTTPException
 from typing import Any
 
 from lit_rl.errors import ConfigError, RewardError, in_range
 from lit_rl.rewards.completion import Completion, content_of, text_of
 from lit_rl.rewards.execution.event_loops import FUNCTION_LOOP
 from lit_rl.rewards.judges.base import LogMetric, Verdict, average_orders, check_columns
-from lit_rl.rewards.scorers.remote import Post, RemoteReward, RequestRefused, concurrent_posts
+from lit_rl.rewards.scorers.remote import NO_ANSWER, Post, RemoteReward, RequestRefused, concurrent_posts
 from lit_rl.rewards.workers.job import TrainerState
 from lit_rl.rollout import Message, Prompt
 
@@ -191,13 +190,7 @@ class LLMJudge:
                 await asyncio.sleep(wait * random.uniform(0.5, 1))
             try:
                 return _reply_text(await post(self.url, request))
-            except (
-                OSError,
-                HTTPException,
-                ValueError,
-                RecursionError,
-                RequestRefused,
-            ) as error:  # of no JSON, no UTF-8
+            except NO_ANSWER as error:
                 failure = error
                 if isinstance(error, RequestRefused) and error.for_good:
                     break

@@ -119,13 +119,7 @@ class RemoteReward:
                 await asyncio.sleep(min(_LONGEST_WAIT, self.backoff * 2**rounds) * random.uniform(0.5, 1))
             try:
                 return _rewards(await post(url, body), count)
-            except (
-                OSError,
-                HTTPException,
-                ValueError,
-                RecursionError,
-                RequestRefused,
-            ) as error:  # of no JSON, no UTF-8
+            except NO_ANSWER as error:
                 kind = "" if isinstance(error, RequestRefused) else f"{type(error).__name__}: "
                 failure = f"{url}: {kind}{error}"
         raise RewardError(
@@ -199,6 +193,11 @@ class RequestRefused(Exception):
     def __init__(self, why: str, *, for_good: bool = False) -> None:
         super().__init__(why)
         self.for_good = for_good
+
+
+NO_ANSWER = (OSError, HTTPException, ValueError, RecursionError, RequestRefused)
+"""With what a request fails that is sent again. What is no JSON or no UTF-8 is a ValueError, JSON that is nested too
+deeply a RecursionError."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
