@@ -14,7 +14,7 @@ from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.kept_images import KeptImages
 from lit_rl.callbacks.text import one_line
-from lit_rl.commands import report
+from lit_rl.commands.run_curves import decoding
 from lit_rl.commands.step_memory import told_of_memory
 from lit_rl.commands.train import Run
 
@@ -58,7 +58,7 @@ def _decoding(module: PolicyModule) -> str:
         return ""
     temperature, count = module.evaluation.temperature, module.evaluation.group_size
     each = f", {count} completions a prompt" if count > 1 else ""
-    return f": {report.decoding(temperature)}{each}"
+    return f": {decoding(temperature)}{each}"
 
 
 def predict(run: Run) -> int:

@@ -31,11 +31,6 @@ MEASURED = tuple(f"{name}{end}" for name in ("reward", "win_rate") for end in ("
 """What the closing table shows of a validation: names behind the set's."""
 
 
-def decoding(temperature: float) -> str:
-    """How completions were drawn, in words."""
-    return "greedy" if temperature == 0 else f"sampled at {temperature:g}"
-
-
 def phase_totals(metrics: Path) -> dict[str, dict[str, float]]:
     """Seconds and tokens per second of each phase, summed over a metrics.jsonl."""
     seconds, tokens = dict.fromkeys(PHASES, 0.0), 0.0

@@ -55,6 +55,12 @@ the first group that lists it, and of a last one, `Other`, where none does."""
 SECOND = ("val_sampled", "val_greedy")
 """Prefixes of validations by another decoding than the `eval` group's, which a run makes at its ends: one of them."""
 
+
+def decoding(temperature: float) -> str:
+    """How completions were drawn, in words."""
+    return "greedy" if temperature == 0 else f"sampled at {temperature:g}"
+
+
 _NO_CURVE = ("*_low", "*_high", "prompts", "epoch")
 """Ends of intervals, and counts that say nothing of the run."""
 

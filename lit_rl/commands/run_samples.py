@@ -10,6 +10,7 @@ from typing import Any
 
 from lit_rl.callbacks.sample_files import SampleTable
 from lit_rl.callbacks.text import said, visible
+from lit_rl.commands.run_curves import decoding
 from lit_rl.commands.run_files import RunFiles
 from lit_rl.commands.transcript_record import Recorded, Tokens, read_table, spread
 from lit_rl.episodes import words_of
@@ -116,8 +117,7 @@ def title(table: SampleTable) -> str:
     match = re.fullmatch(r"t([0-9.e+-]+)(?:_(.+))?", validation_of(table) or "")
     if match is None:
         return ""
-    decoding = "greedy" if float(match[1]) == 0 else f"sampled at {match[1]}"
-    return visible(f"{match[2] or 'held-out'}, {decoding}")
+    return visible(f"{match[2] or 'held-out'}, {decoding(float(match[1]))}")
 
 
 def label(table: SampleTable, step: int) -> str:

@@ -29,6 +29,7 @@ from lit_rl.callbacks.unwritten import not_written
 from lit_rl.commands import leaving, report, run_report
 from lit_rl.commands.export import FOLDER, card_facts, for_readers
 from lit_rl.commands.redaction import redact_command
+from lit_rl.commands.run_curves import decoding
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.step_memory import peak_memory, told_of_memory
@@ -255,12 +256,12 @@ def measure(run: Run, summary: dict[str, Any], when: str) -> None:
 
 def _collect(run: Run, results: dict[str, dict[str, dict[str, float]]], stage: str, temperature: float) -> None:
     """What the last validation said of every set, by its decoding."""
-    decoding = report.decoding(temperature)
+    drawn = decoding(temperature)
     for key, value in run.trainer.callback_metrics.items():
         head, _, leaf = key.rpartition("/")
         first, _, name = head.partition("/")
         if leaf in report.MEASURED and first == stage:
-            results.setdefault(name, {}).setdefault(decoding, {})[leaf] = float(value)
+            results.setdefault(name, {}).setdefault(drawn, {})[leaf] = float(value)
 
 
 def _losses(run: Run) -> dict[str, float]:
