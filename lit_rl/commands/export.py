@@ -19,6 +19,7 @@ from lit_rl.commands.folder_state import release
 from lit_rl.commands.saved_policy import saved_policy
 from lit_rl.errors import BackendError
 from lit_rl.models.export.names import without_folders
+from lit_rl.models.export.papers import PAPERS
 from lit_rl.models.policy.sharding import full_state_dict
 
 
@@ -86,7 +87,7 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
         "scores": {name: after["reward"] for name, (after, _) in measured.items() if math.isfinite(after["reward"])},
         "versions": {name: version for name, version in versions.items() if version},
     }
-    facts |= {"paper": PAPER_OF[algorithm]} if algorithm in PAPER_OF else {}
+    facts |= {"paper": PAPERS[algorithm].arxiv} if algorithm in PAPERS else {}
     if command := for_readers(commands_of(summary)):
         facts["command"] = command
     return facts | ({"prompts": summary["prompts"]} if summary.get("prompts") else {})
@@ -118,23 +119,6 @@ def _anywhere(words: list[str], *, alone: bool) -> str:
         kept += folder if key == "run_dir" else [] if key == "--trainer.default_root_dir" else [without_folders(word)]
     kept = ["train.py" if word == "path/to/train.py" else word for word in kept]
     return shlex.join(kept).replace(str(Path.home()), "~")
-
-
-PAPER_OF = {
-    "bco": "2404.04656",
-    "cpo": "2401.08417",
-    "dpo": "2305.18290",
-    "gkd": "2306.13649",
-    "grpo": "2402.03300",
-    "kto": "2402.01306",
-    "nashmd": "2312.00886",
-    "onlinedpo": "2402.04792",
-    "orpo": "2403.07691",
-    "ppo": "1707.06347",
-    "rloo": "2402.14740",
-    "xpo": "2405.21046",
-}
-"""The arXiv id of the paper of each class of algorithm that has one, as in docs/papers.md."""
 
 
 def _measured(after: Mapping[str, float], before: Mapping[str, float] | None) -> dict[str, str]:
