@@ -165,11 +165,12 @@ def _check_removed(key: str, found: Mapping[str, Mapping[str, str]]) -> None:
         )
 
 
-def _choices(words: Sequence[str]) -> dict[str, str]:
-    """The choice of each group whose keys its files tell: not where an experiment chooses, or a word adds a key."""
+def _choices(words: Sequence[str]) -> dict[str, str] | None:
+    """The choice of each group whose keys its files tell: not of one to which a word adds a key. None where an
+    experiment chooses."""
     typed = dict(word.split("=", 1) for word in words if "=" in word)
     if "experiment" in typed:
-        return {}
+        return None
     added = {key.rpartition("@")[2].lstrip("+").partition(".")[0] for key in typed if key.startswith("+")}
     return {group: choice for group, choice in {**defaults(), **typed}.items() if group not in added}
 
@@ -200,9 +201,9 @@ def _quoted(value: str) -> str:
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices: Mapping[str, str]) -> None:
-    """Refuse what needs no look at the config: a choice that its group lacks, and a key that no choice has. Without
-    `choices` an experiment was typed, which may add keys at the top: Hydra says of these which there are."""
+def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices: Mapping[str, str] | None) -> None:
+    """Refuse what needs no look at the config: a choice that its group lacks, and a key that no choice has. An
+    experiment (`choices` is None) may add keys at the top, so Hydra says of these which there are."""
     if key in found and _PLAIN.fullmatch(value) and value != "null" and value not in found[key]:
         raise ConfigError(no_choice(key, value, list(found[key])))
     for word in value[1:-1].split(",") if key in found and re.fullmatch(r"\[[\w,. -]+\]", value) else ():
@@ -211,12 +212,12 @@ def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices
     head, dot, rest = key.partition(".")
     tops = {group for group in found if "/" not in group}
     known = {*tops, *keys()} - {"hydra"}
-    if choices and not dot and head.isidentifier() and head not in {*known, "hydra"}:
+    if choices is not None and not dot and head.isidentifier() and head not in {*known, "hydra"}:
         raise no_key(head, meaning(head), _near(head, known, choices))
     hint = "" if head in {*known, "hydra"} else did_you_mean(head, tops) or meaning(key)
     if dot and head.isidentifier() and hint:  # others wait for the whole config
         raise no_key(key, hint)
-    if dot and choices.get(head) in found.get(head, {}):
+    if dot and choices and choices.get(head) in found.get(head, {}):
         _check_in_group(key, head, rest.partition(".")[0], choices[head])
 
 
