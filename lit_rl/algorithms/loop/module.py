@@ -25,7 +25,7 @@ from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_mas
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
 from lit_rl.algorithms.optim.schedules import GivenSchedule, Linear, Schedule, as_schedule, by_group
-from lit_rl.algorithms.optim.shared_folder import check_every_node_sees
+from lit_rl.algorithms.optim.shared_folder import check_checkpoints_are_shared
 from lit_rl.algorithms.optim.strategies import (
     FSDPTPStrategy,
     check_mesh,
@@ -261,7 +261,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
                 parts=self.unproven_with_zero,
             )
             if stage == "fit" and self.trainer.num_nodes > 1:
-                self._check_shared_folder()
+                check_checkpoints_are_shared(self.trainer)
         if isinstance(strategy, FSDPTPStrategy):
             fits_tensor_parallel(
                 type(self).__name__,
@@ -295,13 +295,6 @@ class PolicyModule(L.LightningModule, given.Arguments):
         groups, replay = getattr(self, "groups", None), getattr(self, "replay", None)
         parts = {"algo/groups": groups, "algo/replay": replay, "eval.win_rate_against": win_rate_against}
         return parts | {"A loss that couples the rows of a step": getattr(self, "coupled_losses", None)}
-
-    def _check_shared_folder(self) -> None:
-        """Where every process writes its part of a checkpoint."""
-        strategy: Any = self.trainer.strategy
-        folders = (getattr(callback, "dirpath", None) for callback in self.trainer.checkpoint_callbacks)
-        for folder in dict.fromkeys(filter(None, folders)):
-            check_every_node_sees(Path(folder), strategy, f"deepspeed_{strategy.stage}")
 
     # ------------------------------------------------------------------ memory
 

@@ -11,12 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 
 from lit_rl.errors import ConfigError, StorageError
 
 SEEN_WITHIN = 30.0
 """Seconds in which a network disk shows other nodes what is new."""
+
+
+def check_checkpoints_are_shared(trainer: L.Trainer) -> None:
+    """`check_every_node_sees` for each folder into which every process of a run under DeepSpeed writes its parts."""
+    strategy: Any = trainer.strategy
+    folders = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
+    for folder in dict.fromkeys(filter(None, folders)):
+        check_every_node_sees(Path(folder), strategy, f"deepspeed_{strategy.stage}")
 
 
 def check_every_node_sees(folder: Path, strategy: Any, name: str) -> None:
