@@ -169,7 +169,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def is_as_noted(folder: Path) -> bool:
-    """Whether every file of the manifest, which names some, is there and holds what it held. Reads them all."""
+    """Whether the manifest names files, and each is there and holds what it held. Reads them all."""
     try:
         noted = json.loads((folder / MANIFEST).read_text())
         return bool(noted) and all(_facts(folder / name) == facts for name, facts in noted.items())

@@ -29,8 +29,8 @@ _NOT_OURS = (
 _BANNERS = ("GPU available", "TPU available", "HPU available", "💡 Tip", "`Trainer", "Restor", "Loaded model weights")
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of Lightning's is not one that it writes at every start."""
+def _made_visible(record: logging.LogRecord) -> bool:
+    """A filter of Lightning's lines, which drops those of every start, and makes the others control no terminal."""
     from lit_rl.callbacks.text import visible
 
     record.msg, record.args = visible(record.getMessage()), ()
@@ -55,7 +55,7 @@ def filter_warnings() -> None:
         warnings.filterwarnings("ignore", message=pattern)
     if not isinstance(warnings.formatwarning, _Visible):
         warnings.formatwarning = _Visible(warnings.formatwarning)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_made_visible)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -57,16 +57,16 @@ def rows_of_object(key: str, given: Any) -> Any:
 
 
 def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
-    """Its rows. Nobody can tell whether there is a last one, so who waits is told how to cut it, again and again."""
+    """Its rows. Nobody can tell whether there is a last one, so the user is told how to cut it while it is read."""
     from lightning.pytorch.utilities import rank_zero_info  # loads torch, which the command line's first checks do not
 
     from lit_rl.long_waits import counted
 
-    rows, began, next_word = [], time.monotonic(), 1
+    rows, began, times = [], time.monotonic(), 1
     for row in counted(stream, f"reading the stream {key}", "row"):
         rows.append(dict(row))
-        if len(rows) >= MANY * next_word or time.monotonic() - began >= LONG * next_word:
-            next_word *= 2
+        if len(rows) >= MANY * times or time.monotonic() - began >= LONG * times:
+            times *= 2  # so it is said ever more seldom
             rank_zero_info(
                 f"Reading the stream {key}: {len(rows):,} rows so far, all kept in memory. A stream that does not end "
                 "must be cut: hand over stream.take(N)."

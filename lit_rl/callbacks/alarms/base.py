@@ -13,7 +13,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lit_rl.callbacks.alarms.going_back import GoodCheckpoint, can_go_back
-from lit_rl.callbacks.alarms.silent import WhatIsLogged, in_words, kind_of
+from lit_rl.callbacks.alarms.silent import WhatIsLogged, kind_of, sentence
 from lit_rl.callbacks.file_names import ALARMS
 from lit_rl.errors import ConfigError, in_range
 
@@ -130,7 +130,7 @@ class Alarm(L.Callback, ABC):
         for each in alarms:
             if missing := [name for name in each.missing(logged) if kind_of(name) in known]:
                 then = "" if each.then == "warn" else f", then={each.then}"
-                said.append(in_words(each.key, missing, each.named_by, logged) + then)
+                said.append(sentence(each.key, missing, each.named_by, logged) + then)
         if said:
             rank_zero_info(
                 f"Alarms that cannot ring, as this run does not log what they watch: {'; '.join(said)}. "

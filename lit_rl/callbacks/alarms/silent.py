@@ -21,8 +21,8 @@ class WhatIsLogged:
         self._open = {"train", "val"}
 
     def now_known(self, trainer: L.Trainer, *, ended: bool = False) -> set[str]:
-        """Of `kind_of`, what became known with this optimizer step, or with the end of the training; each is told
-        once."""
+        """`train`, `val` or both, once all their names are known: after this optimizer step, or where the training has
+        ended. Each is returned once."""
         logged = trainer.callback_metrics if self._open else {}
         newest: Any = next((value for name, value in logged.items() if kind_of(name) == "train"), None)
         if newest is not self._newest:
@@ -40,7 +40,7 @@ def kind_of(name: str) -> str:
     return "val" if name.startswith("val") else "train"
 
 
-def in_words(key: str, missing: Sequence[str], named_by: Mapping[str, str], logged: Collection[str]) -> str:
+def sentence(key: str, missing: Sequence[str], named_by: Mapping[str, str], logged: Collection[str]) -> str:
     """An alarm with the metrics that it waits for, what is logged under a similar name, and the key that says which."""
     said = []
     for name in missing:
