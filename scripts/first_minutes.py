@@ -20,6 +20,7 @@ import pty
 import re
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -247,6 +248,7 @@ def play(typed: Typed, cwd: Path, *, longest: float = LONGEST) -> Played:
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(cwd)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell cannot trap what whoever started us ignores
         os.execve("/bin/bash", ["bash", "-c", typed.command], _environment(cwd))
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
     text, first, error, waiting = b"", None, None, list(typed.lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,17 @@ def what_earlier_files_left_is_not_gone_through_again() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def modules_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of the test's folder are found first, and forgotten behind it: another test may have a file of that
+    name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(f"{tmp_path}/"):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

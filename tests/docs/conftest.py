@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,9 @@ from doc_runs import alone, running
 
 
 @pytest.fixture
-def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder, the current one, and the first where Python looks for modules. Its modules are forgotten behind
-    the test: another page may have a file of the same name."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield alone(tmp_path, monkeypatch)
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(f"{tmp_path}/"):
-            del sys.modules[name]
+def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modules_here: None) -> Path:
+    """An empty folder, the current one, and the first where Python looks for modules."""
+    return alone(tmp_path, monkeypatch)
 
 
 @pytest.fixture

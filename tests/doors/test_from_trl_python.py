@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,9 @@ def rows(page: str, heading: str) -> dict[str, str]:
     return dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.M))
 
 
-def test_the_quickstart_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quickstart_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modules_here: None) -> None:
     """As it is printed; of the model alone another one is named, which needs no hub."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_reward", raising=False)
     (tmp_path / "my_reward.py").write_text(
         "def score(completions, **columns):\n    return [-float(len(text)) for text in completions]\n"
     )
