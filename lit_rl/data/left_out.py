@@ -87,12 +87,8 @@ class LeftOut:
         """Have `say` say something else that a template does."""
         self._notes.setdefault(subject, line)
 
-    def say(self, *, messages: bool = True) -> None:
-        """Say what was found since this was called last, a line each.
-
-        Args:
-            messages: Whether the rows are messages: the template's arguments do nothing for plain text.
-        """
+    def say(self) -> None:
+        """Say what was found since this was called last, a line each."""
         lines = {what: f"The chat template leaves out {what}: {excerpt(said)}" for what, said in self._words.items()}
         lines |= self._notes
         if keys := [key for key in self._keys if key not in self._said]:
@@ -102,8 +98,7 @@ class LeftOut:
                 "The chat template does not open the assistant's turn (add_generation_prompt changes nothing: look "
                 "with lit-rl data-check whether prompts end where it should begin)."
             )
-        if self._kwargs and (self._looked or not messages):
-            lines |= self._lines_of_kwargs()
+        lines |= self._lines_of_kwargs()
         for subject, line in lines.items():
             if subject not in self._said:
                 self._said |= {subject, *keys}
@@ -152,8 +147,8 @@ class LeftOut:
 
     def _lines_of_kwargs(self) -> dict[str, str]:
         names = [f"data.chat_template_kwargs.{name}" for name in self._kwargs]
-        if not self._looked:
-            return {"kwargs": f"{', '.join(names)}: does nothing, as the rows are plain text, which nothing renders."}
+        if self._kwargs and not self._looked:
+            return {"kwargs": f"{', '.join(names)} does nothing: no row is rendered by a chat template."}
         read = variables(self._source)
         known = {*(read or ()), *inspect.signature(self._tokenizer.apply_chat_template).parameters}
         return {

@@ -228,10 +228,11 @@ def test_what_a_template_leaves_out_is_said(check, tmp_path, group):
     deaf, whole = tmp_path / "deaf.jinja", tmp_path / "whole.jinja"
     deaf.write_text("{% for m in messages[1:] %}{{ m.content }}{% endfor %}")
     whole.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}")
-    told = check(*data, f"model.chat_template={deaf}").out
+    told = check(*data, f"model.chat_template={deaf}").err
     assert "The chat template leaves out words of the system: the system" in told
     assert "does not open the assistant's turn" in told and "words of the user" not in told
-    assert "The chat template" not in check(*data, f"model.chat_template={whole}").out
+    said = check(*data, f"model.chat_template={whole}")
+    assert "The chat template" not in said.out + said.err
 
 
 @pytest.mark.all

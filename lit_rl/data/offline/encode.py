@@ -360,11 +360,11 @@ class Encoder:
         if last is None or self._end(text.ids, 0, len(text) if self.learn == "all" else last + 1) is not None:
             return text
         rest = [token for token in text.ids[last:] if not self._blank(token)]
-        if rest and rest[-1] in self.special:
+        if rest and (mark := rest[-1]) in self.special:
             raise ConfigError(
-                f"{where}: the chat template ends the reply with {self.tokenizer.convert_ids_to_tokens(rest[-1])!r}, at "
+                f"{where}: the chat template ends the reply with {self.tokenizer.convert_ids_to_tokens(mark)!r}, at "
                 "which generation does not end, so the policy would learn to go on: "
-                f"{unknown_end(self.tokenizer, rest[-1])}"
+                f"{unknown_end(self.tokenizer, mark)}"
             )
         eos: Any = self.tokenizer.eos_token_id
         return replace(text, ids=[*text.ids, eos], learned=[*text.learned, True])
