@@ -173,13 +173,20 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> s
 
 def say_unknown_end(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], eos_ids: Collection[int]) -> None:
     """Warn where the chat template ends a turn with control tokens at none of which generation ends."""
-    ids: Any = tokenizer(turn_end(tokenizer, kwargs), add_special_tokens=False)["input_ids"]
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    if (marks := [token for token in ids if token in special]) and not set(marks) & set(eos_ids):
+    end = turn_end(tokenizer, kwargs)
+    ids: Any = tokenizer(end, add_special_tokens=False)["input_ids"]
+    known = end_marks(tokenizer, end)
+    if (marks := [token for token in ids if token in known]) and not set(marks) & set(eos_ids):
         rank_zero_warn(
             f"The chat template ends a turn with {tokenizer.convert_ids_to_tokens(marks[0])!r}, at which generation "
             f"does not end: {unknown_end(tokenizer, marks[0])}"
         )
+
+
+def end_marks(tokenizer: PreTrainedTokenizerBase, end: str) -> set[int]:
+    """The tokens that a template could end a turn with: control tokens, and others that stand for no text in `end`."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {number for number, token in added if token.special or token.content in end}
 
 
 def unknown_end(tokenizer: PreTrainedTokenizerBase, mark: int) -> str:

@@ -25,6 +25,7 @@ from lit_rl.data.templates import (
     check_template_kwargs,
     control_tokens,
     encode_prompt,
+    end_marks,
     refuse_control_tokens,
     require_chat_template,
     turn_end,
@@ -111,7 +112,6 @@ class Encoder:
         self.closes = bool(self.ends)
         self.ends = self.ends or frozenset((eos,))
         self.left_out = LeftOut(self.tokenizer, self.template_kwargs)
-        self.special = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         self.spaces: dict[int, bool] = {}
         self.latest: tuple[str, list[int]] = ("", [])
         """A string prompt and its tokens: those of a pair ask for them twice."""
@@ -278,8 +278,8 @@ class Encoder:
         replies = (0, 0) if every else (len(prompt), len(begin))
         self.left_out.look(messages, whole, where, tools=tools, replies=replies)
         closes = self.closes and messages[-1]["role"] == "assistant"
-        if closes and self.blank_end and whole.endswith(self.blank_end, len(begin)):
-            whole = whole[: -len(self.blank_end)]
+        if closes and self.turn_end.isspace() and whole.endswith(self.turn_end, len(begin)):
+            whole = whole[: -len(self.turn_end)]
         borders = [len(begin)]
         if self.learn == "completion" and any(message["role"] != "assistant" for message in completion):
             others = borders_of_turns(self.tokenizer, prompt, completion, whole, where, kwargs)
@@ -289,10 +289,9 @@ class Encoder:
         return _Rendered(whole, borders, closes)
 
     @cached_property
-    def blank_end(self) -> str:
-        """White space that the chat template writes after the last turn, where it writes nothing else there."""
-        end = turn_end(self.tokenizer, self.template_kwargs)
-        return end if end.isspace() else ""
+    def turn_end(self) -> str:
+        """What the chat template writes after the last turn."""
+        return turn_end(self.tokenizer, self.template_kwargs)
 
     def _marked(self, rendered: _Rendered, text: Encoded, marks: Sequence[bool]) -> Encoded:
         """The tokens with those learned that have a marked character."""
@@ -360,7 +359,7 @@ class Encoder:
         if last is None or self._end(text.ids, 0, len(text) if self.learn == "all" else last + 1) is not None:
             return text
         rest = [token for token in text.ids[last:] if not self._blank(token)]
-        if rest and (mark := rest[-1]) in self.special:
+        if rest and (mark := rest[-1]) in end_marks(self.tokenizer, self.turn_end):
             raise ConfigError(
                 f"{where}: the chat template ends the reply with {self.tokenizer.convert_ids_to_tokens(mark)!r}, at "
                 "which generation does not end, so the policy would learn to go on: "
