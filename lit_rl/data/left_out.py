@@ -92,7 +92,7 @@ class LeftOut:
         lines = {what: f"The chat template leaves out {what}: {excerpt(said)}" for what, said in self._words.items()}
         lines |= self._notes
         if keys := [key for key in self._keys if key not in self._said]:
-            lines[", ".join(keys)] = _line_of_keys(keys)
+            lines[f"keys {keys}"] = _line_of_keys(keys)
         if self._opened is False:
             lines["turn"] = (
                 "The chat template does not open the assistant's turn (add_generation_prompt changes nothing: look "
@@ -101,8 +101,9 @@ class LeftOut:
         lines |= self._lines_of_kwargs()
         for subject, line in lines.items():
             if subject not in self._said:
-                self._said |= {subject, *keys}
+                self._said.add(subject)
                 rank_zero_warn(line)
+        self._said.update(keys)
 
     def _look_at_template(self, messages: Sequence[Message]) -> None:
         self._looked = True
@@ -143,11 +144,14 @@ class LeftOut:
             self._keys.setdefault(key)
 
     def _reads(self, name: str) -> bool:
-        return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
+        name = re.escape(name)
+        return re.search(rf"\.{name}\b|['\"]{name}['\"]", self._source) is not None
 
     def _lines_of_kwargs(self) -> dict[str, str]:
         names = [f"data.chat_template_kwargs.{name}" for name in self._kwargs]
-        if self._kwargs and not self._looked:
+        if not names:
+            return {}
+        if not self._looked:
             return {"kwargs": f"{', '.join(names)} does nothing: no row is rendered by a chat template."}
         read = variables(self._source)
         known = {*(read or ()), *inspect.signature(self._tokenizer.apply_chat_template).parameters}
