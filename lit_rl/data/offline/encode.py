@@ -358,7 +358,7 @@ class Encoder:
         last = max((i for i, flag in enumerate(text.learned) if flag), default=None)
         if last is None or self._end(text.ids, 0, len(text) if self.learn == "all" else last + 1) is not None:
             return text
-        rest = [token for token in text.ids[last:] if not self._blank(token)]
+        rest = [token for token in text.ids[text.prompt_tokens :] if not self._blank(token)]
         if rest and (mark := rest[-1]) in end_marks(self.tokenizer, self.turn_end):
             raise ConfigError(
                 f"{where}: the chat template ends the reply with {self.tokenizer.convert_ids_to_tokens(mark)!r}, at "
