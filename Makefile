@@ -11,6 +11,8 @@ AGENTS := .venv-agents
 DEEPSPEED := .venv/deepspeed
 PEER := .venv-peer
 SITE := .venv-site
+NEWEST := .venv-newest
+OLDEST := .venv-oldest
 TORCHVISION := .venv/torchvision
 NOTEBOOKS := tests/doors/test_notebook.py
 
@@ -32,15 +34,17 @@ AGENTS_PYTEST := TRITON_INTERPRET=1 $(AGENTS)/bin/python -m pytest -n 2 --dist l
 DEEPSPEED_PYTEST := PATH="$(CURDIR)/$(DEEPSPEED)/bin:$$PATH" PYTHONPATH="$(CURDIR)/$(DEEPSPEED)" $(PYTEST) tests/zero
 IN_AGENTS := tests/agents tests/models/test_models_liger.py
 ALL := not exhaustive and not slow
+# $(call STACK,VENV): its versions, a few tests of each part, and where one fails what moved since constraints.txt.
+STACK = $(1)/bin/python scripts/stack_versions.py versions && { $(1)/bin/python -m pytest $(TWO) @tests/stack/tests.txt $(args) || { $(1)/bin/python scripts/stack_versions.py moved; false; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup environments $(STAMPS)/compiled demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-engines-images test-engines-families test-agents test-deepspeed test-slow test-site site engines agents deepspeed bench bench-full bench-gpu lint format clean
+.PHONY: help setup environments newest $(STAMPS)/compiled demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-engines-images test-engines-families test-agents test-deepspeed test-slow test-newest test-oldest test-site site engines agents deepspeed bench bench-full bench-gpu lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-22s %s\n", $$1, $$2}'
 
 # setuptools warns of every editable install that folders here may hide the package.
-$(STAMPS)/run $(STAMPS)/dev $(ENGINES)/.stamp $(AGENTS)/.stamp: export PYTHONWARNINGS = ignore:::setuptools.command.editable_wheel
+$(STAMPS)/run $(STAMPS)/dev $(ENGINES)/.stamp $(AGENTS)/.stamp $(NEWEST)/.stamp $(OLDEST)/.stamp: export PYTHONWARNINGS = ignore:::setuptools.command.editable_wheel
 
 $(STAMPS)/run: pyproject.toml constraints.txt
 	@echo "Installing lit_rl and what it runs on into .venv (a minute or two, once) ..."
@@ -72,6 +76,25 @@ $(AGENTS)/.stamp: pyproject.toml constraints.txt tests/agents/requirements.txt
 	@$(AGENTS)/bin/python -m pip install -q $(PIP_ARGS) -U pip
 	@grep -v -e '^mcp==' -e '^pillow==' constraints.txt > $(AGENTS)/constraints.txt
 	@$(AGENTS)/bin/python -m pip install -q $(PIP_ARGS) -c $(AGENTS)/constraints.txt -r tests/agents/requirements.txt -e .
+	@touch $@
+
+# What pip finds today within the ranges of pyproject.toml: no constraints. Where pip's index has no torch for the CPU
+# alone, torch brings its CUDA packages: 6 GB on the disk, and most of the minutes. `rm -r .venv-newest` looks anew.
+$(NEWEST)/.stamp: pyproject.toml tests/stack/requirements.txt
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@echo "Installing the newest packages that lit_rl allows into $(NEWEST) (two to three minutes, once) ..."
+	@$(NEWEST)/bin/python -m pip install -q $(PIP_ARGS) -U pip
+	@$(NEWEST)/bin/python -m pip install -q $(PIP_ARGS) -r tests/stack/requirements.txt trl==1.16.0 -e .
+	@touch $@
+
+# The lower bounds themselves; what those packages need is as pip resolves it. TRL comes alone: it asks for newer datasets.
+$(OLDEST)/.stamp: pyproject.toml tests/stack/requirements.txt scripts/stack_versions.py
+	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	@echo "Installing the oldest packages that lit_rl allows into $(OLDEST) (minutes: an older torch is fetched whole) ..."
+	@$(OLDEST)/bin/python -m pip install -q $(PIP_ARGS) -U pip
+	@$(OLDEST)/bin/python scripts/stack_versions.py oldest > $(OLDEST)/requirements.txt
+	@$(OLDEST)/bin/python -m pip install -q $(PIP_ARGS) -r $(OLDEST)/requirements.txt -r tests/stack/requirements.txt
+	@$(OLDEST)/bin/python -m pip install -q $(PIP_ARGS) --no-deps trl==1.16.0 -e .
 	@touch $@
 
 # DeepSpeed in a folder of its own, as torchvision is: transformers behaves differently wherever it can be imported.
@@ -107,6 +130,8 @@ agents: $(AGENTS)/.stamp  ## set up .venv-agents: verifiers, OpenEnv, Liger, W&B
 
 # `make -j3 environments`, on a bare machine, waits for the slowest and not for all of them.
 environments: $(STAMPS)/torchvision $(STAMPS)/deepspeed $(ENGINES)/.stamp $(AGENTS)/.stamp $(SITE)/.stamp  ## set up what test-all runs in
+
+newest: $(NEWEST)/.stamp  ## set up .venv-newest: what pip finds today, without constraints.txt
 
 deepspeed: $(STAMPS)/deepspeed  ## set up DeepSpeed, for its tests alone
 
@@ -200,6 +225,12 @@ test-agents: $(AGENTS)/.stamp  ## of test-all, the real verifiers, a server of O
 test-deepspeed: $(STAMPS)/deepspeed  ## of test-all, the real DeepSpeed over two processes of the CPU
 	$(DEEPSPEED_PYTEST) -m '$(ALL)' $(args)
 
+test-newest: $(NEWEST)/.stamp  ## a few minutes of tests on the newest packages that pyproject.toml allows, in .venv-newest; CI runs it
+	@$(call STACK,$(NEWEST))
+
+test-oldest: $(OLDEST)/.stamp  ## the same on the oldest, in .venv-oldest
+	@$(call STACK,$(OLDEST))
+
 test-slow: $(STAMPS)/dev  ## the half-billion-parameter runs (10 GB of memory, several minutes)
 	$(PYTEST) -m slow $(args)
 
@@ -214,4 +245,4 @@ format: $(STAMPS)/dev  ## rewrite the files the way `make lint` wants them
 	$(BIN)/ruff check -q --fix .
 
 clean:  ## remove .venv and caches
-	rm -rf .venv .venv-engines .venv-agents .venv-peer .venv-site site .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-engines .venv-agents .venv-peer .venv-site .venv-newest .venv-oldest site .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

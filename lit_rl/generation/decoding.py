@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -13,7 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lit_rl.errors import ConfigError
 from lit_rl.generation.batches import DecodeBatch
+from lit_rl.models.policy.forward_names import cache_name, forward_parameters
 from lit_rl.models.policy.positions import later_positions, prompt_positions
+from lit_rl.models.policy.trunk import base_of
 from lit_rl.vision import Later, Vision
 
 
@@ -33,7 +34,8 @@ class DecodingSteps:
     def __init__(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
         self._policy: Any = policy
         self._named = forward_parameters(policy)
-        self._cache = empty_cache(policy, self._named)
+        self._cache = empty_cache(policy)
+        self._cache_name = str(cache_name(policy))
         self._max_new_tokens = max_new_tokens
         self._joined = False
         mask = batch.prompt_mask
@@ -205,9 +207,10 @@ class DecodingSteps:
         return self._forward(ids, positions, **inputs)[:, columns]
 
     def _forward(self, ids: Tensor, positions: Tensor, **inputs: Any) -> Tensor:
-        if "position_ids" in self._named:
+        if "position_ids" in self._named:  # ALiBi models take none
             inputs["position_ids"] = positions
-        return self._policy(input_ids=ids, past_key_values=self._cache, use_cache=True, **inputs).logits
+        inputs[self._cache_name] = self._cache
+        return self._policy(input_ids=ids, use_cache=True, **inputs).logits
 
 
 def _behind(positions: Tensor) -> Tensor:
@@ -222,7 +225,7 @@ def keeps_all(policy: nn.Module, cache: Any) -> bool:
     from transformers.cache_utils import DynamicLayer
 
     kinds = {type(layer) for layer in cache.layers}
-    return isinstance(base_model(policy), PreTrainedModel) and kinds == {DynamicLayer}
+    return isinstance(base_of(policy), PreTrainedModel) and kinds == {DynamicLayer}
 
 
 def moved_up(length: int, columns: Tensor) -> Tensor:
@@ -244,29 +247,17 @@ def joined(one: Tensor, other: Tensor) -> Tensor:
     return torch.cat([nn.functional.pad(part, (0, 0, length - part.shape[2], 0)) for part in (one, other)])
 
 
-def base_model(policy: nn.Module) -> nn.Module:
-    """The model under a PEFT wrapper, or the policy itself."""
-    model: Any = policy
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def forward_parameters(policy: nn.Module) -> frozenset[str]:
-    """What the model's forward pass takes by name."""
-    # Read from the model under a PEFT wrapper, which takes anything. ALiBi models take no position_ids.
-    return frozenset(inspect.signature(base_model(policy).forward).parameters)
-
-
-def empty_cache(policy: nn.Module, forward_parameters: frozenset[str]) -> Any:
+def empty_cache(policy: nn.Module) -> Any:
     """A cache of the model's own layer kinds, refused where it cannot be repeated over a group."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-    model: Any = base_model(policy)
+    model = base_of(policy)
 
     def refuse(why: str) -> ConfigError:
         return ConfigError(f"generator=native cannot decode {type(model).__name__}: {why}. Use generator=hf with it.")
 
-    if "past_key_values" not in forward_parameters:
-        raise refuse("its forward takes no past_key_values, so it keeps no cache of keys and values")
+    if cache_name(policy) is None:
+        raise refuse("its forward takes neither cache nor past_key_values, so it keeps no cache of keys and values")
     if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
         raise refuse("its PEFT adapter adds virtual tokens to every call")
     cache = DynamicCache(config=model.config)

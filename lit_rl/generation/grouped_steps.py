@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_rl.generation.batches import DecodeBatch
-from lit_rl.generation.decoding import DecodingSteps, base_model, empty_cache, forward_parameters
+from lit_rl.generation.decoding import DecodingSteps, empty_cache
 from lit_rl.generation.grouped_cache import IMPLEMENTATION, GroupedCache, NotGrouped, ProvingCache
 from lit_rl.models.policy.attention import attending_by, keeps_whole_texts, text_config
+from lit_rl.models.policy.forward_names import forward_parameters
+from lit_rl.models.policy.trunk import base_of
 
 _ALIKE = 0.01
 """Of the spread of the logits: how far the two ways may differ in a proof. On deterministic kernels they are equal."""
@@ -45,7 +47,7 @@ class GroupedSteps(DecodingSteps):
         self._cache = self.kind(self._cache, batch.prompt_mask, batch.repeats, self._max_new_tokens, batch.numbers)
 
     def _step(self, ids: Tensor) -> Tensor:
-        with attending_by(base_model(self._policy), IMPLEMENTATION):
+        with attending_by(base_of(self._policy), IMPLEMENTATION):
             return self._run(ids, self._next_position, attention_mask=None, grouped_cache=self._cache)
 
     @property
@@ -53,7 +55,7 @@ class GroupedSteps(DecodingSteps):
         return self._cache.prompts
 
     def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, lasts: Tensor, **seen: Tensor) -> Tensor:
-        with attending_by(base_model(self._policy), IMPLEMENTATION), self._cache.reading(mask):
+        with attending_by(base_of(self._policy), IMPLEMENTATION), self._cache.reading(mask):
             return self._logits(ids, positions, lasts, attention_mask=None, grouped_cache=self._cache, **seen)
 
     def _shift(self, columns: Tensor) -> None:
@@ -73,11 +75,10 @@ class _ProvingSteps(GroupedSteps):
 def fits(policy: nn.Module, length: int) -> bool:
     """Whether a policy may be able to: a model of transformers with its ``sdpa`` attention, whose cache keeps every
     token of texts of ``length``."""
-    model: Any = base_model(policy)
-    named = forward_parameters(policy)
-    if not isinstance(model, PreTrainedModel) or "position_ids" not in named:
+    model = base_of(policy)
+    if not isinstance(model, PreTrainedModel) or "position_ids" not in forward_parameters(policy):
         return False
-    return text_config(model)._attn_implementation == "sdpa" and keeps_whole_texts(empty_cache(policy, named), length)
+    return text_config(model)._attn_implementation == "sdpa" and keeps_whole_texts(empty_cache(policy), length)
 
 
 def proven(policy: nn.Module) -> bool:
@@ -94,7 +95,7 @@ def proven(policy: nn.Module) -> bool:
 def probe(policy: nn.Module) -> DecodeBatch:
     """Two prompts of five and three tokens, two rows each."""
     device = next(policy.parameters()).device
-    size = text_config(base_model(policy)).vocab_size
+    size = text_config(base_of(policy)).vocab_size
     ids = (torch.arange(10, device=device) * 7 + 1).view(2, 5) % size
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, :2] = False

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import InProcessGenerator
 from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches
-from lit_rl.generation.decoding import forward_parameters
 from lit_rl.generation.engine_kwargs import KEY, of_transformers
 from lit_rl.generation.finished import tell_batch
 from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
 from lit_rl.generation.turn_by_turn import TurnByTurn
+from lit_rl.models.policy.forward_names import forward_parameters
 from lit_rl.rollout import Prompts, Sampling
 from lit_rl.vision import Vision
 

@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_rl.generation.batches import DecodeBatch
-from lit_rl.generation.decoding import DecodingSteps, base_model
+from lit_rl.generation.decoding import DecodingSteps
 from lit_rl.generation.grouped_cache import GroupedCache, ProvingCache
 from lit_rl.generation.grouped_steps import GroupedSteps, decoded_probe, probe
 from lit_rl.models.policy.liger import computes_as_its_class
+from lit_rl.models.policy.trunk import base_of
 
 _MODEL = {"model", "lm_head"}
 _DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -75,7 +76,7 @@ class LeanModel:
     """
 
     def __init__(self, policy: nn.Module, length: int) -> None:
-        model: Any = base_model(policy)
+        model = base_of(policy)
         decoder = model.model
         self._embed, self._norm, self._head = decoder.embed_tokens, self._piece(decoder.norm), model.lm_head
         self._layers = [_Layer(layer, self._piece) for layer in decoder.layers[: model.config.num_hidden_layers]]
@@ -242,7 +243,7 @@ class LeanSteps(GroupedSteps):
 
 def fits(policy: nn.Module) -> bool:
     """Whether a model has the parts of Llama's decoder, and nothing else happens in its modules than their forward."""
-    model: Any = base_model(policy)
+    model = base_of(policy)
     decoder = getattr(model, "model", None)
     if decoder is None or _names(model) != _MODEL or _names(decoder) != _DECODER or not _is_norm(decoder.norm):
         return False
@@ -292,7 +293,7 @@ def _is_norm(module: Any) -> bool:
 
 def _bypassed(policy: Any) -> Iterator[nn.Module]:
     """The modules that are not called."""
-    model = base_model(policy)
+    model = base_of(policy)
     if policy is not model:  # PEFT's wrapper, and what it holds around the model
         yield from (policy, policy.base_model)
     decoder: Any = model.model

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.generation.decoding import empty_cache, forward_parameters
+from lit_rl.generation.decoding import empty_cache
+from lit_rl.models.policy.forward_names import cache_input, forward_parameters
 from lit_rl.models.policy.trunk import base_of
 
 
@@ -37,7 +38,7 @@ class GeometricMixture(nn.Module):
         super().__init__()
         in_range("algo.mixture_coef", coefficient, low=0, high=1)
         self.policy, self.scoring, self.coefficient = policy, scoring, float(coefficient)
-        empty_cache(policy, forward_parameters(policy))  # refuses what the loop could not decode
+        empty_cache(policy)  # refuses what the loop could not decode
         self._reference_cache: Any = None
 
     @property
@@ -54,7 +55,7 @@ class GeometricMixture(nn.Module):
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
-        past_key_values: Any,
+        cache: Any,
         use_cache: bool = True,
         position_ids: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -63,14 +64,14 @@ class GeometricMixture(nn.Module):
         """Mixed float32 logits ``(b, q, v)`` under ``.logits``; fills the cache of both models, which see the same."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": use_cache, **seen}
         extra = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
-        first = past_key_values.get_seq_length() == 0
-        own = _run(self.policy, inputs, extra, past_key_values)
+        first = cache.get_seq_length() == 0
+        own = _run(self.policy, inputs, extra, cache)
         with self.scoring() as reference:
             if first:
-                self._reference_cache = empty_cache(reference, forward_parameters(reference))
+                self._reference_cache = empty_cache(reference)
             theirs = _run(reference, inputs, extra, self._reference_cache)
         if first:
-            _join(past_key_values, self._reference_cache)
+            _join(cache, self._reference_cache)
         if own.shape != theirs.shape:
             raise ConfigError(
                 f"The policy's logits are over {own.shape[-1]} tokens and the reference's over {theirs.shape[-1]}: "
@@ -81,8 +82,9 @@ class GeometricMixture(nn.Module):
 
 def _run(model: nn.Module, inputs: dict[str, Any], extra: dict[str, Any], cache: Any) -> Tensor:
     """Float32 logits of the last positions, ``(b, 1, v)``."""
-    named = {name: value for name, value in extra.items() if name in forward_parameters(model)}
-    return model(**inputs, **named, past_key_values=cache).logits[:, -1:].float()
+    parameters = forward_parameters(model)
+    named = {name: value for name, value in extra.items() if name in parameters}
+    return model(**inputs, **named, **cache_input(model, cache)).logits[:, -1:].float()
 
 
 def _join(cache: Any, other: Any) -> None:

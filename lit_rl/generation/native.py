@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator, InProcessGenerator
 from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches
-from lit_rl.generation.decoding import DecodingSteps, base_model, empty_cache, forward_parameters, keeps_all
+from lit_rl.generation.decoding import DecodingSteps, empty_cache, keeps_all
 from lit_rl.generation.native_loop import DecodeLoop
+from lit_rl.models.policy.trunk import base_of
 from lit_rl.rollout import Prompts, Sampling
 
 Kind = Callable[[nn.Module, DecodeBatch, int], DecodingSteps]
@@ -99,9 +100,9 @@ class NativeGenerator(InProcessGenerator):
 
 def _refuse_partial_caches(policy: nn.Module) -> None:
     """A row that waits for an answer keeps its part of the cache, which must be all of its text."""
-    if not keeps_all(policy, empty_cache(policy, forward_parameters(policy))):
+    if not keeps_all(policy, empty_cache(policy)):
         raise ConfigError(
-            f"generator=native cannot hold conversations with {type(base_model(policy)).__name__}: it is no model of "
+            f"generator=native cannot hold conversations with {type(base_of(policy)).__name__}: it is no model of "
             "transformers, or layers of its cache have a window and may drop tokens. Use generator=hf with it."
         )
 

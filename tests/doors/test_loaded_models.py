@@ -35,6 +35,7 @@ from lit_rl import (
 )
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.generation.vllm.settings import model_arguments
+from lit_rl.models.policy.checkpointing import recomputes, set_checkpointing
 from lit_rl.models.policy.sharding import full_state_dict
 
 PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "x"} for n in range(4)]
@@ -137,11 +138,11 @@ def test_a_model_that_has_no_files(make_nothing: Any, tmp_path: Path, tiny_dir: 
     """Made in code: nothing but the object says what it is."""
     model, tokenizer = make_nothing
     model.model.embed_tokens.requires_grad_(False)
-    model.gradient_checkpointing_enable()
+    set_checkpointing(model, True)
     rows = model.model.embed_tokens.weight.clone()
     module = fit(MAKERS["sft"](model, tokenizer=tokenizer), tmp_path)
     assert module.model.name == "Qwen2ForCausalLM" and module.model.label == "Qwen2ForCausalLM"
-    assert torch.equal(model.model.embed_tokens.weight, rows) and model.is_gradient_checkpointing
+    assert torch.equal(model.model.embed_tokens.weight, rows) and recomputes(model)
     held = torch.load(tmp_path / "2.ckpt", weights_only=True)["state_dict"]
     assert held and not any("embed_tokens" in name for name in held)
     module.export(full_state_dict(module.policy), tmp_path / "hf", {"base_model": "mine", "algorithm": "sft"})

@@ -26,6 +26,7 @@ from lit_rl.generation.base import Generator
 from lit_rl.generation.continuous import HFContinuousGenerator
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
+from lit_rl.models.policy.checkpointing import recomputes, set_checkpointing
 from lit_rl.models.policy.forward import score
 from lit_rl.rollout import Completions, Prompts, Sampling
 
@@ -515,12 +516,12 @@ def test_dropout_and_checkpointing_are_off_while_generating_and_back_after(engin
     model.config.attention_dropout = 0.5
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    set_checkpointing(model, True)
     model.config.use_cache = False
     model.train()
     model.lm_head.eval()
     same(run(engine, model, ask(), SAMPLED), clean, tolerance=0)
-    assert model.is_gradient_checkpointing
+    assert recomputes(model)
     assert model.config.use_cache is False
     assert model.training
     assert not model.lm_head.training

@@ -17,6 +17,7 @@ from lit_rl.generation.batches import decode_batches, left_pad
 from lit_rl.generation.hf import HFGenerator, blank_generation_config
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import row_keys
+from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.rollout import Prompts, Sampling
 
 CPU = torch.device("cpu")
@@ -128,7 +129,7 @@ def flags(model: nn.Module) -> list[tuple[bool, Any]]:
 @pytest.mark.parametrize("fails", [False, True])
 def test_rollout_mode_restores_every_flag(fails: bool) -> None:
     model: Any = build("qwen2")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    set_checkpointing(model, True)
     model.config.use_cache = False
     model.train()
     model.model.layers[0].mlp.eval()  # a part that the user froze in evaluation mode

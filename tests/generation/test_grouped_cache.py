@@ -23,6 +23,7 @@ from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.mixture import GeometricMixture
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.policy.forward import score
+from lit_rl.models.policy.forward_names import cache_name
 from lit_rl.rollout import Completions, Sampling
 
 WIDE = SHARED | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -109,7 +110,7 @@ def test_both_ways_are_equal_in_float64(policy: nn.Module, group_size: int) -> N
 def caches(model: nn.Module) -> list[type]:
     """The kinds of the caches that the model is given from now on."""
     seen: list[type] = []
-    model.register_forward_pre_hook(lambda *a: seen.append(type(a[2].get("past_key_values"))), with_kwargs=True)
+    model.register_forward_pre_hook(lambda *a: seen.append(type(a[2].get(cache_name(model)))), with_kwargs=True)
     return seen
 
 
@@ -164,16 +165,17 @@ class _ShiftedKeys(nn.Module):
         super().__init__()
         self.attention = attention
 
-    def forward(self, *args: Any, past_key_values: Any, **kwargs: Any) -> Any:
-        return self.attention(*args, past_key_values=_Shifted(past_key_values), **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        name = str(cache_name(self.attention))
+        return self.attention(*args, **kwargs | {name: _Shifted(kwargs[name])})
 
 
 class _Shifted:
     def __init__(self, cache: Any) -> None:
         self._cache = cache
 
-    def update(self, *args: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self._cache.update(*args)
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self._cache.update(*args, **kwargs)
         return keys + 0.5, values
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Olmo
 
 from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
+from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.models.policy.forward import response_logprobs, score
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.ops.logprobs import logprobs_and_entropy
@@ -222,7 +223,7 @@ def test_gradient_checkpointing_leaves_the_routers_gradient_as_it_is(make_comple
     completions, found = make_completions(PROMPTS, RESPONSES), []
     for checkpointing in (False, True):
         if checkpointing:
-            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            set_checkpointing(policy, True)
         policy.zero_grad()
         scores = score(policy, completions, Sampling(), router_aux=True)
         (scores.aux_loss + scores.logprobs[completions.response_mask].sum()).backward()

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from attention_kinds import needs_sdpa
 from live_tensors import Live
 
 from lit_rl.examples import TokenBatch
@@ -46,6 +47,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize("shared", [True, False], ids=["shared prompts", "rows by length"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_rollouts(make_model, completions, kind, shared):
+    needs_sdpa(kind)
     model = LanguageModel(str(make_model(kind)), disable_dropout=True).load().double()
     one, other = (
         gradients(

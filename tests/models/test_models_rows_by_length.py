@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from attention_kinds import needs_sdpa
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,6 +77,7 @@ def calls_of(model):
 def test_scores_of_completions_and_their_gradients_are_those_of_one_call(
     make_model, make_completions, eager_to_cut, kind, shared
 ):
+    needs_sdpa(kind)
     model = LanguageModel(str(make_model(kind)), disable_dropout=True).load().double()
     responses = [[1] * 9, [2, 3], [258], [4] * 7, [5, 6], [7] * 8]
     completions = make_completions([[5, 6, 7, 8, 9]] * 3 + [[9, 10]] * 3, responses, left=1, right=2)

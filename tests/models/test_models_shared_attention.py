@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from attention_kinds import needs_sdpa
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig, Qwen2Config
 
 from lit_rl.errors import ConfigError
@@ -61,6 +62,7 @@ def assert_same(one, other, tolerance=1e-6):
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2", "qwen3", "llama3.2", "gemma2"])
 def test_known_models_run_so(make_model, completions, folded, kind):
+    needs_sdpa(kind)
     model = LanguageModel(str(make_model(kind)), disable_dropout=True).load().double()
     wanted = result(model, completions, REPEATED)
     assert folded == []

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_kinds import needs_sdpa
 from transformers import AutoModelForCausalLM, BloomConfig, GptOssConfig, Lfm2Config, Mamba2Config, Qwen3MoeConfig
 
 from lit_rl.errors import ConfigError
@@ -77,6 +78,8 @@ def test_padding_changes_nothing_and_scores_are_the_plain_ones(make_model, kind)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_texts_score_and_learn_as_they_do_alone(make_model, kind, attention):
+    if attention == "sdpa":
+        needs_sdpa(kind)
     model = LanguageModel(str(make_model(kind)), disable_dropout=True, attn_implementation=attention).load()
     alone = token_batch([[text] for text in TEXTS])
     wanted = score_texts(model, alone)
@@ -96,6 +99,8 @@ def test_packed_texts_score_and_learn_as_they_do_alone(make_model, kind, attenti
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_families_that_keep_texts_apart_pass(make_model, kind, attention):
+    if attention == "sdpa":
+        needs_sdpa(kind)
     model = LanguageModel(str(make_model(kind)), attn_implementation=attention).load()
     refuse_leaks(model)
     assert model.training

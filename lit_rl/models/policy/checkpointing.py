@@ -29,11 +29,26 @@ def set_checkpointing(module: nn.Module, how: bool | Literal["offload"]) -> None
         if not isinstance(part, PreTrainedModel) or not part.supports_gradient_checkpointing:
             continue
         if how:
-            part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        elif part.is_gradient_checkpointing:
-            part.gradient_checkpointing_disable()
+            _switch(part, True)
+        elif recomputes(part):
+            _switch(part, False)
         if how == "offload":
             part._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=offloaded_checkpoint)
+
+
+def recomputes(model: nn.Module) -> bool:
+    """Return whether gradient checkpointing of a model is on."""
+    on = getattr(model, "is_activation_checkpointing", None)
+    return bool(getattr(model, "is_gradient_checkpointing", False) if on is None else on)
+
+
+def _switch(model: Any, on: bool) -> None:
+    """Call the model's own switch: transformers 5.24 says "activation" where releases before it say "gradient"."""
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if on:
+        getattr(model, f"{kind}_checkpointing_enable")(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
+    else:
+        getattr(model, f"{kind}_checkpointing_disable")()
 
 
 def offloaded_checkpoint(function: Any, *inputs: Any, **others: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lit_rl.errors import ConfigError
+from lit_rl.models.policy.forward_names import forward_parameters
 from lit_rl.models.policy.fused_accumulation import fused_accumulation
 from lit_rl.models.policy.head import Targets, TargetScores, run
 from lit_rl.models.policy.options import DEFAULT, ForwardOptions
@@ -68,7 +68,7 @@ def score(
     """
     distribution = _distribution(sampling, entropy=entropy or entropy_gradient, entropy_gradient=entropy_gradient)
     if router_aux:
-        if "output_router_logits" not in inspect.signature(base_of(model).forward).parameters:
+        if "output_router_logits" not in forward_parameters(model):
             raise no_router(model)
         with fused_accumulation(model, options):
             scores, output = _one_call(model, completions, sampling, distribution, options, output_router_logits=True)

@@ -9,7 +9,7 @@ from weakref import WeakSet
 from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.models.policy import loading
 from lit_rl.models.policy.adapter_kinds import check_kind
-from lit_rl.models.policy.checkpointing import set_checkpointing
+from lit_rl.models.policy.checkpointing import recomputes, set_checkpointing
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.peft_adapter import PeftAdapter
 from lit_rl.models.policy.trunk import base_of
@@ -75,7 +75,7 @@ class LoadedModel(LanguageModel):
         _check_base(base)
         if isinstance(model, PeftModel):
             settings["lora"] = _adapter_of(model, settings.get("lora"))
-        if getattr(base, "is_gradient_checkpointing", False):
+        if recomputes(base):
             settings.setdefault("gradient_checkpointing", True)
         self.given = model
         self.given_tokenizer = tokenizer

@@ -29,6 +29,7 @@ from lit_rl.models.policy.attention import (
     queries_per_key,
     text_config,
 )
+from lit_rl.models.policy.forward_names import cache_input
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.folded_attention import Sharers, folded_attention, is_worth
 
@@ -176,7 +177,7 @@ class ProvingCache(FoldedCache):
 def attending_to(model: nn.Module, cache: FoldedCache) -> Iterator[dict[str, Any]]:
     """Inside, the model's layers look up this attention and its masks; what the model is called with beside tokens."""
     with attending_by(base_of(model), IMPLEMENTATION):
-        yield {"attention_mask": None, "past_key_values": cache, "folded_cache": cache}
+        yield {"attention_mask": None, "folded_cache": cache, **cache_input(model, cache)}
 
 
 def attention(

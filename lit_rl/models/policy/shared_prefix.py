@@ -21,7 +21,6 @@ values; with rotary embeddings whose angles change once a text is as long as thi
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +32,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lit_rl.models.policy.attention import turns_alike
+from lit_rl.models.policy.checkpointing import recomputes
 from lit_rl.models.policy.device import device_of
+from lit_rl.models.policy.forward_names import cache_input, cache_name, forward_parameters
 from lit_rl.models.policy.head import Targets, TargetScores, run
 from lit_rl.models.policy.loading import drops_out
 from lit_rl.models.policy.modes import evaluation_mode
@@ -101,14 +102,14 @@ def can_share(model: nn.Module) -> bool:
         return False
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return False
-    if not {"past_key_values", "position_ids"} <= inspect.signature(base.forward).parameters.keys():
+    if cache_name(model) is None or "position_ids" not in forward_parameters(model):
         return False
     kinds = {type(layer) for layer in DynamicCache(config=base.config).layers}
     if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
         return False
     if any(isinstance(part, FSDPModule) for part in (model, base)):
         return False  # each rank would gather weights as often as its own rows need
-    return not (model.training and (base.is_gradient_checkpointing or drops_out(model)))
+    return not (model.training and (recomputes(base) or drops_out(model)))
 
 
 def run_shared(
@@ -165,8 +166,8 @@ def _run_behind(
         attention_mask=mask[prompts.rows, :p],
         position_ids=positions[..., prompts.rows, :p],
         logits_to_keep=1,
-        past_key_values=past,
         use_cache=True,
+        **cache_input(model, past),
         **seen,
     )
 
@@ -222,7 +223,7 @@ def _past(
 ) -> Iterator[dict[str, Any]]:
     """What a model is given of the prompts of its rows, and of which tokens are there, `(b, s)`."""
     if cache is None:
-        yield {"attention_mask": mask, "past_key_values": _of_rows(past, prompt_of_row)}
+        yield {"attention_mask": mask, **cache_input(model, _of_rows(past, prompt_of_row))}
         return
     from lit_rl.models.policy.shared_attention import attending_to
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.examples import TokenBatch
 from lit_rl.models.policy.device import device_of
 from lit_rl.models.policy.forward import no_router
+from lit_rl.models.policy.forward_names import forward_parameters
 from lit_rl.models.policy.fused_accumulation import fused_accumulation
 from lit_rl.models.policy.head import Targets, TargetScores, run
 from lit_rl.models.policy.modes import evaluation_mode
@@ -170,7 +170,7 @@ def _inputs(
 ) -> tuple[dict[str, Any], tuple[int, int]]:
     """What the model is called with, and the rows and columns that its head then works on."""
     extra: dict[str, Any] = {"output_router_logits": True} if router_aux else {}
-    if router_aux and "output_router_logits" not in inspect.signature(base_of(model).forward).parameters:
+    if router_aux and "output_router_logits" not in forward_parameters(model):
         raise no_router(model)
     ids, kept, shape = tokens.input_ids, columns, (len(tokens), len(columns))
     extra |= text_inputs(model, tokens)

@@ -1,0 +1,67 @@
+"""Uses of other packages' private names are listed, each with a test (`scripts/upstream.py`)."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def upstream(root: Path) -> ModuleType:
+    import sys
+
+    spec = importlib.util.spec_from_file_location("upstream", root / "scripts" / "upstream.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["upstream"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_use_has_a_test_and_every_line_of_the_table_a_use(upstream: ModuleType, root: Path) -> None:
+    found = upstream.uses(upstream.modules())
+    used = {use.name for use in found}
+    bare = [f"{use.file}:{use.line}: {use.name}" for use in found if use.name not in upstream.TESTS]
+    assert not bare, "give each of these a test in scripts/upstream.py, or do without it"
+    assert not upstream.TESTS.keys() - used, "nothing uses these any more"
+    assert [test for test in set(upstream.TESTS.values()) if not (root / test).is_file()] == []
+    assert [file for file in upstream.OWN_SIGNATURES if "inspect." not in (root / file).read_text()] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "name"),
+    [
+        ("from torch.nn._reduction import x", "private", "torch.nn._reduction.x"),
+        ("import torch as t\nt.cuda._lazy_init()", "private", "torch.cuda._lazy_init"),
+        ("def f(model): return model._tied_weights_keys", "private", "._tied_weights_keys"),
+        ("def f(model): return getattr(model, '_hf_hook', None)", "private", "._hf_hook"),
+        ("import lightning as L\nclass A(L.Trainer):\n  def _run(self): pass", "private", "._run"),
+        ("import torch\nclass A(torch.nn.Module): pass\nclass B(A):\n  def _apply(self): pass", "private", "._apply"),
+        ("import peft\npeft.PeftModel.forward = None", "patch", "peft.PeftModel.forward"),
+        ("import trl\nsetattr(trl.models, 'x', 1)", "patch", "trl.models.x"),
+        ("def f(head): head.forward = print", "patch", ".forward"),
+        ("def f(it): it.handlers = lambda: None", "patch", ".handlers"),
+        ("import inspect\ninspect.signature(print)", "signature", "here.py"),
+    ],
+)
+def test_a_new_use_is_found(upstream: ModuleType, code: str, kind: str, name: str) -> None:
+    found = upstream.uses([upstream.Module("here.py", ast.parse(code))])
+    assert (kind, name) in {(use.kind, use.name) for use in found}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class A:\n  def _own(self): return self._own()",
+        "import lit_rl.errors\nlit_rl.errors._other",
+        "import os\nos._exit(1)",
+        "def f(node): return node._target_",
+        "import torch\nclass A(torch.nn.Module):\n  def _mine(self): pass\n  def forward(self): return self._mine()",
+    ],
+)
+def test_what_is_lit_rls_own_is_none(upstream: ModuleType, code: str) -> None:
+    assert upstream.uses([upstream.Module("here.py", ast.parse(code))]) == []
