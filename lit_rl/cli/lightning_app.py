@@ -365,6 +365,9 @@ class CommandLine(LightningCLI):
                     super()._run_subcommand(subcommand)
                 wait_for_those_started(self.trainer.strategy.launcher)
             except Exception as error:
+                if subcommand == "fit" and isinstance(self.model, PolicyModule):
+                    with contextlib.suppress(Exception):  # nothing may hide the error itself
+                        train.keep(self._run_of(), {}, error)
                 self._write_down(error)
                 raise
             except SystemExit:  # of Slurm's signal before the training: the job begins anew in the same folder

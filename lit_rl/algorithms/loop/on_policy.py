@@ -24,7 +24,7 @@ from lit_rl.algorithms.preflight.cut import Cut, Step
 from lit_rl.algorithms.preflight.memory import REWARD_MODELS, Lengths, Memory
 from lit_rl.algorithms.preflight.sampling import weights_are_copied
 from lit_rl.algorithms.ranks import data_ranks
-from lit_rl.algorithms.records import Records
+from lit_rl.algorithms.records import Records, learning_rates
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import (
     SeenRows,
@@ -94,6 +94,9 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._dealt: tuple[Rollout, list[Tensor], list[dict[Width, slice]]] | None = None
         self._step_tokens: StepTokens | None = None
         self._records = Records()
+        self._rates: dict[str, float] = {}
+        self._unlogged: dict[str, float] = {}
+        """Of a rollout that ended between two steps that are logged."""
 
     # ------------------------------------------------------------------ what an algorithm is
 
@@ -353,6 +356,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if stage == "fit":
             weights_are_copied(self.generator, self.trainer)
             self._plan_batches(data)
+            self.check_length(data)
         else:
             self.fit_decoding()
 
@@ -570,26 +574,43 @@ class OnPolicyModule(GeneratingModule, ABC):
         closure = backward_and_drop_gradient if self._records.unscored else optimizer_closure
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
         self._records.stepped(self.grad_norm, skipped=self.broken_steps.last)
+        self._rates = learning_rates(self.trainer.optimizers[0])
         self.after_step()
         if self.plan is not None and self._slot == self.plan.slots - 1:
             self._log_rollout(self.global_step + 1)
 
     def _log_rollout(self, step: int) -> None:
         """Log what the rollout and its updates were like, under the number of the optimizer step that ended it."""
-        trainer: Any = self.trainer
+        self._unlogged = metrics = self._metrics_of_rollout(kept=False)
+        every: Any = self.trainer.log_every_n_steps  # pyright: ignore
+        if every and step // every > (step - self.minibatches * self.iterations) // every:
+            self._give_loggers(metrics, step)
+        self.tell_callbacks(metrics, step)
+
+    def log_rest(self) -> None:
+        """A rollout that the run ends in has its line too; averages go on for the run that goes on in it."""
+        metrics, half_used = self._unlogged, self.plan is not None and 0 <= self._slot < self.plan.slots - 1
+        if half_used and self.told_at != self.global_step:
+            metrics = self._metrics_of_rollout(kept=True)
+            self.tell_callbacks(metrics, self.global_step)
+        if metrics and self.trainer.log_every_n_steps:  # pyright: ignore
+            self._give_loggers(metrics, self.global_step)
+
+    def _give_loggers(self, metrics: dict[str, float], step: int) -> None:
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+        self._unlogged = {}
+
+    def _metrics_of_rollout(self, *, kept: bool) -> dict[str, float]:
         self.phase_memory.end("update")
-        metrics = self._records.close(
+        return self._records.close(
             self.ranks,
             seconds=self.stopwatch.seconds,
             within={**self.generator.seconds, **self.stopwatch.parts},
             coefficients=self.coefficients(),
-            optimizer=trainer.optimizers[0],
+            rates=self._rates,
+            kept=kept,
         )
-        every = trainer.log_every_n_steps
-        if every and step // every > (step - self.minibatches * self.iterations) // every:
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=step)
-        self.tell_callbacks(metrics)
 
     # ------------------------------------------------------------------ checkpoints
 
