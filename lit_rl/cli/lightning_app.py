@@ -58,6 +58,7 @@ from lit_rl.commands.other_ranks import (
     wait_for_those_started,
     watching_those_started,
 )
+from lit_rl.commands.place import devices_of_launcher
 from lit_rl.commands.redaction import redact, redact_command
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_lock import RunLock
@@ -345,6 +346,7 @@ class CommandLine(LightningCLI):
         plugins = [] if given is None else list(given) if isinstance(given, list) else [given]
         settings = self._get(self.config_init, "trainer")
         kwargs["max_epochs"] = ends.epochs(settings)
+        kwargs["devices"] = devices_of_launcher(settings["devices"])
         kwargs["accumulate_grad_batches"] = cut_by(self.model, settings["accumulate_grad_batches"])
         kwargs["precision"] = given = for_trainer(settings, self._get(self.config, "ckpt_path"))
         try:

@@ -25,6 +25,8 @@ MEANS = {
     "steps": "trainer.max_steps",
     "num_train_epochs": "trainer.max_epochs",
     "max_epochs": "trainer.max_epochs",
+    "min_lr_rate": "scheduler.final",
+    "min_lr_ratio": "scheduler.final",
     "output_dir": "run_dir",
     "hydra.run.dir": "run_dir",
     "num_generations": "algo.group_size",
@@ -64,6 +66,10 @@ AMBIGUOUS = {
     "bf16": "trainer.precision=bf16-true or bf16-mixed",
     "fp16": "trainer.precision=16-mixed, on a GPU",
     "wandb": "logger=[tensorboard,wandb]",
+    "min_lr": (
+        "scheduler.final, the share of optimizer.lr that linear and cosine end at; of a scheduler of torch "
+        "scheduler.kwargs, whose learning rates are such shares too"
+    ),
     "kl_coef": "algo.beta, the KL in the loss, or algo.reward_beta, the KL in the reward",
     "max_prompt_length": "data.max_prompt_tokens; longer prompts are left out, not cut (data.overlong)",
     "dataset": "data=NAME (lit-rl list data), or data.path=FILE",

@@ -184,6 +184,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def trainer(self, trainer: L.Trainer | None) -> None:
         """Lightning attaches the data just before, and asks nothing of them. A list it cannot attach, and says so."""
         if isinstance(trainer, L.Trainer):
+            given.trainer(self, trainer)
             came, trainer.datamodule = trainer.datamodule, None  # pyright: ignore
             given.data_module(type(self), came)  # Lightning would ask it for hooks as it handles the error
             trainer.datamodule = came  # pyright: ignore
@@ -253,6 +254,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         """`trainer.precision=bf16-true` decides the type of the weights, and of nothing else."""
         strategy = self.trainer.strategy
         trainer_settings(self.trainer)
+        given.whole_checkpoints(strategy)
         check_mesh(strategy)
         if isinstance(strategy, DeepSpeedStrategy):
             settings_fit_zero(self.model, str(self.trainer.precision), strategy)

@@ -350,7 +350,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         data = preflight.rollout_data(self.trainer)
         preflight.one_accumulation(self.trainer, "a rollout would no longer divide into them")
         if self.env is not None:
-            self.interaction = self._interaction_with(self.env, data)
+            self.interaction = self._interaction_with(self.env, data, stage)
         self._check_data(data, stage)
         self.load_rewards()
         if stage == "fit":
@@ -365,8 +365,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         """A rank scores by itself, too, where all episodes of another one failed, and where groups are drawn anew."""
         return super().ranks_score_together and self.env is None and self.groups is None
 
-    def _interaction_with(self, env: Interactive, data: Any) -> EpisodeSource:
-        """What holds the policy's conversations with an environment.
+    def _interaction_with(self, env: Interactive, data: Any, stage: str) -> EpisodeSource:
+        """What holds the policy's conversations with an environment, whose sizes fit the context.
 
         Raises:
             ConfigError: reward, generator or sampling do not go with it.
@@ -374,7 +374,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         environments.rewarded(env, self.reward_functions)
         environments.fits(env, self.generator, self.sampling, self.evaluation)
         journal = environments.journal_of(env, self.trainer.default_root_dir, self.trainer.global_rank)
-        return environments.source_of(env, self.model, data, journal)
+        source = environments.source_of(env, self.model, data, journal)
+        longest = max(data.longest_prompt if stage == "fit" else 0, data.longest_val_prompt or 0)
+        new_tokens = max(self.sampling.max_new_tokens, self.evaluation.max_new_tokens or 0)
+        self.env = environments.shortened(env, self.model, source, longest, new_tokens)
+        return source if self.env is env else environments.source_of(self.env, self.model, data, journal)
 
     def _check_data(self, data: Any, stage: str) -> None:
         """Tell the rewards which columns there are; refuse rows that they cannot score, and prompts that leave no room

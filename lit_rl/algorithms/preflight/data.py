@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -149,6 +151,7 @@ def trainer_settings(trainer: Any) -> None:
     Raises:
         ConfigError: names the setting and its range.
     """
+    one_process_a_device(getattr(trainer, "num_devices", 1), getattr(trainer, "num_nodes", 1))
     for name in ("log_every_n_steps", "num_sanity_val_steps", "gradient_clip_val"):
         low = -1 if name == "num_sanity_val_steps" else 0
         if isinstance(value := getattr(trainer, name), int | float):
@@ -160,6 +163,28 @@ def trainer_settings(trainer: Any) -> None:
         raise ConfigError(
             f"trainer.val_check_interval={interval} is no distance between two validations: allowed is 1 or more "
             "micro-batches, or a share of the epoch above 0.0. trainer.limit_val_batches=0 leaves validation out."
+        )
+
+
+def one_process_a_device(devices: int, nodes: int) -> None:
+    """Refuse processes of torchrun that would each train alone, or that nobody counts on.
+
+    Args:
+        devices: Of a node, as the Trainer has them.
+        nodes: `trainer.num_nodes`.
+
+    Raises:
+        ConfigError: torchrun has started another number of processes.
+    """
+    if not TorchElasticEnvironment.detect():
+        return
+    started, here = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if started != devices * nodes:
+        nodes_started = max(1, started // here)
+        raise ConfigError(
+            f"torchrun started {started} processes, {here} of them on this machine, and trainer.devices is {devices} "
+            f"with trainer.num_nodes {nodes}: set trainer.devices={here} trainer.num_nodes={nodes_started}, or start "
+            "without torchrun, and the processes of a node are started by themselves."
         )
 
 
