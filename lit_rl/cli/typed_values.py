@@ -14,6 +14,7 @@ _TOLD_BY_HYDRA = ("choice", "range", "interval", "glob", "shuffle", "sort", "tag
 """Functions of the grammar."""
 _ESCAPE = re.compile(r"(?<!\\)\\n|(?<!\\)\\t(?![A-Za-z])|\\\\n")
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\n": "\\n"}
+_IN_QUOTES = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
 _OWN_ESCAPES = ("chat_template", "grammar", "json_schema", "pattern", "regex")
 """Keys whose text is in a language that reads escapes itself."""
 
@@ -105,10 +106,15 @@ def with_line_breaks(words: Sequence[str]) -> list[str]:
 
 def _with_line_breaks(word: str) -> str:
     key, equals, value = word.partition("=")
-    in_quotes = "'" in value or '"' in value or re.fullmatch(r"(?:\\[nt]|[][, ])*", value)
-    if not equals or "\\" not in value or not in_quotes or key.rpartition(".")[2] in _OWN_ESCAPES:
+    if not equals or "\\" not in value or key.rpartition(".")[2] in _OWN_ESCAPES:
         return word
-    return readable(f"{key}={_ESCAPE.sub(lambda found: _ESCAPES[found[0]], value)}", sweeps=True)
+    if re.fullmatch(r"(?:\\[nt]|[][, ])*", value):  # nothing else, without quotes
+        return readable(f"{key}={_breaks(value)}", sweeps=True)
+    return f"{key}={_IN_QUOTES.sub(lambda found: _breaks(found[0]), value)}"
+
+
+def _breaks(text: str) -> str:
+    return _ESCAPE.sub(lambda found: _ESCAPES[found[0]], text)
 
 
 def _unread(word: str) -> str | None:

@@ -372,13 +372,21 @@ class OnPolicyModule(GeneratingModule, ABC):
             ConfigError: reward, generator or sampling do not go with it.
         """
         environments.rewarded(env, self.reward_functions)
+        self._lower_turns(env)
         environments.fits(env, self.generator, self.sampling, self.evaluation)
         journal = environments.journal_of(env, self.trainer.default_root_dir, self.trainer.global_rank)
         source = environments.source_of(env, self.model, data, journal)
         longest = max(data.longest_prompt if stage == "fit" else 0, data.longest_val_prompt or 0)
-        new_tokens = max(self.sampling.max_new_tokens, self.evaluation.max_new_tokens or 0)
+        new_tokens = self.sampling.max_new_tokens if self._sampling_is_chosen else 1
+        new_tokens = max(new_tokens, self.evaluation.max_new_tokens or 0)
         self.env = environments.shortened(env, self.model, source, longest, new_tokens)
+        self._lower_turns(self.env)
         return source if self.env is env else environments.source_of(self.env, self.model, data, journal)
+
+    def _lower_turns(self, env: Interactive) -> None:
+        """Make turns of a sampling that nobody chose no longer than an episode."""
+        if not self._sampling_is_chosen and self.sampling.max_new_tokens > env.max_tokens:
+            self.sampling = replace(self.sampling, max_new_tokens=env.max_tokens)
 
     def _check_data(self, data: Any, stage: str) -> None:
         """Tell the rewards which columns there are; refuse rows that they cannot score, and prompts that leave no room
