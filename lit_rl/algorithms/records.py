@@ -117,7 +117,8 @@ class Records:
         seconds: Mapping[str, float],
         within: Mapping[str, float],
         coefficients: Mapping[str, float],
-        optimizer: Optimizer,
+        rates: Mapping[str, float],
+        kept: bool = False,
     ) -> dict[str, float]:
         """What the rollout and its updates were like, over all ranks.
 
@@ -126,12 +127,13 @@ class Records:
             seconds: Of generation and of rewards.
             within: Of what lies within these: an engine's update, waiting for environments.
             coefficients: Numbers in force that are no constants of the run.
-            optimizer: Whose learning rates are in force.
+            rates: Learning rates of the last step.
+            kept: Whether the rollout is in use still: its averages stay for the line behind its last step.
         """
         phases = {**seconds, "update": time.perf_counter() - self._opened}
         stats = dict(self._stats)
         tokens = stats.pop("rollout_tokens")
-        means = {**stats, **self.averages.reduce(ranks), **coefficients, **learning_rates(optimizer)}
+        means = {**stats, **_reduced(self.averages, ranks, kept=kept), **coefficients, **rates}
         metrics = prefixed(means, "train")
         metrics |= {f"time/{phase}": value for phase, value in {**phases, **within}.items()}
         metrics["tokens_per_second"] = tokens / max(1e-9, sum(phases.values()))
@@ -196,17 +198,24 @@ class OfflineRecords:
         self._seconds += time.perf_counter() - self._opened
 
     def line(
-        self, ranks: Ranks, coefficients: Mapping[str, float], optimizer: Optimizer, generated_in: float
+        self,
+        ranks: Ranks,
+        coefficients: Mapping[str, float],
+        rates: Mapping[str, float],
+        generated_in: float,
+        *,
+        kept: bool = False,
     ) -> dict[str, float]:
         """The metrics of the steps since the last line, and a new beginning. A collective.
 
         Args:
             ranks: Whose steps they are.
             coefficients: Numbers in force at the last step that are no constants of the run.
-            optimizer: Whose learning rates are in force.
+            rates: Learning rates of the last step.
             generated_in: Seconds in which a model wrote what was learned from; 0 where none did.
+            kept: Whether the averages stay, for the line that is due later.
         """
-        means = {**self.averages.reduce(ranks), **coefficients, **learning_rates(optimizer)}
+        means = {**_reduced(self.averages, ranks, kept=kept), **coefficients, **rates}
         metrics = prefixed(means | {"num_tokens": float(self._tokens_seen)}, "train")
         metrics |= {"time/update": self._seconds} | ({"time/generate": generated_in} if generated_in else {})
         metrics["tokens_per_second"] = self._tokens / max(1e-9, self._seconds + generated_in)
@@ -221,6 +230,15 @@ class OfflineRecords:
         """The counterpart of `state`. Speed is that of the tokens and seconds since the resume."""
         self._tokens_seen = saved["tokens_seen"]
         self.averages.load_state(saved["averages"], device)
+
+
+def _reduced(averages: Averages, ranks: Ranks, *, kept: bool) -> dict[str, float]:
+    """The averages as numbers; `kept`, they go on as if nobody had looked. A collective."""
+    held = averages.state() if kept else None
+    reduced = averages.reduce(ranks)
+    if held is not None:
+        averages.load_state(held, ranks.device)
+    return reduced
 
 
 def step_metrics(grad_norm: Tensor, *, skipped: bool) -> Metrics:

@@ -5,7 +5,8 @@ An optimizer step that has begun is finished. A rollout, its rewards and a valid
 from them, and the run that goes on makes them anew (`lit_rl.interruption`). A signal to one rank reaches the others by
 `SignalWatch`.
 
-A generator or an environment that fails ends the run too: what was learned until then is saved.
+An error ends the run too, of a generator, an environment, a reward or somebody's callback: what was learned until then
+is saved.
 
 A checkpoint that is written between an optimizer step and a validation that is due says so, whoever writes it.
 """
@@ -32,7 +33,7 @@ from lit_rl.callbacks.signal_watch import SignalWatch
 from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.terminal import let_go_of_the_terminal
 from lit_rl.callbacks.timed_checkpoint import save_step
-from lit_rl.errors import GenerationError
+from lit_rl.errors import GenerationError, NumericError
 
 
 def _say(text: str) -> None:
@@ -162,13 +163,16 @@ class GracefulStop(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._restore()
-        if isinstance(exception, GenerationError):
-            alone = trainer.world_size > 1 and not exception.on_every_rank
-            path = self._save_place(trainer, in_validation=trainer.validating, alone=alone)
-            if path is not None:
-                rank_zero_info(
-                    f"The rollout failed. Everything up to optimizer step {trainer.global_step} is saved: {path}"
-                )
+        together = trainer.world_size == 1 or (isinstance(exception, GenerationError) and exception.on_every_rank)
+        if not isinstance(exception, Exception) or isinstance(exception, NumericError) or moves_weights(trainer):
+            return
+        try:
+            path = self._save_place(trainer, in_validation=trainer.validating, alone=not together)
+        except Exception as error:  # a disk that is full, or a callback that fails to save
+            return exception.add_note(f"(What was learned could not be saved: {type(error).__name__}: {error})")
+        if path is not None:
+            what = "The rollout failed." if isinstance(exception, GenerationError) else "The run ends with an error."
+            rank_zero_info(f"{what} Everything up to optimizer step {trainer.global_step} is saved: {path}")
 
     def _save_place(
         self, trainer: L.Trainer, *, in_validation: bool, alone: bool = False, anew: bool = False
@@ -183,6 +187,10 @@ class GracefulStop(L.Callback):
         Returns:
             The checkpoint; None where none can be saved.
         """
+        if _ends_step(trainer):  # as any callback saves here
+            self._place, anew, failed = {"rng": rng_state()}, False, False
+        else:
+            failed = True
         if self._place is not None and in_validation:
             rng = self._place["rng"]
             self._take_down(trainer)
@@ -192,7 +200,7 @@ class GracefulStop(L.Callback):
             return None
         path = folder / f"step_{trainer.global_step:08d}.ckpt"
         if anew or not trainer.strategy.broadcast(is_whole(path)):
-            self._failed = True
+            self._failed = failed
             set_rng_state(self._place["rng"])
             save_step(trainer, path)
         return path
@@ -220,6 +228,19 @@ def signals_of(trainer: L.Trainer) -> list[int]:
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     asked = requeue_signal(trainer)
     return [signal.SIGINT, signal.SIGTERM, *hangup, *([] if asked is None else [asked])]
+
+
+def moves_weights(trainer: L.Trainer) -> bool:
+    """Whether an optimizer's step has begun and not ended, so that weights may be half moved."""
+    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    return getattr(trainer.lightning_module, "moves_weights", steps.ready > steps.completed)
+
+
+def _ends_step(trainer: L.Trainer) -> bool:
+    """Whether callbacks are being told that the last micro-batch of an optimizer step is over."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    at_end = trainer.training and batches.processed == batches.ready == batches.completed + 1
+    return at_end and not trainer.fit_loop._should_accumulate()
 
 
 def _folder_of(trainer: L.Trainer) -> Path | None:

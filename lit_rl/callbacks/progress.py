@@ -102,20 +102,25 @@ class Progress(ProgressBar):
             and (values := _values(trainer))
         ):
             self._last_line, self._last_step = time.monotonic(), trainer.global_step
-            self.print(self._line(trainer, values))
+            self.print(self._line(trainer, pl_module, values))
 
-    def _line(self, trainer: L.Trainer, values: dict[str, str]) -> str:
+    def _line(self, trainer: L.Trainer, pl_module: L.LightningModule, values: dict[str, str]) -> str:
+        """The step, and what was measured last; of an earlier step that is said."""
         assert self._bar is not None
         step, total, (at, first) = trainer.global_step, self._bar.total, self._began
         left = ""
         if total and first < step < total:
             seconds = (time.monotonic() - at) / (step - first) * (total - step)
             left = f"  {tqdm.format_interval(seconds)} left"
-        return f"step {step}/{total or '?'}{left}  {', '.join(values.values())}"
+        told_at = getattr(pl_module, "told_at", None)
+        of = f"at step {told_at}: " if values and told_at not in (None, step) else ""
+        return f"step {step}/{total or '?'}{left}  {of}{', '.join(values.values())}"
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None and self._bar.disable and self._last_step != trainer.global_step:
-            self.print(self._line(trainer, _values(trainer)))  # whatever the clock says, the last line is the last step
+            self.print(
+                self._line(trainer, pl_module, _values(trainer))
+            )  # whatever the clock says, the last line is the last step
         self._close()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

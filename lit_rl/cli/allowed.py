@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_rl.cli import stored_schemas
+from lit_rl.cli import own_keys, stored_schemas
 from lit_rl.cli.key_names import schema_keys
 from lit_rl.errors import ConfigError, check_betas, check_strings, in_range, one_of
 
@@ -76,6 +76,7 @@ def check(config: DictConfig, *, whole: bool) -> None:
         if whole:
             _check_length(trainer)
             _check_numbers(trainer)
+            _check_warmup(config, trainer)
 
 
 def _may_be_registered(value: Any, asked: list[dict[str, Any]], config: DictConfig) -> bool:
@@ -133,12 +134,27 @@ def _check_length(trainer: Mapping[str, Any]) -> None:
         )
 
 
+def _check_warmup(config: DictConfig, trainer: Mapping[str, Any]) -> None:
+    """Refuse a typed warm-up that ends behind the run. One of a preset may: a trial of a few steps is no mistake."""
+    warmup, steps = OmegaConf.select(config, "scheduler.warmup_steps"), trainer.get("max_steps")
+    typed = "scheduler.warmup_steps" in own_keys.typed() and not trainer.get("fast_dev_run")
+    if typed and isinstance(warmup, int) and isinstance(steps, int) and 0 < steps < warmup:
+        raise ConfigError(
+            f"scheduler.warmup_steps={warmup} is more than trainer.max_steps={steps}: the learning rate would end at "
+            f"{steps / warmup:.0%} of optimizer.lr, still rising. Lower the first, or raise the second."
+        )
+
+
 def _check_numbers(trainer: Mapping[str, Any]) -> None:
     """Settings of the Trainer of several types, which no schema checks."""
     for name in _SHARES:
         if isinstance(value := trainer.get(name), str):
             in_range(f"trainer.{name}", value, low=0)  # pyright: ignore (it says that this is no number)
     _check_interval(trainer.get("val_check_interval"))
+    lows = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1, "num_nodes": 1}
+    for name, low in lows.items():
+        if isinstance(value := trainer.get(name), int):
+            in_range(f"trainer.{name}", value, low=low)
     if isinstance(value := trainer.get("gradient_clip_val"), (int, float, str)):
         in_range("trainer.gradient_clip_val", value, low=0)  # pyright: ignore
     if trainer.get("accumulate_grad_batches") is not None:
@@ -150,13 +166,14 @@ def _check_interval(value: Any) -> None:
     if isinstance(value, str):
         allowed = _DURATION.fullmatch(value.strip()) is not None
     elif isinstance(value, (int, float)):
-        allowed = 0 <= value <= 1 or (value > 1 and value % 1 == 0)
+        allowed = 0 < value <= 1 or (value > 1 and value % 1 == 0)
     else:
         allowed = True
     if not allowed:
         raise ConfigError(
             f"trainer.val_check_interval={value!r}: allowed is a whole number of micro-batches, a share of the epoch "
-            "from 0.0 to 1.0, a time of the form DD:HH:MM:SS, or null for the end of every epoch."
+            "above 0.0 to 1.0, a time of the form DD:HH:MM:SS, or null for the end of every epoch. "
+            "trainer.limit_val_batches=0 leaves validation out."
         )
 
 

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, check_mesh
+from lit_rl.algorithms.preflight.data import one_process_a_device
 from lit_rl.cli.listing import some_keys
 from lit_rl.cli.schemas import TARGETS, parameters
 from lit_rl.cli.targets import ALLOWED, check_target, targets
@@ -181,6 +182,7 @@ def check_trainer(trainer: L.Trainer, asked: Any) -> None:
             f"trainer.strategy={typed} makes its processes of this one, and their weights would come back through a "
             "file that is no checkpoint of a run. Take strategy=ddp, which starts the command for each device."
         )
+    one_process_a_device(trainer.num_devices, trainer.num_nodes)
     check_mesh(trainer.strategy)
     if isinstance(trainer.strategy, FSDPTPStrategy):
         trainer.strategy.check_sizes()

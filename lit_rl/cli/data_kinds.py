@@ -109,7 +109,7 @@ def check_columns(config: DictConfig, wanted: Kind | None) -> None:
     if served is None or (served == "prompt-completion" and is_verdict(row)):
         raise ConfigError(
             f"{_name_of(config, 'algo')} needs {_WORDS[wanted]}, and {config.data.path} has {why}: "
-            f"{_WORDS[kind]}. Name columns with data.rename={{old: new}}, or type:\n  {_with_algorithm_of(kind)}"
+            f"{_WORDS[kind]}. Name columns with data.rename={{old:new}}, or type:\n  {_with_algorithm_of(kind)}"
         )
 
 
@@ -133,7 +133,7 @@ def _check_answers(config: DictConfig) -> None:
     if kind is not None and column not in row:
         raise ConfigError(
             f"{_name_of(config, 'algo')} needs {_WORDS[None]}, and {config.data.path} has {_columns_of(row)}: "
-            f"{_WORDS[kind]}. reward={name} needs the column {column!r}: name it with data.rename={{old: {column}}}, "
+            f"{_WORDS[kind]}. reward={name} needs the column {column!r}: name it with data.rename={{old:{column}}}, "
             f"choose another reward (lit-rl list reward), or type:\n  {_with_algorithm_of(kind)}"
         )
 
@@ -274,7 +274,7 @@ def _kind_in(row: dict[str, Any], where: str) -> tuple[Kind | None, str]:
         needed = "; ".join(dict.fromkeys(", ".join(columns) for columns in COLUMNS.values()))
         raise DataError(
             f"{where}: columns found: {', '.join(row) or 'none'}; they are of no format that is known. Known "
-            f"are prompt (to be answered) and {needed}. Name columns with data.rename={{old: new}}, or say data=jsonl "
+            f"are prompt (to be answered) and {needed}. Name columns with data.rename={{old:new}}, or say data=jsonl "
             f"and data.prompt_key.{near}"
         )
     return kind, _columns_of(row)

@@ -17,6 +17,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from lit_rl.algorithms.preflight.data import one_process_a_device
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.algorithms.rollouts.state import check_kind
 from lit_rl.callbacks.checkpoint_files import contents, verify
@@ -69,7 +70,7 @@ from lit_rl.commands.other_ranks import (
     wait_for_those_started,
     watching_those_started,
 )
-from lit_rl.commands.place import place_of
+from lit_rl.commands.place import devices_of_launcher, number_of, place_of
 from lit_rl.commands.redaction import redact
 from lit_rl.commands.rendezvous import Rendezvous
 from lit_rl.commands.run_dir import RunDir, Start
@@ -104,6 +105,8 @@ _TOGETHER = ("fit", "eval", "validate", "test", "predict", "best_of_n")
 def run(config: DictConfig) -> int:
     """One job."""
     quiet.filter_warnings()
+    if config.task in _TOGETHER:
+        config.trainer.devices = devices_of_launcher(config.trainer.get("devices"))
     if not config.run_dir:
         return _run_task(config)
     with folder_state.told_of_release(Path(str(config.run_dir)).expanduser()):
@@ -195,6 +198,8 @@ def _meeting(config: DictConfig) -> Rendezvous | None:
     nodes = config.trainer.get("num_nodes") or 1
     if config.task not in _TOGETHER or (place := place_of(nodes)) is None:
         return None
+    if (devices := number_of(config.trainer.get("devices"))) is not None:
+        one_process_a_device(devices, nodes)
     job: Any = HydraConfig.get().job
     return Rendezvous(place, shlex.join([*_entry(), *sys.argv[1:]]), OmegaConf.select(job, "num") or 0)
 

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lit_rl.cli import sweeping
 from lit_rl.cli.targets import ALLOWED, check_target, targets
+from lit_rl.cli.typed_values import with_line_breaks
 from lit_rl.errors import ConfigError
 
 _PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
@@ -32,6 +33,7 @@ class CheckedLoader(ConfigLoaderImpl):
     """Hydra's loader; what it has composed is checked before anybody gets it."""
 
     def load_configuration(self, config_name: str | None, overrides: list[str], *rest: Any, **named: Any) -> DictConfig:
+        overrides = with_line_breaks(overrides)
         config = super().load_configuration(config_name, overrides, *rest, **named)
         check(config, overrides)
         # To find out whether it is a sweep at all, Hydra composes as for one and takes any override.

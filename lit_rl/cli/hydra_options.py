@@ -10,14 +10,15 @@ from lit_rl.errors import ConfigError
 
 ELSEWHERE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 """Options that bring groups of the user's; the next word is theirs."""
-_WITH_A_VALUE = (*ELSEWHERE, "--cfg", "-c", "--package", "-p", "--experimental-rerun")
+WITH_A_VALUE = (*ELSEWHERE, "--cfg", "-c", "--package", "-p", "--experimental-rerun")
+"""Options whose value is the next word."""
 _WITH_OR_WITHOUT = ("--info", "-i")
 _ALONE = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
     *("--shell-completion", "-sc", "-s"),
 )
 _OF_CFG = ("job", "hydra", "all")
-ALL = (*_WITH_A_VALUE, *_WITH_OR_WITHOUT, *_ALONE)
+ALL = (*WITH_A_VALUE, *_WITH_OR_WITHOUT, *_ALONE)
 
 
 def after_settings(words: Sequence[str]) -> list[str]:
@@ -34,7 +35,7 @@ def after_settings(words: Sequence[str]) -> list[str]:
     options: list[str] = []
     before = ""
     for word in words:
-        is_value = before in _WITH_A_VALUE or (before in _WITH_OR_WITHOUT and "=" not in word)
+        is_value = before in WITH_A_VALUE or (before in _WITH_OR_WITHOUT and "=" not in word)
         of_an_option = word.startswith("-") or is_value
         (options if of_an_option else settings).append(word)
         before = word if word.startswith("-") else ""
@@ -48,5 +49,5 @@ def _check_values(words: Sequence[str]) -> None:
             raise ConfigError(
                 f"{word} takes one of {', '.join(_OF_CFG)}{came}: type {word} job for the config of a run."
             )
-        if word in _WITH_A_VALUE and (not after or after in ALL):
+        if word in WITH_A_VALUE and (not after or after in ALL):
             raise ConfigError(f"{word} needs a value behind it: {word} VALUE.")

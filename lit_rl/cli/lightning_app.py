@@ -58,6 +58,7 @@ from lit_rl.commands.other_ranks import (
     wait_for_those_started,
     watching_those_started,
 )
+from lit_rl.commands.place import devices_of_launcher
 from lit_rl.commands.redaction import redact, redact_command
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_lock import RunLock
@@ -345,6 +346,7 @@ class CommandLine(LightningCLI):
         plugins = [] if given is None else list(given) if isinstance(given, list) else [given]
         settings = self._get(self.config_init, "trainer")
         kwargs["max_epochs"] = ends.epochs(settings)
+        kwargs["devices"] = devices_of_launcher(settings["devices"])
         kwargs["accumulate_grad_batches"] = cut_by(self.model, settings["accumulate_grad_batches"])
         kwargs["precision"] = given = for_trainer(settings, self._get(self.config, "ckpt_path"))
         try:
@@ -365,6 +367,9 @@ class CommandLine(LightningCLI):
                     super()._run_subcommand(subcommand)
                 wait_for_those_started(self.trainer.strategy.launcher)
             except Exception as error:
+                if subcommand == "fit" and isinstance(self.model, PolicyModule):
+                    with contextlib.suppress(Exception):  # nothing may hide the error itself
+                        train.keep(self._run_of(), {}, error)
                 self._write_down(error)
                 raise
             except SystemExit:  # of Slurm's signal before the training: the job begins anew in the same folder

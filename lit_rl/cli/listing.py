@@ -85,8 +85,10 @@ def _own_data(choice: str, near: str) -> str:
 
 
 def _own_reward(choice: str, near: str) -> str:
-    file = f"./{choice}" if Path(choice).suffix == ".py" else "./FILE.py"
-    return "" if near else f" A function of yours is reward={file}:NAME."
+    if Path(choice).suffix != ".py":
+        return "" if near else " A function of yours is reward=./FILE.py:NAME."
+    file = choice if Path(choice).is_absolute() else f"./{Path(choice)}"
+    return f" A function of yours is reward={file}:NAME."
 
 
 _OWN = {"model": _own_model, "data": _own_data, "reward": _own_reward}

@@ -17,6 +17,7 @@ from lit_rl.cli import accelerators
 from lit_rl.cli.listing import no_choice, some_keys
 from lit_rl.cli.other_processes import of_other_processes
 from lit_rl.cli.other_words import check_spaces, meaning, no_key, of_other_choices
+from lit_rl.cli.typed_values import ambiguous
 from lit_rl.durable import is_failing, is_full
 from lit_rl.errors import (
     INTERRUPTED,
@@ -126,11 +127,17 @@ def _hydra(error: BaseException) -> LitRLError | None:
             group, _, choice = (wrong.group(1) if wrong else "").rpartition("/")
             return ConfigError(no_choice(group, choice, [option for option in link.options if option != "_"]))
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
-        return ConfigError(f"One of the words is no key=value: {error}.")
+        return ConfigError(
+            f"A group takes the name of a choice, and one of the words is no key=value, or has another value: {error}."
+        )
     if isinstance(error, ValueError) and str(error).startswith("Unable to configure"):  # logging, of its own factories
         error = next((link for link in chain if isinstance(link, HydraException)), error)
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         text = str(error).split("\nfull_key")[0]
+        if comma := re.match(r"Ambiguous value for argument '(.*)'\n1\. ", text, re.DOTALL):
+            return ambiguous(comma[1])
+        if removed := re.match(r"Error merging override ~([^\s=]+)", text):
+            return _not_removed(removed[1])
         if wrong := re.match(
             r"Could not override '(?:.*@)?([^'@]+)/([^'/@]+)'.*No match in the defaults", text, re.DOTALL
         ):
@@ -141,6 +148,14 @@ def _hydra(error: BaseException) -> LitRLError | None:
             )
         return ConfigError(text if not _user_yaml(chain) else str(_user_yaml(chain)))
     return None
+
+
+def _not_removed(key: str) -> ConfigError:
+    """What is said of `~key` for a setting that a class has, whatever is typed."""
+    return ConfigError(
+        f"~{key} takes {key} away, and it is a setting that is always there. Leave the word out for its default, or "
+        f"type {key}=VALUE ({key}=null where it may be nothing)."
+    )
 
 
 def _user_yaml(chain: Iterable[BaseException]) -> LitRLError | None:

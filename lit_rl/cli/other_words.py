@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lit_rl.cli import hydra_options, key_names, other_names
 from lit_rl.cli.listing import conf_folder, defaults, groups, keys, no_choice, some_keys
+from lit_rl.cli.typed_values import quoted, readable, unquoted
 from lit_rl.errors import ConfigError, did_you_mean, nearest
 
 MEANS = {
@@ -24,7 +25,10 @@ MEANS = {
     "steps": "trainer.max_steps",
     "num_train_epochs": "trainer.max_epochs",
     "max_epochs": "trainer.max_epochs",
+    "min_lr_rate": "scheduler.final",
+    "min_lr_ratio": "scheduler.final",
     "output_dir": "run_dir",
+    "hydra.run.dir": "run_dir",
     "num_generations": "algo.group_size",
     "group_size": "algo.group_size",
     "num_iterations": "algo.iterations",
@@ -62,6 +66,10 @@ AMBIGUOUS = {
     "bf16": "trainer.precision=bf16-true or bf16-mixed",
     "fp16": "trainer.precision=16-mixed, on a GPU",
     "wandb": "logger=[tensorboard,wandb]",
+    "min_lr": (
+        "scheduler.final, the share of optimizer.lr that linear and cosine end at; of a scheduler of torch "
+        "scheduler.kwargs, whose learning rates are such shares too"
+    ),
     "kl_coef": "algo.beta, the KL in the loss, or algo.reward_beta, the KL in the reward",
     "max_prompt_length": "data.max_prompt_tokens; longer prompts are left out, not cut (data.overlong)",
     "dataset": "data=NAME (lit-rl list data), or data.path=FILE",
@@ -74,6 +82,7 @@ _FEW = 4
 _MAY_BE_REMOVED = ("callbacks", "logger", "debug", "experiment")
 _FUNCTIONS = re.compile(r"\[ *([^\],]*\w:\w+(?: *, *[^\],]*\w:\w+)*) *\]")
 """A list of paths of functions."""
+_ABSENT = "lit_rl.cli.build.absent"
 _PLAIN = re.compile(r"[\w./~-]+")
 
 MERGED = "merge=true is how every export is: merged weights, and the adapter of LoRA by itself in its folder adapter/."
@@ -114,7 +123,10 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     out: list[str] = []
     new: list[str] = []
     check_spaces(words)
-    for word, next_word in zip(words, [*words[1:], ""]):
+    sweeps = bool({"-m", "--multirun"} & {*words})
+    for before, typed_word, next_word in zip(["", *words], words, [*words[1:], ""]):
+        is_setting = not typed_word.startswith("-") and before not in hydra_options.WITH_A_VALUE
+        word = readable(typed_word, sweeps=sweeps) if is_setting else typed_word
         key, equals, value = word.partition("=")
         if word.startswith("~") and not any(each.startswith((f"+{key[1:]}.", f"+{key[1:]}=")) for each in words):
             _check_removed(key[1:], found)
@@ -124,7 +136,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
             out.append(word)
             continue
         if value == "~" or value.startswith("~/"):  # which shells leave as it is behind a `=`, and Hydra cannot read
-            value = _quoted(str(Path(value).expanduser()))
+            value = quoted(str(Path(value).expanduser()))
         if key in AMBIGUOUS:
             raise no_key(key, meaning(key))
         if key == "beta" and any(w.startswith("algo=rloo") for w in words):
@@ -177,15 +189,28 @@ def _choices(words: Sequence[str]) -> dict[str, str] | None:
 
 def _read(key: str, value: str, typed: set[str], found: Mapping[str, Mapping[str, str]]) -> list[str]:
     """One word as ours."""
+    if value == "null" and key in ("experiment", "debug"):  # as where they are not typed
+        return []
+    if value == "null" and (nothing := _nothing_of(key, found)):
+        return [f"{key}={nothing}"]
     if key == "model" and value not in found["model"] and _is_path(value):
-        return ["model=local", f"model.name={_quoted(value)}"]
-    if key == "reward" and value not in found["reward"] and re.search(r"\w:\w+$", value) and "{" not in value:
-        return ["reward=function", f"reward.fn={_quoted(value)}"]
+        return ["model=local", f"model.name={quoted(value)}"]
+    one = re.search(r"\w:\w+$", unquoted(value)) if key == "reward" else None
+    if one and value not in found["reward"] and value[0] != "[" and "{" not in value:
+        return ["reward=function", f"reward.fn={quoted(value)}"]
     if key == "reward" and (many := _FUNCTIONS.fullmatch(value)) and "{" not in value:
-        return ["reward=function", f"reward.fn=[{','.join(map(_quoted, re.split(r' *, *', many[1])))}]"]
+        return ["reward=function", f"reward.fn=[{','.join(map(quoted, re.split(r' *, *', many[1])))}]"]
     if key == "reward.fn" and not {"reward", "experiment"} & typed:
         return ["reward=function", f"reward.fn={value}"]
     return [f"{key}={value}"]
+
+
+def _nothing_of(group: str, found: Mapping[str, Mapping[str, str]]) -> str | None:
+    """The choice of a group that stands for nothing: a group takes a name, and no `null`."""
+    if "none" in found.get(group, ()):
+        return "none"
+    files = {choice: conf_folder() / group / f"{choice}.yaml" for choice in found.get(group, ())}
+    return next((name for name, file in files.items() if file.is_file() and _ABSENT in file.read_text()), None)
 
 
 def _is_path(value: str) -> bool:
@@ -194,17 +219,10 @@ def _is_path(value: str) -> bool:
     return bool(plain) and "," not in plain and ("/" in plain or plain[0] in ".~" or Path(plain).is_dir())
 
 
-def _quoted(value: str) -> str:
-    """The value as Hydra's grammar reads it back."""
-    if value[:1] in "'\"" or re.fullmatch(r"[\w./:~-]+", value):
-        return value
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
 def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices: Mapping[str, str] | None) -> None:
     """Refuse what needs no look at the config: a choice that its group lacks, and a key that no choice has. An
     experiment (`choices` is None) may add keys at the top, so Hydra says of these which there are."""
-    if key in found and _PLAIN.fullmatch(value) and value != "null" and value not in found[key]:
+    if key in found and _PLAIN.fullmatch(value) and value not in found[key]:
         raise ConfigError(no_choice(key, value, list(found[key])))
     for word in value[1:-1].split(",") if key in found and re.fullmatch(r"\[[\w,. -]+\]", value) else ():
         if word.strip() not in found[key]:

@@ -9,6 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.cli import listing
+from lit_rl.cli.typed_values import unquoted
 from lit_rl.errors import ConfigError, did_you_mean
 
 _EVERYWHERE = ("task", "allow_targets")
@@ -26,7 +27,8 @@ def typed_value(words: Sequence[str], key: str, default: str | None = None) -> s
         words: Settings, and whatever else was typed.
         default: Where the key was not typed.
     """
-    return next((word.partition("=")[2] for word in reversed(words) if word.startswith(f"{key}=")), default)
+    found = next((word.partition("=")[2] for word in reversed(words) if word.startswith(f"{key}=")), None)
+    return default if found is None else unquoted(found)
 
 
 def check_read(groups: Iterable[str], config: DictConfig) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -29,6 +31,23 @@ class Place:
     """Whether nothing but the user starts the others."""
     attempt: str = ""
     """Apart for each attempt that meets at the same port."""
+
+
+def devices_of_launcher(devices: Any) -> Any:
+    """Return the devices of a node that were asked for; `auto` is one for each process that torchrun started there."""
+    if devices not in (None, "auto") or not TorchElasticEnvironment.detect():
+        return devices
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return here if here > 1 else devices
+
+
+def number_of(devices: Any) -> int | None:
+    """Return how many devices these are, written as Lightning takes them; None where the machine says."""
+    if isinstance(devices, int | str) and str(devices).isdigit():
+        return int(devices)
+    if isinstance(devices, str):
+        return len([each for each in devices.split(",") if each.strip()]) if "," in devices else None
+    return len(devices) if isinstance(devices, Sequence) else None
 
 
 def place_of(num_nodes: int) -> Place | None:

@@ -18,9 +18,10 @@ from rich.console import Console
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
+from lit_rl.algorithms.preflight.data import monitors
 from lit_rl.callbacks.alarms.base import Alarm
 from lit_rl.callbacks.checkpoint_files import is_whole, step_of
-from lit_rl.callbacks.graceful_stop import GracefulStop
+from lit_rl.callbacks.graceful_stop import GracefulStop, moves_weights
 from lit_rl.callbacks.record import Record
 from lit_rl.callbacks.slurm import leave_it_to_others, requeue, requeue_signal
 from lit_rl.callbacks.timed_checkpoint import save_step
@@ -33,7 +34,7 @@ from lit_rl.commands.run_curves import decoding
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.step_memory import peak_memory, told_of_memory
-from lit_rl.errors import SIGNALLED, ConfigError, GenerationError, LitRLError
+from lit_rl.errors import SIGNALLED, ConfigError, GenerationError, LitRLError, NumericError
 from lit_rl.models.policy.sharding import full_state_dict
 
 
@@ -65,7 +66,8 @@ class Run:
     @property
     def began(self) -> bool:
         """Whether it trains, or has trained: what it goes on with was taken."""
-        return any(isinstance(each, Record) and each.began for each in self.trainer.callbacks)  # pyright: ignore
+        records = [each for each in self.trainer.callbacks if isinstance(each, Record)]  # pyright: ignore
+        return any(each.began for each in records) if records else self.module.told_at is not None
 
     def close(self) -> None:
         """Stop what was started, and let the next run into the folder."""
@@ -110,19 +112,63 @@ def train(run: Run) -> int:
             _save(run, summary | {"status": "running"})
         elif summary.get("status") != "running" and not run.dry:  # it goes on
             _save(run, summary | {"status": "running"})
-        try:
-            with told_of_memory(run.module):
-                run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
-        except GenerationError:
-            _not_generated(run)
-            raise
-        summary |= {"steps": run.trainer.global_step, "seconds": earlier + time.time() - started}
-        if stop.signum is not None:
-            return _stopped(run, summary, stop)
-        if not run.dry:
-            _save_last_step(run)
-            _finish(run, summary, earlier, started)
+        with _kept(run, summary):
+            try:
+                with told_of_memory(run.module):
+                    run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
+            except GenerationError:
+                _not_generated(run)
+                raise
+            summary |= {"steps": run.trainer.global_step, "seconds": earlier + time.time() - started}
+            if stop.signum is not None:
+                return _stopped(run, summary, stop)
+            if not run.dry:
+                _save_last_step(run)
+                _finish(run, summary, earlier, started)
     return 0
+
+
+@contextlib.contextmanager
+def _kept(run: Run, summary: dict[str, Any]) -> Iterator[None]:
+    """Behind an error after the last step (of a callback, a logger, the last validation): its checkpoint and its model
+    are written all the same. Of an error before that, the checkpoint is `GracefulStop`'s, and the model is written
+    where there is none. With several processes a rank alone cannot save what all of them hold."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):  # nothing may hide the error itself
+            keep(run, summary, error)
+            if "hf_step" in summary:
+                _save(run, summary)
+        raise
+
+
+def keep(run: Run, summary: dict[str, Any], error: Exception) -> None:
+    """Write what a run has learned that ends with an error, as far as it is not saved; the error gets a note of it.
+
+    Args:
+        run: The run.
+        summary: Gets the step of the export.
+        error: What ended it.
+    """
+    trainer, step = run.trainer, run.trainer.global_step
+    spoiled = isinstance(error, NumericError) or moves_weights(trainer)
+    if run.dry or trainer.world_size > 1 or not run.began or not step or spoiled:
+        return
+    ended, target = (
+        trainer.should_stop or step >= run.module.total_steps,
+        run.run_dir.checkpoints / f"step_{step:08d}.ckpt",
+    )
+    if ended:
+        with contextlib.suppress(Exception):  # of a callback that fails to save, which may be what ended it
+            _save_last_step(run)
+    saved = target.exists() and is_whole(target)
+    kept = [f"the checkpoint {target}"] if saved else []
+    if summary.get("hf_step") != step and (ended or not saved):
+        export(run, summary)
+        kept.append(f"the model {run.run_dir.hf}")
+    if ended or not saved:
+        error.add_note(f"Nothing that was learned in {step} steps is lost: {' and '.join(kept)}.")
 
 
 def note_failure(run: Run, code: int) -> None:
@@ -242,6 +288,8 @@ def measure(run: Run, summary: dict[str, Any], when: str) -> None:
     module = run.module
     with told_of_memory(module):
         run.trainer.validate(module, datamodule=run.data, verbose=False)
+    if when == "before":
+        monitors(run.trainer, (), "val")
     losses[when] = _losses(run)
     if not isinstance(module, GeneratingModule):
         return

@@ -58,8 +58,9 @@ class EnvironmentFactory(Interactive, ABC):
             ``arguments``, see `RegexParser`. None: ``name(1, "two")``.
         max_turns: Turns of the policy in an episode, 1 or more.
         max_tokens: Tokens of an episode, the policy's and those that it is answered; ``sampling.max_new_tokens`` are
-            those of one turn.
-        max_observation_tokens: Tokens of an answer; what is longer is cut, and marked.
+            those of one turn. None: 2048, or as many as the model's context leaves.
+        max_observation_tokens: Tokens of an answer; what is longer is cut, and marked. None: 512, or a quarter of what
+            the context leaves, where that is less.
         step_timeout: Seconds that an answer, a reset or a reward may take.
         episode_timeout: Seconds that an episode may take from the end of its first turn on, generation included; None
             is no limit. It is looked at when a turn is over and while the environment answers: no turn is cut.
@@ -84,8 +85,8 @@ class EnvironmentFactory(Interactive, ABC):
         parser: str = "auto",
         call_pattern: str | None = None,
         max_turns: int = 8,
-        max_tokens: int = Interactive.max_tokens,
-        max_observation_tokens: int = 512,
+        max_tokens: int | None = None,
+        max_observation_tokens: int | None = None,
         step_timeout: float = 30.0,
         episode_timeout: float | None = None,
         rollout_timeout: float | None = None,
@@ -97,8 +98,10 @@ class EnvironmentFactory(Interactive, ABC):
     ) -> None:
         check_parser(parser, call_pattern, "env.")
         in_range("env.max_turns", max_turns, low=1)
-        in_range("env.max_tokens", max_tokens, low=1)
-        in_range("env.max_observation_tokens", max_observation_tokens, low=1)
+        if max_tokens is not None:
+            in_range("env.max_tokens", max_tokens, low=1)
+        if max_observation_tokens is not None:
+            in_range("env.max_observation_tokens", max_observation_tokens, low=1)
         in_range("env.step_timeout", step_timeout, low=0, open_low=True)
         for key, whole in (("episode_timeout", episode_timeout), ("rollout_timeout", rollout_timeout)):
             if whole is not None:
@@ -106,7 +109,10 @@ class EnvironmentFactory(Interactive, ABC):
         in_range("env.max_failed", max_failed, low=0, high=1)
         one_of("env.seed", seed, ("group", "sample"))
         self.parser, self.call_pattern = parser, call_pattern
-        self.max_turns, self.max_tokens, self.max_observation_tokens = max_turns, max_tokens, max_observation_tokens
+        sizes = {"max_tokens": max_tokens, "max_observation_tokens": max_observation_tokens}
+        self.max_turns, self.untyped = max_turns, frozenset(key for key, size in sizes.items() if size is None)
+        self.max_tokens = Interactive.max_tokens if max_tokens is None else max_tokens
+        self.max_observation_tokens = 512 if max_observation_tokens is None else max_observation_tokens
         self.step_timeout, self.episode_timeout, self.max_failed = step_timeout, episode_timeout, max_failed
         self.rollout_timeout = rollout_timeout
         self.seed: Literal["group", "sample"] = seed

@@ -47,6 +47,8 @@ class Interactive:
 
     max_tokens: int = 2048
     """Tokens of a completion, what the policy reads between its turns included."""
+    untyped: frozenset[str] = frozenset()
+    """Names of the sizes that nobody chose: they are lowered to what the model's context leaves."""
     converses: bool = True
     """Whether the run's generator holds its conversations."""
     max_failed: float = 0.1
@@ -71,7 +73,7 @@ class Interactive:
             if name in columns:
                 raise ConfigError(
                     f"The data has a column {name!r}, and reward functions get something of the episodes by this name: "
-                    f"rename it, data.rename={{{name}: {name}_column}}."
+                    f"rename it, data.rename={{{name}:{name}_column}}."
                 )
 
 

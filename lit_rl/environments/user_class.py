@@ -112,7 +112,7 @@ class UserClass:
         if "seed" in columns:
             raise ConfigError(
                 "The data has a column 'seed', and reset(seed=...) gets the seed of the episode: rename it, "
-                "data.rename={seed: seed_column}."
+                "data.rename={seed:seed_column}."
             )
         if self._reset_names is None:
             return

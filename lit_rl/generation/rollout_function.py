@@ -39,7 +39,8 @@ class RolloutFunction(Interactive):
         path: ``package.module:name`` or ``./file.py:name``; in Python also the function itself.
         columns: Names of what it returns beside TRL's keys, which reward functions take as arguments. A function may
             name them itself, by an attribute ``columns``.
-        max_tokens: Tokens of a completion at most, those included that the policy did not write.
+        max_tokens: Tokens of a completion at most, those included that the policy did not write. None: 2048, or as many
+            as the model's context leaves.
         max_prompt_tokens: Tokens of a prompt at most; None: of the longest prompt of the data.
         rollout_timeout: Seconds that a call of the function may take. What it had made by then is lost with it, and the
             run is saved and ends. None is no limit.
@@ -57,12 +58,13 @@ class RolloutFunction(Interactive):
         path: str | Callable[..., Any],
         *,
         columns: Sequence[str] = (),
-        max_tokens: int = Interactive.max_tokens,
+        max_tokens: int | None = None,
         max_prompt_tokens: int | None = None,
         rollout_timeout: float | None = None,
         max_failed: float = Interactive.max_failed,
     ) -> None:
-        in_range("env.max_tokens", max_tokens, low=1)
+        if max_tokens is not None:
+            in_range("env.max_tokens", max_tokens, low=1)
         if isinstance(columns, str):
             raise ConfigError(f"env.columns={columns!r} is a text; it takes a list of names: [{columns}].")
         if max_prompt_tokens is not None:
@@ -71,7 +73,8 @@ class RolloutFunction(Interactive):
             in_range("env.rollout_timeout", rollout_timeout, low=0, open_low=True)
         in_range("env.max_failed", max_failed, low=0, high=1)
         self.function, self.name = _function(path)
-        self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
+        self.max_tokens = Interactive.max_tokens if max_tokens is None else max_tokens
+        self.untyped, self.max_prompt_tokens = frozenset(("max_tokens",) * (max_tokens is None)), max_prompt_tokens
         self.rollout_timeout, self.max_failed = rollout_timeout, max_failed
         self.columns = ("episodes", *dict.fromkeys([*getattr(self.function, "columns", ()), *columns]))
 

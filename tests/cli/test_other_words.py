@@ -244,7 +244,7 @@ def test_the_options_are_those_of_hydra():
     takes_one = {
         name for action in get_args_parser()._actions if action.nargs is None for name in action.option_strings
     }
-    assert takes_one == {*hydra_options._WITH_A_VALUE}
+    assert takes_one == {*hydra_options.WITH_A_VALUE}
 
 
 def test_an_option_without_its_value_is_refused_in_words(capsys):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs_helpers import SMALL, newest
+from runs_helpers import SMALL, newest, rows
 
 from lit_rl.algorithms.optim.broken_steps import LIMIT
 from lit_rl.cli.messages import exit_code_of, translated
@@ -219,3 +219,66 @@ def test_lit_rl_fit_tells_what_was_planned_too(train, tmp_path: Path, capsys: py
         r"can't allocate memory.* Planned were .* of .*weights .*optimizer .*activations", said, re.DOTALL
     ), said
     assert "Set one of: algo.micro_batch_size=32 (it was 64)" in said and "Traceback" not in said
+
+
+FAILS = ["+callbacks.bad._target_=failing_callbacks.Failing", "allow_targets=[failing_callbacks]"]
+STEPS = ["trainer.max_steps=4", "trainer.val_check_interval=2"]
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_end", "on_fit_end", "teardown", "on_save_checkpoint", "the last validation"]
+)
+def test_what_was_learned_outlives_an_error_behind_the_last_step(train, tmp_path, capsys, hook) -> None:
+    """Of a callback of the user's: the model is written, and the checkpoint unless it is what cannot be saved."""
+    folder = tmp_path / "run"
+    bad = [*FAILS, f"+callbacks.bad.hook={hook}"]
+    if hook == "the last validation":
+        bad = ["+callbacks.bad._target_=failing_callbacks.FailingAtTheEnd", FAILS[1]]
+    assert train(*SMALL, *STEPS, *bad, f"run_dir={folder}") == 1
+    said = capsys.readouterr().err
+    assert "ValueError: mine in" in said and "Nothing that was learned in 4 steps is lost" in said
+    assert [path.name for path in (folder / "checkpoints").glob("*.ckpt")] == (
+        [] if hook == "on_save_checkpoint" else ["step_00000004.ckpt"]
+    )
+    assert json.loads((folder / "summary.json").read_text())["hf_step"] == 4
+    if hook == "on_train_end":
+        kept = (folder / "hf" / "model.safetensors").read_bytes()
+        assert train(*SMALL, *STEPS, f"run_dir={tmp_path / 'whole'}") == 0
+        assert kept == (tmp_path / "whole" / "hf" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("hook", "step"),
+    [("on_train_batch_end", 2), ("on_before_optimizer_step", 2), ("on_train_batch_start", 3), ("on_validation_end", 2)],
+)
+def test_a_run_goes_on_from_the_step_behind_which_a_callback_failed(train, tmp_path, hook, step) -> None:
+    """With the weights and the record of a run in which nothing failed; nothing was due to be saved before."""
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    run = [*SMALL, *STEPS, "callbacks.checkpoint.every_seconds=1000"]
+    assert train(*run, *FAILS, f"+callbacks.bad.hook={hook}", f"+callbacks.bad.step={step}", f"run_dir={folder}") == 1
+    assert [path.name for path in (folder / "checkpoints").glob("*.ckpt")] == [f"step_{step:08d}.ckpt"]
+    assert train(*run, f"run_dir={folder}", "ckpt_path=last") == 0 and train(*run, f"run_dir={whole}") == 0
+    assert rows(folder) == rows(whole)
+    first, second = ((each / "hf" / "model.safetensors").read_bytes() for each in (folder, whole))
+    assert first == second
+
+
+def test_weights_that_may_be_half_moved_are_not_saved(train, tmp_path, monkeypatch) -> None:
+    def half(self, closure=None):
+        closure()
+        raise ValueError("in the middle of a step")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", half)
+    assert train(*SMALL, *STEPS, f"run_dir={tmp_path / 'run'}") == 1
+    assert not list((tmp_path / "run").glob("checkpoints/*.ckpt")) and not (tmp_path / "run" / "hf").exists()
+
+
+def test_a_monitor_that_is_no_metric_is_told_before_the_first_step(train, tmp_path, capsys) -> None:
+    """What the validation before the training logs is what those in it log."""
+    monitor = ["+schemas@callbacks.early_stopping=EarlyStopping", "callbacks.early_stopping.monitor=val/rewrd"]
+    assert train(*SMALL, *STEPS, *monitor, f"run_dir={tmp_path / 'run'}") == 2
+    assert "Did you mean 'val/reward'" in capsys.readouterr().err
+    late = [*monitor[:1], "callbacks.early_stopping.monitor=val/reward", "trainer.max_steps=3"]
+    assert train(*SMALL, *late, f"run_dir={tmp_path / 'run'}") == 2
+    assert "before the first validation, which comes after 8" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -24,7 +24,7 @@ from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
 from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_masters, is_narrow, with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
-from lit_rl.algorithms.optim.schedules import GivenSchedule, Linear, Schedule, as_schedule, by_group
+from lit_rl.algorithms.optim.schedules import GivenSchedule, Linear, Schedule, as_schedule, by_group, fits_run
 from lit_rl.algorithms.optim.shared_folder import check_checkpoints_are_shared
 from lit_rl.algorithms.optim.strategies import (
     FSDPTPStrategy,
@@ -38,7 +38,7 @@ from lit_rl.algorithms.optim.torch_schedules import FromTorch
 from lit_rl.algorithms.optim.zero import ZeROStrategy
 from lit_rl.algorithms.preflight import given
 from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
-from lit_rl.algorithms.preflight.data import monitors
+from lit_rl.algorithms.preflight.data import monitors, run_fits, trainer_settings
 from lit_rl.algorithms.preflight.deepspeed import (
     method_fits_zero,
     model_fits_zero,
@@ -148,6 +148,10 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self._resumed_rng: dict[str, Any] | None = None
         self._other_world = False
         self._in_bar: dict[str, float] = {}
+        self.moves_weights = False
+        """Whether the optimizer is at work: an error in it may leave weights half moved."""
+        self.told_at: int | None = None
+        """The optimizer step that the metrics of the training are of, as callbacks see them."""
         self.strict_loading = False  # a checkpoint holds what is trained; state.check_weights refuses anything else
 
     takes_images = True
@@ -180,6 +184,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def trainer(self, trainer: L.Trainer | None) -> None:
         """Lightning attaches the data just before, and asks nothing of them. A list it cannot attach, and says so."""
         if isinstance(trainer, L.Trainer):
+            given.trainer(self, trainer)
             came, trainer.datamodule = trainer.datamodule, None  # pyright: ignore
             given.data_module(type(self), came)  # Lightning would ask it for hooks as it handles the error
             trainer.datamodule = came  # pyright: ignore
@@ -248,6 +253,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def setup(self, stage: str) -> None:
         """`trainer.precision=bf16-true` decides the type of the weights, and of nothing else."""
         strategy = self.trainer.strategy
+        trainer_settings(self.trainer)
+        given.whole_checkpoints(strategy)
         check_mesh(strategy)
         if isinstance(strategy, DeepSpeedStrategy):
             settings_fit_zero(self.model, str(self.trainer.precision), strategy)
@@ -287,6 +294,20 @@ class PolicyModule(L.LightningModule, given.Arguments):
             liger.check_device(strategy.root_device)
         if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
             self.model = self.model.held_in("bfloat16")
+
+    def check_length(self, data: Any) -> None:
+        """Refuse what does not fit the length of the run, once the batches are planned and before weights are loaded.
+
+        Args:
+            data: The run's data module.
+
+        Raises:
+            ConfigError: see `run_fits` and `fits_run`.
+        """
+        val_batches = [len(loader) for loader in data.val_dataloader()]
+        run_fits(self.trainer, len(data.train_dataloader()), self.total_steps, val_batches)
+        for schedule in self.schedules():
+            fits_run(schedule, self.total_steps)
 
     @property
     def unproven_with_zero(self) -> Mapping[str, Any]:
@@ -621,7 +642,11 @@ class PolicyModule(L.LightningModule, given.Arguments):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip, and keep the norm from before the clipping. Without a limit the norm is measured all the same."""
+        """Clip, and keep the norm from before the clipping. Without a limit the norm is measured all the same.
+
+        It is the last that is asked before the optimizer moves weights.
+        """
+        self.moves_weights = True
         strategy = self.trainer.strategy
         if isinstance(strategy, DeepSpeedStrategy):
             return  # its engine clips in its step, with the Trainer's setting: see `optimizer_step`
@@ -658,6 +683,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     ) -> None:
         """One optimizer step. That of DeepSpeed's engine clips by itself and leaves out what is not finite."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.moves_weights = False
         strategy = self.trainer.strategy
         if isinstance(strategy, ZeROStrategy):
             norm = strategy.gradient_norm
@@ -703,14 +729,30 @@ class PolicyModule(L.LightningModule, given.Arguments):
         """Log what was measured on every validation set; returns the names."""
         return set()
 
-    def tell_callbacks(self, metrics: dict[str, float]) -> None:
+    def tell_callbacks(self, metrics: dict[str, float], step: int) -> None:
         """Let callbacks read metrics of the training that are reduced over ranks already, as `log` would.
 
         Lightning makes a metric object of each number that is logged, moves it to the device, and goes through all of
         them again at every batch: thirty cost the host some ten milliseconds.
+
+        Args:
+            metrics: By name.
+            step: The optimizer step that they are of.
         """
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        if self.told_at is None:
+            monitors(self.trainer, metrics, "train/")
+        self.told_at = step
         self._in_bar = {short: metrics[name] for name, short in IN_BAR.items() if name in metrics}
+
+    def on_train_epoch_end(self) -> None:
+        """Log what has no line yet where the run ends, before callbacks see its end."""
+        trainer, last = self.trainer, self.trainer.current_epoch + 1 == self.trainer.max_epochs
+        if last or trainer.should_stop or 0 <= trainer.max_steps <= self.global_step:
+            self.log_rest()
+
+    def log_rest(self) -> None:
+        """Log the optimizer steps since the last line of the log. A checkpoint of now is as if that line were not."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Show what was measured last in Lightning's own progress bar."""

@@ -23,7 +23,7 @@ from lit_rl.algorithms.preflight.cut import Cut, Step, rows_scored_at_once
 from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.offline import AllRows, example_data, examples_of, stream_will_do, texts_fit
 from lit_rl.algorithms.ranks import data_ranks
-from lit_rl.algorithms.records import OfflineRecords
+from lit_rl.algorithms.records import OfflineRecords, learning_rates
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import OfflinePlan
 from lit_rl.algorithms.terms.whole_step import WholeStep
@@ -58,6 +58,7 @@ class OfflineModule(PolicyModule, ABC):
         self.plan: OfflinePlan | None = None
         self.samples: dict[str, list[Any]] = {}
         self._records = OfflineRecords()
+        self._rates: dict[str, float] = {}
         self._val_averages: list[Averages] = []
         self._micro: ExampleBatch | None = None
         self._whole: WholeStep | None = None
@@ -138,6 +139,7 @@ class OfflineModule(PolicyModule, ABC):
             )
             accumulate, why = self.cut_step(Step(data.batch_size // self.data_ranks, 1))
             self.plan = replace(plan, accumulate=accumulate, why=why)
+            self.check_length(data)
         elif self.cut is None:
             self.fit_scoring()
 
@@ -208,17 +210,22 @@ class OfflineModule(PolicyModule, ABC):
         self.after_step()
         self._records.close(self.grad_norm, skipped=self.broken_steps.last)
         self.phase_memory.end("update")
+        self._rates = learning_rates(self.trainer.optimizers[0])
         every = self.trainer.log_every_n_steps  # pyright: ignore
         if every and (self.global_step + 1) % every == 0:
             self._log_steps(self.global_step + 1)
 
-    def _log_steps(self, step: int) -> None:
+    def log_rest(self) -> None:
+        if self.trainer.log_every_n_steps and self.told_at != self.global_step:  # pyright: ignore
+            self._log_steps(self.global_step, kept=True)
+
+    def _log_steps(self, step: int, *, kept: bool = False) -> None:
         """One line of metrics for the optimizer steps since the last one."""
-        optimizer = self.trainer.optimizers[0]
-        metrics = self._records.line(self.ranks, self.coefficients(), optimizer, self.take_generation_seconds())
+        seconds = self.take_generation_seconds()
+        metrics = self._records.line(self.ranks, self.coefficients(), self._rates, seconds, kept=kept)
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
-        self.tell_callbacks(metrics)
+        self.tell_callbacks(metrics, step)
 
     def step_batch(self) -> dict[str, Any]:
         micro = self._micro

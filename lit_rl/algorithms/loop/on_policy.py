@@ -24,7 +24,7 @@ from lit_rl.algorithms.preflight.cut import Cut, Step
 from lit_rl.algorithms.preflight.memory import REWARD_MODELS, Lengths, Memory
 from lit_rl.algorithms.preflight.sampling import weights_are_copied
 from lit_rl.algorithms.ranks import data_ranks
-from lit_rl.algorithms.records import Records
+from lit_rl.algorithms.records import Records, learning_rates
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import (
     SeenRows,
@@ -94,6 +94,9 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._dealt: tuple[Rollout, list[Tensor], list[dict[Width, slice]]] | None = None
         self._step_tokens: StepTokens | None = None
         self._records = Records()
+        self._rates: dict[str, float] = {}
+        self._unlogged: dict[str, float] = {}
+        """Of a rollout that ended between two steps that are logged."""
 
     # ------------------------------------------------------------------ what an algorithm is
 
@@ -347,12 +350,13 @@ class OnPolicyModule(GeneratingModule, ABC):
         data = preflight.rollout_data(self.trainer)
         preflight.one_accumulation(self.trainer, "a rollout would no longer divide into them")
         if self.env is not None:
-            self.interaction = self._interaction_with(self.env, data)
+            self.interaction = self._interaction_with(self.env, data, stage)
         self._check_data(data, stage)
         self.load_rewards()
         if stage == "fit":
             weights_are_copied(self.generator, self.trainer)
             self._plan_batches(data)
+            self.check_length(data)
         else:
             self.fit_decoding()
 
@@ -361,16 +365,28 @@ class OnPolicyModule(GeneratingModule, ABC):
         """A rank scores by itself, too, where all episodes of another one failed, and where groups are drawn anew."""
         return super().ranks_score_together and self.env is None and self.groups is None
 
-    def _interaction_with(self, env: Interactive, data: Any) -> EpisodeSource:
-        """What holds the policy's conversations with an environment.
+    def _interaction_with(self, env: Interactive, data: Any, stage: str) -> EpisodeSource:
+        """What holds the policy's conversations with an environment, whose sizes fit the context.
 
         Raises:
             ConfigError: reward, generator or sampling do not go with it.
         """
         environments.rewarded(env, self.reward_functions)
+        self._lower_turns(env)
         environments.fits(env, self.generator, self.sampling, self.evaluation)
         journal = environments.journal_of(env, self.trainer.default_root_dir, self.trainer.global_rank)
-        return environments.source_of(env, self.model, data, journal)
+        source = environments.source_of(env, self.model, data, journal)
+        longest = max(data.longest_prompt if stage == "fit" else 0, data.longest_val_prompt or 0)
+        new_tokens = self.sampling.max_new_tokens if self._sampling_is_chosen else 1
+        new_tokens = max(new_tokens, self.evaluation.max_new_tokens or 0)
+        self.env = environments.shortened(env, self.model, source, longest, new_tokens)
+        self._lower_turns(self.env)
+        return source if self.env is env else environments.source_of(self.env, self.model, data, journal)
+
+    def _lower_turns(self, env: Interactive) -> None:
+        """Make turns of a sampling that nobody chose no longer than an episode."""
+        if not self._sampling_is_chosen and self.sampling.max_new_tokens > env.max_tokens:
+            self.sampling = replace(self.sampling, max_new_tokens=env.max_tokens)
 
     def _check_data(self, data: Any, stage: str) -> None:
         """Tell the rewards which columns there are; refuse rows that they cannot score, and prompts that leave no room
@@ -570,26 +586,43 @@ class OnPolicyModule(GeneratingModule, ABC):
         closure = backward_and_drop_gradient if self._records.unscored else optimizer_closure
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
         self._records.stepped(self.grad_norm, skipped=self.broken_steps.last)
+        self._rates = learning_rates(self.trainer.optimizers[0])
         self.after_step()
         if self.plan is not None and self._slot == self.plan.slots - 1:
             self._log_rollout(self.global_step + 1)
 
     def _log_rollout(self, step: int) -> None:
         """Log what the rollout and its updates were like, under the number of the optimizer step that ended it."""
-        trainer: Any = self.trainer
+        self._unlogged = metrics = self._metrics_of_rollout(kept=False)
+        every: Any = self.trainer.log_every_n_steps  # pyright: ignore
+        if every and step // every > (step - self.minibatches * self.iterations) // every:
+            self._give_loggers(metrics, step)
+        self.tell_callbacks(metrics, step)
+
+    def log_rest(self) -> None:
+        """A rollout that the run ends in has its line too; averages go on for the run that goes on in it."""
+        metrics, half_used = self._unlogged, self.plan is not None and 0 <= self._slot < self.plan.slots - 1
+        if half_used and self.told_at != self.global_step:
+            metrics = self._metrics_of_rollout(kept=True)
+            self.tell_callbacks(metrics, self.global_step)
+        if metrics and self.trainer.log_every_n_steps:  # pyright: ignore
+            self._give_loggers(metrics, self.global_step)
+
+    def _give_loggers(self, metrics: dict[str, float], step: int) -> None:
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+        self._unlogged = {}
+
+    def _metrics_of_rollout(self, *, kept: bool) -> dict[str, float]:
         self.phase_memory.end("update")
-        metrics = self._records.close(
+        return self._records.close(
             self.ranks,
             seconds=self.stopwatch.seconds,
             within={**self.generator.seconds, **self.stopwatch.parts},
             coefficients=self.coefficients(),
-            optimizer=trainer.optimizers[0],
+            rates=self._rates,
+            kept=kept,
         )
-        every = trainer.log_every_n_steps
-        if every and step // every > (step - self.minibatches * self.iterations) // every:
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=step)
-        self.tell_callbacks(metrics)
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
@@ -52,6 +53,28 @@ def as_schedule(given: GivenSchedule, key: str = "scheduler") -> Schedule | From
         "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10); or an object with factor(step, total_steps) "
         f"-> float, by how much the learning rate is multiplied.{then}"
     )
+
+
+def fits_run(given: Schedule | FromTorch, total_steps: float) -> None:
+    """Refuse a schedule that gives no first learning rate, before anything is loaded; say where warm-up never ends.
+
+    Args:
+        given: Of one parameter group.
+        total_steps: Optimizer steps of the run; infinite where they are unknown.
+
+    Raises:
+        ConfigError: see `factor` of the schedule.
+    """
+    schedule: Any = given.schedule if isinstance(given, After) else given
+    if isinstance(schedule, FromTorch):
+        return
+    schedule.factor(0, total_steps)
+    warmup = getattr(schedule, "warmup_steps", 0)
+    if warmup > total_steps > 0:
+        rank_zero_warn(
+            f"scheduler.warmup_steps={warmup}, and the run has {total_steps:g} optimizer steps: the learning rate "
+            f"rises to {total_steps / warmup:.0%} of optimizer.lr and no higher. Lower the first, or train for longer."
+        )
 
 
 def by_group(optimizer: Optimizer, total_steps: float, schedules: Sequence[Schedule | FromTorch]) -> LRScheduler:

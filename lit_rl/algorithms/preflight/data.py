@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.errors import ConfigError, did_you_mean, in_range
 from lit_rl.generation.base import Generator
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.reference.base import Auto, Reference
@@ -121,8 +124,13 @@ def values_are_scored(rewards: Rewards, data: Any, also: Sequence[str] = ()) -> 
         rewards.check(columns, also)
 
 
-def monitors(trainer: Any, logged: Collection[str]) -> None:
-    """At the end of a validation every metric has been logged once: a monitor of any other would wait for ever.
+def monitors(trainer: Any, logged: Collection[str], beginning: str = "") -> None:
+    """Refuse to wait for a metric that is never logged: of a training after its first line, of a validation at its end.
+
+    Args:
+        trainer: Whose callbacks watch.
+        logged: What has been logged now, beside what the Trainer knows.
+        beginning: Of the names that are known to be complete.
 
     Raises:
         ConfigError: names the callback, its monitor, and what is logged.
@@ -130,11 +138,122 @@ def monitors(trainer: Any, logged: Collection[str]) -> None:
     known = {*trainer.callback_metrics, *logged, "step", "epoch"}
     for callback in trainer.callbacks:
         monitor = getattr(callback, "monitor", None)
-        if monitor is not None and monitor not in known:
+        if monitor is not None and monitor not in known and monitor.startswith(beginning):
             raise ConfigError(
                 f"{type(callback).__name__}(monitor={monitor!r}) watches a metric that is never logged."
                 f"{did_you_mean(monitor, known)} Logged are: {', '.join(sorted(known))}."
             )
+
+
+def trainer_settings(trainer: Any) -> None:
+    """Refuse numbers that Lightning takes and that mean nothing, or would fail in the middle of a run.
+
+    Raises:
+        ConfigError: names the setting and its range.
+    """
+    one_process_a_device(getattr(trainer, "num_devices", 1), getattr(trainer, "num_nodes", 1))
+    for name in ("log_every_n_steps", "num_sanity_val_steps", "gradient_clip_val"):
+        low = -1 if name == "num_sanity_val_steps" else 0
+        if isinstance(value := getattr(trainer, name), int | float):
+            in_range(f"trainer.{name}", value, low=low)
+    if (every := trainer.check_val_every_n_epoch) is not None:
+        in_range("trainer.check_val_every_n_epoch", every, low=1)
+    interval = trainer.val_check_interval
+    if isinstance(interval, int | float) and interval <= 0:
+        raise ConfigError(
+            f"trainer.val_check_interval={interval} is no distance between two validations: allowed is 1 or more "
+            "micro-batches, or a share of the epoch above 0.0. trainer.limit_val_batches=0 leaves validation out."
+        )
+
+
+def one_process_a_device(devices: int, nodes: int) -> None:
+    """Refuse processes of torchrun that would each train alone, or that nobody counts on.
+
+    Args:
+        devices: Of a node, as the Trainer has them.
+        nodes: `trainer.num_nodes`.
+
+    Raises:
+        ConfigError: torchrun has started another number of processes.
+    """
+    if not TorchElasticEnvironment.detect():
+        return
+    started, here = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if started != devices * nodes:
+        nodes_started = max(1, started // here)
+        raise ConfigError(
+            f"torchrun started {started} processes, {here} of them on this machine, and trainer.devices is {devices} "
+            f"with trainer.num_nodes {nodes}: set trainer.devices={here} trainer.num_nodes={nodes_started}, or start "
+            "without torchrun, and the processes of a node are started by themselves."
+        )
+
+
+def run_fits(trainer: Any, batches: int, steps: float, val_batches: Sequence[int]) -> None:
+    """Refuse shares of no batch, a validation that no epoch reaches, and a monitor of one that the run does not reach.
+
+    Args:
+        trainer: With its micro-batches.
+        batches: Micro-batches of an epoch on this rank, without a limit.
+        steps: Optimizer steps of the run; infinite where nothing says.
+        val_batches: Batches of each validation set, without a limit.
+
+    Raises:
+        ConfigError: says the numbers, and what to set.
+    """
+    if trainer.fast_dev_run:
+        return
+    taken = _taken(trainer, "train", batches)
+    validates = sum(_taken(trainer, "val", each) for each in val_batches) > 0
+    interval, every = trainer.val_check_interval, trainer.check_val_every_n_epoch
+    if validates and every is not None and isinstance(interval, int) and 0 < taken < interval:
+        raise ConfigError(
+            f"trainer.val_check_interval={interval} counts micro-batches within an epoch, and an epoch of this run has "
+            f"{taken}. Set trainer.check_val_every_n_epoch=null to count them over the epochs, a number up to {taken}, "
+            "or neither for a validation at the end of each epoch."
+        )
+    last = steps * trainer.accumulate_grad_batches
+    first = _first_validation(taken, interval, every) if validates else math.inf
+    if first is not None and (first > last or not validates):
+        _watch_no_validation(trainer, first, last)
+
+
+def _taken(trainer: Any, stage: str, batches: int) -> int:
+    """Batches that the Trainer takes of so many."""
+    limit = getattr(trainer, f"limit_{stage}_batches")
+    if not isinstance(limit, float):
+        return min(limit, batches)
+    if 0 < limit * batches < 1:
+        name = "overfit_batches" if trainer.overfit_batches else f"limit_{stage}_batches"
+        what = "an epoch" if stage == "train" else "the validation"
+        raise ConfigError(
+            f"trainer.{name}={limit} takes no batch: {what} has {batches}. Allowed is a whole number of batches, or a "
+            f"share from {math.ceil(1000 / batches) / 1000:g}."
+        )
+    return int(limit * batches)
+
+
+def _first_validation(batches: int, interval: Any, every: int | None) -> int | None:
+    """Return the micro-batch of the run behind which the first validation comes; None where the clock says."""
+    if not isinstance(interval, int | float):
+        return None
+    within = interval if isinstance(interval, int) else max(1, int(batches * interval))
+    return within if every is None else (every - 1) * batches + within
+
+
+def _watch_no_validation(trainer: Any, first: float, last: float) -> None:
+    for callback in trainer.callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if monitor is None or not monitor.startswith("val"):
+            continue
+        why = "it validates nothing"
+        if first < math.inf:
+            why = (
+                f"it ends after {last:g} micro-batches, before the first validation, which comes after {first:g}. Set "
+                f"trainer.val_check_interval to {last:g} or less, or trainer.max_steps higher"
+            )
+        raise ConfigError(
+            f"{type(callback).__name__}(monitor={monitor!r}) watches a validation, and this run makes none: {why}."
+        )
 
 
 def reference_is_read(reference: Reference, needed: bool, otherwise: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.environments.factory import EnvironmentFactory
@@ -131,6 +134,38 @@ def source_of(env: Interactive, model: LanguageModel, data: Any, journal: Journa
         processor=model.processor,
         max_image_pixels=data.options.max_image_pixels,
     )
+
+
+def shortened(
+    env: Interactive, model: LanguageModel, source: EpisodeSource, longest: int, new_tokens: int
+) -> Interactive:
+    """Return the settings with sizes that nobody chose lowered to the model's context, and say so where that is needed.
+
+    Where it leaves no room for a turn they stay, and `fits_context` refuses them.
+
+    Args:
+        env: As it was given; it is not changed.
+        model: Whose context.
+        source: Made of these settings, which knows what else stands in the context.
+        longest: Tokens of the longest prompt of the data.
+        new_tokens: Tokens of the longest turn.
+    """
+    parts, holds = source.lengths(longest), model.context_length
+    if holds is None or sum(parts.values()) <= holds or not env.untyped:
+        return env
+    room = holds - sum(tokens for key, tokens in parts.items() if not key.startswith("env."))
+    sizes = {"max_observation_tokens": max(1, room // 4)} if "max_observation_tokens" in env.untyped else {}
+    opening = parts.get("env.max_observation_tokens", 0)
+    room -= min(opening, sizes.get("max_observation_tokens", opening))
+    sizes |= {"max_tokens": room} if "max_tokens" in env.untyped else {}
+    smaller = copy.copy(env)
+    for key, size in sizes.items():
+        setattr(smaller, key, min(size, getattr(env, key)))
+    if not new_tokens <= smaller.max_tokens <= room:
+        return env
+    said = ", ".join(f"env.{key}={getattr(smaller, key)}" for key in sizes)
+    rank_zero_warn(f"{said}: not given, and the context of {model.name} ({holds}) leaves no more.")
+    return smaller
 
 
 def fits_context(model: LanguageModel, interaction: EpisodeSource, longest: int) -> None:

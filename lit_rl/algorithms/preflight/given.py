@@ -6,18 +6,21 @@ Each message says what came, what is allowed, and what to write.
 from __future__ import annotations
 
 import inspect
+import zipfile
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import lightning as L
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_rl.algorithms.preflight.offline import MODULES, example_data
 from lit_rl.data.kinds import Kind
 from lit_rl.environments.source import Interactive
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, StorageError
 from lit_rl.keywords import refuse
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rewards.sums.weighted import Rewards
@@ -186,6 +189,53 @@ def data_module(algorithm: type, value: Any) -> None:
         return
     came = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
     raise ConfigError(f"datamodule is {came}, and no data module. Pass datamodule=lit_rl.{_module_of(kind)}(rows).")
+
+
+def trainer(module: L.LightningModule, value: L.Trainer) -> None:
+    """Refuse what Lightning does to other modules and cannot do to these, before it begins.
+
+    Args:
+        module: That the Trainer is attached to.
+        value: The Trainer.
+
+    Raises:
+        ConfigError: says what to do in its place.
+    """
+    name = type(module).__name__
+    if module._compiler_ctx is not None:
+        raise ConfigError(
+            f"torch.compile({name}(...)) would compile rollouts, rewards and data of each step anew. Give the Trainer "
+            f"{name}(...) itself."
+        )
+    for callback in value.callbacks:  # pyright: ignore
+        if isinstance(callback, LearningRateFinder):
+            raise ConfigError(
+                f"{name} has no learning rate for Tuner.lr_find to move: on policy the loss is about zero at any rate, "
+                "so its curve says nothing. Compare the rewards of a run for each of a few, with AdamW(lr=1e-5), or by "
+                "lit-rl train -m optimizer.lr=1e-6,1e-5,1e-4."
+            )
+        if isinstance(callback, BatchSizeFinder):
+            raise ConfigError(
+                f"{name} has no batch_size for Tuner.scale_batch_size to raise. {name}(micro_batch_size='auto') takes "
+                "as many rows at once as fit into memory."
+            )
+
+
+def whole_checkpoints(strategy: Any) -> None:
+    """Let a strategy refuse a file that is no checkpoint in words: Lightning tells a module of the path afterwards."""
+    if "load_checkpoint" not in vars(strategy):
+        strategy.load_checkpoint = partial(_load_whole, strategy.load_checkpoint)
+
+
+def _load_whole(load: Any, checkpoint_path: Any, *args: Any, **keywords: Any) -> Any:
+    file = Path(checkpoint_path) if isinstance(checkpoint_path, str | Path) else None
+    if file is not None and file.is_file() and not zipfile.is_zipfile(file):
+        size = file.stat().st_size
+        what = f"its {size} bytes are cut off, or of something else" if size else "it is empty"
+        raise StorageError(
+            f"ckpt_path={str(file)!r} is no checkpoint: {what}. Go on from an older one, or begin anew without it."
+        )
+    return load(checkpoint_path, *args, **keywords)
 
 
 def environment(value: Any) -> None:

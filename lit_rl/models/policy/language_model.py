@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -284,9 +285,11 @@ class LanguageModel:
         if self.eos_token is not None:
             tokenizers.set_token(tokenizer, "eos", self.eos_token)
         if tokenizer.eos_token_id is None:
+            tokens = tokenizers.added_tokens(tokenizer)[:10]
+            typed = f": {shlex.quote(f'model.eos_token={tokens[0]}')}, with its quotes" if tokens else ""
             raise ConfigError(
                 f"The tokenizer of {self.name!r} has no EOS token, so no response could end. Set model.eos_token to "
-                f"one of its tokens, such as {', '.join(tokenizers.added_tokens(tokenizer)[:10])}."
+                f"one of its tokens, such as {', '.join(tokens)}{typed}."
             )
         if self.pad_token is not None:
             tokenizers.set_token(tokenizer, "pad", self.pad_token)

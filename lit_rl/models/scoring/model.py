@@ -7,6 +7,7 @@ TOKENS      two logits a token, "wrong" and "right"        process reward models
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,10 +82,11 @@ def check_scoring(model: LanguageModel, scoring: Scoring) -> None:
     end = model.tokenizer.eos_token_id
     if scoring is SEQUENCES and model.pad_id == end:
         unused = [token for token in model.tokenizer.all_special_tokens if token != model.tokenizer.eos_token]
+        typed = shlex.quote(f"model.pad_token={unused[0]}") if unused else ""
         raise ConfigError(
             f"The tokenizer of {model.name!r} pads with {model.tokenizer.pad_token!r}, its EOS, and a sequence "
             "classifier reads the score at the last token that is not the pad: it would step over the end of the text. "
-            f"Set model.pad_token to a token that ends no text{f', such as {unused[0]!r}' if unused else ''}."
+            f"Set model.pad_token to a token that ends no text{f', such as {typed}' if unused else ''}."
         )
 
 

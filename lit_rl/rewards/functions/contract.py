@@ -119,7 +119,7 @@ def keywords(name: str, function: Function, columns: Iterable[str]) -> list[str]
     if clashing := [column for column in columns if column in ARGUMENTS or column in standard]:
         raise RewardError(
             f"the data column {clashing[0]!r} has the name of an argument that reward function {name!r} may take. "
-            f"Rename it: data.rename={{{clashing[0]}: {clashing[0]}_column}}."
+            f"Rename it: data.rename={{{clashing[0]}:{clashing[0]}_column}}."
         )
     offered = [*standard, *columns]
     parameters = _parameters(name, function)

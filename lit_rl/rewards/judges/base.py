@@ -98,7 +98,7 @@ def check_columns(columns: Sequence[str]) -> None:
     if clashing := [column for column in columns if column in _RESERVED]:
         raise RewardError(
             f"the data column {clashing[0]!r} has the name of an argument that a judge may take. Rename it: "
-            f"data.rename={{{clashing[0]}: {clashing[0]}_column}}."
+            f"data.rename={{{clashing[0]}:{clashing[0]}_column}}."
         )
 
 

@@ -1,0 +1,145 @@
+"""Values as people type them: a text that Hydra's grammar cannot read is that text, and what it refuses is typeable."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_rl.cli.messages import translated
+from lit_rl.cli.other_words import translated as words_of
+from lit_rl.cli.typed_values import ambiguous, readable, typed, unquoted, with_line_breaks
+from lit_rl.errors import ConfigError
+
+TEXTS = [
+    "lr=1.jsonl",
+    "runs/x/epoch=1-step=2.ckpt",
+    "<|im_end|>",
+    "Be brief {please}",
+    "Answer (briefly)",
+    "don't stop",
+    "f(y)",
+    "50 % & more; #1!",
+    "größer",
+    "\\boxed{} ends with a backslash \\",
+    'say "yes"',
+    "()",
+    "==",
+]
+
+
+def read(word: str) -> object:
+    value = OverridesParser.create().parse_override(word).value()
+    return value
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_plain_text_is_itself(text):
+    assert read(readable(f"data.system_prompt={text}")) == text
+    assert readable(again := readable(f"+a.b={text}")) == again  # a rank is started with the words as they were read
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12))
+def test_what_is_typed_as_advised_is_the_text(text):
+    """Through a shell and Hydra's grammar, whatever the characters; numbers and words of YAML keep their type."""
+    (word,) = shlex.split(typed("key", text))
+    assert (
+        str(read(readable(word))).strip()
+        == str(read("key=" + text) if re.fullmatch(r"[\w. +-]+", text, re.A) else text).strip()
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("sampling.stop=[<|im_end|>,a=b]", ["<|im_end|>", "a=b"]),
+        ("data.sources=[{path: a.jsonl}]", [{"path": "a.jsonl"}]),
+        ("optimizer.lr=1e-4", 1e-4),
+        ("a=[1,2]", [1, 2]),
+        ("a='x y'", "x y"),
+        ("a=null", None),
+        ("a=${b}", "${b}"),
+    ],
+)
+def test_structures_keep_their_meaning(word, value):
+    assert read(readable(word)) == value
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("a=[x", "a=[x"),
+        ("a={x}", "a={x}"),
+        ("a='it''s'", "a=it''s"),
+        ('a="x', "a=x"),
+        ("a=range(b)", "a=range(b)"),
+    ],
+)
+def test_what_is_refused_says_how_to_type_the_text(word, advice):
+    with pytest.raises(ConfigError) as refusal:
+        readable(word)
+    (said,) = re.findall(r"Type ('.+?'|\S+) for the text", str(refusal.value).replace("'\"'\"'", "\0"))
+    (again,) = shlex.split(said.replace("\0", "'\"'\"'"))
+    assert read(readable(again)) == advice.partition("=")[2]
+
+
+def test_a_comma_without_a_sweep_and_with_one():
+    said = str(ambiguous("data.system_prompt=Be brief, please"))
+    (text,) = shlex.split(re.search(r"Type (.+) for one text", said)[1])
+    assert read(text) == "Be brief, please"
+    swept = readable("a=<x>,<y>", sweeps=True)
+    assert [each.text for each in OverridesParser.create().parse_override(swept).value().list] == ["<x>", "<y>"]
+
+
+@pytest.mark.parametrize(
+    ("typed_word", "value"),
+    [
+        (r'a="one\ntwo"', "one\ntwo"),
+        (r"""a=['\n\n',"don't\n"]""", ["\n\n", "don't\n"]),
+        (r"a=[\n,\n\n]", ["\n", "\n\n"]),
+        (r"a=\n", "\n"),
+        (r"a='\\n'", r"\n"),
+        (r"a='\text \t'", "\\text \t"),
+        (r"a=C:\new", r"C:\new"),
+        (r"sampling.structured.grammar='root ::= x\n'", r"root ::= x\n"),
+    ],
+)
+def test_a_line_break(typed_word, value):
+    assert read(with_line_breaks([typed_word])[0]) == value
+
+
+def test_null_is_the_choice_that_stands_for_nothing():
+    assert words_of(["env=null", "algo/groups=null", "logger=null"])[0] == [
+        "env=none",
+        "algo/groups=all",
+        "logger=none",
+    ]
+    assert words_of(["experiment=null", "seed=1"]) == (["seed=1"], [])
+    with pytest.raises(ConfigError, match="algo/kl=null is not a choice"):
+        words_of(["algo/kl=null"])
+
+
+def test_a_reward_file_with_a_space_or_an_equals_sign():
+    for word in ('reward="./my r.py:f"', "reward=./my r.py:f", "reward=./a=b.py:f"):
+        choice, fn = words_of([word])[0]
+        assert choice == "reward=function" and read(fn) == unquoted(word.partition("=")[2])
+    with pytest.raises(ConfigError, match=r"A function of yours is reward=\./r\.py:NAME"):
+        words_of(["reward=./r.py"])
+
+
+def test_what_hydra_says_is_said_in_our_words():
+    from hydra.errors import ConfigCompositionException
+
+    away = translated(ConfigCompositionException("Error merging override ~algo.beta"))
+    assert "always there" in str(away) and "algo.beta=VALUE" in str(away)
+    comma = "Ambiguous value for argument 'a=b,c'\n1. To use it as a list, use key=[value1,value2]"
+    assert "add -m" in str(translated(ConfigCompositionException(comma)))
+
+
+def test_hydra_run_dir_is_where_a_run_writes():
+    assert words_of(["hydra.run.dir=X"])[0] == ["run_dir=X"]

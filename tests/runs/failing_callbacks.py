@@ -1,0 +1,35 @@
+"""Callbacks of a user's that raise, in hooks of Lightning's that are named."""
+
+from __future__ import annotations
+
+import lightning as L
+
+
+class Failing(L.Callback):
+    """Raises in one hook of a fit, from an optimizer step on."""
+
+    def __init__(self, hook: str, step: int = 0) -> None:
+        self.hook, self.step = hook, step
+
+
+def _failing(name: str):
+    def hook(self: Failing, trainer: L.Trainer, *_: object, **__: object) -> None:
+        if name == self.hook and trainer.global_step >= self.step and trainer.state.fn == "fit":
+            raise ValueError(f"mine in {name}")
+
+    return hook
+
+
+for _name in (
+    *("on_train_end", "on_fit_end", "teardown", "on_save_checkpoint", "on_train_epoch_end", "on_validation_end"),
+    *("on_train_batch_end", "on_train_batch_start", "on_before_optimizer_step"),
+):
+    setattr(Failing, _name, _failing(_name))
+
+
+class FailingAtTheEnd(L.Callback):
+    """Raises in the validation that ends a run."""
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == "validate" and trainer.global_step:
+            raise ValueError("mine in the last validation")
