@@ -97,11 +97,11 @@ class CosineScaledLength:
         self.__signature__ = _with_completion_ids(correct)
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **arguments: Any) -> list[float | None]:
-        inner = inspect.signature(self.correct).parameters
+        inner, lengths = inspect.signature(self.correct).parameters, [len(ids) for ids in completion_ids]
         if "completion_ids" in inner or any(p.kind is p.VAR_KEYWORD for p in inner.values()):
-            arguments["completion_ids"] = completion_ids
+            arguments["completion_ids"] = completion_ids  # which `correct` may change
         values: Any = self.correct(**arguments)
-        return [None if v is None else self._score(v, len(ids)) for v, ids in zip(values, completion_ids, strict=True)]
+        return [None if v is None else self._score(v, n) for v, n in zip(values, lengths, strict=True)]
 
     def _score(self, value: float, length: int) -> float:
         if math.isnan(value):

@@ -8,13 +8,16 @@ counted and left out, it is never a tie. Beside the columns of the data, all of 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from lit_rl.errors import RewardError
 from lit_rl.rewards.completion import Completion
 from lit_rl.rewards.workers.job import TrainerState
+from lit_rl.rewards.workers.random_state import generators_kept, seed_generators
 from lit_rl.rollout import Prompt
 
 Verdict = float | None
@@ -46,6 +49,28 @@ class Judge(Protocol):
         trainer_state: TrainerState | None = None,
         **columns: Sequence[Any],
     ) -> list[Verdict]: ...
+
+
+def ask(judge: Judge, *pairs: Sequence[Any], trainer_state: TrainerState | None, **columns: Any) -> Any:
+    """Call a judge with copies of what it is to compare: it may change them, and draw from the global generators.
+
+    Args:
+        judge: Of anybody's.
+        pairs: Prompts, first and second completions.
+        trainer_state: With the seed of the generators, which are put back behind the call; None leaves them alone.
+        columns: One value a pair each, and ``log_metric``.
+    """
+    given = [[copy.deepcopy(each) for each in values] for values in pairs]
+    named = {
+        name: values if callable(values) else [copy.deepcopy(each) for each in values]
+        for name, values in columns.items()
+    }
+    call = partial(judge, *given, trainer_state=trainer_state, **named)
+    if trainer_state is None or trainer_state.seed is None:
+        return call()
+    with generators_kept():
+        seed_generators(trainer_state.seed)
+        return call()
 
 
 class RewardJudge:
