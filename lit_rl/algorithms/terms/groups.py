@@ -102,8 +102,12 @@ class DynamicSampling(GroupSelection):
         in_range("algo.groups.max_draws", max_draws, low=0)
         self.max_draws = max_draws
         self.metric = [metric] if isinstance(metric, str) else metric
-        if self.metric == []:
-            raise ConfigError("algo.groups.metric=[] names no reward function. Leave it out: the sum decides then.")
+        named = isinstance(self.metric, list) and all(isinstance(name, str) for name in self.metric)
+        if self.metric is not None and not (named and self.metric):
+            raise ConfigError(
+                f"algo.groups.metric={metric!r} is neither the name of a reward function nor a list of names. Without "
+                "it the summed rewards decide."
+            )
         self._position = 0
 
     def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:

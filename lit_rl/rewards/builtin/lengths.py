@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lit_rl.errors import ConfigError, RewardError, in_range
-from lit_rl.rewards.functions.contract import check_callable
+from lit_rl.rewards.functions.contract import LooksAtData, check_callable
 
 
 class SoftOverlong:
@@ -95,6 +95,11 @@ class CosineScaledLength:
         self.when_wrong = wrong_short, wrong_long
         self.exceeded = exceeded
         self.__signature__ = _with_completion_ids(correct)
+
+    def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
+        """Let `correct` refuse rows, if it looks at the data."""
+        if isinstance(self.correct, LooksAtData):
+            self.correct.check_columns(columns, given)
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **arguments: Any) -> list[float | None]:
         inner, lengths = inspect.signature(self.correct).parameters, [len(ids) for ids in completion_ids]

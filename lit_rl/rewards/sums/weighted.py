@@ -21,6 +21,7 @@ from lit_rl.rewards.completion import Completion
 from lit_rl.rewards.execution.caller import Caller, Early
 from lit_rl.rewards.execution.result import FunctionScores
 from lit_rl.rewards.execution.settings import CallSettings
+from lit_rl.rewards.functions.by_path import FunctionFromPath
 from lit_rl.rewards.functions.contract import LooksAtData, Part
 from lit_rl.rewards.functions.names import check_columns
 from lit_rl.rewards.scorers.classifier import Classifier
@@ -172,9 +173,14 @@ class Rewards:
             columns: Of a set of the data, by name.
             also: What else functions get by name, of episodes.
         """
-        for function in self.functions.values():
-            if isinstance(function, LooksAtData):
-                function.check_columns(columns, also)
+        for name, function in self.functions.items():
+            inner = function.function if isinstance(function, FunctionFromPath) else function
+            if isinstance(inner, LooksAtData):
+                inner.check_columns(self._seen_by(name, columns), also)
+
+    def _seen_by(self, name: str, columns: Mapping[str, Sequence[Any]]) -> Mapping[str, Sequence[Any]]:
+        """The rows of the data that a function is asked about."""
+        return columns
 
     def load(self, mesh: DeviceMesh | None = None) -> None:
         """Load the reward models now: a bad one ends the run before it begins. The first call would load them too.
