@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -32,6 +33,7 @@ GOOD = {
     "tuple": (1.0, 2.0, 3.0, 4.0),
     "int": [1, 2, 3, 4],
     "fraction": [Fraction(1), Fraction(2), Fraction(3), Fraction(4)],
+    "decimal": [Decimal(1), Decimal("2.0"), Decimal(3), Decimal("4.00")],
     "numpy": np.array([1.0, 2.0, 3.0, 4.0]),
     "numpy_integers": np.array([1, 2, 3, 4], dtype=np.int16),
     "list_of_numpy_scalars": [np.float32(1), np.int64(2), np.float64(3), np.array(4.0)],
@@ -317,17 +319,24 @@ def test_log_metric_is_a_sum_with_its_count_and_log_extra_a_column():
 
     def two(completions, log_metric):
         log_metric("asked", True)
+        log_metric("rate", Decimal("0.5"))
         return [0.0] * 4
 
     scores = Rewards([one, two]).score(PROMPTS, COMPLETIONS, {})
-    assert scores.metrics == {"tried": (4.0, 2), "asked": (1.0, 1)} and scores.extras == {"found": [1, 2, 3, 4]}
+    assert scores.metrics == {"tried": (4.0, 2), "asked": (1.0, 1), "rate": (0.5, 1)} and scores.extras == {
+        "found": [1, 2, 3, 4]
+    }
     assert Rewards(two).score(PROMPTS, COMPLETIONS, {}).extras == {}  # nothing stays from an earlier batch
 
 
 MISLOGGED = {
     "metric_nan": (lambda metric, extra: metric("m", float("nan")), "finite number"),
     "metric_text": (lambda metric, extra: metric("m", "1"), "finite number"),
-    "metric_list": (lambda metric, extra: metric("m", [1.0]), "finite number"),
+    "metric_list": (lambda metric, extra: metric("m", [1.0]), r"one finite number.*log_extra"),
+    "metric_array": (lambda metric, extra: metric("m", np.ones(4)), r"one finite number.*log_extra"),
+    "metric_dict": (lambda metric, extra: metric("m", {"a": 1.0}), "one finite number"),
+    "metric_none": (lambda metric, extra: metric("m", None), "one finite number"),
+    "metric_infinite": (lambda metric, extra: metric("m", Decimal("Infinity")), "finite number"),
     "extra_short": (lambda metric, extra: extra("e", [1]), "a list of 4; it got a list of 1"),
     "extra_text": (lambda metric, extra: extra("e", "1234"), "a list of 4"),
     "extra_twice": (lambda metric, extra: (extra("e", [1] * 4), extra("e", [1] * 4)), "called twice"),

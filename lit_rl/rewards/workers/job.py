@@ -11,11 +11,10 @@ import reprlib
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any
 
 from lit_rl.errors import ConfigError, RewardError
-from lit_rl.rewards.workers.plain_values import describe, to_plain
+from lit_rl.rewards.workers.plain_values import describe, number_of, to_plain
 from lit_rl.rewards.workers.random_state import mixed, seed_generators
 
 SERVICES = ("trainer_state", "log_metric", "log_extra")
@@ -154,9 +153,12 @@ class Log:
     def metric(self, name: str, value: float) -> None:
         """``log_metric``."""
         _check_name("log_metric", name)
-        number: Any = value.item() if getattr(value, "ndim", None) == 0 else value  # pyright: ignore
-        if not isinstance(number, Real) or not math.isfinite(number):
-            raise RewardError(f"log_metric({name!r}, ...) takes a finite number; it got {reprlib.repr(value)}.")
+        number = number_of(value)
+        if number is None or not math.isfinite(number):
+            raise RewardError(
+                f"log_metric({name!r}, ...) takes one finite number; it got {reprlib.repr(value)}. One value a "
+                "completion is for log_extra."
+            )
         self.metrics.setdefault(name, []).append(float(number))
 
     def extra(self, column: str, values: Any) -> None:
