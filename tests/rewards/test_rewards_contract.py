@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_rl.errors import RewardError
+from lit_rl.errors import ConfigError, RewardError
 from lit_rl.rewards import Rewards, Scores, TrainerState
 
 PROMPTS = ["a", "a", "b", "b"]
@@ -116,6 +116,10 @@ BAD_ELEMENT = {
     "beyond_float64": (10**400, "not finite"),
     "string": ("1.0", "is a str"),
     "nested": ([1.0], "is a list"),
+    "dict": ({"score": 1.0}, "is a dict, not a number"),
+    "dict_of_verl": ({"score": 1.0, "acc": True}, "return its score alone, and give the rest to log_metric"),
+    "numpy_text": (np.str_("1.0"), "is a str"),
+    "decimal_nan": (Decimal("sNaN"), "not finite"),
     "complex": (1j, "is a complex"),
     "torch_1d": (torch.ones(1), "is a Tensor"),
     "coroutine": (never_awaited(), "is a coroutine (await it, in an async def), not a number"),
@@ -178,6 +182,22 @@ def test_missing_column_fails_at_bind_with_what_there_is():
     for part in ("'my_reward'", "'anwser'", "answer, level", "Did you mean 'answer'?", "data.rename"):
         assert part in str(error.value)
     Rewards(my_reward).bind(["anwser"])
+
+
+@pytest.mark.parametrize("argument", ["solution_str", "ground_truth", "queries"])
+def test_arguments_of_other_libraries_are_answered_with_ours(argument):
+    """Functions that were written for verl and OpenRLHF; renaming a column would not help."""
+    made: dict[str, object] = {}
+    exec(f"def theirs({argument}, extra_info=None): ...", made)
+    with pytest.raises(RewardError, match=f"{argument}.*In (verl|OpenRLHF)") as error:
+        Rewards(made["theirs"]).bind(["answer"])
+    assert "data.rename" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb"])
+def test_a_function_has_a_name_that_can_be_shown(name):
+    with pytest.raises(ConfigError, match="a text on one line"):
+        Rewards({name: returning([0.0])})
 
 
 def test_keyword_only_columns_are_required_too():

@@ -46,7 +46,7 @@ METRICS = {f"{group}/{name}".lstrip("/") for group, names in _IN_GROUPS.items() 
 """What methods that learn from rollouts log under ``train/``, whatever the settings of the run at hand: a `kl` that
 belongs to a reward would be read as the policy's. A test compares them with docs/metrics.md."""
 
-_OF_A_FUNCTION = re.compile(r"rewards/[^/]+/(mean|std|failure_ratio|timeout_ratio|cache_hit_ratio)")
+_OF_A_FUNCTION = re.compile(r"rewards/.+/(mean|std|failure_ratio|timeout_ratio|cache_hit_ratio)")
 
 COLUMNS = {"step", "rank", "prompt", "completion", "reward", "advantage", "length", "ended"}
 COLUMNS |= {"opponent", "opponent_reward", "win", "win_rate"}
