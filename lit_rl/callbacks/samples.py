@@ -14,7 +14,7 @@ from lit_rl.callbacks.pictures import Pictures
 from lit_rl.callbacks.sample_files import write_table
 from lit_rl.callbacks.sample_rows import Table, of_a_set, of_all_ranks, stacked
 from lit_rl.callbacks.text import console_table, in_file_name
-from lit_rl.callbacks.tracker_tables import log_tables, rows_of
+from lit_rl.callbacks.tracker_tables import log_tables
 from lit_rl.callbacks.unwritten import Unwritten
 from lit_rl.errors import in_range
 
@@ -135,7 +135,7 @@ class Samples(L.Callback):
         if not trainer.loggers:
             return
         with self.unwritten.spared(f"the table {key!r} for loggers"):
-            log_tables(trainer, key, rows_of(table), step, self._pick(table), self.unwritten)
+            log_tables(trainer, key, table, step, self._pick(table), self.unwritten)
 
     def _write(self, trainer: L.Trainer, table: Table, name: str) -> None:
         with self.unwritten.spared(f"samples/{name}.parquet"):

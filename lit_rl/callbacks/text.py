@@ -24,7 +24,10 @@ def printable(value: Any, longest: int = LONGEST) -> str:
         return f"{value:.3f}"
     if isinstance(value, list):
         value = "\n".join(f"{message.get('role')}: {said(message.get('content'))}" for message in value)
-    text = visible(str(value))
+    text = str(value)
+    if len(text) > 2 * longest:  # escapes only lengthen: what is left out below is not looked at
+        text = text[:longest] + text[-longest:]
+    text = visible(text)
     if len(text) > longest:
         text = f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
     return text

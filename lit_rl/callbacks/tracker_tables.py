@@ -1,10 +1,15 @@
-"""The completions of a rollout or a validation in the loggers of a run: every row and column, uncut, under one key."""
+"""The completions of a rollout or a validation in the loggers of a run: every row and column, under one key.
+
+Cells are whole, except in TensorBoard, which shows a table as one text.
+"""
 
 from __future__ import annotations
 
 import csv
+import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +25,43 @@ from lit_rl.videos import visuals_in
 
 Row = dict[str, Any]
 
+TENSORBOARD_CELL = 4000
+"""Characters of a cell there. Beyond it the middle is left out: tests of a row of code have megabytes."""
+
 
 def log_tables(
-    trainer: L.Trainer, key: str, rows: Sequence[Row], step: int, pictured: Sequence[Row], unwritten: Unwritten
+    trainer: L.Trainer,
+    key: str,
+    table: Mapping[str, Sequence[Any]],
+    step: int,
+    pictured: Sequence[Row],
+    unwritten: Unwritten,
 ) -> None:
     """Give every logger that takes one the table; one that fails keeps none from the others.
 
     Args:
         trainer: Of the run.
         key: The table's name, in every logger: letters, digits, `_`, `-` and `.`.
-        rows: As `rows_of` makes them, all with the same columns.
+        table: Of samples, by column.
         step: Optimizer steps.
         pictured: Rows of which TensorBoard shows the images beside the text.
         unwritten: What notes failures.
     """
-    if not rows:
+    if not table["prompt"]:
         return
+    rows = functools.cache(partial(rows_of, table))  # made once, in each length that a logger asks for
     for logger in trainer.loggers:
         with unwritten.spared(f"the table {key!r} for {type(logger).__name__}"):
             _log(logger, key, rows, step, pictured)
 
 
-def _log(logger: Any, key: str, rows: Sequence[Row], step: int, pictured: Sequence[Row]) -> None:
+def _log(logger: Any, key: str, made: Callable[..., list[Row]], step: int, pictured: Sequence[Row]) -> None:
+    takes_tables = isinstance(logger, MLFlowLogger | WandbLogger | CSVLogger) or hasattr(logger, "log_table")
+    if not takes_tables:
+        if hasattr(experiment := getattr(logger, "experiment", None), "add_text"):
+            _to_tensorboard(experiment, key, made(TENSORBOARD_CELL), step, pictured)
+        return
+    rows = made()
     columns = list(rows[0])
     if isinstance(logger, MLFlowLogger):
         data = {name: [_plain(row[name]) for row in rows] for name in columns}
@@ -50,27 +70,26 @@ def _log(logger: Any, key: str, rows: Sequence[Row], step: int, pictured: Sequen
         logger.log_table(key=key, columns=columns, data=list(_for_wandb(rows)), step=step)
     elif isinstance(logger, CSVLogger):
         _to_csv(Path(logger.log_dir), key, [[_plain(row[name]) for name in columns] for row in rows], columns)
-    elif hasattr(logger, "log_table"):
+    else:
         data = [[_plain(row[name]) for name in columns] for row in rows]
         logger.log_table(key=key, columns=columns, data=data, step=step)
-    elif hasattr(experiment := getattr(logger, "experiment", None), "add_text"):
-        _to_tensorboard(experiment, key, rows, step, pictured)
 
 
 # ---------------------------------------------------------------------- rows
 
 
-def rows_of(table: Mapping[str, Sequence[Any]]) -> list[Row]:
+def rows_of(table: Mapping[str, Sequence[Any]], longest: int = sys.maxsize) -> list[Row]:
     """The rows of a table of samples. Numbers stay numbers, all else is text with its control characters as escapes.
 
-    What a row shows is one column, `image`, behind the prompt. The tokens of episodes are in `samples/` alone.
+    A text of more than `longest` characters is cut in the middle. What a row shows is one column, `image`, behind the
+    prompt. The tokens of episodes are in `samples/` alone.
     """
     pictures = [Pictures.of(table, i) for i in range(len(table["prompt"]))]
     columns: dict[str, list[Any]] = {}
     for name, values in table.items():
         if name.startswith(TOKENS) or (name in ("image", "images", "video", "videos") and _shows(values)):
             continue
-        columns[name] = _column(values)
+        columns[name] = _column(values, longest)
         if name == "prompt" and any(each.refs for each in pictures):
             columns["image"] = list(pictures)
     return [{name: values[i] for name, values in columns.items()} for i in range(len(pictures))]
@@ -80,18 +99,18 @@ def _shows(values: Sequence[Any]) -> bool:
     return any(visuals_in(value) for value in values)
 
 
-def _column(values: Sequence[Any]) -> list[Any]:
+def _column(values: Sequence[Any], longest: int) -> list[Any]:
     if all(value is None or isinstance(value, bool | int | float) for value in values):
         return list(values)
-    return [None if value is None else _text(value) for value in values]
+    return [None if value is None else _text(value, longest) for value in values]
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, longest: int) -> str:
     if found := visuals_in(value):
         return str(Pictures(tuple(found)))
     messages = isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value)
     whole = value if messages or isinstance(value, str) else str(value)
-    return printable(whole, sys.maxsize)
+    return printable(whole, longest)
 
 
 def _plain(value: Any) -> Any:

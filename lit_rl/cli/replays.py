@@ -248,7 +248,7 @@ def _module(name: str, algo: dict[str, Any], parts: dict[str, Any], rollout: Sav
             "algo=remax draw them. Leave it out."
         )
     if isinstance(module.groups, DynamicSampling):
-        module.groups = DynamicSampling(max_draws=0)  # there is nothing to draw from: groups without spread only drop
+        module.groups = DynamicSampling(0, module.groups.metric)  # nothing to draw from: these only drop
     return module
 
 

@@ -220,7 +220,9 @@ def _pay(checked: _Checked) -> Iterator[Finding]:
                     continue
                 whole = module.tokenizer.decode(told.said, skip_special_tokens=True)
                 prompts, completions, columns = as_reward_input(batch, [whole], 1, [told.episode])
-                scores = module.reward_functions.score(prompts, completions, columns, completion_ids=[told.said])
+                scores = module.reward_functions.score(
+                    prompts, completions, columns, completion_ids=[told.said], trainer_state=module.state_at(batch)
+                )
             except LitRLError as error:
                 yield Finding(
                     "reward", "WRONG", f"{said} {error}", "it ends the run at the first completion of this kind",

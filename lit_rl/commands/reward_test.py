@@ -16,7 +16,7 @@ from rich.text import Text
 
 from lit_rl.commands.train import Run
 from lit_rl.errors import ConfigError, DataError, in_range
-from lit_rl.rewards import Rewards, Scores, text_of
+from lit_rl.rewards import Rewards, Scores, TrainerState, text_of
 from lit_rl.rewards.completion import content_of
 from lit_rl.rollout import Message, Prompt, PromptBatch
 
@@ -145,7 +145,8 @@ def _inputs(batch: PromptBatch, trials: Sequence[Trial], tokenizer: Any) -> dict
     ]
     ids = [tokenizer(trial.text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for trial in trials]
     columns = {name: [values[trial.row] for trial in trials] for name, values in batch.columns.items()}
-    return {"prompts": prompts, "completions": completions, "columns": columns, "completion_ids": ids}
+    named = {"prompts": prompts, "completions": completions, "columns": columns, "completion_ids": ids}
+    return named | {"trainer_state": TrainerState(seed=0)}  # what is random in a reward is the same in every test
 
 
 def _score(reward: Rewards, inputs: dict[str, Any]) -> tuple[Scores, dict[str, tuple[float, float]]]:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-import numpy as np
-
 from lit_rl.rewards.execution.event_loops import BackgroundLoop
+from lit_rl.rewards.workers.random_state import generators_kept, seed_generators
 
 GRACE = 1.0
 """Seconds beyond its limit in which what awaits is cancelled. What has not given way by then blocks its thread."""
@@ -36,7 +33,7 @@ class Asked:
     Args:
         seconds: It may take. A worker counts them from when it begins, for each call.
         until: When it has to be over all the same, by `time.perf_counter`.
-        seed: Of Python's and numpy's global generators, in [0, 2^32).
+        seed: Of the global random generators, in [0, 2^32).
         alone: Whether nothing else runs meanwhile, so that those of this process are seeded.
     """
 
@@ -44,8 +41,7 @@ class Asked:
         self.seconds, self.seed, self.until, self.alone = seconds, seed, until, alone
         self._calls = 0
         if alone:
-            random.seed(seed)
-            np.random.seed(seed)
+            seed_generators(seed)
 
     @property
     def left(self) -> float:
@@ -76,7 +72,7 @@ class Task:
     seconds: float
     """It may take."""
     seed: int
-    """Of Python's and numpy's global generators while it runs alone, in [0, 2^32)."""
+    """Of the global random generators while it runs alone, in [0, 2^32)."""
     _: KW_ONLY
     until: float = math.inf
     """When it has to be over all the same, by `time.perf_counter`."""
@@ -129,7 +125,7 @@ class Runner:
             Exception: the first that a task raises.
         """
         given: list[Any] = []
-        with global_generators_kept():
+        with generators_kept():
             while len(given) < len(tasks):
                 turn = _Turn(tasks[len(given) :])
                 future = self._loop.submit(turn.run())
@@ -223,14 +219,3 @@ class Begun:
         with self._lock:
             self._left = True
         return self._runs
-
-
-@contextmanager
-def global_generators_kept() -> Iterator[None]:
-    """Python's and numpy's global generators are afterwards as they were before."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

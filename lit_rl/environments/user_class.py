@@ -15,10 +15,10 @@ from typing import Any, Literal
 from lit_rl.data.checks import excerpt
 from lit_rl.environments.base import Opening
 from lit_rl.environments.observations import as_text, content_of, shows, writable
-from lit_rl.environments.runner import global_generators_kept
 from lit_rl.environments.tools import Toolbox
 from lit_rl.errors import ConfigError, RewardError, one_of
 from lit_rl.rewards.execution.event_loops import BackgroundLoop
+from lit_rl.rewards.workers.random_state import generators_kept
 from lit_rl.rollout import Message
 
 Style = Literal["auto", "step", "tools"]
@@ -50,7 +50,7 @@ class UserClass:
     def __init__(self, make: Callable[[], Any], name: str, style: Style = "auto") -> None:
         one_of("env.style", style, STYLES)
         self.make, self.name = make, name
-        with global_generators_kept():
+        with generators_kept():
             first, second = self._made(), self._made()
         if second is first:
             raise ConfigError(

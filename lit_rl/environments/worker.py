@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import random
 import reprlib
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rl.rewards.workers.import_source import load
 from lit_rl.rewards.workers.job import failure_of
+from lit_rl.rewards.workers.random_state import seed_generators
 from lit_rl.rewards.workers.worker import connected, receive, send, serve, set_limits
 
 
@@ -60,7 +59,7 @@ class Call:
     arguments: Sequence[Any]
     keywords: Mapping[str, Any]
     seed: int
-    """Of Python's and numpy's global generators, in [0, 2^32)."""
+    """Of the global random generators, in [0, 2^32)."""
 
 
 class Unsendable:
@@ -97,9 +96,7 @@ class _Objects:
 
     def answer(self, call: Call) -> Any:
         """What the call gives, awaited where it has to be."""
-        random.seed(call.seed)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(call.seed)
+        seed_generators(call.seed)
         given = self._given(call)
         return _sendable(self._awaited(given) if inspect.isawaitable(given) else given)
 

@@ -781,13 +781,13 @@ def test_metrics_by_hand() -> None:
 
 def test_scores_of_what_failed_are_none() -> None:
     def places(completions: Sequence[str], answer: Sequence[str], log_extra: Any) -> list[Any]:
-        log_extra("answer", answer)
+        log_extra("seen", answer)
         return [[(0, 2.0)] for _ in completions]
 
     rows = sound_rows([episode("failed"), episode(), episode("timeout"), episode("cut")])
     found = Rewards(places).score(["?"] * 4, ["a"] * 4, {"answer": list("abcd")}, rows=rows)
     assert found.total.isnan().tolist() == found.values[:, 0].isnan().tolist() == [True, False, True, False]
-    assert found.total[1] == 2.0 and found.extras == {"answer": [None, "b", None, "d"]}
+    assert found.total[1] == 2.0 and found.extras == {"seen": [None, "b", None, "d"]}
     assert found.weights.tolist() == [[0.0], [1.0], [0.0], [1.0]]
     assert found.span_rewards == [[], [(0, 2.0)], [], [(0, 2.0)]]
     nothing = Rewards(places).score(["?"], ["a"], {"answer": ["a"]}, rows=[])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -133,3 +134,30 @@ def test_completions_that_nobody_scores_are_not_scored(tmp_path: Path) -> None:
     assert copied.take(batch) is None
     scores = module.reward(batch, completions)
     assert events == ["called"] * len(completions) and len(scores.total) == len(completions)
+
+
+@pytest.mark.all
+def test_what_a_reward_draws_is_the_same_in_equal_runs_and_in_one_that_goes_on(tmp_path: Path) -> None:
+    """Each rollout draws other numbers, whatever the global generators were like."""
+
+    def lottery(completions: list[str], log_extra: Callable[..., None]) -> list[float]:
+        tickets = [random.random() + torch.rand(()).item() for _ in completions]
+        log_extra("ticket", tickets)
+        return tickets
+
+    def tickets(steps: list[dict[str, list[Any]]]) -> list[list[float]]:
+        return [table["ticket"] for table in steps]
+
+    whole, logged = trained(module_of(Rewards(lottery)), tmp_path)
+    random.seed(5)
+    torch.manual_seed(5)
+    again, logged_again = trained(module_of(Rewards(lottery)), tmp_path)
+    assert tickets(whole) == tickets(again) and logged == logged_again
+    assert len({ticket for step in tickets(whole) for ticket in step}) == 3 * 16
+    first = trainer(tmp_path, max_steps=2)
+    first.fit(module_of(Rewards(lottery)), datamodule=data())
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    seen = EachBatch(lambda module: {name: list(values) for name, values in module.samples.items()})
+    rest = trainer(tmp_path, max_steps=3, callbacks=[seen])
+    rest.fit(module_of(Rewards(lottery)), datamodule=data(), ckpt_path=tmp_path / "two.ckpt")
+    assert tickets(seen.seen) == tickets(whole)[2:]

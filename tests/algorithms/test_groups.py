@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from small_rollouts import EachBatch, batch, completions, credited, scored, scores, trainer
 from small_rollouts import Ranks as Threads
 
-from lit_rl.algorithms import GRPO
+from lit_rl.algorithms import GRPO, OnlineDPO
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.micro_batches import step_counts
@@ -27,6 +27,7 @@ from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.errors import ConfigError, RewardError
 from lit_rl.ops.advantages import group_normalized
 from lit_rl.ops.step import Metrics
+from lit_rl.rewards import Rewards
 from lit_rl.rollout import Completions, PromptBatch, Sampling
 
 GROUP = 2
@@ -366,3 +367,66 @@ def test_settings_out_of_range():
         Alone(groups=TopOfGroup(5, shortest))
     with pytest.raises(ConfigError, match=r"algo\.groups\.max_draws=-1"):
         DynamicSampling(-1)
+
+
+# ---------------------------------------------------------------------- what decides
+
+
+def flat_places(groups: DynamicSampling, said: Any, group_size: int = 2) -> list[int]:
+    """Places of the groups that are left out, where there is nothing to replace them by."""
+    drawn = completions([1] * len(said.total), group_size)
+    selected, _ = groups(scored(drawn, said), spare=None, tokenizer=None, ranks=Ranks())  # pyright: ignore
+    kept = torch.ones(len(drawn), dtype=torch.bool) if selected.kept is None else selected.kept
+    return [place for place, row in enumerate(kept.view(-1, group_size)) if not row.all()]
+
+
+@pytest.mark.parametrize(
+    ("metric", "flat"), [(None, [2]), ("right", [0, 2]), (["length"], [1, 2]), (["right", "length"], [2])]
+)
+def test_named_functions_decide_what_a_group_without_spread_is(metric: Any, flat: list[int]):
+    values = {"right": [0.0, 0.0, 1.0, 0.0, 1.0, 1.0], "length": [-0.1, -0.9, 0.0, 0.0, -0.5, -0.5]}
+    functions = {name: (lambda completions, said=said: said) for name, said in values.items()}
+    said = Rewards(functions).score(["p"] * 6, ["c"] * 6, {})
+    assert flat_places(DynamicSampling(0, metric), said) == flat
+
+
+def test_a_function_decides_whatever_its_weight_and_its_unscored_rows_are_left_out():
+    values = {"sum": [1.0, 0.0, 1.0, 0.0], "watched": [1.0, 0.0, None, 0.0]}
+    functions = {name: (lambda completions, said=said: said) for name, said in values.items()}
+    said = Rewards(functions, {"sum": 1.0, "watched": 0.0}).score(["p"] * 4, ["c"] * 4, {})
+    assert flat_places(DynamicSampling(0, "watched"), said) == [1]
+
+
+@pytest.mark.parametrize("metric", [[], 3, ["right", 3]])
+def test_a_metric_is_a_name_or_names(metric: Any):
+    with pytest.raises(ConfigError, match=r"algo\.groups\.metric=.*neither the name of a reward function nor a list"):
+        DynamicSampling(metric=metric)
+
+
+@pytest.mark.parametrize("method", [GRPO, OnlineDPO])
+def test_a_metric_that_is_no_reward_function_is_refused_before_anything_is_loaded(method: Any):
+    with pytest.raises(ConfigError, match=r"metric='rigth' is no reward.*There are: right\. Did you mean 'right'"):
+        method("tiny", Rewards({"right": len}), groups=DynamicSampling(metric="rigth"), group_size=4)
+
+
+PARTS = {
+    "0.1 + 0.6 and 0.7": ([0.1, 0.6, 0.7], [[1.0, 1.0, None], [None, None, 1.0]]),
+    "0.1 + 0.8 and 0.9": ([0.1, 0.8, 0.9], [[1.0, 1.0, None], [None, None, 1.0]]),
+    "1 - 0.7 - 0.3 and 0": ([1.0, -0.7, -0.3], [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]),
+    "values of their own": ([1.0, 1.0, 1.0], [[0.1, 0.6, None], [0.7, None, None]]),
+    "spans": ([1.0], [[[(0, 1, 0.3), (1, 2, 0.6)]], [0.9]]),
+}
+
+
+@pytest.mark.parametrize(("weights", "rows"), PARTS.values(), ids=PARTS.keys())
+def test_equal_sums_are_equal_rewards_whatever_they_are_made_of(weights: list[float], rows: list[list[Any]]):
+    columns = list(zip(*rows))
+    functions = {f"f{i}": (lambda completions, column=column: list(column)) for i, column in enumerate(columns)}
+    said = Rewards(functions, weights).score(["p", "p"], ["cc", "cc"], {})
+    assert len(set(said.total.tolist())) == 1 and flat_places(DynamicSampling(0), said) == [0]
+    assert not group_normalized(said.total, torch.zeros(2, dtype=torch.long), eps=0.0).any()
+
+
+def test_small_rewards_are_no_rounding():
+    said = Rewards({"f": lambda completions: [1e-9, 2e-9]}).score(["p", "p"], ["c", "c"], {})
+    assert flat_places(DynamicSampling(0), said) == []

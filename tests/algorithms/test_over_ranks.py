@@ -4,16 +4,21 @@ A function is given what its signature names."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_rollouts import Ranks as Threads
+from small_rollouts import batch, completions, rollout, scores
 
 from lit_rl.algorithms import GRPO
 from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.records import Records
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import (
     arguments_for,
     multiplies_weights,
@@ -25,8 +30,11 @@ from lit_rl.algorithms.signatures import (
     unwrapped,
 )
 from lit_rl.ops.advantages import batch_normalized, normalize_then_sum
+from lit_rl.ops.masking import masked_moments
+from lit_rl.ops.mismatch import mismatch_metrics, token_truncate
 from lit_rl.ops.returns import reinforce_plus_plus
-from lit_rl.ops.step import WeightsInside
+from lit_rl.ops.step import Summed, WeightsInside
+from lit_rl.rollout import select
 
 
 @pytest.fixture
@@ -187,3 +195,38 @@ def test_only_a_loss_that_says_so_multiplies_the_weights_in_itself():
 
     assert multiplies_weights(inside) and multiplies_weights(functools.partial(inside, mask=None))
     assert not multiplies_weights(outside)
+
+
+def test_a_long_row_on_one_rank_weighs_in_every_metric_as_it_does_in_one_process(ranks):
+    """Rows of 100 tokens and of 3, unscored rows and calls of `log_metric` lie unevenly; times aside."""
+    lengths, missing = [100, 3, 7, 3, 3, 1, 3, 3], float("nan")
+    drawn = completions(lengths, 2)
+    old = drawn.sampler_logprobs + torch.linspace(-1.0, 1.5, 8)[:, None]
+    values = [[1.0, missing], [0.0, 2.0], [1.0, 1.0], [1.0, 1.0], [missing] * 2, [3.0, missing], [0.5, 0.5], [0.0, 1.0]]
+    words = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [str(row) for row in ids])
+    said = [{"calls": (6.0, 1)}, {"calls": (0.5, 5), "only_there": (4.0, 2)}]
+    together = {"calls": (6.5, 6), "only_there": (4.0, 2)}
+
+    def measured(rows: slice, of_functions: dict[str, tuple[float, int]], ranks: Ranks) -> dict[str, float]:
+        own = select(drawn, torch.arange(8)[rows])
+        own = dataclasses.replace(own, ended=torch.tensor(lengths)[rows] < 100)
+        found = Scored(batch(range(8)[rows][::2]), own, scores(values[rows], metrics=of_functions))
+        rewards, records = found.scores.total, Records()
+        made = rollout(rewards, rewards.nan_to_num(), own)
+        tokens = int(own.lengths.sum())
+        records.open(found, made, step=0, sampled_tokens=tokens, tokenizer=words, ranks=ranks)
+        weights = token_truncate(old[rows], own.sampler_logprobs, own.response_mask)
+        records.add(mismatch_metrics(old[rows], own.sampler_logprobs, own.response_mask, weights))
+        records.add({"sampling/ess": Summed(masked_moments(weights, own.response_mask), "effective_share")})
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+        logged = records.close(ranks, seconds={}, within={}, coefficients={}, optimizer=optimizer)
+        return {name: value for name, value in logged.items() if name.startswith("train/")}
+
+    halves = [slice(0, 4), slice(4, 8)]
+    two = ranks(2).run(lambda module: measured(halves[module.ranks.rank], said[module.ranks.rank], module.ranks))
+    one = measured(slice(0, 8), together, Ranks())
+    assert two[0].keys() == one.keys() and len(one) > 30
+    for rank in two:
+        assert rank == pytest.approx(one, rel=1e-5, nan_ok=True)
+    assert one["train/calls"] == pytest.approx(6.5 / 6) and one["train/only_there"] == 2.0
+    assert one["train/completions/max_length"] == 100 and one["train/sampling/sampling_logp_difference/max"] == 1.5

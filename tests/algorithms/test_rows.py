@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from small_rollouts import batch, completions, rollout, scores
 from torch import Tensor
 
+from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.ppo import with_function
 from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.episodes import Episode
+from lit_rl.rewards.functions.names import COLUMNS, EPISODE_COLUMNS
 from lit_rl.rollout import (
     Completions,
     Rollout,
@@ -239,3 +242,13 @@ def test_parts_that_have_other_columns_are_not_joined():
     one, two = (rollout_of(drawn_of([(1, 2, 0)], first), per_token=False) for first in (1, 1001))
     with pytest.raises(AssertionError, match="weights"):
         join_rollouts(one, dataclasses.replace(two, weights=None))
+
+
+def test_no_reward_function_may_note_a_column_of_the_samples():
+    drawn = completions([2, 1], 2)
+    said = scores([1.0, 0.0])
+    told = [Episode("prompt 0", [{"role": "assistant", "content": "a"}], "answered", 1) for _ in range(2)]
+    table = sample_table(3, batch([0]), ["a", "b"], drawn, said, said.total)
+    assert set(table) - {"answer", "rewards/f0"} == COLUMNS - {"rank", "opponent", "opponent_reward", "win", "win_rate"}
+    episodes = sample_table(3, batch([0]), ["a", "b"], dataclasses.replace(drawn, episodes=told), said, said.total)
+    assert set(episodes) - set(table) <= EPISODE_COLUMNS and EPISODE_COLUMNS - set(episodes) <= {"returned_images"}

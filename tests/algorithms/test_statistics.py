@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_rollouts import batch, completions
 
 from lit_rl.algorithms.evaluation.statistics import Averages, mean_with_interval, pass_at_k, rollout_metrics
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
+from lit_rl.callbacks.preference_sets import PreferenceSets
+from lit_rl.commands.best_of_n import _best
 from lit_rl.ops.masking import masked_moments
 from lit_rl.ops.step import Highest, Lowest, Metrics, Summed
+from lit_rl.rewards import JointRewards, RewardRecipes, Rewards
 from lit_rl.rewards.sums.weighted import Scores
 
 
@@ -132,3 +138,58 @@ def test_a_row_that_two_ranks_saw_counts_once():
         rows.add(batch, _Row([3, 3], [True, True]), scores)  # type: ignore[arg-type]
     metrics = rows.metrics()
     assert metrics["prompts"] == 3 and metrics["reward"] == pytest.approx(1 / 3)
+
+
+def said_of(*values: list[float | None]) -> Any:
+    """Scores of one function, or of several, that give these values; groups of four."""
+    functions = {f"f{i}": (lambda completions, column=column: column) for i, column in enumerate(values)}
+    count = len(values[0])
+    return Rewards(functions).score(["p"] * count, ["c"] * count, {})
+
+
+def test_none_is_no_sample_and_zero_is_a_score_in_a_validation():
+    missing = [None] * 4
+    first = said_of([None, 0.0, 1.0, None, *missing, 0.0, 0.0, 0.0, None], [*missing, *missing, 0.0, None, None, None])
+    rows = EvaluationRows()
+    rows.add(batch(range(3)), completions([1] * 12, 4), first)
+    found = rows.metrics()
+    assert (found["reward"], found["prompts"]) == (0.25, 2.0), "means of (0, 1) and of zeros, none of the second prompt"
+    assert found["rewards/f0/mean"] == pytest.approx(1 / 5) and found["rewards/f1/mean"] == 0.0
+    assert (found["pass@1"], found["pass@2"]) == (0.25, 0.5) and math.isnan(found["pass@4"])
+
+
+def test_none_is_no_member_and_zero_is_one_of_the_best_and_of_pairs():
+    values = [None, 0.0, -1.0, None, None, None, None, None, 0.0, None, None, None]
+    said = said_of(values)
+    table = {
+        "completion": [f"c{i}" for i in range(12)],
+        "reward": said.total.tolist(),
+        "ended": [True] * 12,
+        "step": [3] * 12,
+    }
+    best = [_best({name: column[i : i + 4] for name, column in table.items()}) for i in (0, 4, 8)]
+    assert [each and (each.row["completion"], each.row["reward"], each.mean) for each in best] == [
+        ("c1", 0.0, -0.5),
+        None,
+        ("c8", 0.0, 0.0),
+    ]
+    tokens = SimpleNamespace(get_added_vocab=dict, all_special_tokens=[], added_tokens_decoder={})
+    module = SimpleNamespace(scored=SimpleNamespace(batch=batch(range(3))), samples=table, tokenizer=tokens)
+    sets = PreferenceSets(threshold=0.0).rows(module)
+    assert [(row["chosen"], row["rejected"]) for row in sets["pairs"]] == [("c1", "c2")]
+    assert [(row["completion"], row["label"]) for row in sets["verdicts"]] == [
+        ("c1", True),
+        ("c2", False),
+        ("c8", True),
+    ]
+
+
+@pytest.mark.parametrize("recipes", [False, True])
+def test_a_sum_is_none_only_where_no_part_applies(recipes: bool):
+    one, two = [None, 0.0, 1.0, None], [None, None, 0.0, 0.0]
+    functions = {"one": lambda completions: one, "two": lambda completions: two}
+    made = RewardRecipes(functions, {"a": {"one": 1.0, "two": 0.5}}) if recipes else Rewards(functions, [1.0, 0.5])
+    total = made.score(["p"] * 4, ["c"] * 4, {"source": ["a"] * 4}).total.tolist()
+    assert math.isnan(total[0]) and total[1:] == [0.0, 1.0, 0.0]
+    joint = JointRewards(functions, lambda one, two: [None if a is None else a for a in one])
+    assert joint.score(["p"] * 4, ["c"] * 4, {}).total.isnan().tolist() == [True, False, False, True]

@@ -136,7 +136,7 @@ class TestFile:
     @pytest.fixture
     def run(self, no_weights: None) -> Any:
         def right(completions, answer, log_extra):
-            log_extra("length", [len(c) for c in completions])
+            log_extra("size", [len(c) for c in completions])
             return [float(c == a) for c, a in zip(completions, answer)]
 
         data = RolloutDataModule(rows=[{"prompt": f"{n}+0=", "answer": str(n)} for n in range(40)], val_fraction=0)

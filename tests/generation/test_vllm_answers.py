@@ -8,6 +8,7 @@ import math
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from lit_rl.generation.vllm.answers import Answered
 from lit_rl.generation.vllm.calls import ServerRefused
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.engine import Facts, complete
+from lit_rl.generation.vllm.in_process_outputs import answer_of
 from lit_rl.generation.vllm.requests import Answer, Pictured, Request
 from lit_rl.generation.vllm.server_engine import ServerEngine
 from lit_rl.generation.vllm.transports import Gloo, own_address
@@ -397,3 +399,21 @@ def test_nothing_that_is_answered_ends_in_another_error(data: st.DataObject) -> 
     good = READERS[name][0]
     path = data.draw(st.sampled_from(list(places(good))))
     read(name, changed(good, *path, to=data.draw(JSON)))
+
+
+def test_the_log_prob_is_the_sampled_token_s_and_not_the_likeliest_one_s():
+    """Of two candidates a place the server names the sampled one second."""
+    listed, drawn = copy.deepcopy(COMPLETIONS), copy.deepcopy(DRAWN)
+    for choice in listed["choices"]:
+        own = zip(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        choice["logprobs"]["top_logprobs"] = [{"token_id:3": -0.01, f"token_id:{token}": value} for token, value in own]
+    for choice in drawn["choices"]:
+        for entry in choice["logprobs"]["content"]:
+            entry["top_logprobs"] = [{"token_id": 3, "logprob": -0.01}, dict(entry)]
+    plain = answers.completions_in(Answered("u", "c", listed), PLAIN, VOCABULARY)
+    seen = answers.drawn_in(Answered("u", "c", drawn), SEEN, VOCABULARY)
+    assert [answer.logprobs for answer in plain] == [[-0.125, -1e-7, 1e-6], [-0.25, 0]]
+    assert [answer.logprobs[0] for answer in seen] == [-0.25, -0.25]
+    likely, second = SimpleNamespace(logprob=-0.01), SimpleNamespace(logprob=-4.0)
+    one = SimpleNamespace(token_ids=[8], logprobs=[{3: likely, 8: second}], finish_reason="stop")
+    assert answer_of(SimpleNamespace(prompt_logprobs=None), one).logprobs == [-4.0]

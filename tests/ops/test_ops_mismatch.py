@@ -304,6 +304,16 @@ class TestMetrics:
         assert value(got["sampling/truncated"]) == pytest.approx(truncated)
         assert value(got["sampling/masked"]) == pytest.approx(masked)
 
+    @pytest.mark.parametrize("high, share", [(2.0, 1), (9.9, 1), (10.1, 0), (math.inf, 0)])
+    def test_shares_are_of_raw_ratios(self, high, share):
+        """All of them are 10: what a bound left says nothing of how many it changed."""
+        sampler = -torch.rand(2, 1)
+        old, mask = sampler + math.log(10), torch.ones(2, 1, dtype=torch.bool)
+        for truncate, mask_out in ((token_truncate, token_mask), (sequence_truncate, sequence_mask)):
+            truncated = mismatch_metrics(old, sampler, mask, truncate(old, sampler, mask, high=high))
+            masked = mismatch_metrics(old, sampler, mask, mask_out(old, sampler, mask, high=high))
+            assert value(truncated["sampling/truncated"]) == value(masked["sampling/masked"]) == share
+
     def test_where_both_sides_agree(self):
         old = -torch.rand(2, 3)
         got = mismatch_metrics(old, old.clone(), MASK[:2], MASK[:2].float(), MASK[:2])

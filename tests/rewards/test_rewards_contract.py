@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
-from lit_rl.errors import RewardError
+from lit_rl.errors import ConfigError, RewardError
 from lit_rl.rewards import Rewards, Scores, TrainerState
 
 PROMPTS = ["a", "a", "b", "b"]
@@ -32,6 +33,7 @@ GOOD = {
     "tuple": (1.0, 2.0, 3.0, 4.0),
     "int": [1, 2, 3, 4],
     "fraction": [Fraction(1), Fraction(2), Fraction(3), Fraction(4)],
+    "decimal": [Decimal(1), Decimal("2.0"), Decimal(3), Decimal("4.00")],
     "numpy": np.array([1.0, 2.0, 3.0, 4.0]),
     "numpy_integers": np.array([1, 2, 3, 4], dtype=np.int16),
     "list_of_numpy_scalars": [np.float32(1), np.int64(2), np.float64(3), np.array(4.0)],
@@ -114,6 +116,10 @@ BAD_ELEMENT = {
     "beyond_float64": (10**400, "not finite"),
     "string": ("1.0", "is a str"),
     "nested": ([1.0], "is a list"),
+    "dict": ({"score": 1.0}, "is a dict, not a number"),
+    "dict_of_verl": ({"score": 1.0, "acc": True}, "return its score alone, and give the rest to log_metric"),
+    "numpy_text": (np.str_("1.0"), "is a str"),
+    "decimal_nan": (Decimal("sNaN"), "not finite"),
     "complex": (1j, "is a complex"),
     "torch_1d": (torch.ones(1), "is a Tensor"),
     "coroutine": (never_awaited(), "is a coroutine (await it, in an async def), not a number"),
@@ -176,6 +182,22 @@ def test_missing_column_fails_at_bind_with_what_there_is():
     for part in ("'my_reward'", "'anwser'", "answer, level", "Did you mean 'answer'?", "data.rename"):
         assert part in str(error.value)
     Rewards(my_reward).bind(["anwser"])
+
+
+@pytest.mark.parametrize("argument", ["solution_str", "ground_truth", "queries"])
+def test_arguments_of_other_libraries_are_answered_with_ours(argument):
+    """Functions that were written for verl and OpenRLHF; renaming a column would not help."""
+    made: dict[str, object] = {}
+    exec(f"def theirs({argument}, extra_info=None): ...", made)
+    with pytest.raises(RewardError, match=f"{argument}.*In (verl|OpenRLHF)") as error:
+        Rewards(made["theirs"]).bind(["answer"])
+    assert "data.rename" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb"])
+def test_a_function_has_a_name_that_can_be_shown(name):
+    with pytest.raises(ConfigError, match="a text on one line"):
+        Rewards({name: returning([0.0])})
 
 
 def test_keyword_only_columns_are_required_too():
@@ -316,18 +338,25 @@ def test_log_metric_is_a_sum_with_its_count_and_log_extra_a_column():
         return [0.0] * 4
 
     def two(completions, log_metric):
-        log_metric("tried", True)
+        log_metric("asked", True)
+        log_metric("rate", Decimal("0.5"))
         return [0.0] * 4
 
     scores = Rewards([one, two]).score(PROMPTS, COMPLETIONS, {})
-    assert scores.metrics == {"tried": (5.0, 3)} and scores.extras == {"found": [1, 2, 3, 4]}
+    assert scores.metrics == {"tried": (4.0, 2), "asked": (1.0, 1), "rate": (0.5, 1)} and scores.extras == {
+        "found": [1, 2, 3, 4]
+    }
     assert Rewards(two).score(PROMPTS, COMPLETIONS, {}).extras == {}  # nothing stays from an earlier batch
 
 
 MISLOGGED = {
     "metric_nan": (lambda metric, extra: metric("m", float("nan")), "finite number"),
     "metric_text": (lambda metric, extra: metric("m", "1"), "finite number"),
-    "metric_list": (lambda metric, extra: metric("m", [1.0]), "finite number"),
+    "metric_list": (lambda metric, extra: metric("m", [1.0]), r"one finite number.*log_extra"),
+    "metric_array": (lambda metric, extra: metric("m", np.ones(4)), r"one finite number.*log_extra"),
+    "metric_dict": (lambda metric, extra: metric("m", {"a": 1.0}), "one finite number"),
+    "metric_none": (lambda metric, extra: metric("m", None), "one finite number"),
+    "metric_infinite": (lambda metric, extra: metric("m", Decimal("Infinity")), "finite number"),
     "extra_short": (lambda metric, extra: extra("e", [1]), "a list of 4; it got a list of 1"),
     "extra_text": (lambda metric, extra: extra("e", "1234"), "a list of 4"),
     "extra_twice": (lambda metric, extra: (extra("e", [1] * 4), extra("e", [1] * 4)), "called twice"),
@@ -342,12 +371,3 @@ def test_wrong_logging_is_refused(log, told):
 
     with pytest.raises(RewardError, match=told):
         score(my_reward)
-
-
-def test_two_functions_cannot_log_one_extra_column():
-    def one(completions, log_extra):
-        log_extra("found", [1] * 4)
-        return [0.0] * 4
-
-    with pytest.raises(RewardError, match="'found'.*'two'"):
-        Rewards({"one": one, "two": one}).score(PROMPTS, COMPLETIONS, {})

@@ -229,13 +229,13 @@ def test_wrong_values_behind_the_cache_name_their_place_in_the_batch():
 def test_behind_the_cache_a_metric_is_of_new_completions_and_a_column_of_all():
     def my_reward(completion, log_metric, log_extra):
         log_metric("length", len(completion))
-        log_extra("length", len(completion))
+        log_extra("characters", len(completion))
         return 1.0
 
     rewards = Rewards(my_reward, cache=10)
     score(rewards, ["a", "bb"])
     scores = score(rewards, ["a", "bb", "cccc"])
-    assert scores.metrics["length"] == (4.0, 1) and scores.extras == {"length": [1, 2, 4]}
+    assert scores.metrics["length"] == (4.0, 1) and scores.extras == {"characters": [1, 2, 4]}
 
 
 def test_a_function_of_the_trainer_state_is_not_cached():

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from math_verify import parse, verify
 
-from lit_rl.rewards import Rewards, boxed, final_answer, math_answer
+from lit_rl.rewards import MathAccuracy, Rewards, boxed, final_answer, math_answer
 from lit_rl.rewards.builtin.math import normalise, number, same_answer
 
 BOXES = {
@@ -177,3 +177,28 @@ def test_math_answer_on_messages_through_rewards():
     completions = [[{"role": "assistant", "content": r"\boxed{1{,}000}"}], [{"role": "assistant", "content": ""}]]
     scores = Rewards(math_answer).score([[], []], completions, {"answer": [1000, 1000]})
     assert scores.total.tolist() == [1.0, 0.0]
+
+
+GOLDEN = {
+    "−5": ["-5", r"\boxed{−5}", "so −5.", "$-5$"],
+    "1,000": ["1000", "1,000.", r"\boxed{1{,}000}"],
+    "$-5": ["-5", "-$5", r"\boxed{-5}"],
+    "-$5": ["-5", "$-5", r"\boxed{-5}"],
+    "5.": ["5", "5.0", r"\boxed{5}"],
+    "5\\%": ["5", "5%", r"\boxed{5\%}"],
+    "5%": ["5", r"\boxed{5\%}"],
+    "−1/2": ["-0.5", r"\boxed{-\frac{1}{2}}"],
+    "2+3=5, so\n#### 5": ["5", r"\boxed{5}"],
+}
+"""Answers as data sets have them, and completions that give them."""
+
+
+@pytest.mark.parametrize("gold", GOLDEN)
+def test_answers_of_data_sets_are_read_as_people_write_them(gold):
+    right = GOLDEN[gold]
+    assert math_answer([], right, [gold] * len(right)) == [1.0] * len(right)
+    wrong = ["5" if "5" not in right[0] or "-" in right[0] else "-5", "10", ""]
+    assert math_answer([], wrong, [gold] * 3) == [0.0] * 3
+    boxes = [completion for completion in right if "boxed" in completion]
+    assert MathAccuracy()([], boxes, [gold] * len(boxes)) == [1.0] * len(boxes)
+    assert MathAccuracy()([], [rf"\boxed{{{text}}}" for text in wrong], [gold] * 3) == [0.0] * 3

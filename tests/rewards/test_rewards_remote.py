@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import math
 import pickle
@@ -13,11 +15,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from PIL import Image
 from waiting import until
 
 from lit_rl.errors import ConfigError, RewardError
+from lit_rl.images import ImageRef, digest_of
 from lit_rl.rewards import RemoteReward, Rewards
 from lit_rl.rewards.scorers import remote
+from lit_rl.videos import VideoRef
 
 Reply = tuple[int, Any]
 
@@ -246,8 +251,24 @@ class TestColumns:
         with pytest.raises(RewardError, match="column 'picture'"):
             ask(quick("http://localhost:1"), ["a"], picture=[value])
 
-    def test_episodes_with_images_are_not_sent(self):
-        """What a tool returned stands in the messages as an object: a server is sent words."""
+    def test_images_and_videos_are_sent_as_their_encoded_bytes(self, serve, tmp_path):
+        png, jpeg = io.BytesIO(), io.BytesIO()
+        Image.new("RGB", (3, 2), "red").save(png, "PNG")
+        Image.new("RGB", (4, 4), "blue").save(jpeg, "JPEG")
+        (tmp_path / "a.jpg").write_bytes(jpeg.getvalue())
+        held = ImageRef.held("a", 3, 2, png.getvalue())
+        filed = ImageRef("b", digest_of(jpeg.getvalue()), 4, 4, path=tmp_path / "a.jpg")
+        said = [{"role": "tool", "content": [{"type": "image", "image": held}]}]
+        columns = {"image": [held, None], "videos": [None, [VideoRef((filed, filed), 2.0)]]}
+        server = serve(lengths)
+        ask(quick(server.url), [said, said], **columns)
+        ((body, _),) = server.asked
+        one = f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
+        two = f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode()}"
+        assert body["columns"] == {"image": [one, None], "videos": [None, [{"frames": [two, two], "fps": 2.0}]]}
+        assert body["completions"][1] == [{"role": "tool", "content": [{"type": "image", "image": one}]}]
+
+    def test_what_an_environment_gave_and_is_no_json_is_not_sent(self):
         shown = [{"role": "user", "content": [{"type": "image", "image": object()}]}]
         with pytest.raises(RewardError, match="the episodes cannot be sent as JSON"):
             ask(quick("http://localhost:1"), [shown])

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
 import pytest
+import torch
 
 from lit_rl.errors import ConfigError, RewardError
-from lit_rl.rewards import Length, RegexFormat, contains, exact_match, text_of
+from lit_rl.rewards import (
+    CosineScaledLength,
+    Length,
+    MathAccuracy,
+    RegexFormat,
+    RewardRecipes,
+    Rewards,
+    contains,
+    exact_match,
+    load_function,
+    math_answer,
+    text_of,
+)
+from lit_rl.rewards.builtin.text import answer_text
 
 
 def message(text):
@@ -29,9 +47,87 @@ def test_answers_are_text_numbers_or_none(reward):
         reward([], ["7"], [["7", "8"]])
 
 
-def test_contains_refuses_an_empty_answer():
+MATH = pytest.param(math_answer, id="math_answer")
+COMPARE = [exact_match, contains, MATH]
+
+
+@pytest.mark.parametrize("reward", COMPARE)
+@pytest.mark.parametrize("empty", ["", " ", "\n"])
+def test_an_empty_answer_is_refused(reward, empty):
     with pytest.raises(RewardError, match="answer 1 is empty"):
-        contains([], ["a", "b"], ["a", " "])
+        reward([], ["a", ""], ["a", empty])
+
+
+@pytest.mark.parametrize("empty", ["$$", r"\boxed{}", "####", "."])
+def test_an_answer_that_is_nothing_when_it_is_tidied_is_refused(empty):
+    with pytest.raises(RewardError, match="answer 0 is empty"):
+        math_answer([], [r"\boxed{}"], [empty])
+
+
+MISSING = [None, float("nan"), np.float32("nan"), Decimal("NaN"), torch.tensor(torch.nan)]
+
+
+@pytest.mark.parametrize("reward", [*COMPARE, MathAccuracy()])
+@pytest.mark.parametrize("missing", MISSING, ids=repr)
+def test_a_missing_answer_is_no_answer(reward, missing):
+    completions = [r"\boxed{nan}", "nan", "None", ""]
+    assert reward([], completions, [missing] * 4) == [None] * 4
+    by_length = CosineScaledLength(reward, 8)
+    assert by_length([[]] * 4, prompts=[], completions=completions, answer=[missing] * 4) == [None] * 4
+
+
+NUMBERS = [
+    5,
+    5.0,
+    np.int64(5),
+    np.float16(5),
+    np.array(5),
+    torch.tensor(5),
+    Decimal("5.00"),
+    Fraction(10, 2),
+    "5",
+    " 5 ",
+]
+
+
+@pytest.mark.parametrize("reward", COMPARE)
+@pytest.mark.parametrize("answer", NUMBERS, ids=repr)
+def test_a_number_of_any_type_is_an_answer(reward, answer):
+    assert reward([], ["5", "6"], [answer] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (np.float32(0.1), "0.1"),
+        (Decimal("2.50"), "2.5"),
+        (1e-7, "0.0000001"),
+        (-0.5, "-0.5"),
+        (True, "True"),
+        (np.True_, "True"),
+        (np.str_(" a "), "a"),
+        (float("inf"), "inf"),
+        (10**30, "1" + "0" * 30),
+    ],
+    ids=repr,
+)
+def test_a_number_reads_as_one_would_write_it(answer, text):
+    assert answer_text(answer) == text
+
+
+def test_empty_answers_are_found_before_a_run_and_only_where_they_are_compared():
+    columns = {"answer": ["3", "", None, " "], "source": ["a", "a", "a", "b"]}
+    for reward in (exact_match, contains, math_answer, load_function("lit_rl.rewards:exact_match")):
+        with pytest.raises(RewardError, match="empty in 2 of 4 rows, the first of which is row 1"):
+            Rewards({"right": reward}).check(columns)
+    with pytest.raises(RewardError, match="empty in 2 of 4 rows"):
+        Rewards({"cosine": CosineScaledLength(exact_match, 8)}).check(columns)
+    by_source = {"a": {"other": 1.0}, "b": {"right": 1.0}}
+    other = {"right": exact_match, "other": RegexFormat()}
+    with pytest.raises(RewardError, match="empty in 1 of 1 rows"):
+        RewardRecipes(other, by_source).check(columns)
+    RewardRecipes(other, {"b": {"other": 1.0}, "a": {"right": 1.0}}).check({**columns, "answer": ["3", "4", None, ""]})
+    Rewards({"right": exact_match}).check({"answer": ["3", None]})
 
 
 FORMATS = {

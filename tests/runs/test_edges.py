@@ -10,14 +10,16 @@ import lightning as L
 import pyarrow.parquet
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from runs_helpers import SMALL, newest, rows
 from safetensors.torch import load_file
 
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
 from lit_rl.callbacks.sample_files import _storable
 from lit_rl.callbacks.samples import Samples
-from lit_rl.callbacks.text import console_table, html_table, printable
-from lit_rl.callbacks.tracker_tables import log_tables, rows_of
+from lit_rl.callbacks.text import console_table, html_table, printable, visible
+from lit_rl.callbacks.tracker_tables import TENSORBOARD_CELL, log_tables, rows_of
 from lit_rl.callbacks.unwritten import Unwritten
 
 
@@ -150,11 +152,31 @@ def test_loggers_that_take_tables_get_one(capsys):
     console_table("title", rows)
     broken, unwritten = SimpleNamespace(log_table=None), Unwritten("Samples")
     with pytest.warns(UserWarning, match="Samples failed in the table 'samples' for SimpleNamespace"):
-        log_tables(SimpleNamespace(loggers=[broken, logger]), "samples", rows_of(table), 7, rows, unwritten)
+        log_tables(SimpleNamespace(loggers=[broken, logger]), "samples", table, 7, rows, unwritten)
     columns, data = logger.tables["samples", 7]
     assert columns == ["prompt", "completion", "reward", "advantage"]
     assert [row[1] for row in data] == ["\\x1b[31mred", "x", "y" * 5000], "every row, uncut"
     assert "\x1b[31mred" not in capsys.readouterr().out
+
+
+@given(st.text(max_size=40), st.integers(2, 30))
+def test_a_cell_is_cut_after_its_control_characters_are_escaped(text, longest):
+    whole = visible(text)
+    cut = whole if len(whole) <= longest else f"{whole[: longest // 2]} ... {whole[-longest // 2 :]}"
+    assert printable(text, longest) == cut
+
+
+def test_tensorboard_gets_every_row_with_its_long_cells_cut_in_the_middle():
+    tests = [["x" * 20_000] * 10, "first" + "\x07" * 500_000 + "last", "short"]
+    table = {"prompt": ["a", "b", "c"], "completion": ["y" * TENSORBOARD_CELL] * 3, "tests": tests}
+    said: dict[str, str] = {}
+    board = SimpleNamespace(
+        experiment=SimpleNamespace(add_text=lambda key, text, global_step: said.update({key: text}))
+    )
+    log_tables(SimpleNamespace(loggers=[board]), "samples", table, 7, [], Unwritten("Samples"))
+    assert len(said["samples"]) < 7 * (TENSORBOARD_CELL + 100) and said["samples"].count("y" * TENSORBOARD_CELL) == 3
+    assert "`first\\x07" in said["samples"] and "\\x07last`" in said["samples"] and "`short`" in said["samples"]
+    assert rows_of(table)[0]["tests"] == str(tests[0]), "other loggers have them whole"
 
 
 def test_tables_escape_what_a_model_wrote_and_live_with_unscored_rows(capsys):

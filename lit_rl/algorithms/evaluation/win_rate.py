@@ -24,7 +24,7 @@ from lit_rl.errors import ConfigError, LitRLError
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.loaded import LoadedModel
-from lit_rl.rewards.judges.base import Judge, check_verdicts
+from lit_rl.rewards.judges.base import Judge, ask, check_verdicts
 from lit_rl.rewards.sums.weighted import TrainerState
 from lit_rl.rollout import PromptBatch
 
@@ -154,14 +154,15 @@ def compare(
     turned = [i % 2 == 1 for i in range(len(ours))]
     firsts, seconds = _seats(our_messages, their_messages, turned)
     first_rewards, second_rewards = _seats(_or_none(our_rewards), second, turned)
-    verdicts: Any = judge(
+    verdicts: Any = ask(
+        judge,
         prompts,
         firsts,
         seconds,
         first_rewards=first_rewards,
         second_rewards=second_rewards,
         trainer_state=trainer_state,
-        **columns,  # pyright: ignore[reportArgumentType]
+        **columns,
     )
     verdicts = check_verdicts(type(judge).__name__, verdicts, len(ours))
     wins = [math.nan if v is None else 1 - v if turn else v for v, turn in zip(verdicts, turned)]

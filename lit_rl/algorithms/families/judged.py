@@ -25,7 +25,8 @@ from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.rollouts.source import failing_together, given_up_together
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.interruption import may_be_given_up
-from lit_rl.rewards.judges.base import Judge, check_verdicts
+from lit_rl.rewards.functions.names import check_metrics
+from lit_rl.rewards.judges.base import Judge, ask, check_verdicts
 from lit_rl.rollout import Completions, PromptBatch, Rollout, select
 
 WIN_RATE = "judge/win_rate"
@@ -65,7 +66,7 @@ class JudgedModule(OnPolicyModule, ABC):
         name = type(self).__name__
         sampling_teaches(self.sampling, self.generator, weighted=False)
         preflight.newest_policy(name, self.generator)
-        preflight.groups_are_compared(name, group_size, self.split_groups, self.groups)
+        preflight.groups_are_compared(name, group_size, self.split_groups, self.groups, self.reward_functions.names)
         preflight.judge_has_rewards(self.judge, self.reward_functions.names, missing_eos_penalty)
         preflight.for_each_epoch("algo.beta", beta, open_low=True)
 
@@ -117,17 +118,19 @@ class JudgedModule(OnPolicyModule, ABC):
         rewards = [None if math.isnan(value) else value for value in penalised]
 
         def log_metric(name: str, value: float) -> None:
+            check_metrics(type(self.judge).__name__, [name])
             total, count = logged.get(name, (0.0, 0))
             logged[name] = total + float(value), count + 1
 
-        verdicts = self.judge(
+        verdicts = ask(
+            self.judge,
             [prompts[a] for a, _ in duels],
             [answers[a] for a, _ in duels],
             [answers[b] for _, b in duels],
             first_rewards=[rewards[a] for a, _ in duels],
             second_rewards=[rewards[b] for _, b in duels],
             log_metric=log_metric,
-            trainer_state=self.trainer_state if self.trainer_or_none else None,
+            trainer_state=self.state_at(scored.batch),
             **{name: [values[a] for a, _ in duels] for name, values in columns.items()},
         )
         return list(check_verdicts(type(self.judge).__name__, verdicts, len(duels)))

@@ -354,6 +354,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         preflight.group_is_large_enough(name, self.group_size, compares_completions=self.compares_completions)
         if self.groups is not None:
             self.groups.fits(self.group_size, compares_completions=self.compares_completions)
+            self.groups.check_rewards(self.reward_functions.names)
         if self.replay is not None:
             needs_spread("algo/replay=buffer", self.group_size)
         preflight.controller_has_a_term(self.kl.control, self.beta, self.reward_beta)

@@ -31,6 +31,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator, InProcessGenerator, as_generator
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.generation.native import NativeGenerator
+from lit_rl.generation.noise import prompt_key
 from lit_rl.interruption import ends_the_run, may_be_given_up
 from lit_rl.models.policy.foresight import refuse_foresight
 from lit_rl.rewards.judges.base import Judge
@@ -206,7 +207,7 @@ class GeneratingModule(PolicyModule):
             answers = self._answers(texts, sampling)
             return answers[0] if is_text else answers
         asked = self.request(batch, sampling, group_size)
-        with self._early.begun(self.reward_functions, asked, self.trainer_state) as asked:
+        with self._early.begun(self.reward_functions, asked, self.state_at(batch)) as asked:
             return self.source.draw(asked, self.ranks)
 
     def _answers(self, texts: list[str], sampling: Sampling | None) -> list[str]:
@@ -288,7 +289,7 @@ class GeneratingModule(PolicyModule):
                 answers,
                 columns,
                 completion_ids=ids,
-                trainer_state=self.trainer_state,
+                trainer_state=self.state_at(batch),
                 rows=None if episodes is None else sound_rows(episodes),
                 begun=begun,
             )
@@ -298,6 +299,11 @@ class GeneratingModule(PolicyModule):
         """Where the run is, as reward functions and judges see it."""
         trainer = self.trainer_or_none
         return TrainerState(self.global_step, trainer.max_steps, trainer.current_epoch) if trainer else TrainerState()
+
+    def state_at(self, batch: PromptBatch) -> TrainerState:
+        """Return the same with the seed of the functions that are asked about this batch of one or more prompts."""
+        key = prompt_key(self.seed, batch.rollout, batch.rows[0], batch.occurrences[0])
+        return replace(self.trainer_state, seed=key % 2**32)
 
     @contextmanager
     def rollout_context(self) -> Iterator[None]:
@@ -359,7 +365,7 @@ class GeneratingModule(PolicyModule):
             with self.stopwatch.aside():
                 their_rewards = self.reward_texts(batch, theirs, [answer.ids for answer in answers]).total
         rewards = {"our_rewards": scores.total, "their_rewards": their_rewards}
-        return theirs, compare(self.judge, batch, texts, theirs, **rewards, trainer_state=self.trainer_state)
+        return theirs, compare(self.judge, batch, texts, theirs, **rewards, trainer_state=self.state_at(batch))
 
     rolls_out = False
     """Whether completions of its own are what it learns from."""

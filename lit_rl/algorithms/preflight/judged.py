@@ -28,7 +28,11 @@ def newest_policy(name: str, generator: Generator) -> None:
 
 
 def groups_are_compared(
-    name: str, group_size: int, split_groups: int | Literal["auto"], groups: GroupSelection | None
+    name: str,
+    group_size: int,
+    split_groups: int | Literal["auto"],
+    groups: GroupSelection | None,
+    rewards: Sequence[str] = (),
 ) -> None:
     """Refuse group sizes and cuts that leave a completion without another to be compared with.
 
@@ -48,6 +52,7 @@ def groups_are_compared(
         )
     if groups is not None:
         groups.fits(group_size, compares_completions=lambda: True)
+        groups.check_rewards(rewards)
 
 
 def opponent_can_draw_alone(name: str, groups: GroupSelection | None, *, ranks_draw_together: bool) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,12 +16,11 @@ from torch import Tensor
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.rollouts.source import given_up_together
-from lit_rl.errors import ConfigError, RewardError, in_range
+from lit_rl.errors import ConfigError, RewardError, did_you_mean, in_range
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.ops.advantages import group_std
 from lit_rl.ops.step import Metrics
 from lit_rl.rewards.functions.contract import keywords
-from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions
 
 
@@ -61,6 +61,16 @@ class GroupSelection(ABC):
             ConfigError: says what fits.
         """
 
+    def check_rewards(self, names: Sequence[str]) -> None:  # noqa: B027 (most read the sum)
+        """Refuse a choice by a reward function that is not there.
+
+        Args:
+            names: Of the reward functions.
+
+        Raises:
+            ConfigError: says which there are.
+        """
+
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to go on exactly."""
         return {}
@@ -74,23 +84,34 @@ class DynamicSampling(GroupSelection):
 
     Fresh prompts are drawn, completed and scored until every place is taken by a group with some spread, or the cap is
     reached; a group that is left over then takes no part in the loss, and its tokens are in no denominator. A group
-    without two scored rows counts as one without spread. Spare prompts come from an order of their own over the
-    training rows, so the epochs, and with them the number of optimizer steps, are what they would be without.
+    without two scored rows counts as one without spread. Wrong answers may differ in the summed reward, where a penalty
+    for length is a part of it: `metric` names the functions whose values decide then. Spare prompts come from an order
+    of their own over the training rows, so the epochs, and with them the number of optimizer steps, are what they would
+    be without.
 
     Logged: `groups/dropped` (groups without spread in the first draw), `groups/drawn` (spare prompts completed) and
     `groups/empty` (places that the cap left without a group), each a count over all ranks.
 
     Args:
         max_draws: Spare prompts completed for one rollout, all ranks together; 0 only drops.
+        metric: Names of reward functions, one or several: a group has spread where the values of one of them, before
+            their weight, differ. None: where the summed rewards do.
     """
 
-    def __init__(self, max_draws: int = 256) -> None:
+    def __init__(self, max_draws: int = 256, metric: str | list[str] | None = None) -> None:
         in_range("algo.groups.max_draws", max_draws, low=0)
         self.max_draws = max_draws
+        self.metric = [metric] if isinstance(metric, str) else metric
+        named = isinstance(self.metric, list) and all(isinstance(name, str) for name in self.metric)
+        if self.metric is not None and not (named and self.metric):
+            raise ConfigError(
+                f"algo.groups.metric={metric!r} is neither the name of a reward function nor a list of names. Without "
+                "it the summed rewards decide."
+            )
         self._position = 0
 
     def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
-        places, rollout = _without_spread(scored.completions, scored.scores), scored.batch.rollout
+        places, rollout = self._without_spread(scored), scored.batch.rollout
         wanted = ranks.counts(len(places))
         dropped, completed, position = sum(wanted), 0, self._position
         while sum(wanted) and completed < self.max_draws:
@@ -100,7 +121,7 @@ class DynamicSampling(GroupSelection):
                 if mine:
                     start = position + before
                     extra = spare.draw(range(start, start + mine), rollout=rollout, first=completed + before)
-                    scored, places = _fill(scored, places, extra)
+                    scored, places = _fill(scored, places, extra, set(self._without_spread(extra)))
                 else:
                     spare.keep_pace(position, rollout=rollout, first=completed)
             completed += sum(shares)
@@ -113,6 +134,24 @@ class DynamicSampling(GroupSelection):
 
     def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
         needs_spread("algo/groups=dynamic", group_size)
+
+    def check_rewards(self, names: Sequence[str]) -> None:
+        for name in self.metric or ():
+            if name not in names:
+                raise ConfigError(
+                    f"algo.groups.metric={name!r} is no reward function of this run. There are: "
+                    f"{', '.join(names) or 'none'}.{did_you_mean(name, names)}"
+                )
+
+    def _without_spread(self, scored: Scored) -> list[int]:
+        """Places (indices of prompts) of the groups in which every scored row has the same reward."""
+        scores, group_id = scored.scores, scored.completions.group_id.cpu()
+        columns = [scores.total]
+        if self.metric is not None:
+            columns = [scores.values[:, scores.names.index(name)] for name in self.metric]
+        std = torch.stack([group_std(column, group_id) for column in columns])
+        flat = [bool((std[:, group_id == group] == 0).all()) for group in group_id.unique()]
+        return [place for place, is_flat in enumerate(flat) if is_flat]
 
     def state(self) -> dict[str, Any]:
         return {"position": self._position}
@@ -163,7 +202,8 @@ class TopOfGroup(GroupSelection):
         columns = {**columns, "rewards": rewards.tolist(), "lengths": completions.lengths.tolist()}
         offered = {"prompts": prompts, "completions": answers, **columns}
         wanted = keywords("algo.groups.score", self.score, columns)
-        returned = self.score(**{name: offered[name] for name in wanted if name in offered})
+        named = (name for name in wanted if name in offered)
+        returned = self.score(**{name: [copy.deepcopy(each) for each in offered[name]] for name in named})
         try:
             values = torch.as_tensor(returned, dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError):  # no numbers
@@ -241,14 +281,6 @@ def reward_per_token(rewards: list[float], lengths: list[int]) -> list[float]:
     return [0.0 if reward != reward else reward / max(1, length) for reward, length in zip(rewards, lengths)]
 
 
-def _without_spread(completions: Completions, scores: Scores) -> list[int]:
-    """Places (indices of prompts) of the groups in which every scored row has the same reward."""
-    group_id = completions.group_id.cpu()
-    std = group_std(scores.total, group_id)
-    flat = [bool((std[group_id == group] == 0).all()) for group in group_id.unique()]
-    return [place for place, is_flat in enumerate(flat) if is_flat]
-
-
 def _shares(wanted: list[int], left: int) -> list[int]:
     """How many prompts each rank draws next: what it wants, in the order of ranks, as long as there are any left."""
     shares = []
@@ -258,9 +290,8 @@ def _shares(wanted: list[int], left: int) -> list[int]:
     return shares
 
 
-def _fill(scored: Scored, places: list[int], extra: Scored) -> tuple[Scored, list[int]]:
-    """Put fresh groups that have some spread into the empty places; what is left of both is given back or dropped."""
-    flat = set(_without_spread(extra.completions, extra.scores))
+def _fill(scored: Scored, places: list[int], extra: Scored, flat: set[int]) -> tuple[Scored, list[int]]:
+    """Put fresh groups into the empty places, those of `flat` aside; what is left of both is given back or dropped."""
     good = [i for i in range(len(extra.batch)) if i not in flat][: len(places)]
     count = len(scored.batch)
     source = list(range(count))

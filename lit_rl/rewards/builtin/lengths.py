@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lit_rl.errors import ConfigError, RewardError, in_range
-from lit_rl.rewards.functions.contract import check_callable
+from lit_rl.rewards.functions.contract import LooksAtData, check_callable
 
 
 class SoftOverlong:
@@ -96,12 +96,17 @@ class CosineScaledLength:
         self.exceeded = exceeded
         self.__signature__ = _with_completion_ids(correct)
 
+    def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
+        """Let `correct` refuse rows, if it looks at the data."""
+        if isinstance(self.correct, LooksAtData):
+            self.correct.check_columns(columns, given)
+
     def __call__(self, completion_ids: Sequence[Sequence[int]], **arguments: Any) -> list[float | None]:
-        inner = inspect.signature(self.correct).parameters
+        inner, lengths = inspect.signature(self.correct).parameters, [len(ids) for ids in completion_ids]
         if "completion_ids" in inner or any(p.kind is p.VAR_KEYWORD for p in inner.values()):
-            arguments["completion_ids"] = completion_ids
+            arguments["completion_ids"] = completion_ids  # which `correct` may change
         values: Any = self.correct(**arguments)
-        return [None if v is None else self._score(v, len(ids)) for v, ids in zip(values, completion_ids, strict=True)]
+        return [None if v is None else self._score(v, n) for v, n in zip(values, lengths, strict=True)]
 
     def _score(self, value: float, length: int) -> float:
         if math.isnan(value):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from lit_rl.rewards.builtin.text import answer_text
+from lit_rl.rewards.builtin.text import compares_answers, golden_answers
 from lit_rl.rewards.completion import Completion, text_of
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -97,18 +97,32 @@ def same_answer(given: str, gold: str) -> bool:
     return given == gold if left is None or right is None else left == right
 
 
+def golden_part(answer: str) -> str:
+    """Return the part of an `answer` column that a completion has to equal.
+
+    It is what stands behind the last ``####``, which GSM8K puts before the answer of a worked solution, and of that the
+    last box, if there is one.
+    """
+    answer = answer.rpartition("####")[2]
+    box = boxed(answer)
+    return (answer if box is None else box).strip()
+
+
+@compares_answers
 def math_answer(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    """1 where the final answer of the completion equals the `answer` column (its box, if it has one); else 0.
+    """1 where the final answer of the completion equals the `answer` column (see `golden_part`); else 0.
 
-    0 also where the completion has neither box nor number; None where the answer is None.
+    0 also where the completion has neither box nor number; None where the answer is None or NaN.
+
+    Raises:
+        RewardError: an answer is empty.
     """
-    gold = [answer_text(value) for value in answer]
+    gold = golden_answers(answer, lambda text: normalise(golden_part(text)))
     return [None if a is None else _score(text_of(c), a) for c, a in zip(completions, gold, strict=True)]
 
 
 def _score(text: str, gold: str) -> float:
     given = final_answer(text)
-    box = boxed(gold)
-    return float(given is not None and same_answer(given, gold if box is None else box))
+    return float(given is not None and same_answer(given, golden_part(gold)))

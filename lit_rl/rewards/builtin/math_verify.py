@@ -16,6 +16,7 @@ from lit_rl.rewards.builtin.math import boxed, normalise
 from lit_rl.rewards.builtin.text import answer_text
 from lit_rl.rewards.completion import Completion, text_of
 
+_PERCENT = re.compile(r"(?<!\\)%")
 _ANCHOR = re.compile(r"\$|\\boxed|\\\[|\\\(")
 _COMMAND = re.compile(r"\\(?:text[a-z]*|begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+")
 _WORD = re.compile(r"[A-Za-z]{3,}")
@@ -26,7 +27,7 @@ class MathAccuracy:
 
     The completion's answer is its box (several boxes make one set), else the LaTeX that follows "the answer is"; a
     number in plain text is no answer. An `answer` that is a word (three letters or more, no digit) is compared as text
-    with the last box. None where the `answer` is None or cannot be parsed.
+    with the last box. None where the `answer` is None, NaN or empty, or cannot be parsed.
 
     The time limit is a signal, which only the main thread gets: in another thread there is none, and one warning.
 
@@ -86,12 +87,20 @@ def _gold(text: str, limit: Any) -> str | list[Any]:
     """
     from math_verify import parse
 
+    text = _tidied(text.rpartition("####")[2])
+    if text.count("$") % 2:  # of an amount of money; LaTeX comes between two
+        text = text.replace("$", "")
     inside = boxed(text)
     if _is_word(text if inside is None else inside):
         return normalise(text if inside is None else inside)
     if not _ANCHOR.search(text) and not _WORD.search(_COMMAND.sub("", text)):
         return parse(f"${text}$", parsing_timeout=limit) or parse(text, parsing_timeout=limit)
     return parse(text, parsing_timeout=limit)
+
+
+def _tidied(text: str) -> str:
+    """The text with its minus signs as hyphens, its percent signs as LaTeX has them, and no escaped dollar signs."""
+    return _PERCENT.sub(r"\\%", text.replace("−", "-").replace("\\$", ""))
 
 
 def _is_word(text: str) -> bool:
@@ -113,7 +122,7 @@ def _compare(gold: str | list[Any], text: str, limit: Any) -> float | None:
         boxed_match_priority=0,
         try_extract_without_anchor=False,
     )
-    given = parse(text, extraction_config=[latex], extraction_mode="first_match", parsing_timeout=limit)
+    given = parse(_tidied(text), extraction_config=[latex], extraction_mode="first_match", parsing_timeout=limit)
     return float(verify(gold, given, timeout_seconds=limit))
 
 

@@ -2,53 +2,110 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from numbers import Number
+from typing import Any, TypeVar
+
+import numpy as np
 
 from lit_rl.errors import ConfigError, RewardError, in_range
 from lit_rl.rewards.completion import Completion, text_of
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # No tag inside a block, so that a second <think> or <answer> does not pass as text.
 THINK_ANSWER = r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>(?:(?!</?(?:think|answer)>).)*</answer>\s*"
 
 
-def answer_text(answer: str | float | None) -> str | None:
-    """The `answer` column as text without outer blanks; None stays None.
+def answer_text(answer: Any) -> str | None:
+    """Return the `answer` column as text without outer blanks; None and NaN are None.
 
-    A whole float loses its ``.0``: tables with gaps turn integers into floats on the way here.
+    A whole float or Decimal loses its ``.0``: tables with gaps turn integers into floats on the way here.
 
     Raises:
         RewardError: the answer is neither text nor a number.
     """
-    if answer is None:
+    if isinstance(answer, np.floating):
+        answer = float(str(answer))  # the shortest digits that name it: 0.1, also in float32
+    elif getattr(answer, "ndim", None) == 0:
+        answer = answer.item()
+    if answer is None or (isinstance(answer, Number) and answer != answer):
         return None
-    if isinstance(answer, float) and answer.is_integer():
-        return str(int(answer))
-    if not isinstance(answer, str | int | float):
+    if isinstance(answer, float | Decimal) and math.isfinite(answer):
+        return str(int(answer)) if answer == int(answer) else format(Decimal(str(answer)).normalize(), "f")
+    if not isinstance(answer, str | Number):
         raise RewardError(f"answer={answer!r:.80} is a {type(answer).__name__}; allowed are text, a number or None.")
     return str(answer).strip()
 
 
+def golden_answers(answers: Sequence[Any], tidy: Callable[[str], str] = str) -> list[str | None]:
+    """Return the `answer` column as texts that completions are compared with.
+
+    Args:
+        answers: Of each completion.
+        tidy: Makes of an answer what is compared.
+
+    Raises:
+        RewardError: an answer is empty, which a completion that says nothing would equal, or is no text and no number.
+    """
+    golden = [answer_text(value) for value in answers]
+    for place, text in enumerate(golden):
+        if text is not None and not tidy(text):
+            raise RewardError(
+                f"answer {place} is empty ({answers[place]!r:.80}): whoever says nothing would be right. Fill it in, "
+                "remove the row, or make it None (null in JSON) for a row that this reward is not to score."
+            )
+    return golden
+
+
+def refuse_empty_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
+    """Refuse rows with an empty answer before a run begins; see `LooksAtData`.
+
+    Raises:
+        RewardError: says how many rows, and which is the first.
+    """
+    answers = columns.get("answer", ())
+    empty = [row for row, answer in enumerate(answers) if isinstance(answer, str) and not answer.strip()]
+    if empty:
+        raise RewardError(
+            f"the column 'answer' is empty in {len(empty)} of {len(answers)} rows, the first of which is row "
+            f"{empty[0]}: a completion that says nothing would be right there. Fill it in, remove the rows, or make "
+            "it null (in JSON) where the reward is not to score: an empty cell of a CSV file is an empty text."
+        )
+
+
+def compares_answers(function: _Function) -> _Function:
+    """Let a reward function that compares with the `answer` column look at the data before a run begins."""
+    function.check_columns = refuse_empty_answers  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+@compares_answers
 def exact_match(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    """1 where the completion is the answer, blanks at both ends aside; else 0. None where the answer is None."""
-    gold = [answer_text(value) for value in answer]
+    """1 where the completion is the answer, blanks at both ends aside; else 0. None where the answer is None or NaN.
+
+    Raises:
+        RewardError: an answer is empty.
+    """
+    gold = golden_answers(answer)
     return [None if a is None else float(text_of(c).strip() == a) for c, a in zip(completions, gold, strict=True)]
 
 
+@compares_answers
 def contains(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    """1 where the answer stands anywhere in the completion; else 0. None where the answer is None.
+    """1 where the answer stands anywhere in the completion; else 0. None where the answer is None or NaN.
 
     Raises:
         RewardError: an answer is empty, so that every completion would contain it.
     """
-    gold = [answer_text(value) for value in answer]
-    if "" in gold:
-        raise RewardError(f"answer {gold.index('')} is empty, which every completion contains. Use None to skip a row.")
+    gold = golden_answers(answer)
     return [None if a is None else float(a in text_of(c)) for c, a in zip(completions, gold, strict=True)]
 
 

@@ -31,6 +31,9 @@ class VerifiersScore:
         ConfigError: `max_concurrent` is below 1.
     """
 
+    replaces_column = COLUMN
+    """A task as the row holds it: in the samples stands what became of it."""
+
     def __init__(self, max_concurrent: int = 32) -> None:
         in_range("max_concurrent", max_concurrent, low=1)
         self.max_concurrent = max_concurrent

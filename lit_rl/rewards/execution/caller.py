@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from lit_rl.rewards.execution.settings import CallSettings
 from lit_rl.rewards.execution.worker_pool import WorkerPool
 from lit_rl.rewards.functions.by_path import FunctionFromPath, is_async
 from lit_rl.rewards.functions.contract import Function, argument_names, check_rows, check_value, is_per_sample, keywords
+from lit_rl.rewards.functions.names import check_metrics
 from lit_rl.rewards.workers.job import (
     SERVICES,
     CallFailed,
@@ -40,6 +42,7 @@ from lit_rl.rewards.workers.job import (
     run,
     run_async,
 )
+from lit_rl.rewards.workers.random_state import generators_kept, mixed
 
 MAX_HANGS = 8
 """Completions of one batch that may each run into the limit alone; those after them are failures without a try."""
@@ -105,6 +108,7 @@ class Caller:
             per_sample=per_sample,
             catch=self.settings.on_error is not None,
             max_concurrent=self.settings.max_concurrent,
+            seed=None if state.seed is None else mixed(state.seed, self.name),
         )
 
     def early(self, job: Job, completions: Sequence[Completion]) -> EarlyCalls | None:
@@ -184,6 +188,7 @@ class Caller:
 
     def _check(self, job: Job, outcome: Outcome, completions: Sequence[Completion]) -> FunctionScores:
         """Values, spans and failures of an outcome whose rows are counted."""
+        check_metrics(self.name, outcome.metrics)
         result = FunctionScores([], [], [], outcome.metrics, outcome.extras, outcome.output)
         for i, value in zip(job.numbers, outcome.returned, strict=True):
             failure = value if isinstance(value, Failure) else None
@@ -256,15 +261,22 @@ class Caller:
             outcome = await self._run_awaited(job, limit)
         else:
             with self._warn_when_late(limit):
-                outcome = run(self.function, job.copy(), FUNCTION_LOOP.wait)
+                outcome = self._run_here(job)
         check_rows(self.name, outcome.returned, job.rows)
         return outcome
+
+    def _run_here(self, job: Job) -> Outcome:
+        """On this thread. The training's own draws go on behind it as if there had been none."""
+        if job.seed is None or threading.current_thread() is not threading.main_thread():
+            return run(self.function, replace(job, seed=None), FUNCTION_LOOP.wait)
+        with generators_kept():
+            return run(self.function, job, FUNCTION_LOOP.wait)
 
     async def _run_awaited(self, job: Job, limit: float | None) -> Outcome:
         with self._warn_when_late(None if limit is None else limit + GRACE):
             try:
                 async with asyncio.timeout(limit):
-                    return await run_async(self.function, job.copy())
+                    return await run_async(self.function, replace(job, seed=None))  # the training draws beside it
             except TimeoutError:
                 text = f"more than {limit:g} seconds for {n_completions(job.rows)}"
                 raise CallFailed(Failure("TimeoutError", text, timed_out=True)) from None

@@ -54,6 +54,10 @@ class LooksAtData(Protocol):
 
 _RENAME = "Rename the argument, or the column with data.rename."
 _FIX = {
+    "solution_str": "In verl that is the text of one completion: name it completion here, and in the place of "
+    "ground_truth the column that holds the right answer.",
+    "ground_truth": "In verl that is the right answer of one row: name the column that holds it, such as answer.",
+    "queries": "In OpenRLHF a query is a prompt and its response as one text: name prompts and completions here.",
     "episodes": "Episodes are there where something answers the policy: env=tools, or env=environment.",
     "environments": "TRL hands over its environment objects; here they are gone when rewards are asked, and may be in "
     "another process: write get_reward(self) and take reward=environment, or name episodes, which says what was said.",
@@ -195,6 +199,8 @@ def _number(name: str, index: int, value: Any, completion: Completion) -> float:
             value.text,
             f"is {_named(value.kind)}, not a number, None or a list of (start, end, value) or of (turn, value)",
         )
+        if value.kind == "dict":
+            fault += "; return its score alone, and give the rest to log_metric or log_extra"
     elif isinstance(value, int | float):
         try:
             number = float(value)

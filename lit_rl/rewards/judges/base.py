@@ -8,13 +8,17 @@ counted and left out, it is never a tie. Beside the columns of the data, all of 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from lit_rl.errors import RewardError
 from lit_rl.rewards.completion import Completion
 from lit_rl.rewards.workers.job import TrainerState
+from lit_rl.rewards.workers.plain_values import number_of
+from lit_rl.rewards.workers.random_state import generators_kept, seed_generators
 from lit_rl.rollout import Prompt
 
 Verdict = float | None
@@ -46,6 +50,28 @@ class Judge(Protocol):
         trainer_state: TrainerState | None = None,
         **columns: Sequence[Any],
     ) -> list[Verdict]: ...
+
+
+def ask(judge: Judge, *pairs: Sequence[Any], trainer_state: TrainerState | None, **columns: Any) -> Any:
+    """Call a judge with copies of what it is to compare: it may change them, and draw from the global generators.
+
+    Args:
+        judge: Of anybody's.
+        pairs: Prompts, first and second completions.
+        trainer_state: With the seed of the generators, which are put back behind the call; None leaves them alone.
+        columns: One value a pair each, and ``log_metric``.
+    """
+    given = [[copy.deepcopy(each) for each in values] for values in pairs]
+    named = {
+        name: values if callable(values) else [copy.deepcopy(each) for each in values]
+        for name, values in columns.items()
+    }
+    call = partial(judge, *given, trainer_state=trainer_state, **named)
+    if trainer_state is None or trainer_state.seed is None:
+        return call()
+    with generators_kept():
+        seed_generators(trainer_state.seed)
+        return call()
 
 
 class RewardJudge:
@@ -110,14 +136,14 @@ def check_verdicts(name: str, verdicts: Any, pairs: int) -> list[Verdict]:
     """
     if not isinstance(verdicts, list | tuple) or len(verdicts) != pairs:
         raise RewardError(f"judge {name!r} returned {verdicts!r:.80}; expected a list of {pairs}, one entry a pair.")
-    for i, verdict in enumerate(verdicts):
-        number = isinstance(verdict, int | float) and 0 <= verdict <= 1
-        if verdict is not None and not number:
+    numbers = [number_of(verdict) for verdict in verdicts]
+    for i, (verdict, number) in enumerate(zip(verdicts, numbers, strict=True)):
+        if verdict is not None and not (number is not None and 0 <= number <= 1):
             raise RewardError(
                 f"judge {name!r} returned {verdict!r:.80} for pair {i}; allowed are the probability that the first "
                 "completion is better, in [0, 1], and None where there is no verdict."
             )
-    return [None if verdict is None else float(verdict) for verdict in verdicts]
+    return [None if number is None else float(number) for number in numbers]
 
 
 def swap_columns(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 import json
 import math
@@ -19,8 +20,10 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from lit_rl.errors import ConfigError, RewardError, in_range
+from lit_rl.images import ImageRef
 from lit_rl.loopback import is_loopback
 from lit_rl.rewards.functions.contract import ARGUMENTS
+from lit_rl.videos import VideoRef, visuals_in
 
 _REQUESTS_PER_SERVER = 4
 _LONGEST_WAIT = 30.0
@@ -33,11 +36,12 @@ class RemoteReward:
     """Asks servers for the rewards; several requests are under way at once.
 
     One request is ``POST {"prompts": [...], "completions": [...], "columns": {name: [...]}}``, every list of the same
-    length, each entry as a reward function would get it. The answer is ``{"rewards": [...]}`` with as many finite
-    numbers or nulls (the reward does not apply). Requests go round-robin over the servers, up to four a server at once.
-    One that fails, for whatever reason, is sent to the next server; once all have failed it waits ``backoff`` seconds,
-    doubled every round up to 30 and shortened by up to half at random. After ``attempts`` rounds the run ends: no
-    reward is ever made up.
+    length, each entry as a reward function would get it; images are texts ``data:image/png;base64,...`` of their
+    encoded bytes, once a completion, and a video is ``{"frames": [...], "fps": ...}`` of such. The answer is
+    ``{"rewards": [...]}`` with as many finite numbers or nulls (the reward does not apply). Requests go round-robin
+    over the servers, up to four a server at once. One that fails, for whatever reason, is sent to the next server; once
+    all have failed it waits ``backoff`` seconds, doubled every round up to 30 and shortened by up to half at random.
+    After ``attempts`` rounds the run ends: no reward is ever made up.
 
     Args:
         urls: The servers, as https:// addresses, or http:// ones of this machine.
@@ -231,8 +235,9 @@ def _signature(columns: Sequence[str]) -> inspect.Signature:
 
 def _check_columns(columns: Mapping[str, Sequence[Any]]) -> None:
     for name, values in columns.items():
+        unseen = [None if visuals_in(value) else value for value in values]  # which are encoded once, in the request
         try:
-            json.dumps(values, allow_nan=False)
+            json.dumps(unseen, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise RewardError(
                 f"the column {name!r} cannot be sent as JSON: {error}. Leave it out: name the others in columns=."
@@ -240,13 +245,23 @@ def _check_columns(columns: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _body(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Any]) -> bytes:
+    body = {"prompts": prompts, "completions": completions, "columns": columns}
     try:
-        return json.dumps({"prompts": prompts, "completions": completions, "columns": columns}).encode()
-    except TypeError as error:  # only what an environment gave can be anything but text and numbers
+        return json.dumps(body, default=_shown).encode()
+    except TypeError as error:  # only what an environment gave can be anything but text, numbers, images and videos
         raise RewardError(
-            f"the episodes cannot be sent as JSON: {error}. A server is sent words alone: take a reward function of "
-            "this process, which finds images in the messages."
+            f"the episodes cannot be sent as JSON: {error}. Take a reward function of this process, which gets them as "
+            "they are."
         ) from error
+
+
+def _shown(value: Any) -> Any:
+    """An image as a ``data:`` address of its encoded bytes; a video as its frames and their number a second."""
+    if isinstance(value, ImageRef):
+        return f"data:image/{value.encoding};base64,{base64.b64encode(value.read()).decode()}"
+    if isinstance(value, VideoRef):
+        return {"frames": list(value.frames), "fps": value.fps}
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _rewards(answer: bytes, count: int) -> list[float | None]:

@@ -97,7 +97,7 @@ class JointRewards(Rewards):
         return {name: rows for name, rows in super()._rows_for(inputs).items() if name != JOINT}
 
     def _total(self, values: Tensor, weights: Tensor) -> Tensor:
-        return values[:, -1].clone()
+        return values[:, -1].float()
 
 
 def _none_for_nan(value: float) -> float | None:

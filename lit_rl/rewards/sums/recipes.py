@@ -70,6 +70,10 @@ class RewardRecipes(Rewards):
                 f"{', '.join(columns) or 'none'}.{did_you_mean(self.column, columns)} Set column, or add it."
             )
 
+    def _seen_by(self, name: str, columns: Mapping[str, Sequence[Any]]) -> Mapping[str, Sequence[Any]]:
+        rows = self._rows_for(columns)[name]
+        return {column: [values[row] for row in rows] for column, values in columns.items()}
+
     def _callers_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Caller]:
         rows, callers = self._rows_for(inputs), {}
         for name, caller in self._callers.items():

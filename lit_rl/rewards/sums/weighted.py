@@ -21,7 +21,9 @@ from lit_rl.rewards.completion import Completion
 from lit_rl.rewards.execution.caller import Caller, Early
 from lit_rl.rewards.execution.result import FunctionScores
 from lit_rl.rewards.execution.settings import CallSettings
+from lit_rl.rewards.functions.by_path import FunctionFromPath
 from lit_rl.rewards.functions.contract import LooksAtData, Part
+from lit_rl.rewards.functions.names import check_columns
 from lit_rl.rewards.scorers.classifier import Classifier
 from lit_rl.rewards.sums.begun import BegunRewards
 from lit_rl.rewards.sums.by_name import functions_by_name
@@ -30,6 +32,9 @@ from lit_rl.rewards.workers.job import TrainerState
 from lit_rl.rollout import Prompt
 
 __all__ = ["Rewards", "Scores", "TrainerState"]
+
+_ROUNDING = 1e-12
+"""Less than this share of its parts is left of a sum only by rounding: 1 - 0.7 - 0.3 is 0."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +173,14 @@ class Rewards:
             columns: Of a set of the data, by name.
             also: What else functions get by name, of episodes.
         """
-        for function in self.functions.values():
-            if isinstance(function, LooksAtData):
-                function.check_columns(columns, also)
+        for name, function in self.functions.items():
+            inner = function.function if isinstance(function, FunctionFromPath) else function
+            if isinstance(inner, LooksAtData):
+                inner.check_columns(self._seen_by(name, columns), also)
+
+    def _seen_by(self, name: str, columns: Mapping[str, Sequence[Any]]) -> Mapping[str, Sequence[Any]]:
+        """The rows of the data that a function is asked about."""
+        return columns
 
     def load(self, mesh: DeviceMesh | None = None) -> None:
         """Load the reward models now: a bad one ends the run before it begins. The first call would load them too.
@@ -278,15 +288,15 @@ class Rewards:
             _print_output(scores.output)
             self._watches[name].observe(scores.values, completions)
         weights = self._weights(inputs, len(completions))
-        table = torch.tensor([scores.values for scores in by_function.values()], dtype=torch.float32)
+        table = torch.tensor([scores.values for scores in by_function.values()], dtype=torch.float64)
         values = table.reshape(len(by_function), len(completions)).T.contiguous()
         return Scores(
             names=self.names,
-            values=values,
+            values=values.float(),
             total=self._total(values, weights),
             weights=weights.float(),
             metrics=self._metrics(by_function),
-            extras=_merge_extras(by_function),
+            extras=self._extras(by_function, inputs),
             span_rewards=_span_rewards(by_function, weights),
         )
 
@@ -326,17 +336,24 @@ class Rewards:
         return torch.tensor(list(self.weights.values()), dtype=torch.float64).repeat(rows, 1)
 
     def _total(self, values: Tensor, weights: Tensor) -> Tensor:
-        total = (values.double() * weights).nansum(1).float()
+        """Float32 `(b,)`: sums of float64 that are rounded once, so that 0.1 + 0.6 and 0.7 are the same reward."""
+        parts = values * weights
+        total = parts.nansum(1)
+        total = total.masked_fill(total.abs() < _ROUNDING * parts.abs().nansum(1), 0.0).float()
         if total.isinf().any():
             raise RewardError(f"the weighted sum of {', '.join(self.names)} is beyond float32. Use smaller weights.")
         return total.masked_fill(values.isnan().all(1), math.nan)
 
+    def _extras(self, by_function: Mapping[str, FunctionScores], inputs: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """What was noted of each completion."""
+        for name, scores in by_function.items():
+            replaced = getattr(self.functions[name], "replaces_column", None)
+            check_columns(name, scores.extras, {column for column in inputs if column != replaced})
+        return _merged("log_extra", {name: scores.extras for name, scores in by_function.items()})
+
     def _metrics(self, by_function: Mapping[str, FunctionScores]) -> dict[str, tuple[float, int]]:
         """What was logged, and the shares of completions that failed, hung or were known."""
-        logged: dict[str, list[float]] = {}
-        for scores in by_function.values():
-            for name, values in scores.metrics.items():
-                logged.setdefault(name, []).extend(values)
+        logged = _merged("log_metric", {name: scores.metrics for name, scores in by_function.items()})
         # fsum: the order in which concurrent calls logged must not show
         metrics = {name: (math.fsum(values), len(values)) for name, values in logged.items()}
         for name, scores in by_function.items():
@@ -367,13 +384,15 @@ def _print_output(output: str) -> None:
             sys.stdout.write(output)
 
 
-def _merge_extras(by_function: Mapping[str, FunctionScores]) -> dict[str, list[Any]]:
-    extras: dict[str, list[Any]] = {}
-    for name, scores in by_function.items():
-        for column, values in scores.extras.items():
-            if column in extras:
+def _merged(service: str, by_function: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+    """What all functions gave to a service, by its name there."""
+    merged: dict[str, list[Any]] = {}
+    for function, named in by_function.items():
+        for name, values in named.items():
+            if name in merged:
                 raise RewardError(
-                    f"log_extra({column!r}, ...) was called by {name!r} and by a function before it. Use two names."
+                    f"{service}({name!r}, ...) was called by {function!r} and by a function before it. Use two names, "
+                    f"such as {function + '/' + name!r}."
                 )
-            extras[column] = values
-    return extras
+            merged[name] = values
+    return merged

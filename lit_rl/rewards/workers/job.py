@@ -11,11 +11,11 @@ import reprlib
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any
 
 from lit_rl.errors import ConfigError, RewardError
-from lit_rl.rewards.workers.plain_values import describe, to_plain
+from lit_rl.rewards.workers.plain_values import describe, number_of, to_plain
+from lit_rl.rewards.workers.random_state import mixed, seed_generators
 
 SERVICES = ("trainer_state", "log_metric", "log_extra")
 """Arguments that are no data."""
@@ -30,6 +30,9 @@ class TrainerState:
     max_steps: int = -1
     """Optimizer steps of the whole run; -1 where there is no limit."""
     epoch: int = 0
+    seed: int | None = None
+    """In [0, 2^32): another one for every batch of a run, the same one in an equal run. The global random generators
+    are seeded with it, the function and the completion (`Job.seed`). None outside of a run: they are left alone."""
 
     @property
     def global_step(self) -> int:
@@ -79,6 +82,8 @@ class Job:
     """Per-sample functions: give a Failure in the place of a completion that it raised on, and go on."""
     max_concurrent: int = 1
     """Per-sample async functions: completions awaited at once."""
+    seed: int | None = None
+    """Of the function's draws from the global random generators in this batch. None: they are not seeded."""
 
     @property
     def rows(self) -> int:
@@ -94,8 +99,13 @@ class Job:
         return {key: None if values is None else values[i] for key, values in self.inputs.items()}
 
     def copy(self) -> Job:
-        """The same job with inputs that a function may change freely."""
+        """Return the same job with inputs of each completion's own, which a function may change freely."""
         return replace(self, inputs={key: _copy(key, values) for key, values in self.inputs.items()})
+
+    def seed_call(self, row: int | None) -> None:
+        """Seed the global random generators for the call for all rows (None) or one, by its first completion."""
+        if self.seed is not None and self.rows:
+            seed_generators(mixed(self.seed, self.numbers[row or 0]))
 
     def arguments(self, log: Log, row: int | None) -> dict[str, Any]:
         """Keyword arguments of the call for all rows (None) or one."""
@@ -142,13 +152,18 @@ class Log:
 
     def metric(self, name: str, value: float) -> None:
         """``log_metric``."""
-        number: Any = value.item() if getattr(value, "ndim", None) == 0 else value  # pyright: ignore
-        if not isinstance(number, Real) or not math.isfinite(number):
-            raise RewardError(f"log_metric({name!r}, ...) takes a finite number; it got {reprlib.repr(value)}.")
+        _check_name("log_metric", name)
+        number = number_of(value)
+        if number is None or not math.isfinite(number):
+            raise RewardError(
+                f"log_metric({name!r}, ...) takes one finite number; it got {reprlib.repr(value)}. One value a "
+                "completion is for log_extra."
+            )
         self.metrics.setdefault(name, []).append(float(number))
 
     def extra(self, column: str, values: Any) -> None:
         """``log_extra`` of a function that takes the batch."""
+        _check_name("log_extra", column)
         rows = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(rows, list | tuple) or len(rows) != self.rows:
             raise RewardError(f"log_extra({column!r}, ...) takes a list of {self.rows}; it got {describe(values)}.")
@@ -158,10 +173,16 @@ class Log:
 
     def row_extra(self, row: int, column: str, value: Any) -> None:
         """``log_extra`` of a per-sample function."""
+        _check_name("log_extra", column)
         if (column, row) in self._given:
             raise RewardError(f"log_extra({column!r}, ...) was called twice for one completion. Use two names.")
         self._given.add((column, row))
         self.extras.setdefault(column, [None] * self.rows)[row] = value
+
+
+def _check_name(service: str, name: Any) -> None:
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise RewardError(f"{service}({name!r:.80}, ...): a name is a text on one line that is not empty.")
 
 
 def _copy(key: str, values: Sequence[Any] | None) -> list[Any] | None:
@@ -175,13 +196,16 @@ def _copy(key: str, values: Sequence[Any] | None) -> list[Any] | None:
 def run(function: Callable[..., Any], job: Job, wait: Callable[[Awaitable[Any]], Any]) -> Outcome:
     """Call a function on this thread, once or once a completion; `wait` is for one that returns a coroutine.
 
+    Its inputs are copies: also in a worker process, where rows of one prompt came as one object.
+
     Raises:
         CallFailed: it raised (for a per-sample function with ``job.catch``: never).
     """
-    log = Log(job.rows)
+    log, job = Log(job.rows), job.copy()
 
     def call(row: int | None) -> Any:
         try:
+            job.seed_call(row)
             value = function(**job.arguments(log, row))
             return wait(value) if hasattr(value, "__await__") else value
         except (Exception, SystemExit) as error:  # a reward that calls sys.exit() must not end training with status 0
@@ -194,17 +218,20 @@ def run(function: Callable[..., Any], job: Job, wait: Callable[[Awaitable[Any]],
 async def run_async(function: Callable[..., Any], job: Job) -> Outcome:
     """Await a coroutine function, once or once a completion, then `job.max_concurrent` of them at a time.
 
+    Its inputs are copies. The generators are seeded for what a call draws before it awaits something.
+
     Raises:
         CallFailed: as `run`.
     """
     import asyncio  # half of a worker's start, and few functions are async
 
-    log = Log(job.rows)
+    log, job = Log(job.rows), job.copy()
     gate = asyncio.Semaphore(job.max_concurrent)
 
     async def call(row: int | None) -> Any:
         async with gate:
             try:
+                job.seed_call(row)
                 value = function(**job.arguments(log, row))
                 return await value if hasattr(value, "__await__") else value
             except (Exception, SystemExit, KeyboardInterrupt) as error:  # the last two would end the loop's thread

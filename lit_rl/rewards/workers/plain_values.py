@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import reprlib
 from dataclasses import dataclass
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
@@ -41,12 +42,8 @@ def to_plain(returned: Any, rows: int) -> Any:
 def _element(value: Any) -> Any:
     if value is None or type(value).__name__ == "Failure":
         return value
-    if _is_array(value) and value.ndim == 0:
-        value = value.item()
-    if isinstance(value, int | float):
-        return value
-    if isinstance(value, Real):
-        return _float(value)
+    if (number := number_of(value)) is not None:
+        return number
     if isinstance(value, list | tuple) and all(
         isinstance(part, list | tuple) and len(part) in (2, 3) for part in value
     ):
@@ -54,11 +51,20 @@ def _element(value: Any) -> Any:
     return Opaque(type(value).__name__, reprlib.repr(value))
 
 
-def _float(value: Real) -> float:
+def number_of(value: Any) -> int | float | None:
+    """Return the number that a value is, of Python, NumPy or a tensor without dimensions; None where it is none."""
+    if _is_array(value) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, int | float):
+        return value
+    if not isinstance(value, Real | Decimal):
+        return None
     try:
         return float(value)
     except OverflowError:  # Fraction(10**400)
         return math.inf
+    except ValueError:  # Decimal("sNaN")
+        return math.nan
 
 
 def _is_array(value: Any) -> bool:
