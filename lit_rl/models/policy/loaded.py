@@ -12,6 +12,7 @@ from lit_rl.models.policy.adapter_kinds import check_kind
 from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.peft_adapter import PeftAdapter
+from lit_rl.models.policy.pieces import pieces_of
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.models.policy.vision_parts import sees
 
@@ -222,4 +223,5 @@ def _adapter_of(model: PeftModel, lora: Any) -> PeftAdapter:
         )
     (config,) = model.peft_config.values()
     check_kind("The adapter of model", config)
+    pieces_of(model, "The adapter of model")
     return PeftAdapter(config)
