@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from lit_rl.algorithms.optim import going_on
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
 from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_masters, is_narrow, with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
@@ -65,7 +66,7 @@ from lit_rl.algorithms.preflight.tensor_parallel import (
     optimizer_fits_tensor_parallel,
 )
 from lit_rl.algorithms.ranks import Ranks, data_rank, data_ranks
-from lit_rl.algorithms.rollouts import state, worlds
+from lit_rl.algorithms.rollouts import identity, state, worlds
 from lit_rl.algorithms.rollouts.phase_memory import PhaseMemory
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.errors import ConfigError, StorageError, seed_in_range
@@ -83,6 +84,17 @@ from lit_rl.ops.linear_logprobs import part_numbers
 from lit_rl.ops.logprobs import block_numbers
 from lit_rl.ops.transforms import NO_TRUNCATION
 
+_GROUPS = {
+    **{name: name for name in ("reward", "sampling", "generator", "env", "judge", "reference", "scheduler")},
+    "evaluation": "eval",
+}
+"""Arguments that are a group of the command line; all others are settings of `algo`."""
+_OF_THE_MODEL = (
+    *("dtype", "attn_implementation", "freeze", "disable_dropout", "lm_head_fp32", "use_liger_kernel", "quantization"),
+    *("init_kwargs", "eos_token", "pad_token"),
+)
+_OF_THE_TRAINER = ("max_steps", "max_epochs", "precision", "gradient_clip_val", "gradient_clip_algorithm")
+
 IN_BAR = {
     "train/reward": "reward",
     "train/kl": "kl",
@@ -91,6 +103,17 @@ IN_BAR = {
     "train/loss": "loss",
 }
 """What Lightning's progress bar shows of the metrics of a training, and under which name."""
+
+
+class _Resumed(NamedTuple):
+    """What a checkpoint notes of the run that wrote it."""
+
+    optimizer: dict[str, Any] | None
+    """`going_on.as_made`; None of an earlier version of lit_rl."""
+    groups: list[dict[str, Any]]
+    """Of its optimizer."""
+    said: list[str]
+    """What that run had otherwise, in words."""
 
 
 class PolicyModule(L.LightningModule, given.Arguments):
@@ -146,6 +169,10 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self.broken_steps = BrokenSteps()
         self.phase_memory = PhaseMemory()
         self._resumed_rng: dict[str, Any] | None = None
+        self._stands_on: identity.Record = {}
+        """What the weights stand on, see `identity.model_record`; empty until the policy is loaded."""
+        self._optimizer_as_made: identity.Record = {}
+        self._resumed: _Resumed | None = None
         self._other_world = False
         self._in_bar: dict[str, float] = {}
         self.strict_loading = False  # a checkpoint holds what is trained; state.check_weights refuses anything else
@@ -471,6 +498,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
             policy = self.load_policy()
             reference = self.reference.module(policy) if self.needs_reference else None
             others = self.companions(policy)
+        stays = reference if self.needs_reference and not self.reference.moves else None
+        self._stands_on = identity.model_record(self.model, policy, stays)
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         if isinstance(strategy, ZeROStrategy):
             model_fits_zero(policy, strategy)
@@ -589,6 +618,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         # Fused optimizers say that they unscale fp16 gradients themselves; then these would be clipped while scaled.
         optimizer._step_supports_amp_scaling = False  # pyright: ignore
         schedule = by_group(optimizer, self.total_steps, self.schedules())
+        self._optimizer_as_made = going_on.as_made(optimizer, schedule)
+        self._check_optimizer()
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _averages_gradients(self, optimizer: Any) -> bool:
@@ -783,6 +814,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
             checkpoint["state_dict"] = weights
         checkpoint["algorithm"] = state.kind_of(type(self))
+        checkpoint["run"] = self._identity()
         mine = {"format": state.FORMAT, "module": self.rank_state(), "rng": state.rng_state()}
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
         if self.trainer_or_none is not None:
@@ -819,6 +851,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._fitting:
             state.check_kind(checkpoint, type(self))
+        self._check_identity(checkpoint)
         if weights := checkpoint.get("state_dict"):
             state.check_weights(weights, self._trained_names())
         if self._fitting:
@@ -841,6 +874,71 @@ class PolicyModule(L.LightningModule, given.Arguments):
             state.check_format(saved)
             self.load_rank_state(state.saved_by_algorithm(saved["module"], type(self).__name__))
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
+
+    def _identity(self) -> dict[str, identity.Record]:
+        """What a checkpoint notes of the run, see `lit_rl.algorithms.rollouts.identity`."""
+        found = {"model": self._stands_on, "settings": self._settings()}
+        return found | ({"optimizer": self._optimizer_as_made} if self._optimizer_as_made else {})
+
+    def _settings(self) -> identity.Record:
+        """Those of constructors and of the Trainer that change what a run learns or logs, but for the optimizer's."""
+        given: dict[str, Any] = {"model": {name: getattr(self.model, name) for name in _OF_THE_MODEL}}
+        given["model"]["chat_template"] = getattr(self.model.tokenizer, "chat_template", None)
+        given["model"]["lora.dropout"] = getattr(self.model.lora, "dropout", None)
+        for name, value in self.arguments.items():
+            if name in _GROUPS:
+                given[_GROUPS[name]] = getattr(self, name, value) if value is None else value
+            elif name not in ("optimizer", "micro_batch_size"):
+                given[f"algo.{name}"] = value
+        if (trainer := self.trainer_or_none) is not None:
+            given["trainer"] = {name: getattr(trainer, name) for name in _OF_THE_TRAINER}
+        return identity.settings_record(given)
+
+    def _check_identity(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse weights of another model, and an optimizer that cannot read the state; say what else changed.
+
+        Raises:
+            StorageError: names what differs.
+        """
+        noted: dict[str, Any] = checkpoint.get("run", {})
+        said = []
+        if "model" in noted and self._stands_on:
+            said += identity.check_model(noted["model"], self._stands_on, allowed=self.model.allow_changed)
+        if not self._fitting:
+            return
+        if noted:
+            said += identity.differences(noted["settings"], self._settings())
+        else:
+            rank_zero_info(
+                "The checkpoint is of an earlier version of lit_rl, which did not note base, adapter and settings: "
+                "whether they are this run's is not checked, and the optimizer keeps those of the checkpoint."
+            )
+        groups = [group for each in checkpoint.get("optimizer_states", ()) for group in each["param_groups"]]
+        self._resumed = _Resumed(noted.get("optimizer"), groups, said)
+        self._check_optimizer()
+
+    def _check_optimizer(self) -> list[str]:
+        """Refuse one that cannot read the checkpoint's; which is known before the other depends on the strategy."""
+        if self._resumed is None or not self._optimizer_as_made:
+            return []
+        return going_on.check(self._resumed.optimizer, self._optimizer_as_made, self._resumed.groups)
+
+    def _take_settings(self, resumed: _Resumed) -> None:
+        """Go on with the optimizer's settings of this run, and say what the run of the checkpoint had otherwise."""
+        config, optimizer = self.trainer.lr_scheduler_configs[0], self.trainer.optimizers[0]
+        config.scheduler = going_on.take_settings(
+            optimizer,
+            config.scheduler,  # pyright: ignore[reportArgumentType]
+            resumed.optimizer,
+            self._optimizer_as_made,
+            lambda made: by_group(made, self.total_steps, self.schedules()),
+        )
+        if said := [*self._check_optimizer(), *resumed.said]:
+            rank_zero_info(
+                f"Going on from step {self.global_step} with what the checkpoint's run had otherwise: "
+                f"{', '.join(said)}."
+            )
+        self._resumed = None
 
     def _load_other_world(self, ranks: Sequence[dict[str, Any]], loops: dict[str, Any]) -> None:
         """Go on at the rollout or step after the last one, where another number of ranks wrote the checkpoint.
@@ -898,6 +996,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
             )
 
     def on_train_start(self) -> None:
+        if self._resumed is not None:
+            self._take_settings(self._resumed)
         if isinstance(self.model, LoadedModel):
             self.model.note_training()
         if self._resumed_rng is not None:

@@ -39,6 +39,7 @@ _SETTINGS = (
     "fused_accumulation",
     "eos_token",
     "pad_token",
+    "allow_changed",
 )
 _TRAINED: WeakSet[Any] = WeakSet()
 """Objects that a run of this process has trained."""
@@ -52,7 +53,8 @@ class LoadedModel(LanguageModel):
         model: A causal language model over text; of a reward model, a sequence classifier with one label.
         tokenizer: Its tokenizer.
         settings: Of `LanguageModel`, those that are not about files: lora, disable_dropout, gradient_checkpointing,
-            eos_token, pad_token, and how log-probs are computed. With `lora` the object gets the adapters.
+            eos_token, pad_token, allow_changed, and how log-probs are computed. With `lora` the object gets the
+            adapters.
 
     Raises:
         ConfigError: the model sees images, is quantised, or has several adapters or one that cannot be merged; the
