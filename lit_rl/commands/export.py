@@ -137,7 +137,7 @@ def _load(job: Export) -> int:
     module = job.module
     module.configure_model()
     saved = saved_policy(job.checkpoint)
-    module.on_load_checkpoint({"state_dict": saved.weights})  # refuses another model's
+    module.on_load_checkpoint({"state_dict": saved.weights, **saved.beside})  # refuses another model's
     module.load_state_dict(saved.weights, strict=False)
     return saved.step
 

@@ -58,7 +58,12 @@ from lit_rl.algorithms.preflight.footprint import (
 )
 from lit_rl.algorithms.preflight.images import most_shown, with_images
 from lit_rl.algorithms.preflight.memory import Beside, Buckets, Head, Lengths, Memory, Network, Numbers
-from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
+from lit_rl.algorithms.preflight.precision import (
+    optimizer_fits,
+    refuse_double,
+    something_is_trained,
+    weights_can_be_trained,
+)
 from lit_rl.algorithms.preflight.room import free_of, host_room, room, whole_device
 from lit_rl.algorithms.preflight.tensor_parallel import (
     fits_tensor_parallel,
@@ -275,6 +280,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def setup(self, stage: str) -> None:
         """`trainer.precision=bf16-true` decides the type of the weights, and of nothing else."""
         strategy = self.trainer.strategy
+        refuse_double(str(self.trainer.precision))
         check_mesh(strategy)
         if isinstance(strategy, DeepSpeedStrategy):
             settings_fit_zero(self.model, str(self.trainer.precision), strategy)
@@ -496,6 +502,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # fresh adapters are random: the same ones on every rank and in every run
             policy = self.load_policy()
+            if self._fitting:
+                something_is_trained(policy)
             reference = self.reference.module(policy) if self.needs_reference else None
             others = self.companions(policy)
         stays = reference if self.needs_reference and not self.reference.moves else None
@@ -514,6 +522,15 @@ class PolicyModule(L.LightningModule, given.Arguments):
         for name, module in others.items():
             setattr(self, name, module)
         self._recompute_as_cut()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's. Processes that are made of this one (`ddp_notebook`, `ddp_spawn`) send back what they learned
+        while no policy is loaded here: then it is loaded first."""
+        if self.policy is None and any(name.startswith("policy.") for name in state_dict):
+            self.configure_model()
+            if isinstance(self.model, LoadedModel):
+                self.model.note_training()
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _check_sees(self) -> None:
         """Refuse what a model over images cannot do yet, before any weight is loaded."""
@@ -851,6 +868,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._fitting:
             state.check_kind(checkpoint, type(self))
+            if self.needs_reference and not self.reference.moves:
+                self._check_reference_began()
         self._check_identity(checkpoint)
         if weights := checkpoint.get("state_dict"):
             state.check_weights(weights, self._trained_names())
@@ -860,8 +879,6 @@ class PolicyModule(L.LightningModule, given.Arguments):
             check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
             self._load_reference(checkpoint)
-        elif self.needs_reference and self._fitting:
-            self._check_reference_began()
         ranks = checkpoint.get("lit_rl", ()) if self.trainer_or_none is not None else ()
         if ranks and len(ranks) != self.data_ranks:
             if self._fitting:
@@ -903,7 +920,9 @@ class PolicyModule(L.LightningModule, given.Arguments):
         noted: dict[str, Any] = checkpoint.get("run", {})
         said = []
         if "model" in noted and self._stands_on:
-            said += identity.check_model(noted["model"], self._stands_on, allowed=self.model.allow_changed)
+            beside = () if self._fitting else ("reference weights",)
+            now = {name: value for name, value in self._stands_on.items() if name not in beside}
+            said += identity.check_model(noted["model"], now, allowed=self.model.allow_changed)
         if not self._fitting:
             return
         if noted:
