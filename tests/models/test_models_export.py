@@ -203,6 +203,54 @@ def exported(make_model, tmp_path) -> tuple[LanguageModel, dict[str, torch.Tenso
     return model, full_state_dict(policy), tmp_path / "hf"
 
 
+@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "Qwen2TokenizerFast"])
+def test_the_tokenizer_has_the_class_that_its_base_names(make_model, tmp_path, named):
+    """transformers takes another for it, which engines and its own older versions may not know."""
+    file = (base := make_model()) / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": named}))
+    model = LanguageModel(str(base))
+    report = export_policy(model, full_state_dict(policy := model.load()), policy, tmp_path / "hf", card=CARD)
+    written = json.loads((report.folder / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == named and not {"is_local", "local_files_only"} & written.keys()
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (base, report.folder)]
+    assert configs[0]["architectures"] == configs[1]["architectures"] == ["Qwen2ForCausalLM"]
+
+
+CONFIGURATION = """
+from transformers import Qwen2Config
+class MineConfig(Qwen2Config):
+    model_type = "mine"
+"""
+MODELING = """
+from transformers import Qwen2ForCausalLM
+from .configuration_mine import MineConfig
+class MineForCausalLM(Qwen2ForCausalLM):
+    config_class = MineConfig
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+"""
+
+
+@pytest.mark.parametrize("lora", [None, Lora(r=2)])
+def test_code_that_came_with_the_base_goes_with_the_export(make_model, tmp_path, lora):
+    base = make_model()
+    (base / "configuration_mine.py").write_text(CONFIGURATION)
+    (base / "modeling_mine.py").write_text(MODELING)
+    classes = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    said = {"model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": classes}
+    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | said))
+    model = LanguageModel(str(base), trust_remote_code=True, lora=lora)
+    train_a_little(policy := model.load())
+    report = export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD)
+    written = json.loads((report.folder / "config.json").read_text())
+    assert {name: written[name] for name in said} == said
+    reloaded = AutoModelForCausalLM.from_pretrained(report.folder, trust_remote_code=True)
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(reloaded(ids).logits, policy.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("fault", ["merge", "adapter", "config"])
 def test_a_model_that_says_something_else_is_not_published(make_model, tmp_path, monkeypatch, fault):
     """Every tensor is as it was written: only the logits tell."""

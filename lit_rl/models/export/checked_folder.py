@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -170,7 +172,25 @@ def _write(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrained
     description.tokenizer.save_pretrained(staged)
     if description.processor is not None:
         description.processor.processor.save_pretrained(staged)
+    _name_tokenizer_as_the_base(staged / "tokenizer_config.json", description)
     return model
+
+
+def _name_tokenizer_as_the_base(file: Path, description: LanguageModel) -> None:
+    """Write the class that the base names: transformers writes the one that it took for it, which other versions, and
+    engines, may not know. What it notes of how the base was loaded is left out."""
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    said = json.loads(file.read_text(encoding="utf-8"))
+    home = description.tokenizer.name_or_path
+    with contextlib.suppress(OSError, ValueError):  # of an object that has no files
+        base = get_tokenizer_config(home, revision=description.revision, local_files_only=True) if home else {}
+        said = {name: value for name, value in said.items() if name in base or name not in _OF_LOADING}
+        said |= {"tokenizer_class": base["tokenizer_class"]} if base.get("tokenizer_class") else {}
+    file.write_text(f"{json.dumps(said, indent=2, sort_keys=True, ensure_ascii=False)}\n", encoding="utf-8")
+
+
+_OF_LOADING = ("is_local", "local_files_only")
 
 
 def _publish(staged: Path, target: Path) -> None:

@@ -121,9 +121,18 @@ def _give_storage(plain: PreTrainedModel) -> None:
 
 
 def _empty(config: PreTrainedConfig, description: LanguageModel) -> PreTrainedModel:
-    remote = {"trust_remote_code": True, "code_revision": description.revision} if description.trust_remote_code else {}
     with torch.device("meta"):
-        return auto_class(config).from_config(config, **remote)
+        return made_by(auto_class(config), config, description)
+
+
+def made_by(auto: Any, config: PreTrainedConfig, description: LanguageModel) -> Any:
+    """A model of the config, by a class of transformers. Code that came with the model is known since it was loaded,
+    and a class that is known takes no revision."""
+    remote: dict[str, Any] = {}
+    if description.trust_remote_code:
+        known = type(config) in auto._model_mapping
+        remote = {"trust_remote_code": True} | ({} if known else {"code_revision": description.revision})
+    return auto.from_config(config, **remote)
 
 
 def unquantized(description: LanguageModel) -> LanguageModel:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.models.export.checked_folder import ExportReport, write_checked
-from lit_rl.models.export.policy import refilled, unquantized
+from lit_rl.models.export.policy import made_by, refilled, unquantized
 from lit_rl.models.export.probe import Probe
 from lit_rl.models.export.verify import compare_folder, verify_processor, verify_tokenizer
 from lit_rl.models.policy.language_model import LanguageModel
@@ -78,10 +78,7 @@ def _rebuild(
         # As for a policy: the adapter joins the base as it was published, since 4-bit weights would round it away.
         plain: Any = load_scoring_base(unquantized(description), scoring)
     else:
-        remote = {"trust_remote_code": True, "code_revision": description.revision}
         with torch.device("meta"):
-            plain = getattr(transformers, scoring.auto).from_config(
-                copy.deepcopy(base_of(scorer).config), **(remote if description.trust_remote_code else {})
-            )
+            plain = made_by(getattr(transformers, scoring.auto), copy.deepcopy(base_of(scorer).config), description)
     plain.config.update(dict(reads))
     return refilled(plain, scorer, state, description)
