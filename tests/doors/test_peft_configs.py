@@ -19,6 +19,7 @@ from lit_rl.models.export.policy import export_policy
 from lit_rl.models.policy.adapter_kinds import MERGED
 from lit_rl.models.policy.loaded import described
 from lit_rl.models.policy.sharding import full_state_dict
+from lit_rl.models.reference.base import AdapterBase, Auto, FrozenCopy, InitialAdapter
 from lit_rl.named import TINY
 
 ALL, Q = "all-linear", ["q_proj"]
@@ -141,6 +142,41 @@ def test_what_moves_both_of_a_tied_weight_is_exported_as_it_was_trained(kind: st
     adapter = [] if door == "object" else ["The adapter over its base from the trained policy"]  # it has no files
     assert list(report.logits) == ["The model from the trained policy", *adapter]
     assert all(difference < 1e-4 for difference in report.logits.values())
+
+
+BESIDE = {
+    "bare parameter": peft.LoraConfig(r=4, target_modules=[], target_parameters=["q_proj.weight"]),
+    "biases": peft.LoraConfig(r=4, target_modules=Q, bias="all"),
+    "biases of layers": peft.LoraConfig(r=4, target_modules=Q, bias="lora_only"),
+    "rows": peft.LoraConfig(r=4, target_modules=Q, trainable_token_indices=[3, 5]),
+    "saved": peft.LoraConfig(r=4, target_modules=Q, modules_to_save=["norm"]),
+}
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+@pytest.mark.parametrize("reference", [Auto, FrozenCopy, InitialAdapter])
+def test_the_reference_stays_where_the_policy_began(kind: str, reference: Any) -> None:
+    """Adapters that are switched off leave trained biases of the base on: the KL was measured against these."""
+    ids = torch.tensor([[3, 5, 7, 9]])
+    policy = LanguageModel("tiny", lora=BESIDE[kind]).load()
+    began, chosen = logits(policy, ids), reference()
+    module = chosen.module(policy)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for each in policy.parameters():
+            each.add_(0.05 * torch.randn_like(each) if each.requires_grad else 0)
+    with chosen.scoring(policy, module) as scorer:
+        assert torch.equal(logits(scorer, ids), began)
+    assert (logits(policy, ids) - began).abs().max() > 0.01
+
+
+def test_a_base_that_is_trained_beside_its_adapter_is_no_reference_and_no_adapter() -> None:
+    with pytest.raises(ConfigError, match=r"reference=adapter_base.*frozen_copy"):
+        AdapterBase().module(LanguageModel("tiny", lora=BESIDE["biases"]).load())
+    policy = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), peft.LoraConfig(r=4, target_modules=Q))
+    policy.base_model.model.model.norm.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight.*modules_to_save"):
+        described(policy, AutoTokenizer.from_pretrained(TINY))
 
 
 def run(folder: Path, lora: Any, steps: int, resume: Path | None = None) -> GRPO:

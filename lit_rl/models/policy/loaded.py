@@ -13,7 +13,7 @@ from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.peft_adapter import PeftAdapter
 from lit_rl.models.policy.pieces import pieces_of
-from lit_rl.models.policy.trunk import base_of
+from lit_rl.models.policy.trunk import base_of, trained_of_base
 from lit_rl.models.policy.vision_parts import sees
 
 if TYPE_CHECKING:
@@ -226,4 +226,10 @@ def _adapter_of(model: PeftModel, lora: Any) -> PeftAdapter:
     (config,) = model.peft_config.values()
     check_kind("The adapter of model", config)
     pieces_of(model, "The adapter of model")
+    if getattr(config, "bias", "none") == "none" and (beside := trained_of_base(model)):
+        raise ConfigError(
+            f"model is a PeftModel of which {len(beside)} weights of the base have gradients too "
+            f"({', '.join(beside[:3])}): the folder of its adapter would not hold them. Name their modules in "
+            "modules_to_save of its config, or freeze them (requires_grad_(False))."
+        )
     return PeftAdapter(config)
