@@ -277,9 +277,9 @@ def _load(job: Chat) -> Any:
     module = PolicyModule(job.model, seed=job.seed)
     module.configure_model()
     if job.checkpoint is not None:
-        weights = saved_policy(job.checkpoint).weights
-        module.on_load_checkpoint({"state_dict": weights})  # refuses another model's
-        module.load_state_dict(weights, strict=False)
+        saved = saved_policy(job.checkpoint)
+        module.on_load_checkpoint({"state_dict": saved.weights, **saved.beside})  # refuses another model's
+        module.load_state_dict(saved.weights, strict=False)
     job.fabric._precision.convert_module(module)
     return module.policy.to(job.fabric.device)
 

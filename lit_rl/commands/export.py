@@ -51,8 +51,7 @@ def export(job: Export) -> int:
     say.print(f"Reading {job.checkpoint} ...", soft_wrap=True, highlight=False, markup=False)
     step = _load(job)
     done = job.module.export(full_state_dict(job.module.policy), job.folder, job.facts)
-    said = f"step {step}, verified: {done.tensors} tensors reloaded, largest difference {done.max_abs_diff:g}"
-    say.print(f"{job.folder}  ({said})", soft_wrap=True, highlight=False, markup=False)
+    say.print(f"{job.folder}  (step {step}, {done})", soft_wrap=True, highlight=False, markup=False)
     if job.push_to_hub is not None:
         say.print(f"Sending it to {job.push_to_hub} ...", soft_wrap=True, highlight=False, markup=False)
         say.print(_send(job.folder, job.push_to_hub, step, job.private), soft_wrap=True, highlight=False, markup=False)
@@ -138,7 +137,7 @@ def _load(job: Export) -> int:
     module = job.module
     module.configure_model()
     saved = saved_policy(job.checkpoint)
-    module.on_load_checkpoint({"state_dict": saved.weights})  # refuses another model's
+    module.on_load_checkpoint({"state_dict": saved.weights, **saved.beside})  # refuses another model's
     module.load_state_dict(saved.weights, strict=False)
     return saved.step
 

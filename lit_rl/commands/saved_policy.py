@@ -22,7 +22,7 @@ class SavedPolicy:
     step: int
     """Optimizer steps that it has taken."""
     beside: dict[str, Any]
-    """What was asked for beside it, and is there."""
+    """What the run stood on, as its checkpoint notes it, and what was asked for beside it, where it is there."""
 
 
 def saved_policy(checkpoint: Path, beside: Sequence[str] = ()) -> SavedPolicy:
@@ -39,6 +39,8 @@ def saved_policy(checkpoint: Path, beside: Sequence[str] = ()) -> SavedPolicy:
     try:
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
         weights = {name: tensor for name, tensor in saved["state_dict"].items() if name.startswith("policy.")}
-        return SavedPolicy(weights, int(saved["global_step"]), {key: saved[key] for key in beside if key in saved})
+        return SavedPolicy(
+            weights, int(saved["global_step"]), {key: saved[key] for key in ("run", *beside) if key in saved}
+        )
     except Exception as error:  # an unpickler fails on a file of another kind in every way there is
         raise unusable(checkpoint, fault_of_contents(error)) from error

@@ -338,7 +338,7 @@ def export(
         with around or contextlib.nullcontext():
             done = module.export(state, run.run_dir.hf, facts)
             summary["hf_step"] = run.trainer.global_step
-            line = f"verified: {done.tensors} tensors reloaded, largest difference {done.max_abs_diff:g}"
+            line = str(done)
     run.trainer.strategy.barrier()
     return line
 

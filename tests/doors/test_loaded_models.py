@@ -72,13 +72,14 @@ def by_texts(model: Any, **more: Any) -> tuple[Any, Any]:
 MAKERS = {"grpo": by_rollout(GRPO), "rloo": by_rollout(RLOO), "ppo": by_rollout(PPO), "dpo": by_pairs, "sft": by_texts}
 
 
-def fit(made: tuple[Any, Any], folder: Path, steps: int = 2, resume: Path | None = None) -> Any:
+def fit(made: tuple[Any, Any], folder: Path, steps: int = 2, resume: Path | None = None, **how: Any) -> Any:
     module, data = made
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     quiet |= {"enable_checkpointing": False, "use_distributed_sampler": False}
-    trainer = L.Trainer(max_steps=steps, accelerator="cpu", default_root_dir=folder, **quiet)
+    trainer = L.Trainer(max_steps=steps, accelerator="cpu", default_root_dir=folder, **quiet, **how)
     trainer.fit(module, datamodule=data, ckpt_path=resume)
-    trainer.save_checkpoint(folder / f"{steps}.ckpt")
+    if trainer.optimizers:  # of processes that are forked the one that forks them has none
+        trainer.save_checkpoint(folder / f"{steps}.ckpt")
     return module
 
 
@@ -213,3 +214,46 @@ def test_the_policy_before_its_first_step_is_not_kept(tiny_dir: Path, tmp_path: 
     module, data = MAKERS["grpo"](model, tokenizer=tokenizer, evaluation=Evaluation(win_rate_against="base"))
     with pytest.raises(ConfigError, match=r"eval\.win_rate_against=base .*model came as an object"):
         fit((module, data), tmp_path)
+
+
+def test_what_a_forked_process_learned_comes_back(tiny_dir: Path, tmp_path: Path) -> None:
+    """As `strategy="ddp_notebook"` of a notebook: the process that calls `fit` has loaded no policy of its own."""
+    module = fit(by_rollout(GRPO)("tiny"), tmp_path, 1, strategy="ddp_fork")
+    exported = module.save_pretrained(tmp_path / "hf")
+    assert exported is not None
+    here = fit(by_rollout(GRPO)("tiny"), tmp_path, 1)
+    ours, theirs = (dict(each.policy.named_parameters()) for each in (module, here))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    base = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    assert any(not torch.equal(tensor, ours[name]) for name, tensor in base.named_parameters())
+
+
+@pytest.mark.parametrize("case", ["merged", "frozen", "not trainable", "merged in place"])
+def test_a_policy_of_which_nothing_is_trained_says_what_to_pass(case: str, tiny_dir: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    policy: Any = base.requires_grad_(False)
+    if case != "frozen":
+        policy = peft.get_peft_model(base.requires_grad_(True), config)
+    if case == "merged":
+        policy = policy.merge_and_unload()
+    elif case == "merged in place":
+        policy.merge_adapter()
+    elif case == "not trainable":
+        policy.save_pretrained(tmp_path / "adapter")
+        policy = peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(tiny_dir), str(tmp_path / "adapter")
+        )
+    what = {
+        "not trainable": r"False \(PeftModel\.from_pretrained loads an adapter frozen\).*is_trainable=True",
+        "merged in place": r"merged into 2 of its 2 layers.*unmerge_adapter\(\)",
+    }.get(case, r"Nothing of model is trained: all \d+ parameters of the \w+ have.*requires_grad_\(True\)")
+    with pytest.raises(ConfigError, match=what):
+        fit(by_rollout(GRPO)(policy, tokenizer=AutoTokenizer.from_pretrained(tiny_dir)), tmp_path)
+
+
+def test_float64_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    module, data = by_rollout(GRPO)("tiny")
+    with pytest.raises(ConfigError, match=r"trainer\.precision=64-true.*32-true"):
+        fit((module, data), tmp_path, precision="64-true")
+    assert module.policy is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,17 @@ import lightning as L
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_rl import GRPO, AdamW, Constant, LanguageModel, Lora, RolloutDataModule, Sampling
 from lit_rl.errors import ConfigError
 from lit_rl.generation.vllm.settings import adapter_rank
 from lit_rl.models.export.policy import export_policy
 from lit_rl.models.policy.adapter_kinds import MERGED
+from lit_rl.models.policy.loaded import described
 from lit_rl.models.policy.sharding import full_state_dict
+from lit_rl.models.reference.base import AdapterBase, Auto, FrozenCopy, InitialAdapter
+from lit_rl.named import TINY
 
 ALL, Q = "all-linear", ["q_proj"]
 CONFIGS: dict[str, peft.PeftConfig] = {
@@ -72,6 +76,107 @@ def test_the_export_is_the_policy_and_is_gone_on_with(kind: str, tmp_path: Path)
     going_on = LanguageModel("tiny", adapter=str(tmp_path / "hf" / "adapter")).load()
     torch.testing.assert_close(logits(going_on, ids), trained, rtol=0, atol=1e-3 * moved)
     assert any(each.requires_grad for each in going_on.parameters())
+
+
+TIED: dict[str, dict[str, Any]] = {
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    "pattern": {"target_modules": r".*(q_proj|embed_tokens)"},
+    "saved embedding": {"target_modules": Q, "modules_to_save": ["embed_tokens"]},
+    "saved head": {"target_modules": Q, "modules_to_save": ["lm_head"]},
+    "rows of the head": {"target_modules": Q, "trainable_token_indices": {"lm_head": [3]}},
+    "parameter": {"target_modules": [], "target_parameters": ["embed_tokens.weight"]},
+    "layer twice": {"target_modules": Q, "layer_replication": [[0, 2], [1, 2]]},
+}
+"""Of the tied shipped policy: an adapter that moves one of two weights that are one. Neither a merged model nor an
+engine can hold that; one was once exported as another model, and called verified."""
+
+
+def given_as(door: str, config: peft.PeftConfig, folder: Path) -> LanguageModel:
+    """The adapter as a config, as a folder that is gone on with, or as an object of PEFT."""
+    if door == "config":
+        return LanguageModel("tiny", lora=config)
+    policy = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), copy.deepcopy(config))
+    if door == "object":
+        return described(policy, AutoTokenizer.from_pretrained(TINY))
+    policy.save_pretrained(str(folder), save_embedding_layers=False)
+    return LanguageModel("tiny", adapter=str(folder))
+
+
+@pytest.mark.parametrize("door", ["config", "folder", "object"])
+def test_an_adapter_that_splits_a_tied_weight_is_refused_before_training(door: str, tmp_path: Path) -> None:
+    others = [
+        peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
+        peft.LoHaConfig(target_modules=["lm_head"]),
+    ]
+    for number, config in enumerate([*(peft.LoraConfig(r=4, **settings) for settings in TIED.values()), *others]):
+        with pytest.raises(ConfigError, match=r"one tied weight.*trainable_token_indices"):
+            given_as(door, config, tmp_path / str(number)).load()
+
+
+MOVES_BOTH: dict[str, dict[str, Any]] = {
+    "rows": {"target_modules": Q, "trainable_token_indices": [3, 5]},
+    "saved": {"target_modules": Q, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "bare parameter": {"target_modules": [], "target_parameters": ["q_proj.weight"]},
+}
+
+
+@pytest.mark.parametrize("door", ["config", "folder", "object"])
+@pytest.mark.parametrize("kind", MOVES_BOTH)
+def test_what_moves_both_of_a_tied_weight_is_exported_as_it_was_trained(kind: str, door: str, tmp_path: Path) -> None:
+    model = given_as(door, peft.LoraConfig(r=4, **MOVES_BOTH[kind]), tmp_path / "adapter")
+    policy = model.load()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for each in policy.parameters():
+            each.add_(0.05 * torch.randn_like(each) if each.requires_grad else 0)
+    report = export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card="")
+    ids = torch.tensor([[3, 5, 7, 9]])
+    trained = logits(policy, ids)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(report.folder), ids), trained, rtol=0, atol=1e-4
+    )
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(report.adapter))
+    torch.testing.assert_close(logits(adapted, ids), trained, rtol=0, atol=1e-4)
+    adapter = [] if door == "object" else ["The adapter over its base from the trained policy"]  # it has no files
+    assert list(report.logits) == ["The model from the trained policy", *adapter]
+    assert all(difference < 1e-4 for difference in report.logits.values())
+
+
+BESIDE = {
+    "bare parameter": peft.LoraConfig(r=4, target_modules=[], target_parameters=["q_proj.weight"]),
+    "biases": peft.LoraConfig(r=4, target_modules=Q, bias="all"),
+    "biases of layers": peft.LoraConfig(r=4, target_modules=Q, bias="lora_only"),
+    "rows": peft.LoraConfig(r=4, target_modules=Q, trainable_token_indices=[3, 5]),
+    "saved": peft.LoraConfig(r=4, target_modules=Q, modules_to_save=["norm"]),
+}
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+@pytest.mark.parametrize("reference", [Auto, FrozenCopy, InitialAdapter])
+def test_the_reference_stays_where_the_policy_began(kind: str, reference: Any) -> None:
+    """Adapters that are switched off leave trained biases of the base on: the KL was measured against these."""
+    ids = torch.tensor([[3, 5, 7, 9]])
+    policy = LanguageModel("tiny", lora=BESIDE[kind]).load()
+    began, chosen = logits(policy, ids), reference()
+    module = chosen.module(policy)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for each in policy.parameters():
+            each.add_(0.05 * torch.randn_like(each) if each.requires_grad else 0)
+    with chosen.scoring(policy, module) as scorer:
+        assert torch.equal(logits(scorer, ids), began)
+    assert (logits(policy, ids) - began).abs().max() > 0.01
+
+
+def test_a_base_that_is_trained_beside_its_adapter_is_no_reference_and_no_adapter() -> None:
+    with pytest.raises(ConfigError, match=r"reference=adapter_base.*frozen_copy"):
+        AdapterBase().module(LanguageModel("tiny", lora=BESIDE["biases"]).load())
+    policy = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), peft.LoraConfig(r=4, target_modules=Q))
+    policy.base_model.model.model.norm.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight.*modules_to_save"):
+        described(policy, AutoTokenizer.from_pretrained(TINY))
 
 
 def run(folder: Path, lora: Any, steps: int, resume: Path | None = None) -> GRPO:

@@ -16,8 +16,10 @@ from lit_rl.generation.vllm.calls import ServerRefused
 from lit_rl.generation.vllm.engine import Facts
 from lit_rl.generation.vllm.generator import EngineGenerator
 from lit_rl.generation.vllm.heartbeat import Beat
+from lit_rl.generation.vllm.probe import VISIBLE, Asked, Probe
 from lit_rl.generation.vllm.requests import Answer, completions_of, requests_of
 from lit_rl.generation.vllm.server import VLLMServerGenerator
+from lit_rl.models import LanguageModel, Lora
 from lit_rl.rollout import Prompts, Sampling
 
 PROMPTS = Prompts(token_ids=[[1, 2, 3], [4]], keys=[-1, 2**63 - 1], group_size=2, eos_ids=(9,), pad_id=0)
@@ -157,3 +159,34 @@ def test_only_the_marked_thread_is_beside_the_training() -> None:
     thread.start()
     thread.join()
     assert seen == [False, True, False] and not ranks.beside_the_training()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_that_the_engine_drops_is_noticed_from_the_documented_move_on(dtype: str) -> None:
+    """An engine may ignore an adapter on one kind of layer, without an error: here on `up_proj` of one layer."""
+    model = LanguageModel("tiny", lora=Lora(r=2, targets=["layers.1.mlp.up_proj"]))
+    policy, probe = model.load(), Probe(model.tokenizer, mean_limit=9, max_limit=9)  # not by its distance
+    ids = probe._prompt(FACTS)
+    (up,) = [parameter for name, parameter in policy.named_parameters() if "lora_B" in name]
+
+    def after(version: int, size: float) -> float:
+        """The policy's adapter is of this size, the engine's is the first one; how far the policy is from it."""
+        with torch.no_grad():
+            up.fill_(size)
+        asked = Asked(ids, first, [], dtype)
+        gap = replace(probe.compare(asked, policy), dtype=dtype)
+        probe.judge(asked, gap, version)
+        return gap.max
+
+    probe.compare(Asked(ids, torch.zeros(32), [], dtype), policy)
+    first = probe._ours.clone()
+    after(1, 0.0)
+    size, moved = 1e-7, 0.0
+    with pytest.raises(GenerationError, match="the update went nowhere") as raised:
+        while size < 10:  # small steps add up
+            size *= 1.2
+            moved = after(2, size)
+    noticed = float(str(raised.value).split("by ")[1].split(" nats")[0])
+    assert moved <= VISIBLE[dtype] < noticed < 1.5 * VISIBLE[dtype]
+    said = " ".join((Path(__file__).parents[2] / "docs" / "generators.md").read_text().split())
+    assert f"{VISIBLE['float32']:.4f} nats in float32, {VISIBLE['bfloat16']:g} in bfloat16" in said

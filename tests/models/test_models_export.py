@@ -15,6 +15,7 @@ import torch
 import yaml
 from no_room import fill, no_file_above, small_disk
 from peft import PeftModel
+from peft.tuners.lora import Linear as LoraLinear
 from plain_scores import token_logits
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -200,6 +201,95 @@ def exported(make_model, tmp_path) -> tuple[LanguageModel, dict[str, torch.Tenso
     policy = model.load()
     export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD)
     return model, full_state_dict(policy), tmp_path / "hf"
+
+
+@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "Qwen2TokenizerFast"])
+def test_the_tokenizer_has_the_class_that_its_base_names(make_model, tmp_path, named):
+    """transformers takes another for it, which engines and its own older versions may not know."""
+    file = (base := make_model()) / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": named}))
+    model = LanguageModel(str(base))
+    report = export_policy(model, full_state_dict(policy := model.load()), policy, tmp_path / "hf", card=CARD)
+    written = json.loads((report.folder / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == named and not {"is_local", "local_files_only"} & written.keys()
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (base, report.folder)]
+    assert configs[0]["architectures"] == configs[1]["architectures"] == ["Qwen2ForCausalLM"]
+
+
+CONFIGURATION = """
+from transformers import Qwen2Config
+class MineConfig(Qwen2Config):
+    model_type = "mine"
+"""
+MODELING = """
+from transformers import Qwen2ForCausalLM
+from .configuration_mine import MineConfig
+class MineForCausalLM(Qwen2ForCausalLM):
+    config_class = MineConfig
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+"""
+
+
+@pytest.mark.parametrize("lora", [None, Lora(r=2)])
+def test_code_that_came_with_the_base_goes_with_the_export(make_model, tmp_path, lora):
+    base = make_model()
+    (base / "configuration_mine.py").write_text(CONFIGURATION)
+    (base / "modeling_mine.py").write_text(MODELING)
+    classes = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    said = {"model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": classes}
+    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | said))
+    model = LanguageModel(str(base), trust_remote_code=True, lora=lora)
+    train_a_little(policy := model.load())
+    report = export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD)
+    written = json.loads((report.folder / "config.json").read_text())
+    assert {name: written[name] for name in said} == said
+    reloaded = AutoModelForCausalLM.from_pretrained(report.folder, trust_remote_code=True)
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(reloaded(ids).logits, policy.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fault", ["merge", "adapter", "config"])
+def test_a_model_that_says_something_else_is_not_published(make_model, tmp_path, monkeypatch, fault):
+    """Every tensor is as it was written: only the logits tell."""
+    model = LanguageModel(str(make_model()), lora=None if fault == "config" else Lora(r=2))
+    policy = model.load()
+    train_a_little(policy)
+    if fault == "config":  # what the export takes is not what the policy was made with
+        policy.config.rms_norm_eps = 0.5
+    elif fault == "merge":
+        merged = LoraLinear.get_delta_weight
+        monkeypatch.setattr(LoraLinear, "get_delta_weight", lambda layer, adapter: 1.1 * merged(layer, adapter))
+    else:
+        saved = PeftModel.save_pretrained
+
+        def saved_with_another_alpha(policy, *args, **kwargs):
+            policy.peft_config["default"].lora_alpha *= 2
+            saved(policy, *args, **kwargs)
+
+        monkeypatch.setattr(PeftModel, "save_pretrained", saved_with_another_alpha)
+    wrong = "The adapter over its base" if fault == "adapter" else "The model"
+    with pytest.raises(StorageError, match=f"{wrong} that was written is not what was trained"):
+        export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_an_average_is_compared_with_the_policy_that_has_it(make_model, tmp_path):
+    """Of a whole model the tensors alone are compared: a pass would need the weights twice."""
+    for lora, said in ((Lora(r=2), {"The model from the trained policy", ADAPTER}), (None, set())):
+        model = LanguageModel(str(make_model(folder=f"base {lora}")), lora=lora)
+        policy = model.load()
+        train_a_little(policy)
+        state = {name: tensor.clone() for name, tensor in full_state_dict(policy).items()}
+        train_a_little(policy)
+        report = export_policy(model, state, policy, tmp_path / f"hf {lora}", card=CARD)
+        assert set(report.logits) == said and all(each < 1e-4 for each in report.logits.values())
+        assert str(report).startswith(f"verified: {report.tensors} tensors reloaded, largest difference 0")
+
+
+ADAPTER = "The adapter over its base from the trained policy"
 
 
 @pytest.mark.parametrize(

@@ -86,11 +86,13 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_ends_as_the_whole_one(s
 
 def test_a_finished_run_goes_on_to_a_later_end(train, tmp_path, capsys):
     words = [*SMALL, "trainer.limit_val_batches=0", f"run_dir={tmp_path / 'run'}", "ckpt_path=last"]
+    words.append("scheduler.warmup_steps=0")
     assert train(*words, "trainer.max_steps=2") == 0
     assert train(*words, "trainer.max_steps=3") == 0
     assert "finished after 2 steps" in (said := capsys.readouterr().out) and "schedule" in said
     assert newest(tmp_path / "run")["global_step"] == 3
-    assert sum("train/reward" in row for row in rows(tmp_path / "run")) == 3
+    rates = [row["train/lr"] for row in rows(tmp_path / "run") if "train/reward" in row]
+    assert rates[2] == pytest.approx(rates[0] / 3), "the last of three steps of a schedule that falls to zero"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 3)
     for end in (3, 1):  # as it is, or sooner
@@ -133,7 +135,9 @@ def test_a_checkpoint_of_another_model_is_refused(train, tmp_path, capsys):
     (run / "error.json").write_text("{}")  # of an attempt before
     stood = files_of(run)
     assert train(*logged, "trainer.max_steps=2", "ckpt_path=last", "model.lora.r=4") == 7
-    assert "not of this model" in capsys.readouterr().err and files_of(run) == stood
+    said = capsys.readouterr().err
+    assert "on another model than this run's" in said and "model.lora.r (not set) -> 4" in said
+    assert files_of(run) == stood
     code = train(*logged, "trainer.max_steps=2", "ckpt_path=last", "data.task.max_operand=6")
     assert code == 3 and "data.allow_changed=true" in capsys.readouterr().err
     assert files_of(run) == stood, "the data are looked at last, when all else of the checkpoint was taken"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from lit_rl.algorithms.optim import going_on
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
 from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_masters, is_narrow, with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
@@ -57,7 +58,12 @@ from lit_rl.algorithms.preflight.footprint import (
 )
 from lit_rl.algorithms.preflight.images import most_shown, with_images
 from lit_rl.algorithms.preflight.memory import Beside, Buckets, Head, Lengths, Memory, Network, Numbers
-from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
+from lit_rl.algorithms.preflight.precision import (
+    optimizer_fits,
+    refuse_double,
+    something_is_trained,
+    weights_can_be_trained,
+)
 from lit_rl.algorithms.preflight.room import free_of, host_room, room, whole_device
 from lit_rl.algorithms.preflight.tensor_parallel import (
     fits_tensor_parallel,
@@ -65,7 +71,7 @@ from lit_rl.algorithms.preflight.tensor_parallel import (
     optimizer_fits_tensor_parallel,
 )
 from lit_rl.algorithms.ranks import Ranks, data_rank, data_ranks
-from lit_rl.algorithms.rollouts import state, worlds
+from lit_rl.algorithms.rollouts import identity, state, worlds
 from lit_rl.algorithms.rollouts.phase_memory import PhaseMemory
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.errors import ConfigError, StorageError, seed_in_range
@@ -83,6 +89,17 @@ from lit_rl.ops.linear_logprobs import part_numbers
 from lit_rl.ops.logprobs import block_numbers
 from lit_rl.ops.transforms import NO_TRUNCATION
 
+_GROUPS = {
+    **{name: name for name in ("reward", "sampling", "generator", "env", "judge", "reference", "scheduler")},
+    "evaluation": "eval",
+}
+"""Arguments that are a group of the command line; all others are settings of `algo`."""
+_OF_THE_MODEL = (
+    *("dtype", "attn_implementation", "freeze", "disable_dropout", "lm_head_fp32", "use_liger_kernel", "quantization"),
+    *("init_kwargs", "eos_token", "pad_token"),
+)
+_OF_THE_TRAINER = ("max_steps", "max_epochs", "precision", "gradient_clip_val", "gradient_clip_algorithm")
+
 IN_BAR = {
     "train/reward": "reward",
     "train/kl": "kl",
@@ -91,6 +108,17 @@ IN_BAR = {
     "train/loss": "loss",
 }
 """What Lightning's progress bar shows of the metrics of a training, and under which name."""
+
+
+class _Resumed(NamedTuple):
+    """What a checkpoint notes of the run that wrote it."""
+
+    optimizer: dict[str, Any] | None
+    """`going_on.as_made`; None of an earlier version of lit_rl."""
+    groups: list[dict[str, Any]]
+    """Of its optimizer."""
+    said: list[str]
+    """What that run had otherwise, in words."""
 
 
 class PolicyModule(L.LightningModule, given.Arguments):
@@ -146,6 +174,10 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self.broken_steps = BrokenSteps()
         self.phase_memory = PhaseMemory()
         self._resumed_rng: dict[str, Any] | None = None
+        self._stands_on: identity.Record = {}
+        """What the weights stand on, see `identity.model_record`; empty until the policy is loaded."""
+        self._optimizer_as_made: identity.Record = {}
+        self._resumed: _Resumed | None = None
         self._other_world = False
         self._in_bar: dict[str, float] = {}
         self.moves_weights = False
@@ -255,6 +287,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         strategy = self.trainer.strategy
         trainer_settings(self.trainer)
         given.whole_checkpoints(strategy)
+        refuse_double(str(self.trainer.precision))
         check_mesh(strategy)
         if isinstance(strategy, DeepSpeedStrategy):
             settings_fit_zero(self.model, str(self.trainer.precision), strategy)
@@ -490,8 +523,12 @@ class PolicyModule(L.LightningModule, given.Arguments):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # fresh adapters are random: the same ones on every rank and in every run
             policy = self.load_policy()
+            if self._fitting:
+                something_is_trained(policy)
             reference = self.reference.module(policy) if self.needs_reference else None
             others = self.companions(policy)
+        stays = reference if self.needs_reference and not self.reference.moves else None
+        self._stands_on = identity.model_record(self.model, policy, stays)
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         if isinstance(strategy, ZeROStrategy):
             model_fits_zero(policy, strategy)
@@ -506,6 +543,15 @@ class PolicyModule(L.LightningModule, given.Arguments):
         for name, module in others.items():
             setattr(self, name, module)
         self._recompute_as_cut()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's. Processes that are made of this one (`ddp_notebook`, `ddp_spawn`) send back what they learned
+        while no policy is loaded here: then it is loaded first."""
+        if self.policy is None and any(name.startswith("policy.") for name in state_dict):
+            self.configure_model()
+            if isinstance(self.model, LoadedModel):
+                self.model.note_training()
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _check_sees(self) -> None:
         """Refuse what a model over images cannot do yet, before any weight is loaded."""
@@ -610,6 +656,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         # Fused optimizers say that they unscale fp16 gradients themselves; then these would be clipped while scaled.
         optimizer._step_supports_amp_scaling = False  # pyright: ignore
         schedule = by_group(optimizer, self.total_steps, self.schedules())
+        self._optimizer_as_made = going_on.as_made(optimizer, schedule)
+        self._check_optimizer()
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _averages_gradients(self, optimizer: Any) -> bool:
@@ -825,6 +873,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
             checkpoint["state_dict"] = weights
         checkpoint["algorithm"] = state.kind_of(type(self))
+        checkpoint["run"] = self._identity()
         mine = {"format": state.FORMAT, "module": self.rank_state(), "rng": state.rng_state()}
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
         if self.trainer_or_none is not None:
@@ -861,6 +910,9 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._fitting:
             state.check_kind(checkpoint, type(self))
+            if self.needs_reference and not self.reference.moves:
+                self._check_reference_began()
+        self._check_identity(checkpoint)
         if weights := checkpoint.get("state_dict"):
             state.check_weights(weights, self._trained_names())
         if self._fitting:
@@ -869,8 +921,6 @@ class PolicyModule(L.LightningModule, given.Arguments):
             check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
             self._load_reference(checkpoint)
-        elif self.needs_reference and self._fitting:
-            self._check_reference_began()
         ranks = checkpoint.get("lit_rl", ()) if self.trainer_or_none is not None else ()
         if ranks and len(ranks) != self.data_ranks:
             if self._fitting:
@@ -883,6 +933,73 @@ class PolicyModule(L.LightningModule, given.Arguments):
             state.check_format(saved)
             self.load_rank_state(state.saved_by_algorithm(saved["module"], type(self).__name__))
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
+
+    def _identity(self) -> dict[str, identity.Record]:
+        """What a checkpoint notes of the run, see `lit_rl.algorithms.rollouts.identity`."""
+        found = {"model": self._stands_on, "settings": self._settings()}
+        return found | ({"optimizer": self._optimizer_as_made} if self._optimizer_as_made else {})
+
+    def _settings(self) -> identity.Record:
+        """Those of constructors and of the Trainer that change what a run learns or logs, but for the optimizer's."""
+        given: dict[str, Any] = {"model": {name: getattr(self.model, name) for name in _OF_THE_MODEL}}
+        given["model"]["chat_template"] = getattr(self.model.tokenizer, "chat_template", None)
+        given["model"]["lora.dropout"] = getattr(self.model.lora, "dropout", None)
+        for name, value in self.arguments.items():
+            if name in _GROUPS:
+                given[_GROUPS[name]] = getattr(self, name, value) if value is None else value
+            elif name not in ("optimizer", "micro_batch_size"):
+                given[f"algo.{name}"] = value
+        if (trainer := self.trainer_or_none) is not None:
+            given["trainer"] = {name: getattr(trainer, name) for name in _OF_THE_TRAINER}
+        return identity.settings_record(given)
+
+    def _check_identity(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse weights of another model, and an optimizer that cannot read the state; say what else changed.
+
+        Raises:
+            StorageError: names what differs.
+        """
+        noted: dict[str, Any] = checkpoint.get("run", {})
+        said = []
+        if "model" in noted and self._stands_on:
+            beside = () if self._fitting else ("reference weights",)
+            now = {name: value for name, value in self._stands_on.items() if name not in beside}
+            said += identity.check_model(noted["model"], now, allowed=self.model.allow_changed)
+        if not self._fitting:
+            return
+        if noted:
+            said += identity.differences(noted["settings"], self._settings())
+        else:
+            rank_zero_info(
+                "The checkpoint is of an earlier version of lit_rl, which did not note base, adapter and settings: "
+                "whether they are this run's is not checked, and the optimizer keeps those of the checkpoint."
+            )
+        groups = [group for each in checkpoint.get("optimizer_states", ()) for group in each["param_groups"]]
+        self._resumed = _Resumed(noted.get("optimizer"), groups, said)
+        self._check_optimizer()
+
+    def _check_optimizer(self) -> list[str]:
+        """Refuse one that cannot read the checkpoint's; which is known before the other depends on the strategy."""
+        if self._resumed is None or not self._optimizer_as_made:
+            return []
+        return going_on.check(self._resumed.optimizer, self._optimizer_as_made, self._resumed.groups)
+
+    def _take_settings(self, resumed: _Resumed) -> None:
+        """Go on with the optimizer's settings of this run, and say what the run of the checkpoint had otherwise."""
+        config, optimizer = self.trainer.lr_scheduler_configs[0], self.trainer.optimizers[0]
+        config.scheduler = going_on.take_settings(
+            optimizer,
+            config.scheduler,  # pyright: ignore[reportArgumentType]
+            resumed.optimizer,
+            self._optimizer_as_made,
+            lambda made: by_group(made, self.total_steps, self.schedules()),
+        )
+        if said := [*self._check_optimizer(), *resumed.said]:
+            rank_zero_info(
+                f"Going on from step {self.global_step} with what the checkpoint's run had otherwise: "
+                f"{', '.join(said)}."
+            )
+        self._resumed = None
 
     def _load_other_world(self, ranks: Sequence[dict[str, Any]], loops: dict[str, Any]) -> None:
         """Go on at the rollout or step after the last one, where another number of ranks wrote the checkpoint.
@@ -940,6 +1057,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
             )
 
     def on_train_start(self) -> None:
+        if self._resumed is not None:
+            self._take_settings(self._resumed)
         if isinstance(self.model, LoadedModel):
             self.model.note_training()
         if self._resumed_rng is not None:

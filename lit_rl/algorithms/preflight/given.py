@@ -88,7 +88,12 @@ class Arguments:
 
     def __new__(cls, *arguments: Any, **given: Any) -> Self:
         _nothing_missing(cls, arguments, given)
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        object.__setattr__(made, "arguments", _every_argument(cls, arguments, given))
+        return made
+
+    arguments: dict[str, Any]
+    """What the constructor was given, by name, defaults of every class above included; less `model` and `tokenizer`."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles begin with an empty object, which is given nothing and lacks nothing."""
@@ -98,6 +103,17 @@ class Arguments:
 
 def _empty(kind: type) -> Any:
     return object.__new__(kind)
+
+
+def _every_argument(algorithm: type, arguments: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    named = dict(zip(inspect.signature(algorithm).parameters, arguments, strict=False)) | dict(given)
+    every: dict[str, Any] = {}
+    for each in algorithm.__mro__:
+        if "__init__" in vars(each) and issubclass(each, Arguments):
+            for parameter in [*inspect.signature(each.__init__).parameters.values()][1:]:
+                if parameter.kind not in _MANY:
+                    every.setdefault(parameter.name, named.get(parameter.name, parameter.default))
+    return {name: value for name, value in every.items() if name not in ("model", "tokenizer")}
 
 
 def _nothing_missing(algorithm: type, arguments: Sequence[Any], given: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_rl.algorithms.optim.optimizers import OptimizerFactory
 from lit_rl.algorithms.optim.strategies import shards
@@ -24,12 +24,55 @@ _MIXED = "trainer.precision=bf16-mixed, which computes in bfloat16 and keeps the
 _TRUE = "trainer.precision=bf16-true, whose weights are bfloat16 with float32 masters in the optimizer"
 
 
+def refuse_double(precision: str) -> None:
+    """Raises ConfigError: the Trainer would compute in float64, and log-probs, rewards and advantages are float32."""
+    if precision == "64-true":
+        raise ConfigError(
+            "trainer.precision=64-true: log-probs, rewards and advantages are float32 here, and weights are trained in "
+            "float32 or bfloat16. Allowed are 32-true, bf16-mixed, bf16-true and, on a GPU, 16-mixed."
+        )
+
+
+def something_is_trained(policy: nn.Module) -> None:
+    """Refuse a policy of which no weight has a gradient, and say how it came to that.
+
+    Raises:
+        ConfigError: says what to pass.
+    """
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [each for each in policy.modules() if isinstance(each, BaseTunerLayer)]
+    if merged := [each for each in layers if each.merged]:
+        raise ConfigError(
+            f"The adapter of model is merged into {len(merged)} of its {len(layers)} layers, where nothing of it is "
+            "trained. Call unmerge_adapter() on the PeftModel; or merge_and_unload(), and train the whole model."
+        )
+    if any(parameter.requires_grad for parameter in policy.parameters()):
+        return
+    count = sum(1 for _ in policy.parameters())
+    said = (
+        f"Nothing of model is trained: all {count} parameters of the {type(policy).__name__} have requires_grad=False"
+    )
+    if isinstance(policy, PeftModel):
+        raise ConfigError(
+            f"{said} (PeftModel.from_pretrained loads an adapter frozen). Pass PeftModel.from_pretrained(base, folder, "
+            "is_trainable=True), or lit_rl.LanguageModel(name, adapter=folder)."
+        )
+    raise ConfigError(
+        f"{said} (a base under adapters is frozen, and stays so when they are merged into it). Call "
+        "model.requires_grad_(True) to train all of it, or pass lit_rl.LanguageModel(name, lora=lit_rl.Lora(r=16)) or "
+        "peft.get_peft_model(model, config)."
+    )
+
+
 def settings_can_be_trained(model: LanguageModel, precision: str, strategy: Strategy) -> None:
     """Refuse settings by which what is trained is narrower than float32 and has no masters, before anything is loaded.
 
     Raises:
         ConfigError: names the setting.
     """
+    refuse_double(precision)
     if isinstance(strategy, DeepSpeedStrategy):
         settings_fit_zero(model, precision, strategy)
         return

@@ -50,6 +50,11 @@ LIMITS = {"float32": Limit(1e-3, 1e-2), "bfloat16": Limit(0.1, 1.0), "float16": 
 """By the coarser type of the two sides. Equal weights differ by 1e-5 in float32, and by 0.02 (mean) and 0.16 (max) in
 bfloat16; a single missed update of a trained model by far more (`docs/generators.md`)."""
 
+VISIBLE = {"float32": 1e-4, "bfloat16": 0.2, "float16": 0.06}
+"""By the same type: how far the policy's log-prob of a scored token has to have moved, in nats, since the engine's last
+changed, before an engine that answers the same to the last bit is taken to have got no update: rounding to a coarse
+type may swallow a small step. Steps add up until then."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -156,9 +161,7 @@ class Probe:
         """An engine that answers the same to the last bit, while the policy has changed, got no update."""
         if self._then is not None and torch.equal(theirs, self._then[1]):
             moved = (ours - self._then[0]).abs().max().item()
-            # Rounding to a coarse type may swallow a small step, so there the policy has to have moved visibly.
-            visible = 1e-4 if gap.dtype == "float32" else 2 * LIMITS[gap.dtype].mean
-            if moved > visible:
+            if moved > VISIBLE[gap.dtype]:
                 raise GenerationError(
                     f"The engine's log-probs of the probe did not change, and the trainer's have, by {moved:.3g} nats, "
                     f"up to policy version {version}: the update went nowhere. Look at `lit-rl doctor`."

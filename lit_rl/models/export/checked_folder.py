@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,6 +17,7 @@ from torch import Tensor
 from lit_rl.durable import flush_tree, is_full, tried_again
 from lit_rl.errors import StorageError
 from lit_rl.models.export.adapter_folder import sort_names
+from lit_rl.models.export.probe import Probe
 from lit_rl.models.export.verify import verify_adapter
 from lit_rl.models.policy.language_model import LanguageModel
 
@@ -40,14 +43,24 @@ class ExportReport:
     dtype: str
     max_abs_diff: float
     """Largest difference between a weight and its reload: 0, or the export fails."""
+    logits: Mapping[str, float]
+    """Largest difference of a logit on a short text, by what was compared with what: the model and, by itself, the
+    adapter over its base, each from the trained policy."""
+
+    def __str__(self) -> str:
+        said = "".join(
+            f"; logits of {what[0].lower()}{what[1:]}: {difference:.1e}" for what, difference in self.logits.items()
+        )
+        return f"verified: {self.tensors} tensors reloaded, largest difference {self.max_abs_diff:g}{said}"
 
 
 def write_checked(
     folder: str | Path,
     description: LanguageModel,
     rebuild: Callable[[], Any],
-    check: Callable[[Path, Mapping[str, Tensor], LanguageModel], float],
+    check: Callable[[Path, Mapping[str, Tensor], LanguageModel, Probe], float],
     card: str,
+    probe: Probe,
 ) -> ExportReport:
     """Write a model as a folder that appears whole and checked, or not at all.
 
@@ -58,6 +71,7 @@ def write_checked(
             full disk; with adapters they are merged, and stand by themselves in ``folder/adapter``.
         check: Reads what was written and gives the largest difference from the state.
         card: Text of README.md.
+        probe: What the trained model says, for the check, and for the adapter by itself.
 
     Raises:
         StorageError: as `export_policy`.
@@ -65,7 +79,9 @@ def write_checked(
     target = Path(folder).expanduser().resolve()
     _check_target(target, description)
     try:
-        return tried_again(lambda: _written(target, description, rebuild, check, card), f"The export to {target}")
+        return tried_again(
+            lambda: _written(target, description, rebuild, check, card, probe), f"The export to {target}"
+        )
     except Exception as error:
         if not isinstance(error, (OSError, SafetensorError)) and not is_full(error):
             raise
@@ -78,8 +94,9 @@ def _written(
     target: Path,
     description: LanguageModel,
     rebuild: Callable[[], Any],
-    check: Callable[[Path, Mapping[str, Tensor], LanguageModel], float],
+    check: Callable[[Path, Mapping[str, Tensor], LanguageModel, Probe], float],
     card: str,
+    probe: Probe,
 ) -> ExportReport:
     """Write once. A model is made anew for it: writing merges its adapters."""
     rebuilt = rebuild()
@@ -89,7 +106,9 @@ def _written(
         model = _write(staged, rebuilt, description)
         (staged / "README.md").write_text(card, encoding="utf-8")
         state = model.state_dict()
-        difference = check(staged, state, description)
+        difference = check(staged, state, description, probe)
+        if rebuilt is not model and probe.load_base is not None:
+            _look_at_adapter(staged / "adapter", probe, probe.load_base)
         _publish(staged, target)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
@@ -100,7 +119,15 @@ def _written(
         parameters=sum(p.numel() for p in model.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
         max_abs_diff=difference,
+        logits=dict(probe.seen),
     )
+
+
+def _look_at_adapter(folder: Path, probe: Probe, load_base: Callable[[], Any]) -> None:
+    """Load the adapter as a user does, over its base, and ask both together."""
+    from peft import PeftModel
+
+    probe.look("The adapter over its base", PeftModel.from_pretrained(load_base(), str(folder)))
 
 
 def unpublished(target: Path) -> list[Path]:
@@ -145,7 +172,25 @@ def _write(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrained
     description.tokenizer.save_pretrained(staged)
     if description.processor is not None:
         description.processor.processor.save_pretrained(staged)
+    _name_tokenizer_as_the_base(staged / "tokenizer_config.json", description)
     return model
+
+
+def _name_tokenizer_as_the_base(file: Path, description: LanguageModel) -> None:
+    """Write the class that the base names: transformers writes the one that it took for it, which other versions, and
+    engines, may not know. What it notes of how the base was loaded is left out."""
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    said = json.loads(file.read_text(encoding="utf-8"))
+    home = description.tokenizer.name_or_path
+    with contextlib.suppress(OSError, ValueError):  # of an object that has no files
+        base = get_tokenizer_config(home, revision=description.revision, local_files_only=True) if home else {}
+        said = {name: value for name, value in said.items() if name in base or name not in _OF_LOADING}
+        said |= {"tokenizer_class": base["tokenizer_class"]} if base.get("tokenizer_class") else {}
+    file.write_text(f"{json.dumps(said, indent=2, sort_keys=True, ensure_ascii=False)}\n", encoding="utf-8")
+
+
+_OF_LOADING = ("is_local", "local_files_only")
 
 
 def _publish(staged: Path, target: Path) -> None:

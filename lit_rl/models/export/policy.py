@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from lit_rl.errors import StorageError
 from lit_rl.models.export.card import model_card
 from lit_rl.models.export.checked_folder import ExportReport, write_checked
+from lit_rl.models.export.probe import Probe
 from lit_rl.models.export.verify import verify, verify_processor
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import LoadedModel
 from lit_rl.models.policy.loading import auto_class
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.rollout import PromptForm
@@ -52,19 +54,21 @@ def export_policy(
 
     Raises:
         StorageError: the state is partial or of other shapes, the folder cannot be written or holds something else,
-            or what was written does not reload as it was.
+            or what was written does not reload as it was, or says something else than the policy.
     """
     rebuild = partial(_rebuild, description, policy, policy_state, prompts)
-    return write_checked(folder, description, rebuild, verify_policy, card)
+    load_base = None if isinstance(description, LoadedModel) else unquantized(description).load_base
+    probe = Probe(description, policy, policy_state, load_base)
+    return write_checked(folder, description, rebuild, verify_policy, card, probe)
 
 
-def verify_policy(staged: Path, state: Mapping[str, Tensor], description: LanguageModel) -> float:
+def verify_policy(staged: Path, state: Mapping[str, Tensor], description: LanguageModel, probe: Probe) -> float:
     """The largest difference between the tensors that were written and their reload."""
     how = {"trust_remote_code": description.trust_remote_code}
     if description.processor is not None:
         verify_processor(staged, description.processor, **how)
     loaded_by = auto_class(description.config).__name__
-    return verify(staged, state, description.tokenizer, loaded_by=loaded_by, **how)
+    return verify(staged, state, description.tokenizer, loaded_by=loaded_by, probe=probe, **how)
 
 
 def _rebuild(
@@ -101,7 +105,7 @@ def refilled(
     if description.quantization is not None:
         needed = {name: parameter for name, parameter in needed.items() if parameter.requires_grad}
         state = {name: tensor for name, tensor in state.items() if name in needed}
-    _fill(rebuilt, plain, state, needed)
+    _fill(rebuilt, state, needed, tie=partial(_tie, rebuilt, plain, model))
     return rebuilt
 
 
@@ -117,9 +121,18 @@ def _give_storage(plain: PreTrainedModel) -> None:
 
 
 def _empty(config: PreTrainedConfig, description: LanguageModel) -> PreTrainedModel:
-    remote = {"trust_remote_code": True, "code_revision": description.revision} if description.trust_remote_code else {}
     with torch.device("meta"):
-        return auto_class(config).from_config(config, **remote)
+        return made_by(auto_class(config), config, description)
+
+
+def made_by(auto: Any, config: PreTrainedConfig, description: LanguageModel) -> Any:
+    """A model of the config, by a class of transformers. Code that came with the model is known since it was loaded,
+    and a class that is known takes no revision."""
+    remote: dict[str, Any] = {}
+    if description.trust_remote_code:
+        known = type(config) in auto._model_mapping
+        remote = {"trust_remote_code": True} | ({} if known else {"code_revision": description.revision})
+    return auto.from_config(config, **remote)
 
 
 def unquantized(description: LanguageModel) -> LanguageModel:
@@ -130,15 +143,15 @@ def unquantized(description: LanguageModel) -> LanguageModel:
 
 
 def _fill(
-    model: nn.Module, plain: PreTrainedModel, state: Mapping[str, Tensor], needed: Mapping[str, nn.Parameter]
+    model: nn.Module, state: Mapping[str, Tensor], needed: Mapping[str, nn.Parameter], *, tie: Callable[[], None]
 ) -> None:
-    """Put ``state`` into ``model``, whose base is ``plain``; refuse a state that leaves out what is ``needed``."""
+    """Put ``state`` into ``model``, and ``tie`` what is one; refuse a state that leaves out what is ``needed``."""
     tensors = {name: tensor.detach().cpu() for name, tensor in state.items()}
     try:
         unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
     except RuntimeError as error:
         raise StorageError(f"The policy's weights do not fit its own config: {error}") from error
-    _tie(plain)
+    tie()
     missing = [name for name, parameter in model.named_parameters() if parameter is needed.get(name)]
     for problem, names in (("lacks", missing), ("also holds", unexpected)):
         if names:
@@ -148,17 +161,19 @@ def _fill(
             )
 
 
-def _tie(plain: Any) -> None:
-    """Make tied weights one tensor again. Where PEFT trains single rows of the embedding, it has moved both weights to
-    names under which transformers does not find them.
-    """
-    from peft.utils.other import TrainableTokensWrapper
-
-    embedding, head = plain.get_input_embeddings(), plain.get_output_embeddings()
-    if not isinstance(embedding, TrainableTokensWrapper):
+def _tie(rebuilt: nn.Module, plain: Any, model: nn.Module) -> None:
+    """Make tied weights one tensor again: as they are in ``model``, whose adapters may have moved them to names under
+    which transformers does not find them."""
+    if rebuilt is plain:
         plain.tie_weights()
-    elif plain.config.get_text_config().tie_word_embeddings:
-        head.token_adapter.get_base_layer().weight = embedding.token_adapter.get_base_layer().weight
+        return
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for first, *others in names.values():
+        for name in others:
+            path, _, last = name.rpartition(".")
+            setattr(rebuilt.get_submodule(path), last, rebuilt.get_parameter(first))
 
 
 def _configs(base: Any, description: LanguageModel) -> tuple[PreTrainedConfig, GenerationConfig]:

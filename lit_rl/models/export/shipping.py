@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lit_rl.errors import ConfigError, NumericError
 from lit_rl.models.export.adapter_folder import adapter_only, write_adapter
 from lit_rl.models.export.gathering import own_part, refuse_flat, take_apart, whole, whole_shape
+from lit_rl.models.policy.pieces import Piece, pieces_of
 from lit_rl.models.policy.trunk import base_of
 
 __all__ = ["adapter_only", "base_weights", "fingerprint", "weight_shapes", "whole_weights", "write_adapter"]
@@ -91,18 +92,7 @@ def fingerprint(policy: nn.Module) -> tuple[tuple[str, int, int], ...]:
     return tuple((name, first, second) for name, (first, second) in zip(held, rows, strict=True))
 
 
-class _Piece(NamedTuple):
-    """Weights that are made at once."""
-
-    path: str
-    """Of the module that holds them, in the plain model; empty, or with a dot at its end."""
-    stored: dict[str, Tensor]
-    """As the base holds them, by their names in the plain model."""
-    layer: nn.Module | None
-    """What they are merged with: the layer that adapters have put around them."""
-
-
-def _plan(policy: nn.Module) -> tuple[Any, list[_Piece]]:
+def _plan(policy: nn.Module) -> tuple[Any, list[Piece]]:
     """The plain model and its pieces, in the order of its state dict, each tensor once."""
     refuse_flat(policy)
     base = base_of(policy)
@@ -117,63 +107,15 @@ def _plan(policy: nn.Module) -> tuple[Any, list[_Piece]]:
                 f"{type(base).__name__} stores in one tensor what it holds in several "
                 f"({', '.join(conversion.target_patterns)}), so its weights cannot be shipped one at a time."
             )
-    pieces, owners = [], {}
-    for piece in _pieces(base):
-        fresh = {name: tensor for name, tensor in piece.stored.items() if id(tensor) not in owners}
-        for name, tensor in piece.stored.items():
-            if owners.setdefault(id(tensor), piece.layer) is not piece.layer and not _follows(piece.layer):
-                _refuse_split(name)
-        if fresh:
-            pieces.append(piece._replace(stored=fresh))
-    for name in (name for piece in pieces for name in piece.stored if name in _tied(base)):
-        _refuse_split(name)
-    return base, pieces
+    return base, pieces_of(policy)
 
 
-def _pieces(module: nn.Module, prefix: str = "") -> Iterator[_Piece]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper
-    from peft.utils.other import TrainableTokensWrapper
-
-    if isinstance(module, ModulesToSaveWrapper):
-        trained = [module.modules_to_save[name] for name in module.active_adapters if name in module.modules_to_save]
-        module = trained[0] if trained else module.original_module
-    if isinstance(module, (BaseTunerLayer, TrainableTokensWrapper)):
-        held = module.original_module if isinstance(module, TrainableTokensWrapper) else module.get_base_layer()
-        stored = {prefix + name: tensor for name, tensor in held.state_dict(keep_vars=True).items()}
-        yield _Piece(prefix, stored, module)
-        return
-    passing = module._non_persistent_buffers_set
-    for tensors in (module._parameters, {k: t for k, t in module._buffers.items() if k not in passing}):
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                yield _Piece(prefix, {prefix + name: tensor}, None)
-    for name, child in module.named_children():
-        yield from _pieces(child, f"{prefix}{name}.")
-
-
-def _follows(layer: nn.Module | None) -> bool:
-    """Its trained rows are those of the embedding that its weight is tied to."""
-    return getattr(getattr(layer, "token_adapter", None), "tied_adapter", None) is not None
-
-
-def _tied(base: Any) -> dict[str, str]:
-    return getattr(base, "all_tied_weights_keys", None) or {}
-
-
-def _refuse_split(name: str) -> None:
-    raise ConfigError(
-        f"{name} is tied to another weight of the model by its config, and the adapter changes one of the two alone: "
-        "no engine can hold that. Use an adapter that leaves the embedding and the head as they are."
-    )
-
-
-def _ship(base: Any, pieces: list[_Piece], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def _ship(base: Any, pieces: list[Piece], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     for piece in pieces:
         yield from _ship_piece(base, piece, dtype)
 
 
-def _ship_piece(base: Any, piece: _Piece, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def _ship_piece(base: Any, piece: Piece, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """A frame of its own, so that what it holds is gone before the next piece is made."""
     if piece.layer is None:
         made = {name: whole(tensor, dtype) for name, tensor in piece.stored.items()}
@@ -185,7 +127,7 @@ def _ship_piece(base: Any, piece: _Piece, dtype: torch.dtype | None) -> Iterator
             yield key, stored.pop(key)
 
 
-def _merged(piece: _Piece) -> dict[str, Tensor]:
+def _merged(piece: Piece) -> dict[str, Tensor]:
     """The weights of one adapted layer, merged in a copy of it."""
     layer: Any = piece.layer
     # What is in the memo is taken for the copy. Merging safely replaces tensors, and writes to none.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
+    from lit_rl.models.export.probe import Probe
     from lit_rl.models.policy.processor import VisionProcessor
 
 _PROBE_SIZE = (80, 56)
@@ -31,8 +32,10 @@ def verify(
     *,
     loaded_by: str = "AutoModelForCausalLM",
     trust_remote_code: bool = False,
+    probe: Probe | None = None,
 ) -> float:
-    """Load ``folder`` as a user would and compare it with what it should hold. Returns the largest difference, 0.
+    """Load ``folder`` as a user would and compare it with what it should hold. Returns the largest difference of a
+    tensor, 0.
 
     Args:
         folder: An exported model.
@@ -40,20 +43,26 @@ def verify(
         tokenizer: The tokenizer that it should have.
         loaded_by: The class of transformers that loads it.
         trust_remote_code: The model comes with code of its own.
+        probe: What the trained policy says, which the loaded model has to say too.
 
     Raises:
-        StorageError: a tensor is missing, unexpected or differs in shape or in any bit, a weight is NaN, or the
-            tokenizer encodes, decodes or renders otherwise.
+        StorageError: a tensor is missing, unexpected or differs in shape or in any bit, a weight is NaN, the model
+            says something else than the policy, or the tokenizer encodes, decodes or renders otherwise.
     """
-    difference = compare_folder(folder, state, loaded_by, trust_remote_code=trust_remote_code)
+    difference = compare_folder(folder, state, loaded_by, trust_remote_code=trust_remote_code, probe=probe)
     verify_tokenizer(folder, tokenizer, trust_remote_code=trust_remote_code)
     return difference
 
 
 def compare_folder(
-    folder: str | Path, state: Mapping[str, Tensor], loaded_by: str, *, trust_remote_code: bool = False
+    folder: str | Path,
+    state: Mapping[str, Tensor],
+    loaded_by: str,
+    *,
+    trust_remote_code: bool = False,
+    probe: Probe | None = None,
 ) -> float:
-    """The weights alone, loaded by this class of transformers."""
+    """The same of weights and logits alone, loaded by this class of transformers."""
     import transformers
 
     with reading("export", str(folder), str(folder)):
@@ -62,7 +71,10 @@ def compare_folder(
         )
     model, info = loaded
     _same_keys(folder, "weights", set(state), set(model.state_dict()) - set(info["missing_keys"]))
-    return _compare(folder, state, model.state_dict())
+    difference = _compare(folder, state, model.state_dict())
+    if probe is not None:
+        probe.look("The model", model)
+    return difference
 
 
 def verify_adapter(folder: str | Path, policy: PeftModel) -> float:

@@ -91,6 +91,8 @@ class LanguageModel:
             a hub id) whose template, EOS token and added tokens are taken: the embeddings get rows for them.
         eos_token: The token that ends a response, in place of the tokenizer's.
         pad_token: The token to pad with, in place of the tokenizer's.
+        allow_changed: Go on from a checkpoint whose weights were trained on another base, with other settings of the
+            adapter or with another tokenizer.
 
     Raises:
         ConfigError: settings that cannot be, or do not fit together.
@@ -120,6 +122,7 @@ class LanguageModel:
         chat_template: str | None = None,
         eos_token: str | None = None,
         pad_token: str | None = None,
+        allow_changed: bool = False,
     ) -> None:
         self.name = name
         self.dtype = "float32" if dtype is None else dtype
@@ -142,6 +145,7 @@ class LanguageModel:
         self.chat_template = chat_template
         self.eos_token = eos_token
         self.pad_token = pad_token
+        self.allow_changed = allow_changed
         self._new_tokens: tuple[int, ...] = ()
         self.path = self.find()
         self._check()

@@ -12,7 +12,8 @@ from lit_rl.models.policy.adapter_kinds import check_kind
 from lit_rl.models.policy.checkpointing import recomputes, set_checkpointing
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.peft_adapter import PeftAdapter
-from lit_rl.models.policy.trunk import base_of
+from lit_rl.models.policy.pieces import pieces_of
+from lit_rl.models.policy.trunk import base_of, trained_of_base
 from lit_rl.models.policy.vision_parts import sees
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ _SETTINGS = (
     "fused_accumulation",
     "eos_token",
     "pad_token",
+    "allow_changed",
 )
 _TRAINED: WeakSet[Any] = WeakSet()
 """Objects that a run of this process has trained."""
@@ -51,7 +53,8 @@ class LoadedModel(LanguageModel):
         model: A causal language model over text; of a reward model, a sequence classifier with one label.
         tokenizer: Its tokenizer.
         settings: Of `LanguageModel`, those that are not about files: lora, disable_dropout, gradient_checkpointing,
-            eos_token, pad_token, and how log-probs are computed. With `lora` the object gets the adapters.
+            eos_token, pad_token, allow_changed, and how log-probs are computed. With `lora` the object gets the
+            adapters.
 
     Raises:
         ConfigError: the model sees images, is quantised, or has several adapters or one that cannot be merged; the
@@ -222,4 +225,11 @@ def _adapter_of(model: PeftModel, lora: Any) -> PeftAdapter:
         )
     (config,) = model.peft_config.values()
     check_kind("The adapter of model", config)
+    pieces_of(model, "The adapter of model")
+    if getattr(config, "bias", "none") == "none" and (beside := trained_of_base(model)):
+        raise ConfigError(
+            f"model is a PeftModel of which {len(beside)} weights of the base have gradients too "
+            f"({', '.join(beside[:3])}): the folder of its adapter would not hold them. Name their modules in "
+            "modules_to_save of its config, or freeze them (requires_grad_(False))."
+        )
     return PeftAdapter(config)

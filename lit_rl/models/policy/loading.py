@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models.policy import hub
 from lit_rl.models.policy.adapter_kinds import check_kind
+from lit_rl.models.policy.pieces import pieces_of
 from lit_rl.models.policy.vision_parts import placeholder_ids, sees
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def continue_adapter(base: PreTrainedModel, adapter: str) -> PeftModel:
     """The model with a trained adapter, a folder or a hub id, that goes on being trained.
 
     Raises:
-        ConfigError: it is of a kind that cannot be merged.
+        ConfigError: it is of a kind that cannot be merged, or splits a tied weight.
         StorageError: it does not fit the model.
     """
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
@@ -238,4 +239,5 @@ def continue_adapter(base: PreTrainedModel, adapter: str) -> PeftModel:
             f"({', '.join(wrong[:5])}). Was it trained on another base model?"
         )
     assert isinstance(policy, PeftModel)
+    pieces_of(policy, f"model.adapter={adapter!r}")  # refuses an adapter that splits a tied weight
     return policy

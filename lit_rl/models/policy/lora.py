@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lit_rl.errors import ConfigError, in_range
+from lit_rl.models.policy.pieces import pieces_of
 from lit_rl.models.policy.vision_parts import layers_unasked
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Lora:
         except ValueError as error:
             raise ConfigError(f"model.lora.targets={self.targets!r}: {error}{_modules(model)}") from error
         assert isinstance(adapted, PeftModel)
+        pieces_of(adapted, "model.lora")  # refuses an adapter that splits a tied weight
         return adapted
 
     def _check_reached(self, model: PreTrainedModel, unasked: Sequence[str], frozen: Sequence[str]) -> None:
@@ -143,13 +145,6 @@ class Lora:
             for name in wanted:
                 if name not in last and not any(known.endswith(f".{name}") for known in names):
                     raise ConfigError(f"model.lora.{key} names {name!r}, which matches no module.{_modules(model)}")
-        tied = {key.split(".")[-2] for pair in getattr(model, "all_tied_weights_keys", {}).items() for key in pair}
-        clash = tied & {name.rpartition(".")[2] for wanted in listed.values() for name in wanted}
-        if clash:
-            raise ConfigError(
-                f"model.lora names {sorted(clash)}, but this model's embedding and head are one tied weight, which an "
-                "adapter would split silently. Leave it out."
-            )
 
 
 def _modules(model: PreTrainedModel) -> str:

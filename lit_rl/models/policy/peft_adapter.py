@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.adapter_kinds import check_kind
 from lit_rl.models.policy.lora import Lora
+from lit_rl.models.policy.pieces import pieces_of
 from lit_rl.models.policy.vision_parts import layers_unasked
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ class PeftAdapter:
         """The model with fresh adapters; see `Lora.apply`.
 
         Raises:
-            ConfigError: PEFT cannot put the adapters on this model, or the vocabulary has new tokens that nothing
-                trains.
+            ConfigError: PEFT cannot put the adapters on this model, they split a tied weight, or the vocabulary has new
+                tokens that nothing trains.
         """
         from peft import PeftModel, get_peft_model
 
@@ -97,6 +98,7 @@ class PeftAdapter:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"model.lora={type(config).__name__}(...) does not fit this model: {error}") from error
         assert isinstance(adapted, PeftModel)
+        pieces_of(adapted, f"model.lora={type(config).__name__}(...)")  # refuses an adapter that splits a tied weight
         return adapted
 
 

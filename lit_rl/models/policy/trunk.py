@@ -42,6 +42,19 @@ def hidden_size(model: nn.Module) -> int:
     return base_of(model).get_output_embeddings().in_features
 
 
+def trained_of_base(policy: nn.Module) -> list[str]:
+    """Names of the base's own weights that are trained beside the adapters of a policy: a bias (`bias="all"`), or what
+    somebody unfroze. Switching the adapters off leaves them as they were trained."""
+    from peft import PeftModel
+
+    if not isinstance(policy, PeftModel):
+        return []
+    beside = (str(getattr(policy.base_model, "prefix", "")) or "lora_", "modules_to_save.", "token_adapter.")
+    return [
+        name for name, p in policy.named_parameters() if p.requires_grad and not any(each in name for each in beside)
+    ]
+
+
 def frozen_trunk(policy: nn.Module, key: str) -> nn.Module:
     """A second trunk of the policy's frozen base, without the policy's adapters. It shares the weights: it costs none.
 

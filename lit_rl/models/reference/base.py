@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.modes import evaluation_mode
+from lit_rl.models.policy.trunk import trained_of_base
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -171,8 +172,14 @@ class AdapterBase(Fixed):
     """The policy with its adapters switched off: no second model. It is the initial policy only for fresh adapters."""
 
     def module(self, policy: nn.Module) -> None:
-        """Raises ConfigError for a policy without adapters."""
+        """Raises ConfigError for a policy without adapters, or with weights of its base that are trained too."""
         _require_peft(policy, "adapter_base", "itself without its adapters")
+        if trained := trained_of_base(policy):
+            raise ConfigError(
+                "reference=adapter_base measures the policy's KL against itself without its adapters, and "
+                f"{len(trained)} weights of its base are trained beside them ({', '.join(trained[:3])}): the reference "
+                "would move with them. Use reference=frozen_copy."
+            )
 
     @contextmanager
     def scoring(self, policy: nn.Module, module: Scorer | None) -> Iterator[Scorer]:
@@ -225,7 +232,9 @@ def shared_copy(policy: nn.Module) -> nn.Module:
 
 
 def carries_fresh_adapter(policy: nn.Module) -> bool:
-    """True for a LoRA policy that still equals its base: every ``lora_B`` is zero, as initialised."""
+    """True for a LoRA policy that equals its base, and whose base stays: every ``lora_B`` is zero, as initialised."""
+    if trained_of_base(policy):
+        return False
     up = [p for name, p in policy.named_parameters() if ".lora_B." in name or ".lora_embedding_B." in name]
     return bool(up) and not any(p.any() for p in up)
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.models.export.checked_folder import ExportReport, write_checked
-from lit_rl.models.export.policy import refilled, unquantized
+from lit_rl.models.export.policy import made_by, refilled, unquantized
+from lit_rl.models.export.probe import Probe
 from lit_rl.models.export.verify import compare_folder, verify_processor, verify_tokenizer
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import LoadedModel
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.models.scoring.model import Scoring, load_scoring_base
 
@@ -37,7 +39,7 @@ def export_scoring(
         description: What the model was loaded from.
         scoring: What kind it is.
         scorer_state: Every tensor, whole, under the model's own names (see `full_state_dict`).
-        scorer: The model: it gives configs only.
+        scorer: The model: it gives configs, and the scores that the reloaded model has to give.
         folder: A new folder, or an earlier export, which is replaced.
         card: Text of README.md, see `model_card`.
         reads: How a text must be prepared to be read as in training; these go into config.json.
@@ -46,16 +48,20 @@ def export_scoring(
         StorageError: as `export_policy`.
     """
 
-    def check(staged: Path, state: Mapping[str, Tensor], description: LanguageModel) -> float:
-        difference = compare_folder(staged, state, scoring.auto, trust_remote_code=description.trust_remote_code)
+    def check(staged: Path, state: Mapping[str, Tensor], description: LanguageModel, probe: Probe) -> float:
+        remote = description.trust_remote_code
+        difference = compare_folder(staged, state, scoring.auto, trust_remote_code=remote, probe=probe)
         verify_tokenizer(staged, description.tokenizer, trust_remote_code=description.trust_remote_code)
         if description.processor is not None:
             verify_processor(staged, description.processor, trust_remote_code=description.trust_remote_code)
         return difference
 
-    return write_checked(
-        folder, description, partial(_rebuild, description, scoring, scorer, scorer_state, reads), check, card
-    )
+    load_base = None
+    if not isinstance(description, LoadedModel):
+        load_base = partial(load_scoring_base, unquantized(description), scoring)
+    probe = Probe(description, scorer, scorer_state, load_base)
+    rebuild = partial(_rebuild, description, scoring, scorer, scorer_state, reads)
+    return write_checked(folder, description, rebuild, check, card, probe)
 
 
 def _rebuild(
@@ -72,10 +78,7 @@ def _rebuild(
         # As for a policy: the adapter joins the base as it was published, since 4-bit weights would round it away.
         plain: Any = load_scoring_base(unquantized(description), scoring)
     else:
-        remote = {"trust_remote_code": True, "code_revision": description.revision}
         with torch.device("meta"):
-            plain = getattr(transformers, scoring.auto).from_config(
-                copy.deepcopy(base_of(scorer).config), **(remote if description.trust_remote_code else {})
-            )
+            plain = made_by(getattr(transformers, scoring.auto), copy.deepcopy(base_of(scorer).config), description)
     plain.config.update(dict(reads))
     return refilled(plain, scorer, state, description)

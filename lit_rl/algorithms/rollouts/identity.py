@@ -1,0 +1,237 @@
+"""What makes a run this run, as a checkpoint notes it, and what a run that goes on makes of a difference.
+
+    a part                                             where it has changed
+    frozen weights, adapter, tokenizer, reference      refused by name; `model.allow_changed` accepts it
+    class of the optimizer                             refused: no optimizer reads the state of another
+    settings of optimizer and schedule                 used from the next step on, and said
+    everything else a constructor or the Trainer got   used from the next step on, and said
+
+The rows of the data, their order and the cut of a step are noted by the loader, the kind of the algorithm and the
+precision by the module. All is plain values, and no string of a setting is kept, as it may be a secret: a digest is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_rl.errors import StorageError
+from lit_rl.models.policy.language_model import LanguageModel
+
+Record = dict[str, Any]
+"""Names of parts, as users know them, and plain values."""
+
+_SAMPLED = 1 << 14
+"""Numbers of each tensor that are looked at."""
+_DEEPEST = 6
+
+_OF_ADAPTERS = {
+    "peft_type": "kind",
+    "lora_alpha": "alpha",
+    "target_modules": "targets",
+    "use_rslora": "rslora",
+    "use_dora": "dora",
+    "lora_dropout": "dropout",
+}
+"""What PEFT calls a setting of `model.lora`."""
+_NO_SETTINGS_OF_ADAPTERS = {
+    *("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version"),
+    *("runtime_config", "init_lora_weights", "init_weights", "loftq_config", "eva_config", "corda_config"),
+    *("lora_dropout", "module_dropout"),
+}
+"""What says nothing of the function that trained adapters compute, beside their weights and those of the base."""
+
+
+def model_record(description: LanguageModel, policy: nn.Module, reference: Any) -> Record:
+    """What a checkpoint's weights stand on, and are read by. To be asked before the policy is sharded.
+
+    Args:
+        description: Of the policy.
+        policy: As it was loaded.
+        reference: The module that a term measures against, whose weights stay; None where there is none.
+    """
+    from peft import PeftModel
+
+    frozen = {_in_the_base(name): p for name, p in policy.named_parameters() if not p.requires_grad}
+    record: Record = {"model.name": description.name, "tokenizer": _tokenizer(description.tokenizer)}
+    if frozen:
+        record["frozen weights"] = weights_digest(frozen)
+    if isinstance(policy, PeftModel):
+        record |= _adapter(policy.peft_config[str(policy.active_adapter)])
+    held = getattr(reference, "model", reference)
+    if isinstance(held, nn.Module):
+        record["reference weights"] = weights_digest(dict(held.named_parameters()))
+    return record
+
+
+def _in_the_base(name: str) -> str:
+    """The name of a weight, wherever adapters stand."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def weights_digest(weights: Mapping[str, Tensor]) -> str:
+    """Equal for equal weights, of whatever floating type they are held in; other where a tensor differs in more than a
+    few places: some numbers of each are looked at."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(weights.items()):
+        held = tensor.detach().reshape(-1)
+        some = held[:: max(1, held.numel() // _SAMPLED)].cpu()
+        if some.is_floating_point():
+            some = some.to(torch.bfloat16)
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(some.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _tokenizer(tokenizer: Any) -> str:
+    return _digest(repr((sorted(tokenizer.get_vocab().items()), tokenizer.encode("naïve 日本語 🙂 2+2=4\n\t x  y"))))
+
+
+def _adapter(config: Any) -> Record:
+    """The settings of an adapter that are not PEFT's defaults, by the names of `model.lora`."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    said = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in _NO_SETTINGS_OF_ADAPTERS and (name in ("r", "lora_alpha") or value != defaults.get(name))
+    }
+    plain: Record = {}
+    for name, value in said.items():
+        listed = sorted(value) if isinstance(value, set | frozenset) else value
+        if name == "target_modules" and isinstance(listed, list):  # which layer of each name, weights tell
+            listed = sorted({path.rpartition(".")[2] for path in listed})
+        text = str(getattr(listed, "value", listed)) if listed not in (None, {}, []) else None
+        if text is not None:
+            short = listed if isinstance(listed, int | float) else text if len(text) <= 200 else _digest(text)
+            plain[f"model.lora.{_OF_ADAPTERS.get(name, name)}"] = short
+    return plain
+
+
+def settings_record(given: Mapping[str, Any]) -> Record:
+    """What constructors were given, flat: `{"algo.beta": 0.1, "reward": "score #3f5a..", "sampling.temperature": 1.0}`.
+
+    Args:
+        given: Settings by name; objects are taken apart by what their constructors take.
+    """
+    return {key: value for key, value in _flat(given, "", 0) if value is not None}
+
+
+def _flat(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if depth > _DEEPEST or isinstance(value, Tensor | nn.Module):
+        return
+    if value is None or isinstance(value, bool | int | float):
+        yield key, value
+    elif isinstance(value, str | bytes):
+        yield key, _digest(value if isinstance(value, str) else value.hex())
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _flat(each, f"{key}.{name}" if key else str(name), depth + 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = [dict(_flat(each, "", depth + 1)) for each in value]
+        yield key, _digest(repr(sorted(map(repr, parts)) if isinstance(value, set | frozenset) else parts))
+    elif isinstance(value, functools.partial) or hasattr(value, "func"):
+        yield from _flat(value.func, key, depth + 1)
+        yield from _flat(getattr(value, "keywords", {}), key, depth + 1)
+    elif callable(value) and (inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, "__wrapped__")):
+        yield key, _named(value)
+    else:
+        yield key, _named(type(value))
+        yield from _flat(_settings_of(value), key, depth + 1)
+
+
+def _settings_of(value: Any) -> dict[str, Any]:
+    """What an object holds under the names of its constructor's parameters."""
+    try:
+        names = inspect.signature(type(value)).parameters
+    except (TypeError, ValueError):
+        return {}
+    held = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return held | (vars(value.settings) if dataclasses.is_dataclass(getattr(value, "settings", None)) else {})
+
+
+def _named(function: Any) -> str:
+    """Its name; of code that is not this package's also a digest of its text."""
+    plain = inspect.unwrap(function)
+    name = f"{getattr(plain, '__module__', '')}.{getattr(plain, '__qualname__', type(plain).__name__)}"
+    if name.startswith(("lit_rl.", "torch.")):
+        return name
+    text = getattr(function, "text", None)
+    if text is None:
+        try:
+            text = inspect.getsource(plain)
+        except (OSError, TypeError):
+            text = ""
+    return f"{name.rpartition('.')[2]} {_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return f"#{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+
+
+def check_model(before: Record, now: Record, *, allowed: bool) -> list[str]:
+    """Refuse weights that stand on another model than they were trained on.
+
+    Args:
+        before: `model_record` of the run that wrote the checkpoint.
+        now: Of this one.
+        allowed: `model.allow_changed`.
+
+    Returns:
+        What differs, where that is allowed.
+
+    Raises:
+        StorageError: names each part that differs, what it was and what it is.
+    """
+    compared = before.keys() | now.keys()
+    compared -= {"model.name", *({"reference weights"} - (before.keys() & now.keys()))}
+    said = differences(*({key: record.get(key) for key in compared} for record in (before, now)))
+    if said and before.get("model.name") != now.get("model.name"):
+        said.insert(0, f"model.name {before.get('model.name')} -> {now.get('model.name')}")
+    if said and not allowed:
+        raise StorageError(
+            f"The checkpoint's weights were trained on another model than this run's: {', '.join(said)}. Resume with "
+            "the model and adapter settings of the run's config.yaml; start a new run from its export, "
+            "model.name=<run_dir>/hf; or accept the difference with model.allow_changed=true."
+        )
+    return said
+
+
+def differences(before: Record, now: Record) -> list[str]:
+    """What changed, in words: `sampling.temperature 1.0 -> 0.7`."""
+    keys = sorted(key for key in before.keys() | now.keys() if _value(before, key) != _value(now, key))
+    return [_words(key, _value(before, key), _value(now, key)) for key in keys]
+
+
+def _value(record: Record, key: str) -> Any:
+    value = record.get(key)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _words(key: str, before: Any, now: Any) -> str:
+    """A digest says only that something is another."""
+    if any(isinstance(each, str) and ("#" in each or key in _DIGESTS) for each in (before, now)):
+        names = [str(each).partition(" #")[0] for each in (before, now) if isinstance(each, str) and " #" in each]
+        return f"{key} ({' -> '.join(dict.fromkeys(names))}) changed" if names else f"{key} changed"
+    return f"{key} {_short(before)} -> {_short(now)}"
+
+
+_DIGESTS = ("frozen weights", "reference weights", "tokenizer")
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "(not set)"
+    return (
+        value.removeprefix("lit_rl.")
+        if isinstance(value, str)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -1,0 +1,252 @@
+"""A resumed run is the run: each part of what it was is gone on with, or its change is refused by name, or said."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lit_rl import GRPO, SFT, AdamW, Constant, Cosine, LanguageModel, Lora, RolloutDataModule, Sampling
+from lit_rl.algorithms.loop import module as loop
+from lit_rl.algorithms.rollouts import identity
+from lit_rl.errors import StorageError
+from lit_rl.models.policy.loaded import LoadedModel
+from lit_rl.models.reference.base import FrozenCopy
+from lit_rl.named import TINY
+from lit_rl.ops.losses.clipped import clipped_policy_loss
+from lit_rl.rewards import Rewards
+
+ROWS = [{"prompt": f"{n}+1="} for n in range(4)]
+QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+def score(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(set(text))) for text in completions]
+
+
+def another(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def made(lora: Any = None, model: dict[str, Any] | None = None, reward: Any = score, **settings: Any) -> GRPO:
+    settings = {"sampling": Sampling(max_new_tokens=3), "optimizer": AdamW(lr=0.01), "beta": 0.0} | settings
+    described = {"name": "tiny", "lora": Lora(r=2, targets=["q_proj"]) if lora is None else lora} | (model or {})
+    return GRPO(LanguageModel(**described), reward, group_size=2, **settings)
+
+
+def fitted(module: Any, folder: Path, steps: int, resume: Path | None = None, **trainer: Any) -> Path:
+    data = RolloutDataModule(rows=ROWS, prompts_per_rollout=2, val_fraction=0)
+    how = {"max_steps": steps, "accelerator": "cpu", "enable_checkpointing": False, **QUIET, **trainer}
+    run = L.Trainer(default_root_dir=folder, **how)
+    run.fit(module, datamodule=data, ckpt_path=resume)
+    run.save_checkpoint(folder / f"{steps}.ckpt")
+    return folder / f"{steps}.ckpt"
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a LoRA run's first step."""
+    return fitted(made(), tmp_path_factory.mktemp("begun"), 1)
+
+
+@pytest.fixture(scope="module")
+def other_base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The shipped policy with one other weight: most of a fine-tuned model's are others."""
+    folder = tmp_path_factory.mktemp("other")
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.1)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(loop, "rank_zero_info", lines.append)
+    return lines
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "alpha": (Lora(r=2, targets=["q_proj"], alpha=512), r"model\.lora\.alpha 32 -> 512"),
+    "r": (Lora(r=4, targets=["q_proj"]), r"model\.lora\.r 2 -> 4"),
+    "targets": (
+        Lora(r=2, targets=["q_proj", "v_proj"]),
+        r"model\.lora\.targets \['q_proj'\] -> \['q_proj', 'v_proj'\]",
+    ),
+    "rslora": (Lora(r=2, targets=["q_proj"], rslora=True), r"model\.lora\.rslora \(not set\) -> True"),
+    "dora": (Lora(r=2, targets=["q_proj"], dora=True), r"model\.lora\.dora \(not set\) -> True"),
+    "kind": (peft.LoHaConfig(r=2, target_modules=["q_proj"]), r"model\.lora\.kind LORA -> LOHA"),
+    "pattern": (
+        peft.LoraConfig(r=2, lora_alpha=32, target_modules=["q_proj"], alpha_pattern={"q_proj": 5}),
+        r"model\.lora\.alpha_pattern \(not set\) -> \{'q_proj': 5\}",
+    ),
+}
+
+
+@pytest.mark.parametrize("part", REFUSED)
+def test_another_adapter_is_refused_by_the_name_of_its_setting(part: str, begun: Path, tmp_path: Path) -> None:
+    lora, message = REFUSED[part]
+    with pytest.raises(StorageError, match=rf"{message}.*model\.allow_changed=true"):
+        fitted(made(lora), tmp_path, 2, begun)
+
+
+def test_no_adapter_is_refused_too(begun: Path, tmp_path: Path) -> None:
+    full = GRPO("tiny", score, group_size=2, sampling=Sampling(max_new_tokens=3))
+    with pytest.raises(StorageError, match=r"frozen weights.*model\.lora\.r 2 -> \(not set\)"):
+        fitted(full, tmp_path, 2, begun)
+
+
+def test_another_base_is_refused_or_accepted(begun: Path, other_base: str, said: list[str], tmp_path: Path) -> None:
+    """By training, by what only looks, and by what exports."""
+    other = {"name": other_base}
+    with pytest.raises(StorageError, match=rf"model\.name tiny -> {other_base}, frozen weights changed"):
+        fitted(made(model=other), tmp_path, 2, begun)
+    looking = made(model=other)
+    looking.configure_model()
+    saved = torch.load(begun, weights_only=True)
+    with pytest.raises(StorageError, match="frozen weights changed"):
+        looking.on_load_checkpoint({key: saved[key] for key in ("state_dict", "run")})
+    fitted(made(model={**other, "allow_changed": True}), tmp_path, 2, begun)
+    assert any(f"model.name tiny -> {other_base}, frozen weights changed" in line for line in said)
+    moved = tmp_path / "moved"  # the same model somewhere else
+    AutoModelForCausalLM.from_pretrained(TINY).save_pretrained(moved)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(moved)
+    said.clear()
+    fitted(made(model={"name": str(moved)}), tmp_path, 2, begun)
+    assert not any("model.name" in line for line in said)
+
+
+def test_another_tokenizer_and_an_object_over_another_base_are_refused(begun: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(TINY)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    with torch.no_grad():
+        base.model.norm.weight.mul_(2)
+    policy = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=32, target_modules=["q_proj"]))
+    with pytest.raises(StorageError, match="frozen weights changed"):
+        fitted(
+            GRPO(LoadedModel(policy, tokenizer), score, group_size=2, sampling=Sampling(max_new_tokens=3)),
+            tmp_path,
+            2,
+            begun,
+        )
+    before = identity.model_record(described := LanguageModel("tiny"), base, None)
+    described.tokenizer.add_tokens(["<new>"])
+    with pytest.raises(StorageError, match="tokenizer changed"):
+        identity.check_model(before, identity.model_record(described, base, None), allowed=False)
+
+
+def test_a_reference_that_is_not_the_runs_is_refused(other_base: str, tmp_path: Path) -> None:
+    """All weights are in the checkpoint, but what they are measured against is not."""
+
+    def full(name: str, **settings: Any) -> GRPO:
+        return GRPO(name, score, group_size=2, sampling=Sampling(max_new_tokens=3), **settings)
+
+    first = fitted(full("tiny", beta=0.1), tmp_path, 1)
+    with pytest.raises(StorageError, match="reference weights changed"):
+        fitted(full(other_base, beta=0.1), tmp_path, 2, first)
+    fitted(full(other_base), tmp_path, 2, first)  # nothing of the base is left
+
+
+SAID: dict[str, tuple[dict[str, Any], str]] = {
+    "loss": ({"loss": partial(clipped_policy_loss, clip_high=0.3)}, "algo.loss.clip_high (not set) -> 0.3"),
+    "another loss": ({"loss": lambda logprobs, old, advantages, mask: (logprobs, {})}, "algo.loss (<lambda>) changed"),
+    "beta": ({"beta": 0.2}, "algo.beta 0 -> 0.2"),
+    "seed": ({"seed": 3}, "algo.seed 0 -> 3"),
+    "sampling": ({"sampling": Sampling(max_new_tokens=3, temperature=0.5)}, "sampling.temperature 1 -> 0.5"),
+    "stop": ({"sampling": Sampling(max_new_tokens=3, stop=("a",))}, "sampling.stop changed"),
+    "reward": ({"reward": another}, "reward (score -> another) changed"),
+    "reward weights": ({"reward": Rewards([score], weights=[2.0])}, "reward.weights.score (not set) -> 2"),
+    "reward limits": ({"reward": Rewards([score], timeout=3.0)}, "reward.timeout (not set) -> 3"),
+    "reference": (
+        {"reference": FrozenCopy()},
+        "reference models.reference.base.Auto -> models.reference.base.FrozenCopy",
+    ),
+    "schedule": (
+        {"scheduler": Cosine()},
+        "scheduler algorithms.optim.schedules.Linear -> algorithms.optim.schedules.Cosine",
+    ),
+    "dropout": ({"lora": Lora(r=2, targets=["q_proj"], dropout=0.1)}, "model.lora.dropout 0 -> 0.1"),
+    "template": ({"model": {"chat_template": "{{ messages[0].content }}"}}, "model.chat_template changed"),
+    "end": ({"model": {"pad_token": "<|endoftext|>"}}, "model.pad_token changed"),
+    "dtype": ({"model": {"dtype": "bfloat16"}}, "model.dtype changed"),
+    "overrides": (
+        {"model": {"init_kwargs": {"attention_dropout": 0.1}}},
+        "model.init_kwargs.attention_dropout (not set) -> 0.1",
+    ),
+    "group": ({"algo": 4}, "algo.group_size 2 -> 4"),
+}
+
+
+@pytest.mark.parametrize("part", SAID)
+def test_a_setting_that_changed_is_said_by_its_key(part: str) -> None:
+    changed, line = SAID[part]
+    before = made()._settings()
+    if part == "group":
+        now = GRPO(
+            LanguageModel("tiny", lora=Lora(r=2)), score, group_size=4, sampling=Sampling(max_new_tokens=3)
+        )._settings()
+    else:
+        now = made(**changed)._settings()
+    assert line in identity.differences(before, now)
+    assert identity.differences(before, made()._settings()) == []
+
+
+def test_what_changed_is_used_and_said_in_one_line(begun: Path, said: list[str], tmp_path: Path) -> None:
+    module = made(optimizer=AdamW(lr=0.5, weight_decay=0.1), scheduler=Constant(), beta=0.2, reward=another)
+    fitted(module, tmp_path, 2, begun, gradient_clip_val=0.5)
+    (line,) = (line for line in said if "Going on" in line)
+    for part in (
+        *(
+            "optimizer.lr 0.01 -> 0.5",
+            "optimizer.weight_decay 0.0 -> 0.1",
+            "algo.beta 0 -> 0.2",
+            "reward (score -> another)",
+        ),
+        *("trainer.gradient_clip_val (not set) -> 0.5", "trainer.max_steps 1 -> 2"),
+    ):
+        assert part in line, part
+    (group,) = module.trainer.optimizers[0].param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
+    with pytest.raises(StorageError, match=r"optimizer=torch\.optim\.AdamW, and this run has torch\.optim\.SGD"):
+        fitted(made(optimizer=partial(torch.optim.SGD, lr=0.1)), tmp_path, 2, begun)
+
+
+def test_an_equal_run_says_nothing_and_an_older_checkpoint_says_so_once(
+    begun: Path, said: list[str], tmp_path: Path
+) -> None:
+    fitted(made(), tmp_path, 1, begun)
+    assert said == []
+    saved = torch.load(begun, weights_only=True)
+    del saved["run"]
+    torch.save(saved, older := tmp_path / "older.ckpt")
+    fitted(made(Lora(r=2, targets=["q_proj"], alpha=64)), tmp_path, 2, older)
+    assert [line for line in said if "earlier version" in line] == [line for line in said if "checkpoint" in line]
+    assert len(said) == 1
+
+
+def test_what_is_noted_is_plain_and_holds_no_string_that_was_typed(begun: Path) -> None:
+    class Client:
+        def __init__(self, key: str, tries: int) -> None:
+            self.key, self.tries = key, tries
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            return [0.0] * len(completions)
+
+    noted = made(reward=Client("sk-secret", 3))._settings()
+    assert "sk-secret" not in str(noted) and noted["reward.tries"] == 3
+    kept = torch.load(begun, weights_only=True)["run"]
+    assert kept.keys() == {"model", "settings", "optimizer"}
+    assert all(isinstance(value, bool | int | float | str) for value in kept["settings"].values())
+
+
+def test_an_offline_method_notes_the_same(tmp_path: Path) -> None:
+    noted = SFT("tiny")._settings()
+    assert noted["algo.seed"] == 0 and "scheduler" in noted
