@@ -48,7 +48,8 @@ def scripts(said: Sequence[str], most: int) -> list[tuple[str, ...]]:
 
 def written(call: ToolCall, parser: Parser, tokenizer: Any) -> str | None:
     """The call in the first form that the run's own parser reads; None: it reads none that is known."""
-    for text in _forms(call, tokenizer):
+    for form in _forms(call, tokenizer):
+        text = parser.thoughts.going_on(form)
         read = parser.parse(text).calls
         if len(read) == 1 and isinstance(read[0], ToolCall) and _asks(read[0]) == _asks(call):
             return text
