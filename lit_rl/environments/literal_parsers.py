@@ -18,7 +18,7 @@ class Lfm2Parser(Parser):
     """``<|tool_call_start|>[name(key='text', other=3), name()]<|tool_call_end|>``: LFM 2 and 2.5."""
 
     _BLOCKS = Blocks("<|tool_call_start|>", "<|tool_call_end|>")
-    _OPEN, _NAME = re.compile(r"\s*\["), re.compile(r"\s*(?P<name>[\w.]+)\(")
+    _OPEN, _NAME = re.compile(r"\s*\["), re.compile(r"\s*(?P<name>[^\s(,\[\]'\"]+)\(")
 
     def _find(self, text: str, at: int, thought: int) -> Found | None:
         return self._BLOCKS.find(text, at, thought, self._listed, lambda text, at: _end(self._list, text, at))
@@ -117,7 +117,7 @@ class _Literals:
 
 _BLANK, _COMMA = re.compile(r"\s*"), re.compile(r"\s*,")
 _COLON = (re.compile(r"[^:,{}\[\]]+"), re.compile(r"\s*:"))
-_EQUALS = (re.compile(r"\w+"), re.compile(r"\s*="))
+_EQUALS = (re.compile(r"[^=,()\[\]{}'\"]+"), re.compile(r"\s*="))
 _NUMBER = re.compile(r"-?\d+(?P<broken>(?:\.\d*)?(?:[eE][+-]?\d+)?)")
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 _WORD = re.compile(r"(?:true|True|false|False|null|None)\b")

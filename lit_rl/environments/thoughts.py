@@ -80,8 +80,8 @@ class Thoughts:
         return len(text) if found < 0 else found + len(close)
 
     def going_on(self, turn: str) -> str:
-        """A turn that a template has rendered from its beginning on, as one that goes on from a prompt."""
-        return turn if self.begun is None or self.begun in turn else f"{self.begun}{turn}"
+        """A turn as one that goes on from a prompt: the thought that was begun there is closed first."""
+        return turn if self.begun is None else f"{self.begun}{turn}"
 
     def _next_opened(self, text: str, at: int) -> tuple[int, int, str] | None:
         """Where the next opening mark begins and ends, and what closes it."""
