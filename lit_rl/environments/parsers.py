@@ -348,6 +348,8 @@ class TemplateParser(Parser):
         self._settings: dict[str, Any] = {"prefix": begin, "tools": list(schemas) or None}
 
     def parse(self, text: str) -> ParsedTurn:
+        if self.thoughts.begun is not None and self.thoughts.begun not in text:
+            return ParsedTurn(text.strip())  # some templates take a thought that does not end for what was said
         try:
             message = self._tokenizer.parse_response(text, **self._settings)
             written = message.get(self._CALLS) or ()

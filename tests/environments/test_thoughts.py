@@ -205,7 +205,7 @@ def test_an_episode_runs_no_call_of_a_thought_that_the_template_began() -> None:
 
 @pytest.mark.parametrize("template", ["qwen3", "qwen3_5_think", "glm4moe", "gemma4", "llama3_1", "nemotron_3_nano"])
 def test_transformers_reads_the_same_calls_by_the_templates_of_trl(template: str) -> None:
-    """But for a thought of Nemotron that does not end: TRL's template takes it for what was said."""
+    """What TRL's template of Nemotron takes for said, a thought that does not end, is kept from it."""
     tokenizer = copy.deepcopy(tokenizer_of(template)[0])
     ours = parser_for("auto", tokenizer, [SAY], None)
     theirs = parser_for("auto", add_response_schema(tokenizer), [SAY], None)
@@ -213,6 +213,7 @@ def test_transformers_reads_the_same_calls_by_the_templates_of_trl(template: str
     opening, closing = ("<|channel>thought\n", CHANNEL[1]) if template == "gemma4" else THINK
     begin = closing if ours.thoughts.begun else ""
     responses = [begin, f"{begin}Fine.", begin + call % "a", f"{begin}So. {call % 'a'}", begin + call % "b <x> c"]
+    responses += [f"I could {call % 'a'} but wait"] if ours.thoughts.begun else []
     if template == "llama3_1":
         responses = [f"{each}<|eot_id|>" for each in responses]
     elif template != "nemotron_3_nano":
