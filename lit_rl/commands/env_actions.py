@@ -48,7 +48,7 @@ def scripts(said: Sequence[str], most: int) -> list[tuple[str, ...]]:
 
 def written(call: ToolCall, parser: Parser, tokenizer: Any) -> str | None:
     """The call in the first form that the run's own parser reads; None: it reads none that is known."""
-    for text in _forms(call, tokenizer):
+    for text in _forms(call, parser, tokenizer):
         read = parser.parse(text).calls
         if len(read) == 1 and isinstance(read[0], ToolCall) and _asks(read[0]) == _asks(call):
             return text
@@ -59,12 +59,15 @@ def _asks(call: ToolCall) -> tuple[str, dict[str, Any]]:
     return call.name, dict(call.arguments)
 
 
-def _forms(call: ToolCall, tokenizer: Any) -> Iterator[str]:
+def _forms(call: ToolCall, parser: Parser, tokenizer: Any) -> Iterator[str]:
     arguments = dict(call.arguments)
-    yield f"{call.name}({', '.join(map(json.dumps, arguments.values()))})"
-    yield f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': arguments})}\n</tool_call>"
-    yield json.dumps({"name": call.name, "parameters": arguments})
-    yield f"[TOOL_CALLS]{json.dumps([{'name': call.name, 'arguments': arguments}])}"
+    for form in (
+        f"{call.name}({', '.join(map(json.dumps, arguments.values()))})",
+        f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': arguments})}\n</tool_call>",
+        json.dumps({"name": call.name, "parameters": arguments}),
+        f"[TOOL_CALLS]{json.dumps([{'name': call.name, 'arguments': arguments}])}",
+    ):
+        yield parser.thoughts.going_on(form)
     if tokenizer.chat_template:
         yield from rendered_call(tokenizer, call, [])
 

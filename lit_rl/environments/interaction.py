@@ -268,7 +268,8 @@ class Interaction(EpisodeSource):
         tools = kind.toolbox.schemas if kind.toolbox is not None else None
         parser = None
         if tools is not None:
-            parser = parser_for(self.factory.parser, self._tokenizer, tools, self.factory.call_pattern)
+            rendered_with = {**template_kwargs, "tools": tools} if chat else None
+            parser = parser_for(self.factory.parser, self._tokenizer, tools, self.factory.call_pattern, rendered_with)
         if not chat:
             end = self._tokenizer.eos_token_id
             return _Ready(kind, TextFrames(self._tokenizer, end), parser, {})

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lit_rl.environments.parsers import UNREADABLE, BadCall, Blocks, Call, Parser
+from lit_rl.environments.parsers import UNREADABLE, BadCall, Blocks, Call, Found, Parser
+from lit_rl.environments.thoughts import CHANNEL, THINK, Thoughts
 from lit_rl.environments.tools import ToolCall
 
 T = TypeVar("T")
@@ -17,18 +18,21 @@ class Lfm2Parser(Parser):
     """``<|tool_call_start|>[name(key='text', other=3), name()]<|tool_call_end|>``: LFM 2 and 2.5."""
 
     _BLOCKS = Blocks("<|tool_call_start|>", "<|tool_call_end|>")
-    _OPEN, _NAME = re.compile(r"\s*\["), re.compile(r"\s*(?P<name>[\w.]+)\(")
+    _OPEN, _NAME = re.compile(r"\s*\["), re.compile(r"\s*(?P<name>[^\s(,\[\]'\"]+)\(")
 
-    def _calls(self, said: str) -> tuple[list[Call], str]:
-        return self._BLOCKS.read(said, self._listed)
+    def _find(self, text: str, at: int, thought: int) -> Found | None:
+        return self._BLOCKS.find(text, at, thought, self._listed, lambda text, at: _end(self._list, text, at))
 
     def _listed(self, inside: str) -> list[Call]:
         try:
-            calls, end = _sequence(inside, _behind(self._OPEN, inside, 0), "]", self._call)
+            calls, end = self._list(inside, 0)
             _nothing_behind(inside, end)
         except UNREADABLE as error:
             return [BadCall(inside, f"the calls are no list like [name(key=1), name(key='text')]: {error}")]
         return list(calls)
+
+    def _list(self, text: str, at: int) -> tuple[list[ToolCall], int]:
+        return _sequence(text, _behind(self._OPEN, text, at), "]", self._call)
 
     def _call(self, text: str, at: int) -> tuple[ToolCall, int]:
         end = _behind(self._NAME, text, at)
@@ -39,21 +43,33 @@ class Lfm2Parser(Parser):
 class Gemma4Parser(Parser):
     """``<|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>``: Gemma 4, DiffusionGemma."""
 
-    _THOUGHT = ("<|channel>thought", "<channel|>")
+    thoughts = Thoughts((THINK, CHANNEL))
     _BLOCKS = Blocks("<|tool_call>", "<tool_call|>")
     _NAME = re.compile(r"\s*call:(?P<name>[^\s{]+)\{")
 
-    def _calls(self, said: str) -> tuple[list[Call], str]:
-        return self._BLOCKS.read(said, self._call)
+    def _find(self, text: str, at: int, thought: int) -> Found | None:
+        return self._BLOCKS.find(text, at, thought, self._calls, lambda text, at: _end(self._named, text, at))
 
-    def _call(self, inside: str) -> list[Call]:
+    def _calls(self, inside: str) -> list[Call]:
         try:
-            end = _behind(self._NAME, inside, 0)
-            pairs, closed = _sequence(inside, end, "}", lambda text, at: _GEMMA.pair(text, at, _COLON))
-            _nothing_behind(inside, closed)
+            call, end = self._named(inside, 0)
+            _nothing_behind(inside, end)
         except UNREADABLE as error:
             return [BadCall(inside, f'a call is call:name{{key:<|"|>text<|"|>,other:3}}: {error}')]
-        return [ToolCall(inside[:end].strip()[len("call:") : -1], dict(pairs))]
+        return [call]
+
+    def _named(self, text: str, at: int) -> tuple[ToolCall, int]:
+        end = _behind(self._NAME, text, at)
+        pairs, closed = _sequence(text, end, "}", lambda text, at: _GEMMA.pair(text, at, _COLON))
+        return ToolCall(text[at:end].strip()[len("call:") : -1], dict(pairs)), closed
+
+
+def _end(read: Callable[[str, int], tuple[Any, int]], text: str, at: int) -> int | None:
+    """The place behind what a reader reads; None where it cannot."""
+    try:
+        return read(text, at)[1]
+    except UNREADABLE:
+        return None
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,7 @@ class _Literals:
 
 _BLANK, _COMMA = re.compile(r"\s*"), re.compile(r"\s*,")
 _COLON = (re.compile(r"[^:,{}\[\]]+"), re.compile(r"\s*:"))
-_EQUALS = (re.compile(r"\w+"), re.compile(r"\s*="))
+_EQUALS = (re.compile(r"[^=,()\[\]{}'\"]+"), re.compile(r"\s*="))
 _NUMBER = re.compile(r"-?\d+(?P<broken>(?:\.\d*)?(?:[eE][+-]?\d+)?)")
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 _WORD = re.compile(r"(?:true|True|false|False|null|None)\b")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from lit_rl.chat_template import apply_chat_template
@@ -21,6 +22,7 @@ from lit_rl.environments.parsers import (
     TemplateParser,
 )
 from lit_rl.environments.tagged_parsers import Glm4Parser, MuseGlimmerParser, Qwen35Parser
+from lit_rl.environments.thoughts import Thoughts, generation_prompt
 from lit_rl.environments.tools import ToolCall
 from lit_rl.errors import ConfigError, one_of
 
@@ -31,7 +33,7 @@ PYTHON_CALL = r"(?P<name>\w+)\((?P<arguments>[^)]*)\)"
 
 _FAMILIES: dict[str, Callable[[Schemas], Parser]] = {
     "hermes": lambda _: HermesParser(),
-    "llama3": lambda _: Llama3Parser(),
+    "llama3": Llama3Parser,
     "mistral": lambda _: MistralParser(),
     "qwen3_5": Qwen35Parser,
     "glm4": Glm4Parser,
@@ -53,6 +55,9 @@ _TOLD = {
     "'\"parameters\": '": "llama3",
 }
 """What a chat template says of calls of this form in its source, where it does not render them itself."""
+
+_AS_IT_IS: Mapping[str, Any] = MappingProxyType({})
+"""A chat template without arguments."""
 
 _PROBE = ToolCall("qqprobeqq", {"text": "qqalphaqq", "number": 17})
 _PROBE_SCHEMA = {
@@ -91,8 +96,14 @@ def check_parser(name: str, pattern: str | None, prefix: str = "") -> None:
         )
 
 
-def parser_for(name: str, tokenizer: Any, schemas: Schemas, pattern: str | None) -> Parser:
-    """The parser of a name, or the one that fits a tokenizer.
+def parser_for(
+    name: str,
+    tokenizer: Any,
+    schemas: Schemas,
+    pattern: str | None,
+    template_kwargs: Mapping[str, Any] | None = _AS_IT_IS,
+) -> Parser:
+    """The parser of a name, or the one that fits a tokenizer; it knows how thoughts are marked.
 
     Args:
         name: One of `PARSERS`, or ``auto``: by the tokenizer's ``response_template``; else the first that reads back
@@ -100,16 +111,26 @@ def parser_for(name: str, tokenizer: Any, schemas: Schemas, pattern: str | None)
         tokenizer: Of the policy.
         schemas: Of the tools.
         pattern: Of ``regex``; None is `PYTHON_CALL`.
+        template_kwargs: What prompts are rendered with; None: prompts are plain texts.
 
     Raises:
         ConfigError: ``auto``, and nothing says how the model writes calls.
     """
+    parser = _parser(name, tokenizer, schemas, pattern, template_kwargs)
+    parser.thoughts = parser.thoughts.of(tokenizer, template_kwargs)
+    return parser
+
+
+def _parser(
+    name: str, tokenizer: Any, schemas: Schemas, pattern: str | None, template_kwargs: Mapping[str, Any] | None
+) -> Parser:
     if name == "regex":
         return RegexParser(PYTHON_CALL if pattern is None else pattern, schemas)
     if name != "auto":
         return _FAMILIES[name](schemas)
     if getattr(tokenizer, "response_template", None):
-        return TemplateParser(tokenizer, schemas)
+        chat = template_kwargs is not None and tokenizer.chat_template
+        return TemplateParser(tokenizer, schemas, generation_prompt(tokenizer, template_kwargs) if chat else "")
     family = _family_of(tokenizer)
     if family is not None:
         return _FAMILIES[family](schemas)
@@ -142,7 +163,9 @@ def rendered_call(tokenizer: Any, call: ToolCall, schemas: Schemas) -> Iterator[
             raise
         except Exception:  # a template is a program: whatever it raises, it cannot render this
             continue
-        turn = whole[len(begun if whole.startswith(begun) else before) :]
+        goes_on = whole.startswith(begun)
+        turn = whole[len(begun if goes_on else before) :]
+        turn = turn if goes_on else Thoughts().of(tokenizer, {"tools": settings["tools"]}).going_on(turn)
         cuts = (turn.rpartition(token) for token in control_tokens(tokenizer))
         yield from (before_it for before_it, token, _ in cuts if token)
         yield turn

@@ -6,16 +6,15 @@ policy is answered that, and it is counted.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
-from lit_rl.chat_template import apply_chat_template
 from lit_rl.data.checks import excerpt
+from lit_rl.environments.thoughts import BRACKETS, THINK, Thoughts
 from lit_rl.environments.tools import ToolCall
 from lit_rl.errors import ConfigError
 
@@ -43,21 +42,74 @@ class ParsedTurn:
     calls: tuple[Call, ...] = ()
 
 
-class Parser(ABC):
-    """Reads calls in the text of a turn, control tokens included but for those that ended it."""
+@dataclass(frozen=True)
+class Piece:
+    """A part of a response. All parts, in their order, are the response."""
 
-    _THOUGHT = ("<think>", "</think>")
-    """What thoughts stand between."""
+    text: str
+    kind: Literal["said", "thought", "calls"]
+    calls: tuple[Call, ...] = ()
+    """In the order in which they were written. A mark around calls is a piece without any."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Calls that were found in a text."""
+
+    begin: int
+    end: int
+    calls: tuple[Call, ...]
+
+
+class Parser(ABC):
+    """Reads calls in the text of a turn, control tokens included but for those that ended it.
+
+    It goes from left to right. What opens first, a thought or a call, ends where it ends: a call in a thought is none,
+    and a mark of thoughts in the arguments of a call is a part of them. Fences of code mean nothing to it.
+    """
+
+    thoughts = Thoughts()
+    """How thoughts are marked, and whether a response begins in one. `parser_for` asks the chat template."""
 
     def parse(self, text: str) -> ParsedTurn:
-        """The calls in the order in which they were written. What stands in thoughts is no call."""
-        thoughts, said = _thinking(text, *self._THOUGHT)
-        calls, rest = self._calls(said)
-        return ParsedTurn((thoughts + rest).strip(), tuple(map(_writable, calls)))
+        """The calls in the order in which they were written, and the rest."""
+        pieces = list(self.pieces(text))
+        calls = tuple(_writable(call) for piece in pieces for call in piece.calls)
+        return ParsedTurn(self._content([piece for piece in pieces if piece.kind != "calls"]).strip(), calls)
+
+    def pieces(self, text: str) -> Iterator[Piece]:
+        """The thoughts, the calls and what else is said."""
+        at = 0
+        if text and (close := self.thoughts.begun) is not None:
+            at = self.thoughts.end(text, 0, close)
+            yield Piece(text[:at], "thought")
+        while at < len(text):
+            thought, behind = self.thoughts.next(text, at)
+            found = self._find(text, at, thought)
+            begin = thought if found is None else min(thought, found.begin)
+            if at < begin:
+                yield Piece(text[at:begin], "said")
+            at = begin
+            if found is not None and found.begin == begin:
+                yield Piece(text[begin : found.end], "calls", found.calls)
+                at = found.end
+            elif begin < len(text):
+                yield Piece(text[begin:behind], "thought")
+                at = behind
 
     @abstractmethod
-    def _calls(self, said: str) -> tuple[list[Call], str]:
-        """The calls in a text, and the text without them."""
+    def _find(self, text: str, at: int, thought: int) -> Found | None:
+        """The next calls, which may stand in a thought.
+
+        Args:
+            text: All of the response.
+            at: Where to look from: nothing before it is a call.
+            thought: Where the next thought begins.
+        """
+
+    def _content(self, pieces: Sequence[Piece]) -> str:
+        """Of the message, made of what is no call."""
+        return "".join(piece.text for piece in pieces)
 
 
 class Blocks:
@@ -70,19 +122,51 @@ class Blocks:
     """
 
     def __init__(self, opening: str, closing: str, *, closed_by: str | None = None) -> None:
-        self._closing, opened = closing, re.escape(opening)
-        end = re.escape(closing) if closed_by is None else closed_by
-        self._pattern = re.compile(rf"{opened}(?P<inside>.*?)(?:(?P<end>{end})|(?={opened})|\Z)", re.DOTALL)
+        self._opening, self._closing = opening, closing
+        plain, opened = re.escape(closing), re.escape(opening)
+        self._behind = re.compile(rf"\s*{plain}")
+        self._ends = [re.compile(rf"(?P<end>{end})|(?={opened})") for end in dict.fromkeys((closed_by or plain, plain))]
 
-    def read(self, said: str, calls_of: Callable[[str], list[Call]]) -> tuple[list[Call], str]:
-        """The calls in the blocks of a text, by a reader of what stands in one, and the text without the blocks."""
-        calls: list[Call] = []
-        for found in self._pattern.finditer(said):
-            if found["end"]:
-                calls += calls_of(found["inside"])
-            else:
-                calls.append(BadCall(found[0], f"the call is not closed by {self._closing}"))
-        return calls, self._pattern.sub("", said)
+    def find(
+        self,
+        text: str,
+        at: int,
+        thought: int,
+        calls_of: Callable[[str], list[Call]],
+        end_of: Callable[[str, int], int | None] = lambda *_: None,
+    ) -> Found | None:
+        """The next block.
+
+        Args:
+            text: That holds it.
+            at: Where to look from.
+            thought: Where the next thought begins, at which a block ends that is not closed.
+            calls_of: The calls that stand between the marks.
+            end_of: Where what stands behind the opening mark ends by its own grammar, in which both marks may be a part
+                of an argument; None: it cannot be read.
+        """
+        begin = text.find(self._opening, at)
+        if begin < 0:
+            return None
+        inside = begin + len(self._opening)
+        end = end_of(text, inside)
+        if end is not None and (closed := self._behind.match(text, end)) is not None:
+            return _found(text, begin, closed.end(), calls_of(text[inside:end]))
+        stop = len(text)
+        for pattern in self._ends:
+            found = pattern.search(text, inside)
+            if found is not None and found["end"]:
+                return _found(text, begin, found.end(), calls_of(text[inside : found.start()]))
+            stop = len(text) if found is None else found.start()
+        stop = min(stop, thought) if thought > begin else stop
+        return _found(text, begin, stop, [BadCall("", f"the call is not closed by {self._closing}")])
+
+
+def _found(text: str, begin: int, end: int, calls: list[Call]) -> Found:
+    """Calls; one alone that cannot be read is all that was written."""
+    if len(calls) == 1 and isinstance(calls[0], BadCall):
+        calls = [replace(calls[0], text=text[begin:end])]
+    return Found(begin, end, tuple(calls))
 
 
 class HermesParser(Parser):
@@ -90,52 +174,111 @@ class HermesParser(Parser):
 
     _BLOCKS = Blocks("<tool_call>", "</tool_call>")
 
-    def _calls(self, said: str) -> tuple[list[Call], str]:
-        return self._BLOCKS.read(said, lambda inside: [_call_of(inside)])
+    def _find(self, text: str, at: int, thought: int) -> Found | None:
+        return self._BLOCKS.find(text, at, thought, lambda inside: [_call_of(inside)], json_end)
 
 
 class Llama3Parser(Parser):
-    """A turn that is a JSON object with ``name`` and ``parameters``, or several with ``;`` between them: Llama 3."""
+    """A JSON object with ``name`` and ``parameters``, or several with ``;`` between them: Llama 3.
+
+    No mark tells it from an answer that is JSON. What a turn begins with is a call if it has a name and parameters, or
+    the name of a tool; an object in a text is one if it has the name of a tool and parameters. Behind
+    ``<|python_tag|>`` all are calls.
+
+    Args:
+        schemas: Of the tools, for their names.
+    """
 
     _TAG = "<|python_tag|>"
+    _OPENS = re.compile(r'<\|python_tag\|>|\{(?=\s*")')
+    _CUT = re.compile(
+        r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"\s*:\s*"(?P<name>[^"]*)"'
+        r'(?P<arguments>\s*,\s*"(?:parameters|arguments)")?'
+    )
+    """What a call begins with that does not end."""
 
-    def _calls(self, said: str) -> tuple[list[Call], str]:
-        text = said.strip()
-        tagged = text.startswith(self._TAG)
-        text = text.removeprefix(self._TAG).strip()
-        if not tagged and not re.match(r'\{\s*"(?:name|type|function|parameters)"', text):
-            return [], said
-        calls: list[Call] = []
-        while text:
+    def __init__(self, schemas: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._names = {schema["function"]["name"] for schema in schemas}
+
+    def _find(self, text: str, at: int, thought: int) -> Found | None:
+        place = at
+        while (opened := self._OPENS.search(text, place)) is not None:
+            begin = opened.start()
+            first = not text[at:begin].strip()
+            if opened[0] == self._TAG:
+                return self._read(text, begin, opened.end(), thought)
             try:
-                value, end = json.JSONDecoder().raw_decode(text)
+                value, place = _decoded(text, begin)
+            except UNREADABLE:
+                place = begin + 1
+                meant = self._meant_by_its_beginning(text, begin, first)
+            else:
+                meant = self._meant(value, first)
+            if meant:
+                return self._read(text, begin, begin, thought)
+        return None
+
+    def _read(self, text: str, begin: int, at: int, thought: int) -> Found:
+        """Every object from a place on. What cannot be read ends with the text, or where a thought begins."""
+        calls: list[Call] = []
+        while True:
+            at = _behind_blanks(text, at)
+            try:
+                value, end = _decoded(text, at)
             except UNREADABLE as error:
-                return [*calls, BadCall(text, f"the call is no JSON: {error}")], ""
-            calls.append(call_from(value, text[:end]))
-            text = text[end:].lstrip().removeprefix(";").lstrip()
-        return calls, ""
+                end = thought if thought > at else len(text)
+                calls.append(BadCall(text[at:end], f"the call is no JSON: {error}"))
+                return Found(begin, end, tuple(calls))
+            calls.append(call_from(value, text[at:end]))
+            at = _behind_blanks(text, end)
+            at = _behind_blanks(text, at + 1) if text.startswith(";", at) else at
+            if not text.startswith("{", at):
+                return Found(begin, at if at == len(text) else end, tuple(calls))
+
+    def _meant(self, value: Any, first: bool) -> bool:
+        inner = value["function"] if isinstance(value.get("function"), dict) else value
+        name = inner.get("name", inner.get("function"))
+        known = isinstance(name, str) and name in self._names
+        full = isinstance(name, str) and not inner.keys().isdisjoint(("parameters", "arguments"))
+        return (known or full or value.get("type") == "function") if first else (known and full)
+
+    def _meant_by_its_beginning(self, text: str, begin: int, first: bool) -> bool:
+        found = self._CUT.match(text, begin)
+        if found is None:
+            return False
+        known, full = found["name"] in self._names, found["arguments"] is not None
+        return (known or full) if first else (known and full)
 
 
 class MistralParser(Parser):
-    """``[TOOL_CALLS]`` before a JSON list of calls, or ``[TOOL_CALLS]name[ARGS]{...}`` for each: Mistral, Ministral."""
+    """``[TOOL_CALLS]`` before a JSON list of calls, or ``[TOOL_CALLS]name[ARGS]{...}`` for each: Mistral, Ministral.
 
-    _TAG, _ARGS = "[TOOL_CALLS]", "[ARGS]"
+    The second form may give an id, ``[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}``, or do without ``[ARGS]``.
+    """
 
-    def _calls(self, said: str) -> tuple[list[Call], str]:
-        before, *parts = said.split(self._TAG)
-        calls: list[Call] = []
-        for part in parts:
-            name, args, rest = part.partition(self._ARGS)
-            if args:
-                calls.append(_call_of(f'{{"name": {json.dumps(name.strip())}, "arguments": {rest}}}'))
-                continue
-            try:
-                listed = json.loads(part)
-            except UNREADABLE as error:
-                calls.append(BadCall(part, f"the calls are no JSON list: {error}"))
-                continue
-            calls += [call_from(value, part) for value in (listed if isinstance(listed, list) else [listed])]
-        return calls, before
+    _TAG = "[TOOL_CALLS]"
+    _NAMED = re.compile(r"\s*(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[{]*)\s*)?(?:\[ARGS\])?")
+    thoughts = Thoughts((THINK, BRACKETS))
+
+    def _find(self, text: str, at: int, thought: int) -> Found | None:
+        begin = text.find(self._TAG, at)
+        if begin < 0:
+            return None
+        inside = begin + len(self._TAG)
+        named = self._NAMED.match(text, inside)
+        try:
+            value, end = _decoded(text, _behind_blanks(text, named.end() if named else inside))
+        except UNREADABLE as error:
+            end = text.find(self._TAG, inside)
+            end = min(len(text) if end < 0 else end, thought if thought > begin else len(text))
+            why = f"the call is no JSON: {error}" if named else f"the calls are no JSON list: {error}"
+            return Found(begin, end, (BadCall(text[begin:end], why),))
+        written = text[begin:end]
+        if named is not None:
+            call: dict[str, Any] = {"name": named["name"], "arguments": value, "id": named["id"] or None}
+            return Found(begin, end, (call_from(call, written),))
+        calls = [call_from(each, written) for each in (value if isinstance(value, list) else [value])]
+        return Found(begin, end, tuple(calls))
 
 
 class RegexParser(Parser):
@@ -165,8 +308,14 @@ class RegexParser(Parser):
         functions = [schema["function"] for schema in schemas]
         self._arguments = {f["name"]: list(f["parameters"].get("properties", {})) for f in functions}
 
-    def _calls(self, said: str) -> tuple[list[Call], str]:
-        return [self._call(found) for found in self._pattern.finditer(said)], self._pattern.sub("", said)
+    def _find(self, text: str, at: int, thought: int) -> Found | None:
+        found = self._next(text[at:])
+        if found is not None and at + found.start() < thought < at + found.end():
+            found = self._next(text[at:thought]) or found  # a thought is no argument, if it can be none
+        return None if found is None else Found(at + found.start(), at + found.end(), (self._call(found),))
+
+    def _next(self, text: str) -> re.Match[str] | None:
+        return next((found for found in self._pattern.finditer(text) if found[0]), None)
 
     def _call(self, found: re.Match[str]) -> Call:
         name, written = found["name"], found["arguments"]
@@ -181,41 +330,111 @@ class RegexParser(Parser):
 
 
 class TemplateParser(Parser):
-    """By the ``response_template`` that the tokenizer of a model may bring (transformers 5.13 and newer).
+    """By the ``response_template`` that the tokenizer of a model may bring.
 
-    The ``response_schema`` of older tokenizers has no reader any more: transformers drops it when it loads one.
+    The template says itself what is thought and what is said. The ``response_schema`` of older tokenizers has no reader
+    any more: transformers drops it when it loads one.
 
     Args:
         tokenizer: With such a template.
         schemas: Of the tools, for the types of arguments that are written as text.
+        begin: The rendered prompt that a response goes on from: a template may have begun it, with an open ``<think>``.
     """
 
-    def __init__(self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> None:
+    _CALLS = "tool_calls"
+
+    def __init__(self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]], begin: str) -> None:
         self._tokenizer = tokenizer
-        self._settings: dict[str, Any] = {"prefix": _generation_prompt(tokenizer)}
-        if "tools" in inspect.signature(tokenizer.parse_response).parameters:  # not in the oldest transformers
-            self._settings["tools"] = list(schemas) or None
+        self._settings: dict[str, Any] = {"prefix": begin, "tools": list(schemas) or None}
 
     def parse(self, text: str) -> ParsedTurn:
-        """The template says itself what is thought and what is said."""
-        calls, rest = self._calls(text)
-        return ParsedTurn(rest.strip(), tuple(map(_writable, calls)))
-
-    def _calls(self, said: str) -> tuple[list[Call], str]:
+        if self.thoughts.begun is not None and self.thoughts.begun not in text:
+            return ParsedTurn(text.strip())  # some templates take a thought that does not end for what was said
         try:
-            message = self._tokenizer.parse_response(said, **self._settings)
+            message = self._tokenizer.parse_response(text, **self._settings)
+            written = message.get(self._CALLS) or ()
+            calls = [call_from(call, json.dumps(call, default=str)) for call in written]
         except Exception as error:  # a template is a program: whatever it raises, it cannot read this
-            return [BadCall(said, f"it cannot be read: {excerpt(str(error), 80)}")], ""
-        calls = [call_from(call, json.dumps(call, default=str)) for call in message.get("tool_calls") or ()]
-        return calls, str(message.get("content") or "") if calls else said
+            return self._apart(text, error)
+        said = str(message.get("content") or "") if calls else text
+        return ParsedTurn(said.strip(), tuple(map(_writable, calls)))
+
+    def pieces(self, text: str) -> Iterator[Piece]:
+        """All of the response as one: its template does not say where its parts stand."""
+        turn = self.parse(text)
+        if text:
+            yield Piece(text, "calls" if turn.calls else "said", turn.calls)
+
+    def _find(self, text: str, at: int, thought: int) -> Found | None:
+        raise NotImplementedError
+
+    def _apart(self, text: str, error: Exception) -> ParsedTurn:
+        """A response of which the template cannot read a part: each call by itself, so that one that is wrong takes no
+        other with it."""
+        own = self._tokenizer.response_template
+        field = own["fields"].get(self._CALLS)
+        why = f"it cannot be read: {excerpt(str(error), 80)}"
+        if field is None or not field.get("repeats"):
+            return ParsedTurn("", (BadCall(text, why),))
+        groups = re.findall(r"\(\?P?<(\w+)>", str(field.get("open_pattern", "")))
+        raw = {key: value for key, value in field.items() if key not in ("content_args", "transform", "transform_each")}
+        raw |= {"content": "text", "transform": {"body": "{content}"} | {name: f"{{{name}}}" for name in groups}}
+        fields = {**own["fields"], self._CALLS: raw}
+        try:
+            message = self._tokenizer.parse_response(text, {**own, "fields": fields}, prefix=self._settings["prefix"])
+        except Exception:  # not a call is wrong, but another field
+            return ParsedTurn("", (BadCall(text, why),))
+        calls = [self._one(field, call) for call in message.get(self._CALLS) or ()] or [BadCall(text, why)]
+        return ParsedTurn(str(message.get("content") or "").strip(), tuple(map(_writable, calls)))
+
+    def _one(self, field: Mapping[str, Any], raw: Mapping[str, str]) -> Call:
+        """One call, by the template of calls alone."""
+        alone = {key: value for key, value in field.items() if key not in _DELIMITERS}
+        alone["transform"] = _filled(field.get("transform"), raw)
+        settings = {**self._settings, "prefix": ""}
+        try:
+            own = {**self._tokenizer.response_template, "fields": {self._CALLS: alone}}
+            (call,) = self._tokenizer.parse_response(raw["body"], own, **settings)[self._CALLS]
+        except Exception as error:  # a template is a program: whatever it raises, it cannot read this
+            return BadCall(json.dumps(raw, ensure_ascii=False), f"it cannot be read: {excerpt(str(error), 80)}")
+        return call_from(call, json.dumps(call, default=str))
 
 
-def _generation_prompt(tokenizer: Any) -> str:
-    """What a turn of the policy goes on from: a template may have begun it, with an open ``<think>``."""
-    if not tokenizer.chat_template:
-        return ""
-    asked = [{"role": "user", "content": "a"}]
-    return str(apply_chat_template(tokenizer, asked, tokenize=False, add_generation_prompt=True))
+_DELIMITERS = ("open", "open_pattern", "close", "close_pattern")
+
+
+def _filled(transform: Any, values: Mapping[str, str]) -> Any:
+    """A transform of a response template, with what its opening mark gave in the place of the name."""
+    if isinstance(transform, dict):
+        return {key: _filled(value, values) for key, value in transform.items()}
+    if isinstance(transform, list):
+        return [_filled(value, values) for value in transform]
+    return values.get(transform[1:-1], transform) if isinstance(transform, str) and transform[:1] == "{" else transform
+
+
+def json_end(text: str, at: int) -> int | None:
+    """The place behind a JSON value; None where none stands."""
+    try:
+        return _decoded(text, _behind_blanks(text, at))[1]
+    except UNREADABLE:
+        return None
+
+
+def _decoded(text: str, at: int) -> tuple[Any, int]:
+    """A JSON value, and the place behind it. An error counts from its beginning."""
+    try:
+        return json.JSONDecoder().raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        raise json.JSONDecodeError(error.msg, text[at:], error.pos - at) from error
+
+
+_BLANKS = re.compile(r"\s*")
+
+
+def _behind_blanks(text: str, at: int) -> int:
+    found = _BLANKS.match(text, at)
+    assert found is not None
+    return found.end()
 
 
 def _call_of(text: str) -> Call:
@@ -226,19 +445,30 @@ def _call_of(text: str) -> Call:
     return call_from(value, text)
 
 
+_OF_A_CALL = frozenset(("name", "type", "id", "index", "function"))
+"""Keys that a call has beside its arguments."""
+
+
 def call_from(value: Any, text: str) -> Call:
-    """A call from an object with a name and arguments; these are called parameters by Llama, and may be JSON text."""
+    """A call from an object with a name and arguments; these are called parameters by Llama, and may be JSON text.
+
+    Arguments that are null or an empty text are none, as models write them for a function that takes none.
+    """
     if not isinstance(value, dict):
         return BadCall(text, f"a call is an object with name and arguments, not {excerpt(json.dumps(value), 40)}")
     value = value.get("function") if isinstance(value.get("function"), dict) else value
-    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+    name, given = value.get("name"), [value[key] for key in ("arguments", "parameters") if key in value]
     if not isinstance(name, str) or not name:
         return BadCall(text, "the call has no name")
+    if not given and (other := value.keys() - _OF_A_CALL):
+        return BadCall(text, f"the call has no arguments, and {', '.join(sorted(other))} beside its name")
+    arguments = next((each for each in given if each is not None), None)
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments.strip() or "null")
         except UNREADABLE as error:
             return BadCall(text, f"the arguments are no JSON: {error}")
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         return BadCall(text, f"the arguments are no object: {excerpt(json.dumps(arguments), 40)}")
     id_ = value.get("id")
@@ -254,11 +484,3 @@ def _writable(call: Call) -> Call:
         return call
     name, arguments = json.loads(text.encode("utf-8", "replace"))
     return ToolCall(name, arguments, call.id)
-
-
-def _thinking(text: str, begin: str, end: str) -> tuple[str, str]:
-    """What was thought, and what was said behind it. Thoughts that do not end are all that there is."""
-    if end in text:
-        thoughts, end, said = text.rpartition(end)
-        return thoughts + end, said
-    return (text, "") if begin in text else ("", text)

@@ -16,8 +16,10 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.data.checks import excerpt
+from lit_rl.environments.channels import CHANNEL, MESSAGE
 from lit_rl.environments.frames import ChatFrames, template_name
 from lit_rl.environments.observations import bare
+from lit_rl.environments.thoughts import KNOWN
 from lit_rl.episodes import Episode
 from lit_rl.errors import ConfigError
 from lit_rl.rollout import Completions, Message
@@ -26,10 +28,13 @@ EVERY = 100
 """Rollouts from one that is looked at to the next: the first, and then so many later."""
 
 _THOUGHTS = re.compile(
-    r"<think>(.*?)</think>"
-    r"|<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|<\|return\|>)"
-    r"|<\|channel>thought(.*?)<channel\|>"
-    r"|\[THINK\](.*?)\[/THINK\]",
+    "|".join(
+        rf"{re.escape(opening)}(.*?)(?:{closing})"
+        for opening, closing in [
+            *((opening, re.escape(closing)) for opening, closing in KNOWN),
+            (f"{CHANNEL}analysis{MESSAGE}", r"<\|end\|>|<\|return\|>"),
+        ]
+    ),
     re.DOTALL,
 )
 """What families of models think, between their marks."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from lit_rl.data.checks import excerpt
-from lit_rl.environments.parsers import UNREADABLE, BadCall, Blocks, Call, Parser
+from lit_rl.environments.parsers import UNREADABLE, BadCall, Blocks, Call, Found, Parser
 from lit_rl.environments.tools import ToolCall
 
 
@@ -29,6 +29,12 @@ class TaggedParser(Parser, ABC):
     """The whole inside of a block: groups ``name`` and ``body``."""
     _ARGUMENT: ClassVar[re.Pattern[str]]
     """One argument in the body: groups ``key`` and ``value``."""
+    _HEAD: ClassVar[re.Pattern[str]]
+    """What a call begins with."""
+    _NEXT: ClassVar[re.Pattern[str]]
+    """One argument, behind which another one or the end stands."""
+    _TAIL: ClassVar[re.Pattern[str]]
+    """What a call ends with."""
     _FORM: ClassVar[str]
     """What the inside is, in words."""
 
@@ -36,8 +42,16 @@ class TaggedParser(Parser, ABC):
         functions = [schema["function"] for schema in schemas]
         self._properties = {f["name"]: f.get("parameters", {}).get("properties", {}) for f in functions}
 
-    def _calls(self, said: str) -> tuple[list[Call], str]:
-        return self._BLOCKS.read(said, self._call)
+    def _find(self, text: str, at: int, thought: int) -> Found | None:
+        return self._BLOCKS.find(text, at, thought, self._call, self._end)
+
+    def _end(self, text: str, at: int) -> int | None:
+        """Behind the last of the arguments that stand one behind another, and what ends the call."""
+        found = self._HEAD.match(text, at)
+        while found is not None:
+            at, found = found.end(), self._NEXT.match(text, found.end())
+        closed = self._TAIL.match(text, at)
+        return None if closed is None else closed.end()
 
     def _call(self, inside: str) -> list[Call]:
         found = self._CALL.fullmatch(inside)
@@ -58,6 +72,9 @@ class Qwen35Parser(TaggedParser):
     _ARGUMENT = re.compile(
         r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
     )
+    _HEAD = re.compile(r"\s*<function=[^>\n]+>")
+    _NEXT = re.compile(r"\s*<parameter=[^>\n]+>.*?</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL)
+    _TAIL = re.compile(r"\s*</function>")
     _FORM = "<function=NAME>, <parameter=KEY>VALUE</parameter> for each argument, </function>"
 
 
@@ -69,6 +86,11 @@ class Glm4Parser(TaggedParser):
     _ARGUMENT = re.compile(
         r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
     )
+    _HEAD = re.compile(r"\s*[^\s<{]+")
+    _NEXT = re.compile(
+        r"\s*<arg_key>[^<]*</arg_key>\s*<arg_value>.*?</arg_value>(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL
+    )
+    _TAIL = re.compile("")
     _FORM = "NAME, and <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument"
 
 
@@ -81,6 +103,11 @@ class MuseGlimmerParser(TaggedParser):
         r'<atem:parameter name="(?P<key>[^"]*)">(?P<value>.*?)</atem:parameter>(?=\s*(?:<atem:parameter |\Z))',
         re.DOTALL,
     )
+    _HEAD = re.compile(r'\s*<atem:invoke name="[^"]+">')
+    _NEXT = re.compile(
+        r'\s*<atem:parameter name="[^"]*">.*?</atem:parameter>(?=\s*(?:<atem:parameter |</atem:invoke>))', re.DOTALL
+    )
+    _TAIL = re.compile(r"\s*</atem:invoke>")
     _FORM = '<atem:invoke name="NAME">, <atem:parameter name="KEY">VALUE</atem:parameter> for each, </atem:invoke>'
 
 

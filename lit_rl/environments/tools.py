@@ -85,7 +85,8 @@ class Tool(ABC):
         return f"{error.message}{where}"
 
     async def answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """One answer to a call, whatever its arguments are like."""
+        """One answer to a call, whatever its arguments are like; 3.0 is 3 where an integer is asked for."""
+        arguments = _whole(dict(arguments), self._validator.schema, self._validator)
         if wrong := self.wrong_with(arguments):
             return ToolAnswer(f"error: {self.name}: {wrong}", failed=True)
         return await self._answer(arguments)
@@ -234,6 +235,51 @@ def _strict_part(key: str, value: Any) -> Any:
     if key == "properties":
         return {name: _strict(part) for name, part in value.items()}
     return [_strict(part) for part in value] if isinstance(value, list) and key != "enum" else _strict(value)
+
+
+def _whole(value: Any, schema: Any, validator: Validator) -> Any:
+    """A value with an int for each float that its schema takes for an integer, and for no other number.
+
+    Args:
+        value: As it was read from JSON.
+        schema: Its own, a part of the validator's. Of alternatives (``anyOf``) the first that takes the value counts.
+        validator: Of all arguments, whose schema ``$ref`` refers to.
+    """
+    for _ in range(_REFERENCES):
+        if not (isinstance(schema, Mapping) and str(schema.get("$ref", "")).startswith("#")):
+            break
+        schema = _referred(validator.schema, schema["$ref"])
+    if not isinstance(schema, Mapping):
+        return value
+    for part in schema.get("allOf", ()):
+        value = _whole(value, part, validator)
+    if alternatives := (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        taking = (part for part in alternatives if validator.evolve(schema=part).is_valid(value))
+        value = _whole(value, next(taking, None), validator)
+    if isinstance(value, float):
+        types = schema.get("type", ())
+        integer = types == "integer" or ("integer" in types and "number" not in types)
+        return int(value) if integer and value.is_integer() else value
+    if isinstance(value, list):
+        first, rest = schema.get("prefixItems", ()), schema.get("items")
+        parts = [*first, *[rest] * (len(value) - len(first))]
+        return [_whole(each, part, validator) for each, part in zip(value, parts)]
+    if isinstance(value, dict):
+        named, rest = schema.get("properties", {}), schema.get("additionalProperties")
+        return {key: _whole(each, named.get(key, rest), validator) for key, each in value.items()}
+    return value
+
+
+_REFERENCES = 32
+"""From one ``$ref`` to the next, at most: one may refer to itself."""
+
+
+def _referred(root: Any, reference: str) -> Any:
+    """What a ``$ref`` within a schema refers to; None: nothing."""
+    for part in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
+        key = part.replace("~1", "/").replace("~0", "~")
+        root = root.get(key) if isinstance(root, Mapping) else None
+    return root
 
 
 def _not_finite(value: Any, name: str = "") -> str | None:

@@ -105,7 +105,10 @@ class ChatReading:
     def _parser(self, request: ChatRequest) -> Parser:
         key = json.dumps(request.tools, sort_keys=True)
         if key not in self._parsers:
-            self._parsers[key] = parser_for(self.parser, self.tokenizer, request.tools, self.call_pattern)
+            rendered_with = {**self.template_kwargs, "tools": request.tools}
+            self._parsers[key] = parser_for(
+                self.parser, self.tokenizer, request.tools, self.call_pattern, rendered_with
+            )
         return self._parsers[key]
 
     def _framed(self, kind: Kind, request: ChatRequest, *, calls_are_text: bool) -> ChatFrames:

@@ -56,6 +56,19 @@ class RolloutHandle:
         self.num_generations = self._asked.group_size
         """Completions of each prompt."""
 
+    def __getattr__(self, name: str) -> Any:
+        """Refuse a name of TRL's trainer, with those that are there.
+
+        Raises:
+            AttributeError: always: what is there is found before.
+        """
+        there = sorted({*vars(self), "generate"} - {each for each in vars(self) if each.startswith("_")})
+        raise AttributeError(
+            f"The trainer of a rollout function has no {name!r}: it is not TRL's GRPOTrainer. It has "
+            f"{', '.join(there)} (docs/agents.md, A function that makes the rollouts). "
+            "Completions are drawn by trainer.generate(ids)."
+        )
+
     def of_completions(self, values: Sequence[Any]) -> list[Any]:
         """Copies of what is there once a prompt, one for each completion."""
         return [copy.deepcopy(value) for value in values for _ in range(self._asked.group_size)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -220,6 +221,24 @@ def test_both_groups_are_trained_and_nothing_else(kind, tmp_path):
         assert any(name.startswith(part) for name in changed)
     frozen = {name for name in before if name not in names}
     assert bool(frozen) == (kind == "adapter")
+
+
+@KIND
+def test_the_temperature_of_sampling_scales_logits_and_no_value(kind, tmp_path):
+    module = ppo(kind, optimizer=AdamW(lr=0.1))
+    fit(tmp_path, module, 1)  # at first the critic says nothing
+    drawn = completions([3, 2], 2)
+    drawn = replace(drawn, response_ids=drawn.response_ids % 50)
+    values, logprobs = [], []
+    for temperature in (1.0, 0.5):
+        module.sampling = Sampling(max_new_tokens=5, temperature=temperature)
+        with torch.no_grad():
+            scored = module.token_scores(drawn)
+            values += [module.values(drawn), scored.values]
+        logprobs.append(scored.logprobs)
+    first, _, second, _ = (each[drawn.response_mask] for each in values)
+    assert torch.equal(first, second) and first.abs().min() > 0
+    assert torch.equal(values[1], values[3]) and not torch.allclose(*logprobs)
 
 
 @KIND

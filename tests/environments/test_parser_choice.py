@@ -145,6 +145,19 @@ def test_what_a_template_renders_is_read_back(name: str, called: dict[str, Any])
     assert [json.dumps([call.name, call.arguments], sort_keys=True)] in reads, reads[:1]
 
 
+@pytest.mark.parametrize("name", sorted(FAMILY))
+def test_names_of_tools_and_arguments_are_those_that_servers_have(name: str) -> None:
+    """And texts of arguments may spell the marks of a thought and of a call."""
+    tokenizer, _ = tokenizer_of(name)
+    for tool, key in (("get-weather", "k-1"), ("files.read", "the key"), ("srv__tool/v2", "text")):
+        schema = {"name": tool, "description": "", "parameters": {"properties": {key: parameter("string")}}}
+        tools = [{"type": "function", "function": schema}]
+        call = ToolCall(tool, {key: "<tool_call>{</think> a"})
+        parser = parser_for("auto", tokenizer, tools, None)
+        reads = [written(parser.parse(turn)) for turn in rendered_call(tokenizer, call, tools)]
+        assert [json.dumps([call.name, call.arguments])] in reads
+
+
 def written(turn: ParsedTurn) -> list[str]:
     """The calls as text, in which 1, 1.0 and True are not the same."""
     return [

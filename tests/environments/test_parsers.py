@@ -136,11 +136,47 @@ def test_text_is_no_call(name: str) -> None:
         assert PARSERS[name].parse(text) == ParsedTurn(text)
 
 
-def test_a_call_that_is_only_thought_of_is_none() -> None:
-    call = '<tool_call>{"name": "calc", "arguments": {}}</tool_call>'
-    assert HermesParser().parse(f"<think>{call}</think>\n\nhi") == ParsedTurn(f"<think>{call}</think>\n\nhi")
-    assert HermesParser().parse(f"<think>{call}").calls == ()
-    assert HermesParser().parse(f"<think>hm</think>{call}").calls == (ToolCall("calc", {}),)
+@pytest.mark.parametrize(
+    "none", ["", ', "arguments": null', ', "arguments": ""', ', "arguments": "null"', ', "parameters": {}']
+)
+def test_a_call_may_have_no_arguments(none: str) -> None:
+    assert HermesParser().parse(f'<tool_call>{{"name": "f"{none}}}</tool_call>').calls == (ToolCall("f", {}),)
+
+
+def test_arguments_by_another_name_are_not_dropped() -> None:
+    (call,) = HermesParser().parse('<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>').calls
+    assert isinstance(call, BadCall) and call.why == "the call has no arguments, and args beside its name"
+
+
+@pytest.mark.parametrize(
+    ("said", "calls"),
+    [
+        ('{"name": "Bob", "age": 3}', []),
+        ('{"name": "Bob", "age": ', []),
+        ('{"type": "dog"}', []),
+        ('{"parameters": 7}', []),
+        ('{"answer": {"name": "mul", "parameters": {"a": 1}}}', []),
+        ('He said {"name": "Bob", "parameters": {"a": 1}}.', []),
+        ('{"name": "div", "parameters": {"a": 1}}', [ToolCall("div", {"a": 1})]),
+        ('{"name": "mul"}', [ToolCall("mul", {})]),
+        ('{"name": "mul", "age": 3}', ["age beside its name"]),
+        ('{"name": "mul", "para', ["is no JSON"]),
+        ('{"name": "mul", "parameters": {"a": 1}}; {"name": "Bob"}', [ToolCall("mul", {"a": 1}), ToolCall("Bob", {})]),
+        ('Sure: {"name": "mul", "parameters": {"a": 1}}.', [ToolCall("mul", {"a": 1})]),
+    ],
+)
+def test_llama_tells_a_call_from_an_answer_that_is_json(said: str, calls: list[ToolCall | str]) -> None:
+    read = Llama3Parser([MUL]).parse(said).calls
+    assert len(read) == len(calls)
+    for call, meant in zip(read, calls):
+        assert call == meant if isinstance(meant, ToolCall) else isinstance(call, BadCall) and meant in call.why
+
+
+@pytest.mark.parametrize("written", ["[CALL_ID]x[ARGS]", "[ARGS]", "", " [CALL_ID]abcDEF123[ARGS] "])
+def test_a_name_of_mistral_ends_where_its_id_or_its_arguments_begin(written: str) -> None:
+    (call,) = MistralParser().parse(f'[TOOL_CALLS]mul{written}{{"a": "[TOOL_CALLS]"}} so').calls
+    id_ = written.partition("[CALL_ID]")[2].partition("[ARGS]")[0] or None
+    assert call == ToolCall("mul", {"a": "[TOOL_CALLS]"}, id_)
 
 
 def test_arguments_that_are_json_text_are_read() -> None:

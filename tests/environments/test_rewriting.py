@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 from chat_templates import tokenizer_of
 from said_turns import drawn
-from talks import asked, chats, texts
+from talks import Talk, asked, chats, texts
 from test_custom import double
 
 from lit_rl.environments import CustomEnvironment, FunctionTools
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.rewriting import EVERY
+from lit_rl.environments.tools import FunctionTool
 from lit_rl.rollout import PromptBatch
 
+TOOL_DOUBLE = FunctionTool(double).schema
 QUESTION = [{"role": "user", "content": "Which number?"}]
 NAME = "template/rewritten"
 
@@ -86,6 +88,35 @@ def test_thinking_that_is_kept_between_calls_is_not_told_of() -> None:
     """The same template keeps what was thought since the user spoke."""
     said = [f"<think>\ndouble it\n</think>\n\n{calling(21)}", calling(42), "84"]
     assert looked_at(chats(tools(), "qwen3"), said) == ({NAME: (0, 1)}, [])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "qwen3_6"])
+def test_parallel_calls_over_three_turns_have_the_tokens_of_the_whole_conversation(name: str) -> None:
+    """The last turn too: with what it writes between calls and between their answers, and behind each turn."""
+    tokenizer, ends = tokenizer_of(name)
+    interaction = chats(tools(max_turns=4, max_tokens=5000, max_observation_tokens=200), name)
+    thinks = "think" in name or name in ("qwen3", "qwen3_6")
+    opened = name in ("qwen3_5_think", "qwen3_6")
+    form = "<tool_call>\n<function=double>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+
+    def turn(said: str, *numbers: int) -> str:
+        calls = [form.format(number) if opened else calling(number) for number in numbers]
+        thought = "hm\n</think>\n\n" if opened else "<think>\nhm\n</think>\n\n" if thinks else ""
+        between = "\n\n" if opened and said and calls else "\n" if said and calls else ""
+        return f"{thought}{said}{between}" + "\n".join(calls)
+
+    talk = Talk(interaction, asked(QUESTION), [0], turn=400)
+    held = list(talk.prompt_ids[0])
+    for said in (turn("", 1, 2), turn("So.", 3, 4), turn("42")):
+        talk.say(0, said)
+        (answer,) = talk.conversations.answers(wait=True)
+        held += [*tokenizer(said, add_special_tokens=False)["input_ids"], ends[0], *(answer.token_ids or ())]
+    (episode,) = talk.over()
+    assert (episode.calls, episode.failed_calls, episode.end) == (4, 0, "answered")
+    messages = [*QUESTION, *episode.messages]
+    whole = tokenizer.apply_chat_template(messages, tools=[TOOL_DOUBLE], tokenize=False)
+    assert str(tokenizer.decode(held)) == whole.removesuffix("\n")
+    assert held == tokenizer(whole.removesuffix("\n"), add_special_tokens=False)["input_ids"]
 
 
 def test_what_is_rewritten_in_a_call_is_shown() -> None:

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
-from lit_rl.environments.tools import FunctionTool, ToolAnswer, Toolbox, ToolCall
+from lit_rl.environments.tools import FunctionTool, ToolAnswer, Toolbox, ToolCall, _whole
 from lit_rl.errors import ConfigError
 
 
@@ -86,6 +87,57 @@ def test_a_wrong_call_is_answered_with_what_is_wrong(name: str) -> None:
     answer = asked(tool, **arguments)
     assert answer.failed and answer.text.startswith("error: ") and words in answer.text
     assert "\n" not in answer.text
+
+
+def typed(
+    whole: int,
+    broken: float = 0.0,
+    either: int | float = 0,
+    maybe: int | None = None,
+    listed: list[list[int]] | None = None,
+    named: dict[str, int] | None = None,
+    one_of: Literal[1, 2] = 1,
+) -> str:
+    """Say what came.
+
+    Args:
+        whole: An integer.
+        broken: A number.
+        either: Either.
+        maybe: An integer or nothing.
+        listed: Integers in lists.
+        named: Integers by name.
+        one_of: One of two.
+    """
+    return repr((whole, broken, either, maybe, listed, named, one_of))
+
+
+def test_a_whole_number_is_an_int_where_the_schema_asks_for_an_integer() -> None:
+    """And nowhere else: JSON does not tell 3.0 from 3, but it tells both from true and from a text."""
+    tool = FunctionTool(typed)
+    every = {"broken": 3.0, "either": 3.0, "maybe": 3.0, "listed": [[3.0, 4]], "named": {"a": 3.0}, "one_of": 2.0}
+    answer = asyncio.run(tool.answer({"whole": 3.0, **every}))
+    assert answer == ToolAnswer("(3, 3.0, 3.0, 3, [[3, 4]], {'a': 3}, 2)")
+    for wrong in (True, "3", 3.5, math.inf):
+        assert asyncio.run(tool.answer({"whole": wrong})).failed
+
+
+def test_integers_are_found_behind_references_and_alternatives() -> None:
+    """As in the schemas of servers of tools."""
+    node = {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}
+    schema = {
+        "$defs": {"Node": {"type": "object", "properties": {"n": {"type": "integer"}, "next": node}}},
+        "properties": {
+            "first": {"$ref": "#/$defs/Node"},
+            "pair": {"prefixItems": [{"type": "number"}, {"type": "integer"}], "items": {"type": "integer"}},
+            "choice": {"oneOf": [{"type": "array", "items": {"type": "string"}}, {"items": {"type": "integer"}}]},
+            "lost": {"$ref": "#/$defs/nothing"},
+        },
+    }
+    given_ = {"first": {"n": 1.0, "next": {"n": 2.0, "next": None}}, "pair": [1.0, 2.0, 3.0], "choice": [4.0]}
+    read = _whole(given_, schema, Draft202012Validator(schema))
+    assert repr(read) == "{'first': {'n': 1, 'next': {'n': 2, 'next': None}}, 'pair': [1.0, 2, 3], 'choice': [4]}"
+    assert repr(_whole({"lost": 1.0}, schema, Draft202012Validator(schema))) == "{'lost': 1.0}"
 
 
 def test_a_tool_that_raises_is_answered_in_a_line_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -482,6 +482,16 @@ def test_the_handle_is_used_as_it_has_to_be(policy: nn.Module) -> None:
             draw(policy, lambda prompts, trainer, texts=texts, rows=rows: trainer.generate(texts, rows=rows))
 
 
+def test_a_name_of_the_trainer_of_trl_is_answered_with_what_there_is(policy: nn.Module) -> None:
+    def reaches(prompts: Sequence[str], trainer: Any) -> Any:
+        assert getattr(trainer, "model", None) is None and trainer.processing_class is trainer.tokenizer
+        return trainer.args.max_completion_length
+
+    there = r"no 'args': it is not TRL's GRPOTrainer. It has columns, .*generate, .*tokenizer.*trainer\.generate\(ids\)"
+    with pytest.raises(Exception, match=there):
+        draw(policy, reaches)
+
+
 async def later(prompts: Any, trainer: Any) -> Any: ...
 
 

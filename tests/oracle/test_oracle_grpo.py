@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from oracle_cases import GROUP, ROWS, Case, Outcome, assert_same_step
+from oracle_cases import GROUP, ROWS, Case, Outcome, assert_same_step, backward
 from oracle_ours import REDUCTIONS, SCALES, our_grpo, our_rollout, ours, plan_of, value
 from oracle_trl import Oracle, completions_of, theirs
 from tiers import all_but_exhaustive
+from trl.trainer.utils import split_tensor_dict
 
 from lit_rl.algorithms.evaluation.statistics import rollout_metrics
-from lit_rl.algorithms.rollouts.micro_batches import step_counts, totals_of
+from lit_rl.algorithms.rollouts.micro_batches import micro_batch, rows_of_slots, step_counts, totals_of
 from lit_rl.rollout import select
 
 RATIOS: dict[str, dict[str, Any]] = {
@@ -298,3 +299,32 @@ def test_two_micro_batches_are_four_of_trl(grpo: Oracle) -> None:
     completions = completions_of(grpo, case)
     other = theirs(grpo, settings, case, completions)
     assert_same_step(ours(grpo, our_grpo(settings), replace(case, micro_batches=2), completions), other)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "sapo", "dr_grpo", "luspo", "dapo", "cispo", "vespo"])
+def test_steps_of_one_rollout_divide_by_their_own_tokens_here_and_by_their_mean_in_trl(
+    grpo: Oracle, loss_type: str
+) -> None:
+    """Two optimizer steps, of a group each. TRL divides a sum over tokens (dapo, cispo, vespo) by the tokens of the
+    rollout over the number of its steps, so that a step of longer completions moves more; here each step is a mean over
+    its own tokens. Other losses are the same."""
+    settings = base(loss_type, "sequence" if loss_type == "luspo" else "token")
+    case, completions = Case(), completions_of(grpo, Case())
+    groups = split_tensor_dict(grpo.take(settings, case, completions), 2)
+    grpo.trainer.current_gradient_accumulation_steps = 1  # of the two micro-batches that share the rollout
+    module, plan = our_grpo(settings), replace(plan_of(case), minibatches=2, accumulate=1)
+    rollout, _ = our_rollout(grpo, module, case, completions)
+    grpo.at(case.now)
+    weights = {}
+    counts = step_counts(rollout, plan, seed=0, index=0)
+    for slot, rows in enumerate(rows_of_slots(rollout, plan, seed=0, index=0)):
+        mine, group = micro_batch(rollout, rows), int(rows[0]) // GROUP
+        loss, _ = module.loss(mine, module.token_scores(mine.completions), totals_of(counts[slot], plan))
+        own, other = backward(grpo.model, [loss]), grpo.step([groups[group]])
+        weights[group] = ((other.gradient @ own.gradient) / own.gradient.norm() ** 2).item()
+        assert (other.gradient - weights[group] * own.gradient).norm() <= 1e-5 * other.gradient.norm()
+    tokens = [sum(case.lengths[:GROUP]), sum(case.lengths[GROUP:])]
+    mean = sum(tokens) / 2
+    by_the_mean = loss_type in ("dapo", "cispo", "vespo")
+    assert [weights[0], weights[1]] == pytest.approx([n / mean if by_the_mean else 1.0 for n in tokens], rel=1e-5)
+    assert tokens == [22, 15], "the numbers of docs/from-trl.md: 1.19 and 0.81"

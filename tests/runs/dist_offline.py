@@ -26,13 +26,15 @@ SHAPES: dict[str, list[str]] = {
     "reward-model": ["algo=reward_model"],
     "process-reward-model": ["algo=process_reward_model", "data.task.max_operand=30"],  # of one step or two
 }
+UNEVEN = ["data.task.val_rows=5", "data.val_batch_size=2"]
+"""Validation batches that the ranks do not share evenly: one has a row less, and yet has to gather every layer."""
 OF_SHARDS: dict[str, list[str]] = {
-    "dpo-recomputed": ["algo=dpo", "model.gradient_checkpointing=true"],
-    "sft-lora": ["algo=sft", "model.lora.r=4"],
+    "dpo-recomputed": ["algo=dpo", "model.gradient_checkpointing=true", *UNEVEN],
+    "sft-lora": ["algo=sft", "model.lora.r=4", *UNEVEN],
     "mpo-lora": [*MPO, "model.lora.r=4", "reference=adapter_base"],
 }
 """What is new where weights are spread: layers gathered again in the backward pass, frozen ones, and a reference that
-is the policy without its adapters."""
+is the policy without its adapters. Their validation is uneven."""
 WHOLE = [name for name in SHAPES if name not in ("sft-packed", "simpo")]
 """Run under DDP: packed rows are run under FSDP2, and SimPO is CPO with another formula."""
 SHARDED = [

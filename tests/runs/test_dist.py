@@ -26,7 +26,10 @@ SGD = [
 ]
 SHAPES = {
     "plain": [],
-    "kl-and-accumulation": ["algo.beta=0.2", "reference=frozen_copy", "trainer.accumulate_grad_batches=2"],
+    "kl-and-accumulation": [
+        *("algo.beta=0.2", "reference=frozen_copy", "trainer.accumulate_grad_batches=2"),
+        *("eval.limit=null", "data.task.val_rows=5", "data.val_batch_size=2"),  # uneven between two processes
+    ],
     "sequence-mean": ["algo/reduction=sequence"],
     "batch-normalized": ["algo/advantage=batch_normalized"],
     "rloo": ["algo=rloo"],
