@@ -81,8 +81,8 @@ def model_of(name: str, folder: Path) -> LanguageModel:
         if torch.distributed.is_initialized():  # else the first writes before it starts the others
             torch.distributed.barrier()
         return LanguageModel(str(folder / name), freeze=[])
-    # Names of layers mean those of what sees too, so there are adapters that only images train.
-    adapted = {"lora": ["q_proj", "v_proj"], "eyes": r".*vision.*\.(q_proj|v_proj)"}
+    # Names of layers mean those of what sees too, so there are adapters that only images train; of "eyes" all are.
+    adapted = {"lora": ["q_proj", "v_proj"], "eyes": ["out_proj", "fc1"]}
     lora = Lora(r=2, targets=adapted[name]) if name in adapted else None
     return LanguageModel("digits", freeze=[], lora=lora)
 
