@@ -3,6 +3,7 @@
     python scripts/same_bits.py record --out before.json --checkout ../untouched   # every run, as hashes and rows
     python scripts/same_bits.py compare before.json                                # the same runs of this checkout
     python scripts/same_bits.py compare before.json after.json                     # two records
+    python scripts/same_bits.py repeat --threads 1 2 4                             # every run twice on each: equal?
 
 A record says of each run: the weights (each tensor of the newest checkpoint, each file of `hf/`), the optimizer (each
 tensor), `metrics.jsonl` less what measures time, and the samples (each parquet file, by content). Runs that have a
@@ -12,7 +13,8 @@ must also equal the whole one. `compare` leaves with 1 where anything differs an
 Records are of one machine: another processor or another torch rounds differently. `--python` is the interpreter that
 runs the checkout (default: its `.venv`), `--only NAME ...` takes a few runs, `--quick` leaves the runs of two processes
 and the further presets out. `--set KEY=VALUE ...` are further settings of all runs, which may be others before and
-after: a technique that is off, to see whether it is what makes the difference. All of it takes about three minutes of
+after: a technique that is off, to see whether it is what makes the difference. `--threads` is how many threads of torch
+each process has (default 1); equal bits are promised between runs of one number. All of it takes about three minutes of
 one core.
 """
 
@@ -310,13 +312,15 @@ def teacher(checkout: Path, folder: Path) -> None:
     save_file(weights, folder / shipped.name, metadata={"format": "pt"})
 
 
-def record(checkout: Path, python: Path, chosen: list[Run], keep: Path | None, settings: list[str]) -> dict[str, Any]:
+def record(
+    checkout: Path, python: Path, chosen: list[Run], keep: Path | None, settings: list[str], threads: int
+) -> dict[str, Any]:
     """Run everything in one process of the checkout's interpreter; the runs that it could not do hold `failed`."""
     work = Path(tempfile.mkdtemp(prefix="same-bits-", dir=keep))
     for name, text in FILES.items():
         (work / name).write_text(text)
     teacher(checkout, work / "teacher")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     env.pop("PYTHONPATH", None)
     command = [str(python), "-c", WORKER, str(checkout), str(work)]
     found: dict[str, Any] = {}
@@ -406,14 +410,36 @@ def table(before: dict[str, Any], after: dict[str, Any]) -> int:
     return different
 
 
+def repeated(records: dict[int, list[dict[str, Any]]]) -> bool:
+    """Print a hash for each run and number of threads; returns whether any is DIFFERENT from the other of its two.
+
+    A run that was resumed is also held against the one that was not.
+    """
+    names = list(next(iter(records.values()))[0])
+    width, wrong = max(map(len, names)), False
+    print(f"{'run':{width}}  " + "  ".join(f"{f'{threads} threads':16}" for threads in records))
+    for name in names:
+        cells = []
+        for first, second in records.values():
+            twins = first.get(name), second.get(name), first.get(name.removesuffix("-resumed"))
+            alike = all(each and "failed" not in each and same(each, twins[0]) for each in twins)
+            cells.append(digest(json.dumps(twins[0], sort_keys=True).encode()) if alike else "DIFFERENT")
+        wrong |= "DIFFERENT" in cells
+        print(f"{name:{width}}  " + "  ".join(f"{cell:16}" for cell in cells))
+    return wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    recording, comparing = commands.add_parser("record"), commands.add_parser("compare")
+    recording, comparing, repeating = (commands.add_parser(name) for name in ("record", "compare", "repeat"))
     recording.add_argument("--out", type=Path, required=True, help="the file to write")
     comparing.add_argument("before", type=Path, help="a record")
     comparing.add_argument("after", type=Path, nargs="?", help="another; without it this checkout is run")
     for each in (recording, comparing):
+        each.add_argument("--threads", type=int, default=1, help="of each process; default: 1")
+    repeating.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4], help="numbers; default: 1 2 4")
+    for each in (recording, comparing, repeating):
         each.add_argument("--checkout", type=Path, default=HERE, help="default: that of this script")
         each.add_argument("--python", type=Path, help="default: .venv/bin/python of the checkout, or this one")
         each.add_argument("--only", nargs="+", metavar="NAME", help="these runs")
@@ -426,18 +452,23 @@ def main() -> int:
     own = checkout / ".venv" / "bin" / "python"
     python = given.python.absolute() if given.python else (own if own.exists() else Path(sys.executable))
 
-    def now(wanted: Callable[[str], bool]) -> dict[str, Any]:
+    def now(wanted: Callable[[str], bool], threads: int) -> dict[str, Any]:
         chosen = [run for run in runs(given.quick) if wanted(run.name) and (not given.only or run.name in given.only)]
-        return record(checkout, python, chosen, given.keep, given.set)
+        return record(checkout, python, chosen, given.keep, given.set, threads)
+
+    if given.command == "repeat":
+        return int(
+            repeated({threads: [now(lambda name: True, threads) for _ in range(2)] for threads in given.threads})
+        )
 
     if given.command == "record":
-        found = now(lambda name: True)
+        found = now(lambda name: True, given.threads)
         given.out.write_text(json.dumps(found, indent=0) + "\n")
         failed = [name for name, run in found.items() if "failed" in run]
         print(f"{len(found)} runs in {given.out}" + (f"; failed: {', '.join(failed)}" if failed else ""))
         return int(bool(failed))
     before = json.loads(given.before.read_text())
-    after = json.loads(given.after.read_text()) if given.after else now(lambda name: name in before)
+    after = json.loads(given.after.read_text()) if given.after else now(lambda name: name in before, given.threads)
     if given.only or given.quick:
         before = {name: run for name, run in before.items() if name in after}
     if not before:

@@ -104,7 +104,7 @@ class NashMD(JudgedModule):
     ) -> tuple[Tensor, Metrics]:
         assert rollout.ref_logprobs is not None and rollout.advantages is not None
         beta, mask = self.at_epoch(self.beta), rollout.loss_mask
-        kl = scores.logprobs.detach() - rollout.ref_logprobs
+        kl = (scores.logprobs.detach() - rollout.ref_logprobs).masked_fill(~rollout.completions.response_mask, 0.0)
         kl_part = masked_sum(beta * kl * scores.logprobs, mask, 1)
         preference_part = rollout.advantages * masked_sum(scores.logprobs, mask, 1)
         judged = torch.as_tensor(totals.unmasked_sequences, device=mask.device).clamp(min=1)

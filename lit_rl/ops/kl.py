@@ -16,7 +16,9 @@ What each is good for, on policy, a token at a time:
     corrected_k3    unbiased        unbiased }
 
 "Unbiased" is about the tokens' own distributions given their prefix; no estimator here corrects for prefixes that an
-older policy wrote. Nothing is clamped. Positions outside the loss mask must hold finite numbers, as rollouts do.
+older policy wrote. Nothing is clamped: where a token is more than 88.7 nats likelier under the reference than under the
+policy, k3 and what is made of it are infinite in float32, and the optimizer step is left out with a warning. Positions
+outside the loss mask must hold finite numbers; `lit_rl.algorithms.terms.kl` fills them.
 """
 
 import torch
@@ -24,6 +26,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rl.ops.masking import masked_mean
+
+_FAR = 5.0
+"""Nats beyond which the slope of `corrected_k3` is written out: up to there autograd's is right to 4e-6."""
 
 
 def k1(
@@ -75,10 +80,15 @@ def corrected_k3(
 ) -> Float[Tensor, "b t"]:
     """``k3 * pi / pi_old``: the unbiased estimate of DeepSeek-V3.2 (2512.02556), TRL's default.
 
-    The ratio is differentiated, so the gradient differs from that of :func:`k3` also where the ratio is 1.
+    The ratio is differentiated, so the gradient differs from that of :func:`k3` also where the ratio is 1: it is the
+    ratio times ``log(pi / ref)``.
     """
-    ratio = (logprobs - old_logprobs).exp()
-    return ratio * k3(logprobs, ref_logprobs, old_logprobs)
+    ratio, log_ratio = (logprobs - old_logprobs).exp(), (ref_logprobs - logprobs).detach()
+    value = ratio * k3(logprobs, ref_logprobs, old_logprobs)
+    # Autograd adds ratio (ref / pi - 1 - log(ref / pi)) and ratio (1 - ref / pi): far away, float32 keeps nothing of
+    # their difference.
+    written_out = value.detach() - ratio.detach() * log_ratio * (logprobs - logprobs.detach())
+    return torch.where(log_ratio > _FAR, written_out, value)
 
 
 def sequence_corrected_k3(

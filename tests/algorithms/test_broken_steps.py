@@ -17,6 +17,7 @@ from lit_rl.algorithms.terms.controllers import FixedEntropy
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import NumericError
+from lit_rl.ops.kl import k3
 from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.rollout import Sampling
 
@@ -101,6 +102,15 @@ def test_a_spike_whose_norm_overflows_is_a_broken_step(tmp_path):
         weights = fit(tmp_path, LossThatBreaks(2, value=1e30), 3)
     assert [row["train/skipped_steps"] for row in weights.logged] == [0, 0, 1]
     assert all(torch.equal(a, b) for a, b in zip(weights.seen[1], weights.seen[2], strict=True))
+
+
+def test_a_kl_beyond_the_range_of_float32_is_a_broken_step(tmp_path):
+    def far(logprobs, ref_logprobs, old_logprobs):
+        return k3(logprobs, ref_logprobs + 88.8, old_logprobs)
+
+    with pytest.warns(UserWarning, match=r"step 1 .* left out"):
+        weights = fit(tmp_path, clipped_policy_loss, 1, beta=0.1, kl=far)
+    assert [row["train/skipped_steps"] for row in weights.logged] == [1]
 
 
 def test_one_broken_micro_batch_breaks_its_step(tmp_path):

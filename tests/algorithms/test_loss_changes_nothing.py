@@ -1,4 +1,7 @@
-"""`loss` of every on-policy method is a function: called again it says the same, and nothing of the module changed."""
+"""`loss` of every on-policy method is a function: called again it says the same, and nothing of the module changed.
+
+It reads no padding, and its gradient is the same again on several threads (`loss_laws`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from copied_engines import CopiedPolicyGenerator
 from held_state import same, state_of
+from loss_laws import adds_in_one_order, padding_is_not_read
 from small_rollouts import trainer
 
 import lit_rl.algorithms
@@ -118,6 +122,8 @@ def test_loss_twice_changes_no_state(name: str, tmp_path: Any) -> None:
         same(arguments, state_of(given), "arguments")
         same(first.detach(), again.detach(), "loss")
         same(state_of(metrics), state_of(also), "metrics")
+        adds_in_one_order(first)
+        padding_is_not_read(loss, *given)
         scores = given[1].logprobs
         learned.append(bool(torch.autograd.grad(first, scores, retain_graph=True, allow_unused=True)[0].any()))
         return first, metrics

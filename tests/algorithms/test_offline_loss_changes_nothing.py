@@ -1,4 +1,7 @@
-"""`loss` of every offline method is a function: called again it says the same, and nothing of the module changed."""
+"""`loss` of every offline method is a function: called again it says the same, and nothing of the module changed.
+
+Its gradient is the same again on several threads (`loss_laws`), and whatever micro-batches and ranks share the step.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from held_state import same, state_of
-from offline_cuts import MODEL, PAIRS, VERDICTS, loaded
+from loss_laws import adds_in_one_order
+from offline_cuts import MODEL, PAIRS, VERDICTS, assert_same_step, loaded, step_of
 
 import lit_rl.algorithms
 from lit_rl.algorithms import BCO, CPO, DPO, GKD, KTO, ORPO, SFT, ProcessRewardModeling, RewardModeling
@@ -22,7 +26,15 @@ from lit_rl.ops.preference import sppo_hard
 from lit_rl.ops.preference.ranked import aot
 
 TEXTS = [{"prompt": row["prompt"], "completion": row["completion"]} for row in VERDICTS]
-STEPS = [{"prompt": row["prompt"], "completions": ["a", "b"], "labels": [True, row["label"]]} for row in VERDICTS]
+STEPS = [
+    {
+        "prompt": row["prompt"],
+        "completions": ["a", "b" * i, "c"][: i % 3 + 1],
+        "labels": [row["label"], i > 4, True][: i % 3 + 1],
+    }
+    for i, row in enumerate(VERDICTS, start=1)
+]
+"""Of one to three steps, of other lengths."""
 
 METHODS: dict[str, Any] = {
     "sft": lambda: SFT(MODEL, neftune_alpha=5.0),
@@ -73,5 +85,21 @@ def test_loss_twice_changes_no_state(name: str, accumulate: int, training: bool)
     assert torch.equal(first, again)
     same(state_of(metrics), state_of(also), "metrics")
     if training:
+        adds_in_one_order(first)
         first.backward()
         assert any(p.grad is not None and p.grad.any() for p in module.policy.parameters()), "nothing is learned"
+
+
+@pytest.mark.parametrize("name", [*METHODS, "sft-packed", "gkd-packed"])
+def test_micro_batches_and_ranks_share_one_gradient(name: str) -> None:
+    """A row each, though rows have other numbers of tokens; and two ranks of two micro-batches."""
+    packed = {"packing": "best_fit", "max_length": 24} if name.endswith("-packed") else {}
+    module = loaded(METHODS[name.removesuffix("-packed")]())
+    make, rows = ROWS[module.learns_from]
+    data = make(rows=rows * (4 if packed else 1), batch_size=8, shuffle=False, val_fraction=0.0, **packed)
+    data.prepare(MODEL.tokenizer, module.learns_from)
+    if name == "bco-weighted":
+        module.match_prompts(data.corpus.train.examples)
+    whole = step_of(module, data)
+    for accumulate, ranks in ((2, 1), (8, 1), (2, 2)):
+        assert_same_step(step_of(module, data, accumulate, ranks), whole)

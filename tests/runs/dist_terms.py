@@ -132,6 +132,8 @@ def run(name: str, folder: Path, devices: int, **more: Any) -> None:
 
 
 ALIKE = [f"step-{name}" for name in FORMULAS]
+SHARDED = ("ppo", "skipped")
+"""Run under FSDP2 too: an actor and a critic, and steps from which one rank learns nothing."""
 APART = [name for name in shapes() if name not in ALIKE]
 
 
@@ -139,7 +141,8 @@ def main(folder: Path) -> None:
     for name in APART:
         run(name, folder, 2)
     (folder / "fsdp").mkdir(exist_ok=True)
-    run("ppo", folder / "fsdp", 2, strategy=FSDP2Strategy())
+    for name in SHARDED:
+        run(name, folder / "fsdp", 2, strategy=FSDP2Strategy())
 
 
 def formulas(folder: Path) -> None:

@@ -29,7 +29,7 @@ STEPS = 3
 TOYS = ["qwen2_vl"] if torchvision_beside.FOLDER else ["gemma3"]
 """Families with inputs of their own: `token_type_ids`; patches of all images in a row, and positions of three axes."""
 
-SHAPES = TOYS if torchvision_beside.FOLDER else ["returned", "ppo", "dpo", "lora", "reward", *TOYS]
+SHAPES = TOYS if torchvision_beside.FOLDER else ["returned", "ppo", "dpo", "lora", "eyes", "reward", *TOYS]
 SHARDED = [name for name in SHAPES if name not in ("returned", "dpo")]
 """Run under FSDP2 too: these are rollouts as PPO's, and whole texts as the reward model's."""
 
@@ -81,8 +81,9 @@ def model_of(name: str, folder: Path) -> LanguageModel:
         if torch.distributed.is_initialized():  # else the first writes before it starts the others
             torch.distributed.barrier()
         return LanguageModel(str(folder / name), freeze=[])
-    # Names of layers mean those of what sees too, so there are adapters that only images train.
-    lora = Lora(r=2, targets=["q_proj", "v_proj"]) if name == "lora" else None
+    # Names of layers mean those of what sees too, so there are adapters that only images train; of "eyes" all are.
+    adapted = {"lora": ["q_proj", "v_proj"], "eyes": ["out_proj", "fc1"]}
+    lora = Lora(r=2, targets=adapted[name]) if name in adapted else None
     return LanguageModel("digits", freeze=[], lora=lora)
 
 

@@ -32,8 +32,9 @@ def test_ddp_equals_one_process(name, two, one):
     assert_equal_runs(one(name), left(two, name))
 
 
-def test_fsdp_equals_one_process_with_an_actor_and_a_critic(two, one):
-    assert_equal_runs(one("ppo"), left(two / "fsdp", "ppo"))
+@pytest.mark.parametrize("name", dist_terms.SHARDED)
+def test_fsdp_equals_one_process(name, two, one):
+    assert_equal_runs(one(name), left(two / "fsdp", name))
 
 
 def test_the_ranks_had_responses_of_different_lengths(two):

@@ -145,13 +145,14 @@ class PairScores:
         lengths = self.rollout.completions.lengths.float()
         lengths = lengths if per_token else torch.ones_like(lengths)
         return Pairs(
-            chosen=self.logprobs[self.better],
-            rejected=self.logprobs[self.worse],
+            chosen=self.logprobs.index_select(0, self.better),
+            rejected=self.logprobs.index_select(0, self.worse),
             ref_chosen=self.ref[self.better],
             ref_rejected=self.ref[self.worse],
             chosen_tokens=lengths[self.better],
             rejected_tokens=lengths[self.worse],
-            nll=self.nll[self.better] * step_pairs,  # its mean over the pairs of the step is then the sum of `self.nll`
+            # Its mean over the pairs of the step is then the sum of `self.nll`.
+            nll=self.nll.index_select(0, self.better) * step_pairs,
             nll_tokens=1.0,
             step_rows=1.0,
         )

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms.optim import going_on
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
+from lit_rl.algorithms.optim.fixed_order import fixed_order
 from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_masters, is_narrow, with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
@@ -717,6 +718,10 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if not isinstance(strategy, FSDPTPStrategy):
             return nn.utils.clip_grad_norm_(trained, limit)
         return clip_over_meshes(self.policy, strategy.device_mesh["tensor_parallel"], trained, limit)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with fixed_order(loss.device):
+            super().backward(loss, *args, **kwargs)
 
     def drop_gradients(self, optimizer: Any) -> None:
         """After a backward pass: without gradients an optimizer moves neither a weight nor a moment."""

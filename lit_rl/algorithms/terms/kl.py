@@ -34,7 +34,7 @@ class KLPenalty:
     def __call__(
         self, logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, factor: float
     ) -> tuple[Tensor, Metrics]:
-        """`(b, t)`: the penalty of each token, and the mean KL over the mask as `kl`.
+        """`(b, t)`: the penalty of each token, 0 outside the mask, and the mean KL over the mask as `kl`.
 
         Args:
             logprobs: `(b, t)` of the policy; in the reward, those when the rollout was taken.
@@ -43,7 +43,9 @@ class KLPenalty:
             mask: Bool `(b, t)`.
             factor: What the weight is multiplied by.
         """
-        kl = self.estimator(logprobs, ref_logprobs, old_logprobs, **arguments_for(self.estimator, {"mask": mask}))
+        # Filled before the estimator and not behind it: 0 times its slope at a NaN would be NaN.
+        there = (part.masked_fill(~mask, 0.0) for part in (logprobs, ref_logprobs, old_logprobs))
+        kl = self.estimator(*there, **arguments_for(self.estimator, {"mask": mask}))
         return self.weight * factor * kl, {"kl": (masked_sum(kl.detach(), mask), mask.sum())}
 
 

@@ -78,7 +78,7 @@ def disagreement(
     with torch.no_grad():
         theirs, _ = _last(teacher, tokens, columns, router_aux=False, headless=in_blocks)
     ours, aux_loss = _last(student, tokens, columns, router_aux=router_aux, headless=in_blocks)
-    mine, others = ours.flatten(0, 1)[at], theirs.flatten(0, 1)[at]
+    mine, others = (each.flatten(0, 1).index_select(0, at) for each in (ours, theirs))
     head_of_teacher = linear_head(teacher) if in_blocks else nn.Identity()
 
     def compared(rows: slice, logits: Tensor) -> tuple[Tensor, ...]:

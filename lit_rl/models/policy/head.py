@@ -48,7 +48,7 @@ class Targets:
         """The ``(b, t, ...)`` that predict the tokens, of the ``(rows, columns, ...)`` that a pass computed."""
         start = self.first % passed.shape[1]
         found = passed[:, start : start + self.ids.shape[1]]
-        return found if self.rows is None else found[self.rows]
+        return found if self.rows is None else found.index_select(0, self.rows)
 
 
 @dataclass(frozen=True)

@@ -65,4 +65,4 @@ def _cost(falling: list[int], calls: int) -> int:
 def together(parts: Sequence[Tensor], calls: Sequence[Call], width: int) -> Tensor:
     """``(b, width)`` of the ``(rows, columns)`` of each call, whose columns are the first ones; 0 in the others."""
     wide = torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
-    return wide[torch.cat([call.rows for call in calls]).argsort()]
+    return wide.index_select(0, torch.cat([call.rows for call in calls]).argsort())
