@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 from cli_helpers import refused, write_jsonl
-from omegaconf import OmegaConf
-
 from lit_rl.cli.small_files import step_of
+from omegaconf import OmegaConf
 
 PROMPTS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(3)]
 PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "no"} for n in range(2)]
