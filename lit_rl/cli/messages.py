@@ -17,6 +17,7 @@ from lit_rl.cli import accelerators
 from lit_rl.cli.listing import no_choice, some_keys
 from lit_rl.cli.other_processes import of_other_processes
 from lit_rl.cli.other_words import check_spaces, meaning, no_key, of_other_choices
+from lit_rl.data.checks import SEVERAL_PATHS
 from lit_rl.durable import is_failing, is_full
 from lit_rl.errors import (
     INTERRUPTED,
@@ -120,6 +121,8 @@ def _hydra(error: BaseException) -> LitRLError | None:
             return no_key(key, meaning(key) or of_other_choices(key), f"{near}{some_keys(head, name, names)}")
         if isinstance(link, ValidationError) and link.full_key:
             reason = str(link).split("\n")[0]
+            if link.full_key == "data.path" and "'list'" in reason:
+                return ConfigError(SEVERAL_PATHS)
             return ConfigError(f"{link.full_key}: {reason}. See its type in: python train.py --cfg job")
         if isinstance(link, MissingConfigException) and link.options:
             wrong = re.search(r"Could not find '([^']+)'", str(link))

@@ -39,6 +39,13 @@ def refuse_other_files(path: Path, beginning: bytes, named: str = "text in UTF-8
             raise DataError(f"{path}: is {what}. Its name says that it is {named}.")
 
 
+SEVERAL_PATHS = (
+    "data.path takes one file, folder or hub id. Several are data.sources=[{path: A}, {path: B}], each with a weight, "
+    "a rename or a map_row of its own where it needs one."
+)
+"""What is said where a list came."""
+
+
 def one_of(key: str, value: str, choices: Iterable[str]) -> None:
     """Refuse a word that is not among the choices.
 

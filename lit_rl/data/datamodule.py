@@ -34,7 +34,7 @@ class RolloutDataModule(SourcedDataModule):
     Args:
         rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`, which is read whole.
         prompt_key: The column of the prompt.
-        prompts_per_rollout: Prompts of one rollout, all ranks together; null: as many as are left for training, at most
+        prompts_per_rollout: Prompts of one rollout, all ranks together. null: as many as are left for training, at most
             32.
         max_prompt_tokens: Longest prompt, in tokens.
         overlong: What to do with a longer one: `drop` leaves it out, `truncate_left` keeps its last tokens (rewards

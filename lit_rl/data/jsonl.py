@@ -66,11 +66,14 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """
     try:
         with open(path, "rb") as lines:
+            looked_at = False
             for number, line in enumerate(lines, 1):
                 if number == 1:
-                    refuse_other_files(path, line)
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
+                    if not looked_at:
+                        refuse_other_files(path, line)
+                        looked_at = True
                     yield number, line
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -306,7 +306,8 @@ def _column(name: str, examples: Sequence[Example]) -> list[Any]:
     for value, example in zip(values, examples):
         if value is not None:
             kinds.setdefault(_kind(value), example.where)
-    if set(kinds) == {"text", "number"}:
+    if set(kinds) == {"text", "number"}:  # not a number is what pandas writes for nothing
+        values = [None if isinstance(value, float) and value != value else value for value in values]
         return [str(value) if isinstance(value, int | float) else value for value in values]
     if len(kinds) > 1:
         (one, here), (other, there), *_ = kinds.items()

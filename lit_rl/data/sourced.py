@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lit_rl.data.checks import SEVERAL_PATHS
 from lit_rl.data.corpus import Report, list_counts
 from lit_rl.data.formats import row_function
 from lit_rl.data.hub import GivenRows, is_data_set
@@ -96,6 +97,8 @@ class SourcedDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         exactly_one(path=path, rows=rows, task=task, sources=sources)
+        if isinstance(path, list | tuple):
+            raise ConfigError(SEVERAL_PATHS)
         if rows is not None:
             no_text("data.rows", rows)
         if path is None and (split is not None or name is not None):

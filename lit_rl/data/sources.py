@@ -9,6 +9,7 @@ from typing import Any, overload
 from lit_rl.data.checks import excerpt, one_of, refuse_other_files
 from lit_rl.data.hub import from_hub, from_saved
 from lit_rl.data.jsonl import ON_BAD_ROW, JsonlReader, OnBadRow, parse_json
+from lit_rl.data.kinds import COLUMNS
 from lit_rl.data.message_forms import MESSAGES, SHAREGPT
 from lit_rl.data.raw_rows import refuse_other_parquet, rows_of_cells
 from lit_rl.errors import ConfigError, DataError, did_you_mean
@@ -193,8 +194,8 @@ def is_one_value(path: Path) -> bool:
     try:
         value = parse_json(first)
     except ValueError:
-        return first == b"{" or not (second.lstrip().startswith(b"{") and first.endswith(b"}"))
-    return not second and isinstance(value, dict) and _tables_in(value) is not None
+        return first.startswith(b"{") and not first.endswith(b"}")
+    return not second and isinstance(value, dict) and _tables_in(value, path) is not None
 
 
 def _rows_in(value: Any, path: Path) -> list[Any]:
@@ -203,16 +204,22 @@ def _rows_in(value: Any, path: Path) -> list[Any]:
         return value
     if not isinstance(value, dict):
         raise DataError(f"{path}: holds {excerpt(repr(value))}; rows are objects {{...}}.")
-    found = _tables_in(value)
+    found = _tables_in(value, path)
     return [value] if found is None else found
 
 
-def _tables_in(value: dict[str, Any]) -> list[Any] | None:
-    """The rows that an object holds under a name, or by columns; None where it is a row itself."""
-    if not value or any(_is_a_messages_column(name, held) for name, held in value.items()):
+def _tables_in(value: dict[str, Any], path: Path) -> list[Any] | None:
+    """The rows that an object holds under a name, or by columns; None where it is a row itself.
+
+    Raises:
+        DataError: it holds several tables.
+    """
+    if not value or any(_is_of_a_row(name, held) for name, held in value.items()):
         return None
     arrays = {n: held for n, held in value.items() if isinstance(held, list) and held and isinstance(held[0], dict)}
-    if len(arrays) == 1 and not {"prompt", "text"} & value.keys():
+    if arrays and not value.keys() & _NAMES:
+        if len(arrays) > 1:
+            raise DataError(f"{path}: holds several tables: {', '.join(arrays)}. Write each to a file of its own.")
         return next(iter(arrays.values()))
     if len({*map(_width, value.values())}) == 1 and _width(next(iter(value.values()))):
         columns = [held if isinstance(held, list) else list(held.values()) for held in value.values()]
@@ -220,10 +227,17 @@ def _tables_in(value: dict[str, Any]) -> list[Any] | None:
     return None
 
 
-def _is_a_messages_column(name: str, held: Any) -> bool:
-    """Whether a list is one row's messages, or its tools, and no table."""
-    known = (*MESSAGES, SHAREGPT, "tools", "images", "videos")
-    return name in known and isinstance(held, list) and bool(held) and isinstance(held[0], dict)
+_NAMES = {SHAREGPT, "prompt", *(name for columns in COLUMNS.values() for name in columns)}
+"""Columns that are known."""
+
+
+def _is_of_a_row(name: str, held: Any) -> bool:
+    """Whether a list is what one row has in a column, and no table or column of several rows."""
+    if not isinstance(held, list) or not held:
+        return False
+    if name in ("input_ids", "completions"):
+        return not isinstance(held[0], list)
+    return name in (*MESSAGES, SHAREGPT, "tools", "images", "videos") and isinstance(held[0], dict)
 
 
 def _width(column: Any) -> int:

@@ -121,8 +121,8 @@ def _file_reader(path: Path, suffix: str) -> Reader:
         return partial(rows_of_cells, path, "," if suffix == ".csv" else "\t")
     if suffix == ".json" and is_one_value(path):
         raise ConfigError(
-            f"data.stream_buffer with data.path={path}: a .json file of one value is read whole. Write one object a line (.jsonl), "
-            "or leave data.stream_buffer out."
+            f"data.stream_buffer with data.path={path}: a .json file of one value is read whole. Write one object a "
+            "line (.jsonl), or leave data.stream_buffer out."
         )
     return partial(rows_of_lines, path)
 
