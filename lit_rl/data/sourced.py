@@ -81,7 +81,7 @@ class SourcedDataModule(L.LightningDataModule):
         task: Task | None = None,
         sources: list[dict[str, Any]] | None = None,
         rename: dict[str, str] | None = None,
-        map_row: Callable | str | None = None,
+        map_row: str | Callable | None = None,
         system_prompt: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         max_image_pixels: int = MAX_IMAGE_PIXELS,
