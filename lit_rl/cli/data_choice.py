@@ -7,9 +7,9 @@ from typing import Any
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf import DictConfig, flag_override
 
-from lit_rl.cli import data_kinds, small_files
+from lit_rl.cli import data_kinds
 from lit_rl.cli.build import build, plain
 from lit_rl.cli.data_kinds import GROUPS, learns_from, typed_keys
 from lit_rl.commands.data_check import data_check
@@ -27,9 +27,8 @@ def name_of(data: dict[str, Any]) -> str:
 def run(config: DictConfig) -> int:
     """`lit-rl data-check`: choose the group, build the data module and look at it."""
     config, note = with_data_group(config)
-    config, smaller = with_small_steps(config)
     tree = plain(config)
-    sys.stdout.writelines(f"{line}\n" for line in (note, smaller) if line)
+    sys.stdout.write(f"{note}\n" if note else "")
     kind = learns_from(config) if "algo" in typed_keys() else None
     model = tree["algo"]["model"]
     model = LanguageModel(model) if isinstance(model, str) else build(model)
@@ -57,22 +56,12 @@ def with_data_group(config: DictConfig) -> tuple[DictConfig, str]:
             data_kinds.check_columns(config, wanted)
         groups, why = [f"data={GROUPS[wanted]}"], "what the algorithm learns from"
     elif config.task in data_kinds.OF_ANY_ROWS:
-        kind, why = data_kinds.by_columns(config.data, config.allow_targets)
+        asked = next((key for key in sorted(typed) if key.partition(".")[0] in data_kinds.ASKS_FOR_PROMPTS), None)
+        kind, why = data_kinds.by_columns(config.data, config.allow_targets, asked)
         groups = data_kinds.groups_of(kind, config.task)
     else:
         return config, ""
     return _recomposed(*groups), f"{' '.join(groups)} ({why})"
-
-
-def with_small_steps(config: DictConfig) -> tuple[DictConfig, str]:
-    """The config with steps that fit a small `data.path`, and a line that says so; see `small_files`."""
-    typed = typed_keys()
-    step = small_files.step_of(config, typed) if "data.path" in typed else None
-    if step is None:
-        return config, ""
-    with_step = config.copy()
-    OmegaConf.update(with_step, step.key, step.rows)
-    return with_step, step.said
 
 
 def with_given_prompts(config: DictConfig) -> tuple[DictConfig, str]:

@@ -19,6 +19,7 @@ from lit_rl.cli.own_keys import typed_value
 from lit_rl.cli.targets import ALLOWED, check_target
 from lit_rl.cli.whereabouts import entered, is_over_a_run
 from lit_rl.commands.first_row import first_row
+from lit_rl.data.formats import row_function
 from lit_rl.data.kinds import COLUMNS, Kind, format_for, is_verdict, kind_of
 from lit_rl.errors import ConfigError, DataError, did_you_mean
 
@@ -70,6 +71,9 @@ OF_PROMPTS = ("best_of_n", "reward_test", "env_check")
 
 OF_ANY_ROWS = ("fit", "validate", "test", "predict", "eval", "plan", "data_check")
 """Tasks whose data group is told from the columns."""
+
+ASKS_FOR_PROMPTS = ("reward", "env", "judge")
+"""Keys that are about answers to prompts: who types one does not mean a file to be imitated."""
 
 _HOW_ROWS_ARE_READ = ("path", "split", "name", "on_bad_row", "rename", "map_row")
 
@@ -224,7 +228,8 @@ def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
         OmegaConf.resolve(tree)
     except (HydraException, OmegaConfBaseException):  # Hydra says what is wrong, if anything is
         return kept
-    kind, why = by_columns(tree.data, tree.allow_targets)
+    asked = next((key for key in given if key.partition(".")[0] in ASKS_FOR_PROMPTS), None)
+    kind, why = by_columns(tree.data, tree.allow_targets, asked)
     at, groups = words.index(overrides[0]), groups_of(kind, task)  # among the other overrides, which stand in one row
     return [*words[:at], *groups, *words[at:]], f"{' '.join(groups)} ({why})"
 
@@ -256,14 +261,29 @@ def _class_of(config: DictConfig, key: str) -> Any:
     return get_object(target)
 
 
-def by_columns(data: DictConfig, allow: Sequence[str]) -> tuple[Kind | None, str]:
+def by_columns(data: DictConfig, allow: Sequence[str], asked: str | None = None) -> tuple[Kind | None, str]:
     """What the first row's columns are for, and the reason in words.
 
     Args:
         data: Those settings of `data` that say how a row is read.
         allow: What `allow_targets` allows.
+        asked: A key that was typed and asks for prompts to be answered, whatever the other columns.
+
+    Raises:
+        DataError: the columns are of no format that is known.
+        ConfigError: such a key was typed, and the row has no prompt.
     """
-    return _kind_in(*_first(data, allow))
+    row, where = _first(data, allow)
+    kind, why = _kind_in(row, where)
+    if kind is None or asked is None:
+        return kind, why
+    if row.get("prompt") is None:
+        raise ConfigError(
+            f"{asked} was typed, which is about answers to prompts, and {data.path} has {why}: {_WORDS[kind]}. Type "
+            f"algo={ALGORITHMS[kind]} to learn from the rows as they are, or name the prompts with data.rename={{old: "
+            "prompt}."
+        )
+    return None, f"prompts to be answered, as {asked} was typed; algo={ALGORITHMS[kind]} would learn from {why}"
 
 
 def _kind_in(row: dict[str, Any], where: str) -> tuple[Kind | None, str]:
@@ -289,7 +309,9 @@ def _first(data: DictConfig, allow: Sequence[str]) -> tuple[dict[str, Any], str]
     given: Any = OmegaConf.create({key: data.get(key) for key in _HOW_ROWS_ARE_READ})
     container: Any = OmegaConf.to_container(given, resolve=True)
     reading = {key: node for key, node in container.items() if node is not None}
-    if "map_row" in reading:
+    if isinstance(reading.get("map_row"), str):
+        reading["map_row"] = row_function(reading["map_row"])
+    elif "map_row" in reading:
         from lit_rl.cli.build import build, plain
 
         reading["map_row"] = build(

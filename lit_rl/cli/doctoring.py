@@ -9,6 +9,7 @@ from lit_rl.cli.build import build, plain
 from lit_rl.cli.replays import placed
 from lit_rl.commands.doctor import Doctor, doctor
 from lit_rl.commands.doctor_advice import Planned
+from lit_rl.data.small_sets import DEFAULT
 
 KEYS = (
     "model",
@@ -32,9 +33,8 @@ def run(config: DictConfig) -> int:
     # The generator first: without vLLM nothing else has to be loaded.
     generator, sampling = build(tree["generator"]), build(tree["sampling"])
     data = tree["data"]
-    planned = Planned(
-        data["prompts_per_rollout"], tree["algo"]["group_size"], data["max_prompt_tokens"], sampling.max_new_tokens
-    )
+    prompts, longest = data["prompts_per_rollout"] or DEFAULT, data["max_prompt_tokens"]
+    planned = Planned(prompts, tree["algo"]["group_size"], longest, sampling.max_new_tokens)
     model, fabric, _ = placed(build(tree["model"]), config, tree["trainer"])
     job = Doctor(model, generator, sampling, fabric, planned, seed=tree["seed"], **tree["doctor"])
     return doctor(job)

@@ -66,9 +66,8 @@ def check(config: DictConfig) -> None:
         computed = _at(config, "data.task") is not None and "data" in own_keys.typed()  # not the demo's, which is left
         if str(_at(config, "data._target_")).startswith("lit_rl.data.") and not computed:
             check_data(_texts(_at(config, "data.path")))
-        if _at(config, "reward._target_") == "lit_rl.rewards.from_paths":
-            for path in _texts(_at(config, "reward.fn")):
-                check_function(path, "reward.fn")
+        by_path = _at(config, "reward._target_") == "lit_rl.rewards.from_paths"
+        _check_functions(config, "data.map_row", *(["reward.fn"] if by_path else []))
         _check_weights(allowed.plain(config, "reward"))
     if config.task in _OF_A_MODEL:
         _check_engine(config)
@@ -92,6 +91,13 @@ def _check_hub(config: DictConfig) -> None:
     if config.task in (*_OF_A_MODEL, "data_check") and ours and not is_over_a_run(config.task, config.run_dir):
         for name in _texts(_at(config, "model.name")):
             check_can_be_read("model.name", name)
+
+
+def _check_functions(config: DictConfig, *keys: str) -> None:
+    """Refuse paths of functions whose files are not there, or have no such name."""
+    for key in keys:
+        for path in _texts(_at(config, key)):
+            check_function(path, key)
 
 
 def _check_engine(config: DictConfig) -> None:

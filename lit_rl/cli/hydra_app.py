@@ -147,8 +147,6 @@ def _with_settings_of_others(config: DictConfig) -> DictConfig:
     else:
         with_groups = data_choice.with_given_prompts if config.task == "best_of_n" else data_choice.with_data_group
         config, note = with_groups(config)
-        config, smaller = data_choice.with_small_steps(config)
-        note = "\n".join(line for line in (note, smaller) if line)
     if note and is_main():
         sys.stdout.write(f"{note}\n")
     return config

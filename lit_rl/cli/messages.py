@@ -18,6 +18,7 @@ from lit_rl.cli.listing import no_choice, some_keys
 from lit_rl.cli.other_processes import of_other_processes
 from lit_rl.cli.other_words import check_spaces, meaning, no_key, of_other_choices
 from lit_rl.cli.typed_values import ambiguous
+from lit_rl.data.checks import SEVERAL_PATHS
 from lit_rl.durable import is_failing, is_full
 from lit_rl.errors import (
     INTERRUPTED,
@@ -121,6 +122,8 @@ def _hydra(error: BaseException) -> LitRLError | None:
             return no_key(key, meaning(key) or of_other_choices(key), f"{near}{some_keys(head, name, names)}")
         if isinstance(link, ValidationError) and link.full_key:
             reason = str(link).split("\n")[0]
+            if link.full_key == "data.path" and "'list'" in reason:
+                return ConfigError(SEVERAL_PATHS)
             return ConfigError(f"{link.full_key}: {reason}. See its type in: python train.py --cfg job")
         if isinstance(link, MissingConfigException) and link.options:
             wrong = re.search(r"Could not find '([^']+)'", str(link))
@@ -133,29 +136,28 @@ def _hydra(error: BaseException) -> LitRLError | None:
     if isinstance(error, ValueError) and str(error).startswith("Unable to configure"):  # logging, of its own factories
         error = next((link for link in chain if isinstance(link, HydraException)), error)
     if isinstance(error, (HydraException, OmegaConfBaseException)):
-        text = str(error).split("\nfull_key")[0]
-        if comma := re.match(r"Ambiguous value for argument '(.*)'\n1\. ", text, re.DOTALL):
-            return ambiguous(comma[1])
-        if removed := re.match(r"Error merging override ~([^\s=]+)", text):
-            return _not_removed(removed[1])
-        if wrong := re.match(
-            r"Could not override '(?:.*@)?([^'@]+)/([^'/@]+)'.*No match in the defaults", text, re.DOTALL
-        ):
-            group, part = wrong.groups()
-            text = (
-                f"{group}/{part} chooses nothing here: the {group} of this run has no {part}. Leave it out, or take "
-                f"another {group}."
-            )
-        return ConfigError(text if not _user_yaml(chain) else str(_user_yaml(chain)))
+        ours = _user_yaml(chain)
+        return _of_words(str(error).split("\nfull_key")[0]) if ours is None else ConfigError(str(ours))
     return None
 
 
-def _not_removed(key: str) -> ConfigError:
-    """What is said of `~key` for a setting that a class has, whatever is typed."""
-    return ConfigError(
-        f"~{key} takes {key} away, and it is a setting that is always there. Leave the word out for its default, or "
-        f"type {key}=VALUE ({key}=null where it may be nothing)."
-    )
+def _of_words(text: str) -> ConfigError:
+    """Answer what Hydra says of a word of the command line in words of this project; what else it says stays."""
+    if comma := re.match(r"Ambiguous value for argument '(.*)'\n1\. ", text, re.DOTALL):
+        return ambiguous(comma[1])
+    if removed := re.match(r"Error merging override ~([^\s=]+)", text):
+        key = removed[1]
+        return ConfigError(
+            f"~{key} takes {key} away, and that is a setting that is always there. Leave the word out for its default, "
+            f"or type {key}=VALUE ({key}=null where it may be nothing)."
+        )
+    if wrong := re.match(r"Could not override '(?:.*@)?([^'@]+)/([^'/@]+)'.*No match in the defaults", text, re.DOTALL):
+        group, part = wrong.groups()
+        return ConfigError(
+            f"{group}/{part} chooses nothing here: the {group} of this run has no {part}. Leave it out, or take "
+            f"another {group}."
+        )
+    return ConfigError(text)
 
 
 def _user_yaml(chain: Iterable[BaseException]) -> LitRLError | None:

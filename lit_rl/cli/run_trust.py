@@ -63,7 +63,18 @@ def code_in(parts: dict[str, Any], allow_targets: Iterable[str]) -> list[tuple[s
     allowed = (*ALLOWED, *(f"{name}." for name in allow_targets))
     found = {key: check_target(key, target, allowed) for key, target in targets(parts)}
     named = ((key, made) for key, made in found.items() if f"{made}.".startswith(_NAMES_CODE))
-    return [*((key, made) for key, made in named if not f"{made}.".startswith(_BUILTIN)), *_remote_code(parts)]
+    chosen = ((key, made) for key, made in named if not f"{made}.".startswith(_BUILTIN))
+    return [*chosen, *_row_functions(parts), *_remote_code(parts)]
+
+
+def _row_functions(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys, and their values, that name a function from row to row by its path; those of the package are known."""
+    children = enumerate(node) if isinstance(node, list) else node.items() if isinstance(node, dict) else ()
+    for name, item in children:
+        inner = f"{key}[{name}]" if isinstance(node, list) else f"{key}.{name}" if key else str(name)
+        if name == "map_row" and isinstance(item, str) and not item.startswith("lit_rl.data.recipes"):
+            yield inner, item
+        yield from _row_functions(item, inner)
 
 
 def _remote_code(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:

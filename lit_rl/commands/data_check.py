@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from lit_rl.callbacks.text import printable
-from lit_rl.commands.first_row import as_read, first_row
+from lit_rl.commands.first_row import first_row
 from lit_rl.commands.image_check import say_bad_images, say_images, seen_sets
 from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.formats import as_read
 from lit_rl.data.kinds import Kind, kind_of
 from lit_rl.data.offline.example import Example
 from lit_rl.data.offline.example_module import ExampleDataModule
@@ -119,7 +120,7 @@ def _kind_of_first_row(data: ExampleDataModule) -> Kind:
         row, _ = first_row(source.path, **how, **reading)
     else:
         rows = data.train_rows()[0]
-        row = as_read(rows[0], rows.where(0), **reading)
+        row = as_read(rows[0], rows.where(0), **reading).row
     kind = kind_of(row)
     return kind if kind is not None and kind in data.serves else data.serves[0]
 

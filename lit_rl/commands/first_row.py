@@ -1,15 +1,13 @@
-"""What is told from the beginning of a data source, before anything else is read: what its columns are for, and whether
-it is small."""
+"""The first row of a data source, before anything else is read: its columns tell what the rows are for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lit_rl.data.formats import RowFunction, mapped_row, rename_columns
+from lit_rl.data.formats import RowFunction, as_read
 from lit_rl.data.jsonl import OnBadRow
 from lit_rl.data.raw_rows import RawRow, rows_of_cells, rows_of_lines, rows_of_parquet
 from lit_rl.data.source_columns import SourceColumns
@@ -54,29 +52,7 @@ def first_row(
         rows = load_rows(path, split=split, name=name, on_bad_row=on_bad_row)
         row, where = rows[0], rows.where(0)
     row = row if own is None else own(row, where)
-    return as_read(row, where, rename=rename, map_row=map_row), where
-
-
-def rows_in(path: str, most: int) -> int | None:
-    """How many rows a local file of yours has, where they are at most `most`; None where it has more, or is none."""
-    file = Path(path).expanduser()
-    reader = _READERS.get(file.suffix.lower())
-    if reader is None or not file.is_file():
-        return None
-    if reader is rows_of_lines:  # which would parse them
-        with file.open("rb") as lines:
-            count = sum(1 for _ in islice((line for line in lines if line.strip()), most + 1))
-    else:
-        count = sum(1 for _ in islice(reader(file), most + 1))
-    return count if count <= most else None
-
-
-def as_read(
-    row: dict[str, Any], where: str, *, rename: Mapping[str, str] | None, map_row: RowFunction | None
-) -> dict[str, Any]:
-    """A row as its reader sees it: mapped, and its columns renamed."""
-    row = row if map_row is None else mapped_row(map_row, row, where)
-    return rename_columns(row, where, rename or {})
+    return as_read(row, where, rename=rename, map_row=map_row).row, where
 
 
 def _of_file(path: Path, on_bad_row: OnBadRow) -> tuple[dict[str, Any] | None, str]:

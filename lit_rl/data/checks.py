@@ -13,21 +13,37 @@ _BEGINNINGS = {
     b"\x28\xb5\x2f\xfd": "packed by zstd: unpack it first",
     b"BZh91AY&SY": "packed by bzip2: unpack it first",
     b"PAR1\x15": "parquet: name it .parquet",
+    b"version https://git-lfs": "a pointer of Git LFS, without the data: fetch them with `git lfs pull`",
+    b"<!DOCTYPE": "a web page: download the file itself (of the hub, by its `resolve` address)",
+    b"<!doctype": "a web page: download the file itself (of the hub, by its `resolve` address)",
+    b"<html": "a web page: download the file itself (of the hub, by its `resolve` address)",
     b"\xff\xfe": "UTF-16: save it as UTF-8",
     b"\xfe\xff": "UTF-16: save it as UTF-8",
 }
 """The first bytes of files that are taken for text, and what to do with them."""
 
 
-def refuse_what_is_no_text(path: Path, beginning: bytes) -> None:
-    """Refuse a file by its first bytes: each of its lines would be refused, and none would say why.
+def refuse_other_files(path: Path, beginning: bytes, named: str = "text in UTF-8") -> None:
+    """Refuse a file by its first bytes: a reader would refuse its lines, or all of it, and not say why.
+
+    Args:
+        path: The file.
+        beginning: Its first bytes, 32 at least where it has as many.
+        named: What its name says that it is.
 
     Raises:
-        DataError: it is packed, parquet, or in UTF-16.
+        DataError: it is packed, parquet, in UTF-16, a web page, or a pointer to a file that was not fetched.
     """
     for magic, what in _BEGINNINGS.items():
-        if beginning.startswith(magic):
-            raise DataError(f"{path}: is {what}. Its name says that it is text in UTF-8.")
+        if beginning.lstrip(b" \r\n\t").startswith(magic):
+            raise DataError(f"{path}: is {what}. Its name says that it is {named}.")
+
+
+SEVERAL_PATHS = (
+    "data.path takes one file, folder or hub id. Several are data.sources=[{path: A}, {path: B}], each with a weight, "
+    "a rename or a map_row of its own where it needs one."
+)
+"""What is said where a list came."""
 
 
 def one_of(key: str, value: str, choices: Iterable[str]) -> None:

@@ -64,10 +64,11 @@ def read_corpus(
         if not any(sources):
             raise DataError(f"No row is left to train on: {list_counts(report['train'])}.")
         sources, held = hold_out(sources, val_fraction, seed, lambda example: prompt_key(example.prompt, example.shown))
-        held_out[""] = held
         report["train"]["held_out"] = len(held)
         report["train"]["kept"] -= len(held)
-        report["val"] = {"rows": len(held), "kept": len(held)}
+        if held:  # a single row is trained on
+            held_out[""] = held
+            report["val"] = {"rows": len(held), "kept": len(held)}
     train_set = PromptSet.of([example for source in sources for example in source], processor)
     val_sets = {name: PromptSet.of(held, processor) for name, held in held_out.items()}
     for name, prompts in val_sets.items():

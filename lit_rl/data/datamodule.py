@@ -6,9 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.pytorch.utilities import rank_zero_warn
-
-from lit_rl.data.corpus import Corpus, read_corpus, set_key
+from lit_rl.data.corpus import Corpus, read_corpus
 from lit_rl.data.given import known_names
 from lit_rl.data.hub import GivenRows
 from lit_rl.data.image_prompts import Processor
@@ -37,8 +35,8 @@ class RolloutDataModule(SourcedDataModule):
     Args:
         rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`, which is read whole.
         prompt_key: The column of the prompt.
-        prompts_per_rollout: Prompts of one rollout, all ranks together. Where a script gives none, as many as there
-            are, at most 32.
+        prompts_per_rollout: Prompts of one rollout, all ranks together. null: as many as are left for training, at most
+            32.
         max_prompt_tokens: Longest prompt, in tokens.
         overlong: What to do with a longer one: `drop` leaves it out, `truncate_left` keeps its last tokens (rewards
             still see all of it), `error` refuses the data.
@@ -50,18 +48,19 @@ class RolloutDataModule(SourcedDataModule):
         rows: GivenRows | None = None,
         *,
         prompt_key: str = "prompt",
-        prompts_per_rollout: int = DEFAULT,
+        prompts_per_rollout: int | None = None,
         max_prompt_tokens: int = 512,
         overlong: Literal["drop", "truncate_left", "error"] = "drop",
         **source: Any,
     ) -> None:
         known_names(type(self), source, SourcedDataModule)
         super().__init__(rows, **source)
-        in_range("data.prompts_per_rollout", prompts_per_rollout, low=1)
+        self.size_is_given, self._size = prompts_per_rollout is not None, prompts_per_rollout
+        self.prompts_per_rollout = DEFAULT if prompts_per_rollout is None else prompts_per_rollout
+        in_range("data.prompts_per_rollout", self.prompts_per_rollout, low=1)
         self.options = PromptOptions(
             prompt_key=prompt_key, max_prompt_tokens=max_prompt_tokens, overlong=overlong, **self.reading
         )
-        self.prompts_per_rollout = self._size = prompts_per_rollout
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._said_end = False
         self._corpus: Corpus | None = None
@@ -95,8 +94,8 @@ class RolloutDataModule(SourcedDataModule):
             self._said_end = True
             say_unknown_end(tokenizer, self.options.chat_template_kwargs, eos_ids)
         if stage == "fit":
-            rows = sum(self._prepared().sizes)
-            self.prompts_per_rollout = self.fitted(self._size, self.prompts_per_rollout, rows, "prompts_per_rollout")
+            rows, key = sum(self._prepared().sizes), "data.prompts_per_rollout"
+            self.prompts_per_rollout = self.fitted(self._size, self.prompts_per_rollout, rows, key)
             self._order(self.shuffle)
 
     def setup(self, stage: str) -> None:
@@ -213,10 +212,8 @@ class RolloutDataModule(SourcedDataModule):
         fraction = self.held_out(val)
         how = {"processor": processor, "val_fraction": fraction, "seed": self.seed}
         corpus = read_corpus(self.train_rows(), val, tokenizer, self.options, **how)
-        for name in corpus.val:
-            overlap = corpus.report[set_key(name)]["overlap"]
-            if overlap and not isinstance(self.task, Repeated):
-                rank_zero_warn(f"{overlap} of {len(corpus.val[name])} rows of {set_key(name)} have a training prompt.")
+        limit = f"data.max_prompt_tokens={self.options.max_prompt_tokens}"
+        self.say_what_became_of(corpus.report, limit, repeats=isinstance(self.task, Repeated))
         return corpus
 
     def _order(self, shuffle: bool) -> RolloutOrder:

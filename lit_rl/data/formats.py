@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from lit_rl.by_path import named_by
 from lit_rl.data.checks import excerpt
 from lit_rl.data.image_parts import sound_parts, text_of
+from lit_rl.data.message_forms import in_our_form, plain
 from lit_rl.episodes import Message, Prompt
-from lit_rl.errors import DataError, LitRLError, did_you_mean
+from lit_rl.errors import ConfigError, DataError, LitRLError, did_you_mean
+from lit_rl.import_source import is_file
+from lit_rl.named import FUNCTION_FORM
 
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def row_function(given: RowFunction | str | None, key: str = "data.map_row") -> RowFunction | None:
+    """A function from row to row, or the one at a path: `./file.py:name`, `package.module:name`, `package.module.name`.
+
+    Raises:
+        ConfigError: it is no function, or nothing of this name is there.
+        DataError: the module or file fails on import.
+    """
+    found: Any = given
+    if isinstance(given, str):
+        path = given
+        if ":" not in path and not is_file(path):
+            module, _, name = path.rpartition(".")
+            path = f"{module}:{name}"
+        found = named_by(path, key, DataError).value
+    if found is not None and not callable(found):
+        raise ConfigError(f"{key}={given!r} is no function from row to row, and no path of one: {FUNCTION_FORM}.")
+    return found
 
 
 def rename_columns(
@@ -31,15 +55,45 @@ def rename_columns(
     return renamed
 
 
+@dataclass(frozen=True)
+class ReadRow:
+    """A row as it is read, whatever it is for."""
+
+    row: dict[str, Any]
+    came: tuple[str, ...]
+    """Names of its columns before they were renamed."""
+    notes: tuple[str, ...]
+    """What was read in another form than it came."""
+
+
+def as_read(
+    row: dict[str, Any],
+    where: str,
+    *,
+    rename: Mapping[str, str] | None = None,
+    map_row: RowFunction | None = None,
+    keys: Sequence[str] = (),
+) -> ReadRow:
+    """A row mapped, its columns renamed, its messages in one form (`in_our_form`).
+
+    Raises:
+        DataError: the function raised or returned no dict, two columns would have one name, or messages are of no
+            known form.
+    """
+    row = row if map_row is None else mapped_row(map_row, row, where)
+    found, notes = in_our_form(rename_columns(row, where, rename or {}), where, *keys)
+    return ReadRow(found, tuple(row), tuple(notes))
+
+
 def mapped_row(map_row: RowFunction, row: dict[str, Any], where: str, key: str = "data.map_row") -> dict[str, Any]:
-    """What the function of `key` makes of a row.
+    """What the function of `key` makes of a copy of a row: rows are read again, and have to be what they were.
 
     Raises:
         DataError: it raised, or returned no dict.
     """
     name = getattr(map_row, "__name__", repr(map_row))
     try:
-        mapped = map_row(row)
+        mapped = map_row(plain(row))
     except LitRLError as error:
         raise DataError(f"{where}: {error}") from error
     except Exception as error:  # the user's function may raise anything

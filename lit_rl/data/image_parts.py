@@ -64,10 +64,12 @@ class ImageReader:
     Args:
         folder: Of the data set's file, which relative paths begin at. None: it is no file.
         max_pixels: Width times height of an image or a frame, at most.
+        chat: A plain text that shows nothing becomes a message too, as other rows of its set are.
     """
 
     folder: Path | None
     max_pixels: int
+    chat: bool = False
 
     def read(self, row: Mapping[str, Any], where: str, *keys: str) -> tuple[dict[str, Any], tuple[Visual, ...]]:
         """The row with plain parts in its messages and references in its columns, and what these messages show.
@@ -75,7 +77,7 @@ class ImageReader:
         A part without payload shows the next image (or video) of the columns. Where no such part is without payload,
         what the columns have stands before the text of the first message of the user, images first, as TRL has it for
         these. Images that stood in the messages are in the column ``images`` afterwards, with all others of the row,
-        and videos in ``videos``.
+        and videos in ``videos``. A plain text that comes with images becomes a message of the user, images first.
 
         Args:
             row: With messages in the columns `keys`, images in ``image`` or ``images``, videos in ``video`` or
@@ -85,18 +87,21 @@ class ImageReader:
 
         Raises:
             DataError: an image or a video cannot be used, parts and what they show are not as many, or images come
-                with a plain text.
+                without a prompt.
         """
         row = {**row, **{key: [_copied(each) for each in row[key]] for key in keys if isinstance(row.get(key), list)}}
         given = {kind.name: self._of_columns(kind, row, where) for kind in _KINDS}
+        if self.chat or any(given.values()):
+            texts = [key for key in keys if isinstance(row.get(key), str)]
+            row.update({key: [{"role": "user", "content": row[key]}] for key in texts})
         messages = [message for key in keys for message in _messages(row.get(key))]
         if not any(given.values()) and not any(_shows(message) for message in messages):
             return row, ()
         if not messages:
             what = " and ".join(f"{name}s" for name, refs in given.items() if refs)
             raise DataError(
-                f"{where}: {what} come with a prompt that is a plain text, which does not say where they stand. Make "
-                'it a list of messages: [{"role": "user", "content": ...}].'
+                f"{where}: {what} come without a prompt that could show them. Give one, a text or a list of messages, "
+                f"in the column {' or '.join(keys)}."
             )
         for kind in reversed(_KINDS):  # what is put there last stands first
             places = [part for message in messages for part in _parts(message) if kind.has(part)]
@@ -171,10 +176,11 @@ class RowImages:
         sees: Whether it is a model over images.
         folder: As of `ImageReader`.
         max_pixels: Likewise.
+        chat: Likewise.
     """
 
-    def __init__(self, sees: bool, folder: Path | None, max_pixels: int) -> None:
-        self._reader = ImageReader(folder, max_pixels) if sees else None
+    def __init__(self, sees: bool, folder: Path | None, max_pixels: int, chat: bool = False) -> None:
+        self._reader = ImageReader(folder, max_pixels, chat) if sees else None
 
     def read(
         self, row: dict[str, Any], where: str, *keys: str, without: Sequence[str] = ()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_rl.data.checks import excerpt, one_of, refuse_what_is_no_text
+from lit_rl.data.checks import excerpt, one_of, refuse_other_files
 from lit_rl.errors import DataError
 
 OnBadRow = Literal["error", "skip"]
@@ -66,11 +66,14 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """
     try:
         with open(path, "rb") as lines:
+            looked_at = False
             for number, line in enumerate(lines, 1):
                 if number == 1:
-                    refuse_what_is_no_text(path, line)
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
+                    if not looked_at:
+                        refuse_other_files(path, line)
+                        looked_at = True
                     yield number, line
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -86,9 +89,10 @@ def row_of_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
         return parse_object(line)
     except ValueError as error:
         shown = excerpt(line[:400].decode("utf-8", "replace").rstrip("\r\n"))
-        raise DataError(
-            f"{path}:{number}: {error}; data.on_bad_row=skip leaves out and counts such lines: {shown}"
-        ) from error
+        fix = "data.on_bad_row=skip leaves out and counts such lines"
+        if line.strip() in (b"[", b"{") or line.lstrip().startswith(b"["):
+            fix = f"a file of one object a line is needed. Name one value over several lines .json: {path.stem}.json"
+        raise DataError(f"{path}:{number}: {error}; {fix}: {shown}") from error
 
 
 def parse_object(line: bytes) -> dict[str, Any]:

@@ -40,9 +40,23 @@ def format_for(row: Mapping[str, Any], kind: Kind) -> str | None:
     return next((name for name in USABLE[kind] if found.issuperset(COLUMNS[name])), None)
 
 
+VERDICTS = {
+    **dict.fromkeys(("true", "yes", "1"), True),
+    **dict.fromkeys(("false", "no", "0"), False),
+}
+"""Words for a truth value, because cells of .csv are text."""
+
+
+def verdict(value: Any) -> bool | None:
+    """The truth value that a label says: a boolean, 0 or 1, or one of `VERDICTS`; None where it says none."""
+    if isinstance(value, str):
+        return VERDICTS.get(value.strip().lower().removesuffix(".0"))
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
+
+
 def is_verdict(row: Mapping[str, Any]) -> bool:
     """Whether a row of `prompt-completion` says that its completion is good, or bad: nobody should imitate that."""
-    return isinstance(row.get("label"), bool)
+    return verdict(row.get("label")) is not None
 
 
 _READ_AS: tuple[tuple[str, Kind], ...] = (

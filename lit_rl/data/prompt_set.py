@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_rl.data.checks import one_of
-from lit_rl.data.formats import RowFunction, add_system_prompt, is_empty, mapped_row, rename_columns, split_prompt
-from lit_rl.data.image_parts import RowImages
+from lit_rl.data.formats import RowFunction, add_system_prompt, is_empty, split_prompt
 from lit_rl.data.image_prompts import EqualVideos, Processor, Shown, refuse_reserved, refuse_unequal_videos
 from lit_rl.data.images import MAX_IMAGE_PIXELS, MOST_IMAGE_PIXELS
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.left_out import LeftOut
+from lit_rl.data.message_forms import read_tools
+from lit_rl.data.row_reader import RowReader
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import prompt_key
 from lit_rl.data.templates import check_template_kwargs, control_tokens, encode_prompt, render_prompt
-from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
+from lit_rl.errors import ConfigError, DataError, in_range
 from lit_rl.long_waits import counted
 from lit_rl.rollout import Prompt, PromptBatch
 from lit_rl.vision import PromptVision
@@ -159,8 +160,10 @@ def read_examples(
     options: PromptOptions,
     processor: Processor | None = None,
     left_out: LeftOut | None = None,
+    chat: bool = False,
 ) -> tuple[list[Example], Counter[str]]:
-    """Every row that passes the filters, and how many each filter took.
+    """Every row that passes the filters, and how many each filter took. With `chat` plain texts are read as messages,
+    as they are without where one of them comes with images.
 
     The counts are `rows` (met), `bad`, `empty`, `overlong` (left out), `truncated` (kept, cut), `kept`, `longest`
     (tokens of the longest prompt met, before any cut); `rows = bad + empty + overlong + kept`.
@@ -173,7 +176,7 @@ def read_examples(
         rows=len(rows) + rows.skipped, bad=rows.skipped, empty=0, overlong=0, truncated=0, kept=0, longest=0
     )
     left_out = left_out or LeftOut(tokenizer, options.chat_template_kwargs)
-    reader = _Reader(tokenizer, options, processor, rows.folder, left_out)
+    reader = _Reader(tokenizer, options, processor, rows.folder, left_out, chat)
     kept, first_error = [], None
     for i in counted(range(len(rows)), "tokenising prompts", "row"):
         try:
@@ -206,6 +209,8 @@ def read_examples(
             raise DataError(_too_long(example, options.max_prompt_tokens))
     if first_error and counts["bad"] - rows.skipped == len(rows):
         raise first_error
+    if reader.rows.mixed:
+        return read_examples(rows, tokenizer, options, processor, left_out, chat=True)
     reader.check_whole()
     counts["kept"] = len(kept)
     return kept, counts
@@ -221,32 +226,30 @@ class _Reader:
         processor: Processor | None,
         folder: Path | None,
         left_out: LeftOut,
+        chat: bool,
     ) -> None:
         self.tokenizer, self.processor, self.left_out = tokenizer, processor, left_out
         self.options = options
-        self.images = RowImages(processor is not None, folder, options.max_image_pixels)
+        self.rows = RowReader(options, processor is not None, folder, chat)
         self.control = control_tokens(tokenizer)
         if processor is not None:
             self.control = sorted({*self.control, *processor.reserved})
         self.videos = EqualVideos(processor)
         self.kinds: dict[type, str] = {}
-        self.columns: dict[str, None] = {}
 
     def example(self, row: dict[str, Any], where: str) -> Example | None:
         """The row formatted and tokenised, or None where its prompt is empty."""
         options = self.options
-        if options.map_row is not None:
-            row = mapped_row(options.map_row, row, where)
-        self.columns.update(dict.fromkeys(row))
-        row = rename_columns(row, where, options.rename)
-        row, images = self.images.read(row, where, options.prompt_key)
+        row, images = self.rows.read(row, where, options.prompt_key)
         prompt, columns = split_prompt(row, where, prompt_key=options.prompt_key)
         self.kinds.setdefault(type(prompt), where)
         if is_empty(prompt):
             return None
         prompt = add_system_prompt(prompt, options.system_prompt)
+        kwargs = options.chat_template_kwargs
+        if tools := self._tools(prompt, columns.get("tools"), where):
+            columns["tools"], kwargs = tools, {**kwargs, "tools": tools}
         if images and self.processor is not None and not isinstance(prompt, str):
-            kwargs = options.chat_template_kwargs
             text = render_prompt(self.tokenizer, prompt, where, kwargs, self.control, self.left_out)
             self.videos.check(images, where)
             ids, _ = self.processor.process(text, images, where)
@@ -259,11 +262,25 @@ class _Reader:
             self.tokenizer,
             prompt,
             where=where,
-            chat_template_kwargs=options.chat_template_kwargs,
+            chat_template_kwargs=kwargs,
             control=self.control,
             left_out=self.left_out,
         )
         return Example(prompt, ids, columns, where)
+
+    def _tools(self, prompt: Prompt, given: Any, where: str) -> list[Any] | None:
+        """The schemas that the chat template is told of; a column that holds anything else is the rewards'."""
+        if not given:
+            return None
+        try:
+            tools = read_tools(given, where)
+        except DataError:
+            self.rows.note("the column tools holds no JSON schemas: rewards see it, the chat template does not", where)
+            return None
+        if isinstance(prompt, str):
+            self.rows.note("the column tools is not shown: the prompt is plain text, without a chat template", where)
+            return None
+        return tools
 
     def keep(self, example: Example) -> Example:
         """The example, which later ones have to fit."""
@@ -278,10 +295,8 @@ class _Reader:
                 f"Prompts of two kinds: {self.kinds[str]} is a string, {self.kinds[list]} a list of messages. "
                 "Make all of them one kind, for example with data.map_row."
             )
-        for old in self.options.rename:
-            if old not in self.columns:
-                found, hint = ", ".join(self.columns), did_you_mean(old, self.columns)
-                raise DataError(f"data.rename: no row has a column {old!r}; columns found: {found}.{hint}")
+        self.rows.check_renamed()
+        self.rows.say()
 
 
 def _too_long(example: Example, limit: int) -> str:
@@ -297,7 +312,8 @@ def _column(name: str, examples: Sequence[Example]) -> list[Any]:
     for value, example in zip(values, examples):
         if value is not None:
             kinds.setdefault(_kind(value), example.where)
-    if set(kinds) == {"text", "number"}:
+    if set(kinds) == {"text", "number"}:  # not a number is what pandas writes for nothing
+        values = [None if isinstance(value, float) and value != value else value for value in values]
         return [str(value) if isinstance(value, int | float) else value for value in values]
     if len(kinds) > 1:
         (one, here), (other, there), *_ = kinds.items()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_rl.data.checks import excerpt, refuse_what_is_no_text
+from lit_rl.data.checks import excerpt, refuse_other_files
 from lit_rl.data.jsonl import numbered_lines, row_of_line
 from lit_rl.errors import DataError
 
@@ -104,7 +104,7 @@ def without_none(value: Any) -> Any:
 
 def _cells(path: Path, delimiter: str, skip: int) -> Iterator[RawRow]:
     with open(path, "rb") as file:
-        refuse_what_is_no_text(path, file.read(16))
+        refuse_other_files(path, file.read(64))
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         lines = _parsed(reader, path)
@@ -143,6 +143,7 @@ def _parsed(reader: Any, path: Path) -> Iterator[list[str]]:
 def _records(path: Path, skip: int) -> Iterator[RawRow]:
     import pyarrow.parquet
 
+    refuse_other_parquet(path)
     with pyarrow.parquet.ParquetFile(path) as file:
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         ends = list(itertools.accumulate(sizes))
@@ -152,6 +153,14 @@ def _records(path: Path, skip: int) -> Iterator[RawRow]:
             rows = [row_of_table(row) for row in batch.slice(max(0, skip - first)).to_pylist()]
             yield from enumerate(rows, first + len(batch) - len(rows))
             first += len(batch)
+
+
+def refuse_other_parquet(path: Path) -> None:
+    """Raises DataError where a file that is called .parquet is text, or packed."""
+    with open(path, "rb") as file:
+        beginning = file.read(64)
+    if not beginning.startswith(b"PAR1"):
+        refuse_other_files(path, beginning, "parquet")
 
 
 def _each(

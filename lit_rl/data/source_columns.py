@@ -35,11 +35,6 @@ class SourceColumns:
     columns: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.map_row is not None and not callable(self.map_row):
-            raise ConfigError(
-                f"{self.key}.map_row={self.map_row!r} is no function. In a config it is {{_target_: "
-                "hydra.utils.get_method, path: my_module.my_function}."
-            )
         if not isinstance(self.rename, Mapping):
             raise ConfigError(f"{self.key}.rename={self.rename!r} takes a mapping, old name to new.")
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):

@@ -6,22 +6,34 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_rl.data.corpus import list_counts
+from lit_rl.data.checks import SEVERAL_PATHS
+from lit_rl.data.corpus import Report, list_counts
+from lit_rl.data.formats import row_function
 from lit_rl.data.hub import GivenRows, is_data_set
 from lit_rl.data.image_prompts import Processor
 from lit_rl.data.images import MAX_IMAGE_PIXELS
 from lit_rl.data.jsonl import OnBadRow
 from lit_rl.data.order import RolloutOrder
-from lit_rl.data.small_sets import DEFAULT, NotesKeywords, fitting
+from lit_rl.data.small_sets import DEFAULT, fitting
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import Source, exactly_one, named_rows, no_text, parse_sources, val_sources
 from lit_rl.data.tasks import Task
 from lit_rl.errors import ConfigError, DataError, in_range, seed_in_range
 
+_REASONS = {
+    "bad": "not sound (data.on_bad_row=skip)",
+    "empty": "empty",
+    "equal": "with equal sides",
+    "promptless": "without a common prompt",
+    "overlong": "",
+    "truncated": "cut",
+}
+"""What is said of rows that are left out, and of those that are cut, by their counts."""
 
-class SourcedDataModule(L.LightningDataModule, NotesKeywords):
+
+class SourcedDataModule(L.LightningDataModule):
     """Rows and validation sets. Exactly one of `path`, `rows`, `task` and `sources` says where rows come from.
 
     Args:
@@ -35,7 +47,8 @@ class SourcedDataModule(L.LightningDataModule, NotesKeywords):
             rows as there are, shared out by weight (1 if left out: equal shares, whatever the sizes). The last three
             are of the source alone, before those of all: a function, new names, and the columns that are kept.
         rename: New names of columns, old to new.
-        map_row: A function from row to row, applied first, such as `lit_rl.data.recipes.gsm8k`.
+        map_row: A function from row to row, applied first, or its path: `./file.py:name`, `package.module:name`, or
+            `package.module.name`, such as `lit_rl.data.recipes.gsm8k`.
         system_prompt: Opens every prompt that has no system message of its own; a string prompt becomes messages.
         chat_template_kwargs: Further arguments of the chat template.
         shuffle: A new order of the rows in every epoch.
@@ -55,6 +68,9 @@ class SourcedDataModule(L.LightningDataModule, NotesKeywords):
     _fitted: int | None = None
     """The rows of a step that a small set was given in place of the default."""
 
+    size_is_given: bool
+    """Whether somebody said how many rows a step takes; where not, it is known once the rows are."""
+
     def __init__(
         self,
         rows: GivenRows | None = None,
@@ -65,7 +81,7 @@ class SourcedDataModule(L.LightningDataModule, NotesKeywords):
         task: Task | None = None,
         sources: list[dict[str, Any]] | None = None,
         rename: dict[str, str] | None = None,
-        map_row: Callable | None = None,
+        map_row: str | Callable | None = None,
         system_prompt: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         max_image_pixels: int = MAX_IMAGE_PIXELS,
@@ -81,6 +97,8 @@ class SourcedDataModule(L.LightningDataModule, NotesKeywords):
     ) -> None:
         super().__init__()
         exactly_one(path=path, rows=rows, task=task, sources=sources)
+        if isinstance(path, list | tuple):
+            raise ConfigError(SEVERAL_PATHS)
         if rows is not None:
             no_text("data.rows", rows)
         if path is None and (split is not None or name is not None):
@@ -100,7 +118,7 @@ class SourcedDataModule(L.LightningDataModule, NotesKeywords):
         self.val_sources = val_sources(one, val_path, val_split)
         self.reading: dict[str, Any] = {
             "rename": rename or {},
-            "map_row": map_row,
+            "map_row": row_function(map_row),
             "system_prompt": system_prompt,
             "chat_template_kwargs": chat_template_kwargs or {},
             "on_bad_row": on_bad_row,
@@ -151,6 +169,36 @@ class SourcedDataModule(L.LightningDataModule, NotesKeywords):
             why = "data.task.val_rows=0" if getattr(self.task, "val_rows", None) == 0 else "data.task.val() has no rows"
         rank_zero_info(f"There is no validation: {why}.")
 
+    def say_what_became_of(self, report: Report, limit: str, *, repeats: bool = False) -> None:
+        """Tell the user in one line a set which rows were left out or cut, and how rows were held out.
+
+        Args:
+            report: Counts by set.
+            limit: The setting that bounds lengths.
+            repeats: Equal prompts in both sets are meant.
+        """
+        reasons = _REASONS | {"overlong": f"too long ({limit})"}
+        for name, counts in report.items():
+            if told := [f"{counts[key]} {words}" for key, words in reasons.items() if counts.get(key)]:
+                left = counts["kept"] + counts.get("held_out", 0)
+                longest = f"; the longest has {counts['longest']} tokens" if counts.get("longest") else ""
+                rank_zero_info(f"{name}: {left} of {counts['rows']} rows are left: {', '.join(told)}{longest}.")
+            overlap, held = counts.get("overlap"), report["train"].get("held_out")
+            if overlap and name == "val" and held == overlap:
+                rank_zero_info(f"All rows have one prompt, so rows are held out and not prompts: {held} of them.")
+            elif overlap and not repeats:
+                rank_zero_warn(f"{overlap} of {counts['kept']} rows of {name} have a training prompt.")
+        if self.task is None and self.val_fraction and len(report) == 1 and report["train"].get("kept") == 1:
+            rank_zero_info("There is no validation: there is one row, and it is trained on.")
+        if (held := report["train"].get("held_out", 0)) > self._share_of(held + report["train"].get("kept", 0)):
+            rank_zero_info(
+                f"val: {held} rows are held out, more than data.val_fraction={self.val_fraction} of them: rows with "
+                "equal prompts are held out together."
+            )
+
+    def _share_of(self, rows: int) -> int:
+        return max(1, round(rows * self.val_fraction))
+
     def order_of(
         self, sizes: tuple[int, ...], size: int, shuffle: bool, key: str, counts: Mapping[str, int]
     ) -> RolloutOrder:
@@ -176,30 +224,26 @@ class SourcedDataModule(L.LightningDataModule, NotesKeywords):
     def _held_together(self, counts: Mapping[str, int]) -> str:
         """Why more rows are held out than the share of them; empty where they are not."""
         held = counts.get("held_out", 0)
-        if held <= max(1, round((counts["kept"] + held) * self.val_fraction)):
+        if held <= self._share_of(counts["kept"] + held):
             return ""
         return ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
 
-    def fitted(self, size: int, now: int, rows: int, name: str) -> int:
-        """The rows of a step: `size`, or as many as a small set has where nobody gave a size; said where it changes.
+    def fitted(self, size: int | None, now: int, rows: int, key: str) -> int:
+        """The rows of a step: `size`, or as many as there are, at most `DEFAULT`, where nobody gave one.
 
         Args:
-            size: As the constructor has it.
+            size: As the constructor has it; None: nobody gave one.
             now: As it was last.
             rows: What is left for training.
-            name: Of the setting.
+            key: Of the setting.
         """
-        if now not in (size, self._fitted):
-            return now  # somebody has set it since
-        chosen = self._size_is_chosen(size, name)
-        fits = None if chosen or rows >= size else fitting(rows, size, self._unit())
+        if size is not None or now not in (DEFAULT, self._fitted):
+            return now  # somebody has set it, or did so since
+        fits = None if rows >= DEFAULT else fitting(rows, DEFAULT, self._unit())
         if fits is not None and fits != now:
-            rank_zero_info(f"{name}={fits}: none was given, and {rows} rows are left for training (default {size}).")
+            rank_zero_info(f"{key}={fits}: nobody set it, and the rows left for training are {rows} (else {DEFAULT}).")
         self._fitted = fits
-        return fits or size
-
-    def _size_is_chosen(self, size: int, name: str) -> bool:
-        return name in self._given_names or size != DEFAULT
+        return fits or DEFAULT
 
     def _unit(self) -> int:
         """What the rows of a step have to be a multiple of, as far as a Trainer is there."""
@@ -212,7 +256,7 @@ class SourcedDataModule(L.LightningDataModule, NotesKeywords):
     def _more_rows(self, left: int, size: int, key: str, counts: Mapping[str, int]) -> str:
         """What to do where the rows do not fill a step."""
         held, unit = counts.get("held_out", 0), self._unit()
-        chosen = self._size_is_chosen(size, key.removeprefix("data."))
+        chosen = size != DEFAULT or self.size_is_given
         fixes = ["add rows", "loosen a filter"]
         if held and (left + held >= size or left < unit <= left + held):
             also = "" if left + held >= size or not chosen else f" and lower {key} to {left + held} or less"

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from lit_rl.data.checks import excerpt, one_of
+from lit_rl.data.checks import excerpt, one_of, refuse_other_files
 from lit_rl.data.hub import from_hub, from_saved
 from lit_rl.data.jsonl import ON_BAD_ROW, JsonlReader, OnBadRow, parse_json
-from lit_rl.data.raw_rows import row_of_table, rows_of_cells
+from lit_rl.data.kinds import COLUMNS
+from lit_rl.data.message_forms import MESSAGES, SHAREGPT
+from lit_rl.data.raw_rows import refuse_other_parquet, row_of_table, rows_of_cells
 from lit_rl.errors import ConfigError, DataError, did_you_mean
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
@@ -156,13 +158,17 @@ def _read_lines(path: Path, on_bad_row: OnBadRow) -> Rows:
 
 
 def _read_json(path: Path, on_bad_row: OnBadRow) -> Rows:
-    data = _bytes(path)
-    if not data.lstrip().startswith(b"["):
+    if not is_one_value(path):
         return _read_lines(path, on_bad_row)
+    data = _bytes(path)
+    refuse_other_files(path, data[:64])
     try:
-        items = parse_json(data)
+        items = _rows_in(parse_json(data), path)
     except ValueError as error:
-        raise DataError(f"{path}: {error}; a .json file holds one array of objects, or one object a line.") from error
+        raise DataError(
+            f"{path}: {error}; a .json file holds an array of objects, one object with such an array or of columns, or "
+            "one object a line."
+        ) from error
     rows = [item for item in items if isinstance(item, dict)]
     if on_bad_row == "error" and len(rows) < len(items):
         index, bad = next((i, item) for i, item in enumerate(items) if not isinstance(item, dict))
@@ -170,11 +176,84 @@ def _read_json(path: Path, on_bad_row: OnBadRow) -> Rows:
     return Rows(str(path), rows, skipped=len(items) - len(rows))
 
 
+def is_one_value(path: Path) -> bool:
+    """Whether a .json file is one value, and no object a line: an array, or an object over lines or of lists.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            lines = (line for line in file if line.removeprefix(b"\xef\xbb\xbf").strip())
+            first, second = next(lines, b""), next(lines, b"")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    first = first.removeprefix(b"\xef\xbb\xbf").strip()
+    if first.startswith(b"["):
+        return True
+    try:
+        value = parse_json(first)
+    except ValueError:
+        return first.startswith(b"{") and not first.endswith(b"}")
+    return not second and isinstance(value, dict) and _tables_in(value, path) is not None
+
+
+def _rows_in(value: Any, path: Path) -> list[Any]:
+    """The rows of a whole file: an array, an array under a name (`{"data": [...]}`), columns, or one row."""
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: holds {excerpt(repr(value))}; rows are objects {{...}}.")
+    found = _tables_in(value, path)
+    return [value] if found is None else found
+
+
+def _tables_in(value: dict[str, Any], path: Path) -> list[Any] | None:
+    """The rows that an object holds under a name, or by columns; None where it is a row itself.
+
+    Raises:
+        DataError: it holds several tables.
+    """
+    if not value or any(_is_of_a_row(name, held) for name, held in value.items()):
+        return None
+    arrays = {n: held for n, held in value.items() if isinstance(held, list) and held and isinstance(held[0], dict)}
+    if arrays and not value.keys() & _NAMES:
+        if len(arrays) > 1:
+            raise DataError(f"{path}: holds several tables: {', '.join(arrays)}. Write each to a file of its own.")
+        return next(iter(arrays.values()))
+    if len({*map(_width, value.values())}) == 1 and _width(next(iter(value.values()))):
+        columns = [held if isinstance(held, list) else list(held.values()) for held in value.values()]
+        return [dict(zip(value, cells)) for cells in zip(*columns)]
+    return None
+
+
+_NAMES = {SHAREGPT, "prompt", *(name for columns in COLUMNS.values() for name in columns)}
+"""Columns that are known."""
+
+
+def _is_of_a_row(name: str, held: Any) -> bool:
+    """Whether a list is what one row has in a column, and no table or column of several rows."""
+    if not isinstance(held, list) or not held:
+        return False
+    if name in ("input_ids", "completions"):
+        return not isinstance(held[0], list)
+    return name in (*MESSAGES, SHAREGPT, "tools", "images", "videos") and isinstance(held[0], dict)
+
+
+def _width(column: Any) -> int:
+    """Cells of a column: a list, or an object whose names count from 0, as pandas writes one; 0: it is no column."""
+    if isinstance(column, list):
+        return len(column)
+    counts = isinstance(column, dict) and [*column] == [str(i) for i in range(len(column))]
+    return len(column) if counts else 0
+
+
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
+        refuse_other_parquet(path)
         return [row_of_table(row) for row in pyarrow.parquet.read_table(path).to_pylist()]
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as parquet: {excerpt(str(error), 200)}") from error

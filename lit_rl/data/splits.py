@@ -10,15 +10,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lit_rl.data.formats import row_function
 from lit_rl.data.hub import rows_of_object
 from lit_rl.data.image_prompts import Shown
 from lit_rl.data.jsonl import OnBadRow
+from lit_rl.data.message_forms import plain
 from lit_rl.data.source_columns import SourceColumns
 from lit_rl.data.sources import Rows, load_rows
 from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
 from lit_rl.rollout import Prompt
 
 Row = TypeVar("Row")
+
+_ROWS_OF = {
+    "dict": " Make rows of columns: datasets.Dataset.from_dict(columns).",
+    "DataFrame": ' Make rows of the table: table.to_dict("records").',
+}
+"""What makes rows of other objects."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +81,15 @@ def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[Source]:
     return [
         Source(
             **{key: source[key] for key in plain if key in source},
-            own=SourceColumns(f"data.sources[{i}]", **{key: source[key] for key in own if key in source}),
+            own=_own(f"data.sources[{i}]", {key: source[key] for key in own if key in source}),
         )
         for i, source in enumerate(sources)
     ]
+
+
+def _own(key: str, given: dict[str, Any]) -> SourceColumns:
+    map_row = row_function(given.pop("map_row", None), f"{key}.map_row")
+    return SourceColumns(key, map_row, **given)
 
 
 def val_sources(
@@ -118,7 +131,8 @@ def hold_out(
     """Set a share of the prompts aside: the training rows of each source, and the validation rows of all.
 
     Rows of equal prompts stay together, so no validation prompt is trained on. Which prompts depends on the prompts,
-    the share and the seed only.
+    the share and the seed only. Where all rows have one prompt, a share of the rows is set aside: what differs are
+    their other columns. Something is left to train on in any case: of a single row nothing is set aside.
 
     Args:
         sources: The rows, by source.
@@ -127,9 +141,11 @@ def hold_out(
         key: A text that is equal for rows of equal prompts.
     """
     keys = [[key(example) for example in source] for source in sources]
-    distinct = list(dict.fromkeys(key for source in keys for key in source))
-    count = max(1, round(len(distinct) * fraction)) if fraction > 0 and distinct else 0
-    held = set(random.Random(seed).sample(distinct, count))
+    if len({name for names in keys for name in names}) == 1:  # a unit that is held out is a row
+        keys = [[f"{number} {i}" for i in range(len(names))] for number, names in enumerate(keys)]
+    units = list(dict.fromkeys(name for names in keys for name in names))
+    count = min(max(1, round(len(units) * fraction)), len(units) - 1) if fraction > 0 and units else 0
+    held = set(random.Random(seed).sample(units, count))
     train, val = [], []
     for source, names in zip(sources, keys):
         train.append([example for example, name in zip(source, names) if name not in held])
@@ -167,10 +183,12 @@ def named_rows(key: str, rows: Any) -> Rows:
     rows = rows_of_object(key, rows)
     no_text(key, rows)
     if isinstance(rows, bytes | Mapping) or not isinstance(rows, Sequence):
-        raise DataError(f"{key} is a {type(rows).__name__}; it takes a list of dicts, or a data set of `datasets`.")
+        name = type(rows).__name__
+        fix = _ROWS_OF.get(name, "")
+        raise DataError(f"{key} is a {name}; it takes a list of dicts, or a data set of `datasets`.{fix}")
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"{key}[{i}] is {row!r:.80}; it takes a list of dicts.")
     if not rows:
         raise DataError(f"{key}: no rows.")
-    return Rows(key, rows)
+    return Rows(key, plain([*rows]))

@@ -15,7 +15,7 @@ from lit_rl.data.hub import GivenRows, open_hub, open_saved
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.raw_rows import BATCH, RawRow, row_of_table, rows_of_cells, rows_of_lines, rows_of_parquet
 from lit_rl.data.source_columns import SourceColumns
-from lit_rl.data.sources import Rows, hub_name, local_path, suffix_of
+from lit_rl.data.sources import Rows, hub_name, is_one_value, local_path, suffix_of
 from lit_rl.data.splits import Source
 from lit_rl.errors import BackendError, ConfigError, DataError
 
@@ -119,20 +119,12 @@ def _file_reader(path: Path, suffix: str) -> Reader:
         return partial(rows_of_parquet, path)
     if suffix in (".csv", ".tsv"):
         return partial(rows_of_cells, path, "," if suffix == ".csv" else "\t")
-    if suffix == ".json" and _is_array(path):
+    if suffix == ".json" and is_one_value(path):
         raise ConfigError(
-            f"data.stream_buffer with data.path={path}: a .json array is read whole. Write one object a line (.jsonl), "
-            "or leave data.stream_buffer out."
+            f"data.stream_buffer with data.path={path}: a .json file of one value is read whole. Write one object a "
+            "line (.jsonl), or leave data.stream_buffer out."
         )
     return partial(rows_of_lines, path)
-
-
-def _is_array(path: Path) -> bool:
-    try:
-        with open(path, encoding="utf-8-sig", errors="replace") as file:
-            return next((c for c in iter(lambda: file.read(1), "") if not c.isspace()), "") == "["
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def _rows_of_data(data: Any, name: str, skip: int) -> Iterator[RawRow]:

@@ -13,6 +13,7 @@ from lit_rl.data.checks import excerpt
 from lit_rl.data.formats import split_prompt
 from lit_rl.data.image_parts import images_in
 from lit_rl.data.image_prompts import Processor, refuse_reserved
+from lit_rl.data.message_forms import in_our_form
 from lit_rl.data.sources import Rows, load_rows
 from lit_rl.data.templates import encode_prompt
 from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
@@ -145,7 +146,8 @@ class SupervisedText:
         if self.prompt_key is None:
             return None, text
         try:
-            return split_prompt(row, where, prompt_key=self.prompt_key)[0], text
+            asked, _ = in_our_form({key: row[key] for key in (self.prompt_key,) if key in row}, where, self.prompt_key)
+            return split_prompt(asked or row, where, prompt_key=self.prompt_key)[0], text
         except DataError as error:
             error.add_note("(the prompts of algo.ptx, whose column is algo.ptx.prompt_key)")
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lit_rl.by_path import named_by
 from lit_rl.environments.base import Environment
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind, Functions
 from lit_rl.environments.function_tools import toolbox_of
@@ -14,7 +15,6 @@ from lit_rl.environments.user_class import Style, UserClass
 from lit_rl.environments.with_steps import ObjectWithSteps
 from lit_rl.environments.with_tools import ObjectWithTools
 from lit_rl.errors import ConfigError, did_you_mean
-from lit_rl.rewards.functions.by_path import named_by
 
 COLUMN = "environment"
 """Of the data, where there are several classes: which one a row is for."""

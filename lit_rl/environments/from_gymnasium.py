@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
+from lit_rl.by_path import named_by
 from lit_rl.data.checks import excerpt
 from lit_rl.environments.base import Environment
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
@@ -18,7 +19,6 @@ from lit_rl.environments.user_class import UserClass
 from lit_rl.environments.with_steps import ObjectWithSteps
 from lit_rl.environments.worker import Target
 from lit_rl.errors import BackendError, ConfigError, did_you_mean, one_of
-from lit_rl.rewards.functions.by_path import named_by
 from lit_rl.rewards.workers.random_state import generators_kept
 
 _WORKER_MODULES = [

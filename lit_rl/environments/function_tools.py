@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lit_rl.by_path import named_by
 from lit_rl.environments.base import Environment
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind, Functions
 from lit_rl.environments.parsers import Parser
 from lit_rl.environments.pool import Pool, target_of
 from lit_rl.environments.tools import FunctionTool, Toolbox
 from lit_rl.environments.with_tools import ToolEnvironment
-from lit_rl.rewards.functions.by_path import named_by
 
 
 class FunctionTools(EnvironmentFactory):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from typing import Any, NoReturn
 
+from lit_rl.by_path import Named, named_by
 from lit_rl.environments.runner import ASKED, Asked, Late, NoReply
 from lit_rl.environments.worker import Call, Setup, Target
 from lit_rl.errors import ConfigError, GenerationError
@@ -23,7 +24,6 @@ from lit_rl.rewards.execution.event_loops import BackgroundLoop
 from lit_rl.rewards.execution.failures import WorkerTraceback
 from lit_rl.rewards.execution.worker_output import quote_output
 from lit_rl.rewards.execution.worker_process import WorkerProcess
-from lit_rl.rewards.functions.by_path import Named, named_by
 from lit_rl.rewards.workers.job import CallFailed, Failure
 
 _LOOP = BackgroundLoop("lit_rl-environment-workers")

@@ -9,7 +9,7 @@ from lit_rl.data.checks import excerpt
 from lit_rl.environments.colours import colours_as_words
 from lit_rl.environments.spaces import Actions, NoAction, actions_of, shown_by_default
 from lit_rl.errors import ConfigError
-from lit_rl.rewards.workers.import_source import load
+from lit_rl.import_source import load
 
 Show = Callable[[Any, Any], str]
 """The environment and its observation as the text that the policy reads."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lit_rl.by_path import named_by
 from lit_rl.data.templates import encode_prompt
 from lit_rl.environments.source import EpisodeRequest, EpisodeSource, Interactive
 from lit_rl.episodes import End, Episode
@@ -27,7 +28,6 @@ from lit_rl.generation.batches import assemble
 from lit_rl.generation.returned import Returned, ReturnedRow
 from lit_rl.generation.returned_messages import decoded_messages
 from lit_rl.generation.rollout_handle import RolloutHandle
-from lit_rl.rewards.functions.by_path import named_by
 from lit_rl.rollout import Completions, Prompt, PromptBatch, Prompts
 from lit_rl.time_limit import TookTooLong, time_limit
 

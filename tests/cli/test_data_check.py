@@ -275,9 +275,8 @@ def test_bad_data_ends_with_its_message(check, tmp_path):
     renamed = check(f"data.path={typo}", "data.rename={promt: prompt, reply: completion}")
     assert renamed.code == 0 and renamed.out.startswith("data=texts"), renamed.err
     one = write_jsonl(tmp_path / "one.jsonl", [{"prompt": "a", "completion": "b"}] * 40)
-    outcome = check(f"data.path={one}")  # one prompt, and it is held out
-    refused(outcome, 3, "0 rows are left")
-    assert "no training row is left" in outcome.out
+    outcome = check(f"data.path={one}")  # one prompt: rows of it are held out
+    assert outcome.code == 0 and "train: rows 40, kept 38, held_out 2" in outcome.out, outcome.err
     refused(check(f"data.path={tmp_path / 'nothing.jsonl'}"), 3, "no such file")
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
     refused(check(f"data.path={tmp_path / 'broken.jsonl'}"), 3, "broken.jsonl:2")

@@ -24,7 +24,7 @@ from lit_rl.environments import CustomEnvironment, FunctionTools
 from lit_rl.environments.guess import GuessNumber
 from lit_rl.environments.parsers import HermesParser, Llama3Parser, MistralParser, RegexParser
 from lit_rl.environments.tools import Toolbox
-from lit_rl.rewards.workers.import_source import load_file
+from lit_rl.import_source import load_file
 
 SAID = "0", "win", "", "nonsense"
 

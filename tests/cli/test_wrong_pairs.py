@@ -96,6 +96,7 @@ def test_a_file_for_another_algorithm_is_refused_with_the_line_to_type(algo, com
         ("sft", {**ROWS["texts"], "label": "news"}, True),
         ("sft", {"prompt": "a sum", "text": "1+1=2"}, True),
         ("sft", {**ROWS["texts"], "label": True}, False),
+        ("sft", {**ROWS["texts"], "label": "0"}, False),
     ],
 )
 def test_columns_beside_those_that_serve_change_nothing(algo, row, served, command: Command, cwd, tmp_path):
@@ -125,6 +126,20 @@ def test_with_its_own_columns_a_reward_answers_the_prompts_of_pairs(command: Com
     assert command("algo=grpo", f"data.path={path}", *quick).code == 0
     path = write_jsonl(tmp_path / "pairs.jsonl", [{**row, "answer": None} for row in rows])
     assert command("algo=grpo", f"data.path={path}", "reward=length", *quick).code == 0
+
+
+@pytest.mark.parametrize("group", ["texts", "preferences"])
+def test_who_types_a_reward_means_prompts(group, command: Command, cwd, tmp_path):
+    """Whatever other columns there are; without a prompt the run is refused, with the algorithm to type."""
+    quick = ["trainer.fast_dev_run=1", "trainer.accelerator=cpu", "data.prompts_per_rollout=2"]
+    rows = [{**ROWS[group], "prompt": f"{n}+1=", "answer": "2"} for n in range(8)]
+    path = write_jsonl(tmp_path / "mine.jsonl", rows)
+    outcome = command(f"data.path={path}", "reward=length", *quick)
+    assert outcome.code == 0, outcome.err
+    algo = "sft" if group == "texts" else "dpo"
+    assert f"data=jsonl (prompts to be answered, as reward was typed; algo={algo} would" in outcome.out
+    path = write_jsonl(tmp_path / "text.jsonl", [{"text": "1+1=2"}] * 8)
+    refused(command(f"data.path={path}", "reward=length"), 2, "reward was typed", "Type algo=sft", "data.rename")
 
 
 def test_the_reward_that_nobody_typed_needs_the_column_that_is_looked_for():

@@ -115,6 +115,7 @@ def test_columns_of_different_kinds_in_different_lines_are_no_error_of_the_reade
     assert list(load_rows(write_jsonl(tmp_path / "a.jsonl", mixed))) == mixed
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n"
 BAD_FILES = {
     "cells.csv": (b"a,b\n1,2\n1,2,3\n", r"cells\.csv:3: 3 cells under 2"),
     "twice.csv": (b"a,a\n1,2\n", "stands twice"),
@@ -129,7 +130,16 @@ BAD_FILES = {
     "packed.jsonl.gz": (gzip.compress(b'{"a": 1}\n'), r"unknown kind of file '\.gz'.*Unpack it first"),
     "table.json": (b"PAR1\x15\x04\x15", r"is parquet: name it \.parquet"),
     "array.json": (b'[{"a": 1}, 7]', r"array\.json\[1\]: .*found 7"),
-    "pretty.json": (b'{\n "a": 1\n}', r"pretty\.json:1: not valid JSON"),
+    "pretty.jsonl": (b'{\n "a": 1\n}', r"pretty\.jsonl:1: not valid JSON .*one object a line.*Name one value .*\.json"),
+    "array.jsonl": (b'[{"a": 1}]', r"array\.jsonl:1: expected a JSON object.*Name one value .*array\.json:"),
+    "pointer.jsonl": (POINTER, "is a pointer of Git LFS.*git lfs pull"),
+    "pointer.json": (POINTER, "is a pointer of Git LFS.*git lfs pull"),
+    "pointer.csv": (POINTER, "is a pointer of Git LFS.*git lfs pull"),
+    "pointer.parquet": (POINTER, "is a pointer of Git LFS.*git lfs pull"),
+    "page.jsonl": (b"\n<!DOCTYPE html>\n<html>", "is a web page: download the file itself"),
+    "page.parquet": (b"<html>", "is a web page: download the file itself"),
+    "tables.json": (b'{"train": [{"a": 1}], "test": [{"a": 2}]}', "several tables: train, test"),
+    "number.json": (b"[\n1\n]", r"number\.json\[0\]: expected an object"),
     "cut.json": (b'[{"a": 1}, {"a"', r"not valid JSON .*column 16"),
     "nan.json": (b'[{"a": NaN}]', "NaN"),
     "not.parquet": (b"PAR1 not at all", "cannot be read as parquet"),

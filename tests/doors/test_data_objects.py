@@ -137,7 +137,7 @@ def test_a_step_takes_what_a_small_set_has(tokenizer: Any, caplog: pytest.LogCap
             prompts.prepare(tokenizer)
             texts.prepare(tokenizer)
     assert (prompts.prompts_per_rollout, texts.batch_size) == (7, 7)
-    assert sum("=7: none was given, and 7 rows are left" in said for said in caplog.messages) == 2
+    assert sum("=7: nobody set it, and the rows left for training are 7" in said for said in caplog.messages) == 2
     many = RolloutDataModule([{"prompt": f"{n}+1="} for n in range(40)])
     many.prepare(tokenizer)
     assert many.prompts_per_rollout == 32
@@ -160,19 +160,19 @@ def test_rows_of_equal_prompts_that_are_held_out_together_are_named(tokenizer: A
         r"held_out 4\. Rows of equal prompts are held out together, or none of them is.*val_fraction=0 \(4 rows are\)"
     )
     with pytest.raises(DataError, match=equal):
-        RolloutDataModule([{"prompt": "1+1="}] * 4).prepare(tokenizer)
-    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 4
+        RolloutDataModule([{"prompt": f"{n % 2}+1="} for n in range(8)], prompts_per_rollout=8).prepare(tokenizer)
+    pairs = [{"prompt": f"{n % 2}+1=", "chosen": "2", "rejected": "3"} for n in range(8)]
     with pytest.raises(DataError, match=equal):
-        PreferenceDataModule(pairs).prepare(tokenizer)
+        PreferenceDataModule(pairs, batch_size=8).prepare(tokenizer)
     with pytest.raises(DataError, match=r"held_out 1\. [^R]"):
         RolloutDataModule([{"prompt": "1+1="}, {"prompt": "2+2="}], prompts_per_rollout=2).prepare(tokenizer)
 
 
-def test_where_every_row_is_held_out_the_hint_works(tokenizer: Any) -> None:
-    hint = r"0 rows are left .*hold none out with data\.val_fraction=0 \(1 rows are\)"
-    with pytest.raises(DataError, match=rf"{hint} or loosen a filter\."):
-        RolloutDataModule(ROWS[:1]).prepare(tokenizer)
-    with pytest.raises(DataError, match=rf"{hint} and lower data\.prompts_per_rollout to 1 or less or"):
+def test_a_single_row_is_trained_on_and_the_hint_for_a_larger_step_works(tokenizer: Any) -> None:
+    data = RolloutDataModule(ROWS[:1])
+    data.prepare(tokenizer)
+    assert (data.prompts_per_rollout, data.report["train"]["held_out"], data.val_names) == (1, 0, [])
+    with pytest.raises(DataError, match=r"1 rows are left .*lower data\.prompts_per_rollout to 1 or less"):
         RolloutDataModule(ROWS[:1], prompts_per_rollout=2).prepare(tokenizer)
     RolloutDataModule(ROWS[:1], prompts_per_rollout=1, val_fraction=0).prepare(tokenizer)
 

@@ -543,7 +543,7 @@ FOREIGN = [
     "subprocess.run",
     "builtins.eval",
     "functools.partial",
-    "lit_rl.rewards.functions.by_path.importlib.import_module",
+    "lit_rl.by_path.importlib.import_module",
 ]
 
 

@@ -77,7 +77,7 @@ def test_a_row_without_images_is_left_as_it_is(nothing: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "Which?", "image": image(1)}, "plain text.*list of messages"),
+        ({"text": "Which?", "image": image(1)}, "images come without a prompt"),
         ({"prompt": asked(PART, PART), "images": [image(1)]}, "2 image parts without.*the row has 1 images"),
         ({"prompt": asked(PART), "images": [image(1), image(2)]}, "1 image parts without.*the row has 2 images"),
         ({"prompt": asked(PART)}, "1 image parts without.*the row has 0 images"),

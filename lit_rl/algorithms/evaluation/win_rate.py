@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
-from lit_rl.data.offline.options import ExampleOptions
+from lit_rl.data.message_forms import told_of
 from lit_rl.data.templates import control_tokens, encode_prompt
 from lit_rl.errors import ConfigError, LitRLError
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
@@ -173,11 +173,10 @@ def _prompt_ids(tokenizer: Any, batch: PromptBatch, against: str, options: Any) 
     """The prompts as tokens of another model."""
     settings: dict[str, Any] = {"where": f"eval.win_rate_against={against}", "control": control_tokens(tokenizer)}
     given = dict(getattr(options, "chat_template_kwargs", None) or {})
-    # The policy reads a row's tools where the data are examples; a column of prompts alone is for rewards only.
-    columns = batch.columns.get("tools") if isinstance(options, ExampleOptions) else None
+    columns = batch.columns.get("tools") or [None] * len(batch)  # which the policy reads too, where they are schemas
     return [
-        encode_prompt(tokenizer, prompt, chat_template_kwargs=given | ({"tools": tools} if tools else {}), **settings)
-        for prompt, tools in zip(batch.prompts, columns or [None] * len(batch))
+        encode_prompt(tokenizer, prompt, chat_template_kwargs=given | told_of(tools), **settings)
+        for prompt, tools in zip(batch.prompts, columns)
     ]
 
 

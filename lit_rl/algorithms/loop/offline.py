@@ -144,8 +144,11 @@ class OfflineModule(PolicyModule, ABC):
             self.fit_scoring()
 
     def check_processes(self, data: Any, trainer: Any) -> None:
+        examples = example_data(data, self.learns_from, type(self).__name__)
+        if not examples.size_is_given:
+            return  # as many as there will be, and divide
         OfflinePlan(
-            batch_size=example_data(data, self.learns_from, type(self).__name__).batch_size,
+            batch_size=examples.batch_size,
             accumulate=trainer.accumulate_grad_batches,
             world_size=data_ranks(trainer),
             rows=0,

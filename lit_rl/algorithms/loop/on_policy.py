@@ -406,8 +406,11 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def check_processes(self, data: Any, trainer: Any) -> None:
         weights_are_copied(self.generator, trainer)
+        prompts = preflight.prompts_of(data)
+        if not getattr(prompts, "size_is_given", True):
+            return  # as many as there will be, and divide
         BatchPlan(
-            prompts_per_rollout=preflight.prompts_of(data).prompts_per_rollout,
+            prompts_per_rollout=prompts.prompts_per_rollout,
             group_size=self.group_size,
             minibatches=self.minibatches,
             iterations=self.iterations,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from lit_rl.data.checks import excerpt
 from lit_rl.data.formats import add_system_prompt, checked_message, split_prompt
 from lit_rl.data.image_parts import text_of
-from lit_rl.data.raw_rows import without_none
 from lit_rl.errors import DataError
 from lit_rl.rollout import Message, Prompt
 
@@ -127,26 +125,6 @@ def shared_text(chosen: str, rejected: str) -> int:
         while count and _of_word(chosen[count - 1]):
             count -= 1
     return count - 1 if count and chosen[count - 1] == " " else count
-
-
-def read_tools(value: Any, where: str) -> list[Any] | None:
-    """The schemas of tools: a list of them, or the JSON of one. None where there are none.
-
-    Keys that hold None are left out, at every depth: tables fill the absent keys of a struct with it.
-
-    Raises:
-        DataError: neither.
-    """
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise DataError(f"{where}: tools is a string that is no JSON ({error}): {excerpt(value)}") from error
-    if not value:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise DataError(f"{where}: tools is {excerpt(repr(value))}; a list of JSON schemas is needed.")
-    return without_none(value)
 
 
 def _common(one: Any, other: Any) -> int:

@@ -66,10 +66,11 @@ def read_example_corpus(
         raise DataError(f"No row is left to train on: {list_counts(report['train'])}.")
     if val_fraction > 0:
         sources, held = hold_out(sources, val_fraction, seed, _key)
-        held_out[""] = held
         report["train"]["held_out"] = len(held)
         report["train"]["kept"] = sum(map(len, sources))
-        report["val"] = {"rows": len(held), "kept": len(held)}
+        if held:  # a single row is trained on
+            held_out[""] = held
+            report["val"] = {"rows": len(held), "kept": len(held)}
     train_set, sizes = training_set(sources, kind, pad_id(encoder.tokenizer), options, encoder.processor)
     return _corpus(train_set, sizes, held_out, report, tuple(formats), options)
 

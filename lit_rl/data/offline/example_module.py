@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import lightning as L
-from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.data.corpus import set_key
 from lit_rl.data.given import known_names
 from lit_rl.data.hub import GivenRows
 from lit_rl.data.image_prompts import Processor
@@ -50,8 +48,8 @@ class ExampleDataModule(SourcedDataModule):
 
     Args:
         rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`.
-        batch_size: Rows of one optimizer step, over all its micro-batches and ranks. Where a script gives none, as many
-            as there are, at most 32.
+        batch_size: Rows of one optimizer step, over all its micro-batches and ranks; null: as many as are left for
+            training, at most 32.
         max_length: Longest text, prompt included, in tokens; null is no limit.
         max_completion_tokens: Longest completion, in tokens; null is no limit of its own.
         keep: Which end of a too long text stays: `start` cuts the end of the completion, `end` the start of the prompt.
@@ -73,7 +71,7 @@ class ExampleDataModule(SourcedDataModule):
         self,
         rows: GivenRows | None = None,
         *,
-        batch_size: int = DEFAULT,
+        batch_size: int | None = None,
         max_length: int | None = 1024,
         max_completion_tokens: int | None = None,
         keep: Literal["start", "end"] = "start",
@@ -86,8 +84,9 @@ class ExampleDataModule(SourcedDataModule):
     ) -> None:
         known_names(type(self), source, SourcedDataModule)
         super().__init__(rows, val_batch_size=val_batch_size, **source)
-        in_range("data.batch_size", batch_size, low=1)
-        self.batch_size = self._size = batch_size
+        self.size_is_given, self._size = batch_size is not None, batch_size
+        self.batch_size = DEFAULT if batch_size is None else batch_size
+        in_range("data.batch_size", self.batch_size, low=1)
         self.group_by_length = group_by_length
         self.options = ExampleOptions(
             max_length=max_length,
@@ -99,7 +98,7 @@ class ExampleDataModule(SourcedDataModule):
         )
         self.stream_buffer = stream_buffer
         if stream_buffer is not None:
-            streaming.check_settings(self, stream_buffer, batch_size=batch_size, max_length=max_length)
+            streaming.check_settings(self, stream_buffer, batch_size=batch_size or 1, max_length=max_length)
         self._encoder: Encoder | None = None
         self._kind: Kind | None = None
         self._windows: Windows | None = None
@@ -144,7 +143,7 @@ class ExampleDataModule(SourcedDataModule):
             self._encoder, self._kind = encoder, kind
         if stage == "fit":
             if self._windows is None:
-                self.batch_size = self.fitted(self._size, self.batch_size, sum(self._sets.sizes), "batch_size")
+                self.batch_size = self.fitted(self._size, self.batch_size, sum(self._sets.sizes), "data.batch_size")
                 self._order(self.shuffle)
             else:
                 streaming.check_first(self._sets.sizes, self.batch_size, self.report["train"])
@@ -319,11 +318,14 @@ class ExampleDataModule(SourcedDataModule):
                 self.weights or (1.0,),
             )
             windows = Windows(sources, self.stream_buffer, weights, encoder, kind, self.options, self.batch_size)
+            if self._size is None:
+                rows = len(windows.at(windows.start).data)
+                self.batch_size = self.fitted(None, self.batch_size, rows, "data.batch_size")
+                windows.take_steps_of(self.batch_size)
             corpus = streaming.corpus_beside(windows, val, encoder, self.options)
             self._windows = windows
-        for name, examples in corpus.val.items():
-            if overlap := corpus.report[set_key(name)]["overlap"]:
-                rank_zero_warn(f"{overlap} of {len(examples)} rows of {set_key(name)} have a training prompt.")
+        report = corpus.report if self._windows is None else {**corpus.report, "train": self._windows.counts}
+        self.say_what_became_of(report, f"data.max_length={self.options.max_length}")
         return corpus
 
     def _order(self, shuffle: bool) -> RolloutOrder:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rl.data.checks import excerpt
-from lit_rl.data.kinds import COLUMNS, USABLE, Kind, format_for, is_verdict
+from lit_rl.data.kinds import COLUMNS, USABLE, Kind, format_for, is_verdict, verdict
+from lit_rl.data.message_forms import list_of, read_tools
 from lit_rl.data.offline.conversations import (
     Text,
     as_messages,
     conversation,
     is_whole,
     last_turn,
-    read_tools,
     shared_messages,
     shared_text,
     together,
@@ -129,7 +129,7 @@ def _prompted(name: str, found: Mapping[str, Any], where: str, system: str | Non
 
 
 def _stepwise(found: Mapping[str, Any], where: str, system: str | None, more: dict[str, Any]) -> Record:
-    steps, flags = found["completions"], found["labels"]
+    steps, flags = list_of(found["completions"]), list_of(found["labels"])
     if not isinstance(steps, list) or not all(isinstance(step, str) for step in steps):
         raise DataError(f"{where}: completions is {excerpt(repr(steps))}; a list of strings, one a step, is needed.")
     if not isinstance(flags, list) or len(flags) != len(steps):
@@ -189,14 +189,10 @@ def _rest(row: Mapping[str, Any], *used: str) -> dict[str, Any]:
 
 def _flag(value: Any, what: str) -> bool:
     """A truth value; 0 and 1 and, because cells of .csv are text, the words for it."""
-    words = {"true": True, "1": True, "false": False, "0": False}
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, int | float) and value in (0, 1):
-        return bool(value)
-    if isinstance(value, str) and value.strip().lower() in words:
-        return words[value.strip().lower()]
-    raise DataError(f"{what} is {excerpt(repr(value))}; true or false is needed.")
+    found = verdict(value)
+    if found is None:
+        raise DataError(f"{what} is {excerpt(repr(value))}; true or false is needed (also 1 and 0, yes and no).")
+    return found
 
 
 def _margin(value: Any, what: str) -> float | None:

@@ -45,6 +45,9 @@ def read_examples(
     options.check_kind(kind)
     reader = Reader(encoder, kind, options, rows.folder)
     kept, counts = read_on(rows, reader, {})
+    if reader.rows.mixed:
+        reader = Reader(encoder, kind, options, rows.folder, chat=True)
+        kept, counts = read_on(rows, reader, {})
     return kept, counts, next(iter(reader.formats), "")
 
 
@@ -85,7 +88,7 @@ def read_on(rows: Rows, reader: Reader, met: Mapping[str, int]) -> tuple[list[Ex
         counts.update(fate.split())
     if first_error and not known and counts["bad"] - rows.skipped == len(rows):
         raise first_error
-    if len(rows):
+    if len(rows) and not reader.rows.mixed:
         reader.check_whole()
     counts = add_counts(met, counts)
     _check_dropped(rows.name, counts, options.max_dropped)

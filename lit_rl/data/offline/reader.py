@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lit_rl.data.formats import mapped_row, rename_columns
-from lit_rl.data.image_parts import RowImages
 from lit_rl.data.image_prompts import EqualVideos, Shown
 from lit_rl.data.offline.conversations import Text, is_blank
 from lit_rl.data.offline.encode import Encoder
@@ -15,7 +13,8 @@ from lit_rl.data.offline.example import Encoded, Example, Kind
 from lit_rl.data.offline.formats import Record, read_record
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.truncation import cut, cut_labels, windows
-from lit_rl.errors import ConfigError, DataError, did_you_mean
+from lit_rl.data.row_reader import RowReader
+from lit_rl.errors import ConfigError, DataError
 
 COMPLETIONS = ("completion", "chosen", "rejected", "completions")
 """Columns that show no images: what is answered is text."""
@@ -30,26 +29,22 @@ class Reader:
         kind: Kind,
         options: ExampleOptions,
         folder: Path | None = None,
+        chat: bool = False,
     ) -> None:
         self.kind: Kind = kind
         self.encoder = encoder
         processor = encoder.processor
         self.options, self.processor = options, processor
-        self.images = RowImages(processor is not None, folder, options.max_image_pixels)
+        self.rows = RowReader(options, processor is not None, folder, chat)
         self.vocabulary = len(encoder.tokenizer)
         self.videos = EqualVideos(processor)
         self.formats: dict[str, str] = {}
         self.margins: dict[bool, str] = {}
-        self.columns: dict[str, None] = {}
 
     def record(self, row: dict[str, Any], where: str) -> Record:
         """The row after `map_row` and `rename`, recognised and checked."""
         options = self.options
-        if options.map_row is not None:
-            row = mapped_row(options.map_row, row, where)
-        self.columns.update(dict.fromkeys(row))
-        row = rename_columns(row, where, options.rename)
-        row, images = self.images.read(row, where, "prompt", "messages", without=COMPLETIONS)
+        row, images = self.rows.read(row, where, "prompt", "messages", without=COMPLETIONS)
         record = read_record(row, where, self.kind, system_prompt=options.system_prompt, learn=options.learn)
         record = replace(record, images=images) if images else record
         if self.kind == "texts" and record.format.startswith("preference ("):
@@ -126,10 +121,8 @@ class Reader:
                 f"Column 'margin': {self.margins[True]} has a number, {self.margins[False]} has none. Give every row "
                 "one, or none with data.map_row."
             )
-        for old in self.options.rename:
-            if old not in self.columns:
-                found, hint = ", ".join(self.columns), did_you_mean(old, self.columns)
-                raise DataError(f"data.rename: no row has a column {old!r}; columns found: {found}.{hint}")
+        self.rows.check_renamed()
+        self.rows.say()
 
     def _tokenised(self, ids: list[int], learned: list[bool], where: str) -> Encoded:
         if max(ids) >= self.vocabulary:

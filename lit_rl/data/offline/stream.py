@@ -146,6 +146,10 @@ class Windows:
         packed = {} if self.options.packing == "none" else {"packed_rows": self.seen.packed_rows}
         return {**self.seen.counts, **packed, "held_out": 0}
 
+    def take_steps_of(self, batch_size: int) -> None:
+        """Make steps of so many rows. What was read is read again, as places count steps."""
+        self.batch_size, self._held = batch_size, None
+
     def at(self, place: Place) -> Window:
         """The window that begins there. The one before is let go first, so one is in memory at a time.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lit_rl.data.checks import excerpt
+from lit_rl.data.message_forms import list_of
 from lit_rl.errors import DataError
 
 IGNORED = -100
@@ -56,7 +57,7 @@ def _learned(masks: Mapping[str, list[int]], size: int, learn: str, where: str) 
 
 
 def _integers(found: Mapping[str, Any], name: str, where: str, size: int | None) -> list[int]:
-    values = found[name]
+    values = list_of(found[name])
     whole = isinstance(values, list) and all(isinstance(value, int) for value in values)
     if not whole:
         raise DataError(f"{where}: {name} is {excerpt(repr(values))}; a list of integers is needed.")

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lit_rl.rewards.workers.import_source import load
+from lit_rl.import_source import load
 from lit_rl.rewards.workers.job import CallFailed, Failure, Job, Outcome, failure_of, run, run_async
 
 SPARE_TASKS = 4096

@@ -1,0 +1,181 @@
+"""Messages and tools as other programs write them: as text in a cell, with ShareGPT's keys, as arrays of numpy."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lit_rl.data.checks import excerpt
+from lit_rl.data.raw_rows import without_none
+from lit_rl.errors import DataError
+
+MESSAGES = ("prompt", "messages", "completion", "chosen", "rejected")
+"""Columns that may hold messages."""
+
+SHAREGPT = "conversations"
+"""What ShareGPT, and what was made for its readers, calls the column of messages."""
+
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
+"""ShareGPT's `from`, and the role that it is."""
+
+_BEGINS = re.compile(r"""\s*"?\s*\[?\s*"?\{\s*\\?["']\w+\\?["']\s*:""")
+"""A text that may be an object, or a list of objects."""
+
+_NAMES_A_ROLE = re.compile(r"""["'](role|from)\\?["']\s*:""")
+
+_ROWS_OF_NUMPY = re.compile(r"\}\s*\n\s*\{")
+"""Where numpy's `str` of an array of dicts has no comma; a line break cannot stand inside a string of one line."""
+
+
+def in_our_form(row: Mapping[str, Any], where: str, *keys: str) -> tuple[dict[str, Any], list[str]]:
+    """The row with its messages as lists of role and content, and a sentence for each form that was another.
+
+    A cell that holds the text of a list of messages, as JSON or as Python writes it, becomes the list; a single message
+    becomes a list of one; `from` and `value` become role and content. The column `conversations` becomes `messages`, or
+    the `prompt` of a pair; a `system` text beside it becomes the first message. A text of anything else stays a text.
+
+    Args:
+        row: Its columns have their last names.
+        where: The row, for messages.
+        keys: Further columns that may hold messages.
+
+    Raises:
+        DataError: a text is neither JSON nor Python and names roles, or a message is from somebody unknown.
+    """
+    row, notes = dict(row), list[str]()
+    for name in dict.fromkeys((*MESSAGES, SHAREGPT, *keys)):
+        value = row.get(name)
+        if value is None or (isinstance(value, str) and not _BEGINS.match(value)):
+            continue
+        found = _messages_of(value, f"{where}: {name}")
+        if found is not value:
+            row[name] = found
+            notes.append(f"{name} is read as a list of messages: it came as {_form_of(value)}")
+    if SHAREGPT in row and SHAREGPT not in keys and isinstance(row[SHAREGPT], list):
+        target = "prompt" if {"chosen", "rejected"} <= row.keys() else "messages"
+        if row.get(target) is None:
+            notes.append(f"the column {SHAREGPT} is read as {target}")
+            row[target] = _with_system(row.pop(SHAREGPT), row)
+    return row, notes
+
+
+def read_tools(value: Any, where: str) -> list[Any] | None:
+    """The schemas of tools: a list of them, or its text (JSON, or as Python writes it). None where there are none.
+
+    Keys that hold None are left out, at every depth: tables fill the absent keys of a struct with it.
+
+    Raises:
+        DataError: neither.
+    """
+    if isinstance(value, str) and value.strip():
+        text, value = value, literal(value)
+        if value is text:
+            raise DataError(f"{where}: tools is a string that is no JSON, and no Python literal: {excerpt(text)}")
+    if not value:
+        return None
+    if isinstance(value, list):  # some write each schema as a text
+        value = [literal(tool) if isinstance(tool, str) else tool for tool in value]
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise DataError(f"{where}: tools is {excerpt(repr(value))}; a list of JSON schemas is needed.")
+    return without_none(value)
+
+
+def told_of(tools: Any) -> dict[str, Any]:
+    """The argument of a chat template that tells of a row's tools; empty where its column holds no schemas."""
+    schemas = isinstance(tools, list) and tools and all(isinstance(tool, Mapping) for tool in tools)
+    return {"tools": tools} if schemas else {}
+
+
+def literal(text: str) -> Any:
+    """The value that a text writes out, as JSON or as Python does; the text itself where it is neither."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text.strip())
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+        return literal(value) if isinstance(value, str) and _BEGINS.match(value) else value
+    return text
+
+
+def list_of(value: Any) -> Any:
+    """The list that a text writes out; anything else as it is."""
+    found = literal(value) if isinstance(value, str) else value
+    return found if isinstance(found, list) else value
+
+
+def plain(value: Any) -> Any:
+    """A copy of the containers of a value, with arrays of one dimension as lists and scalars of numpy and torch as
+    Python's: a table of pandas gives such. Images and other objects are themselves."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(item) for item in value)
+    if type(value).__module__.partition(".")[0] in ("numpy", "torch") and getattr(value, "ndim", 2) < 2:
+        made = value.tolist()
+        return plain(made) if isinstance(made, list) else made
+    return value
+
+
+def _messages_of(value: Any, where: str) -> Any:
+    """The messages that a value is, in our form; the value itself where it is in that form already, or is none."""
+    read = value
+    if isinstance(read, str):
+        read = literal(_ROWS_OF_NUMPY.sub("}, {", read))
+        if isinstance(read, str):
+            if _NAMES_A_ROLE.search(value):
+                raise DataError(
+                    f"{where} is a text that looks like messages and is neither JSON nor a Python literal: "
+                    f"{excerpt(value)}. Write it with json.dumps (a table of pandas: column.map(list).map(json.dumps))."
+                )
+            return value
+    each = [read] if isinstance(read, Mapping) else read
+    if not isinstance(each, Sequence) or isinstance(each, str | bytes) or not each:
+        return value
+    each = [literal(message) if isinstance(message, str) and _BEGINS.match(message) else message for message in each]
+    if not all(_is_message(message) for message in each):
+        return value
+    found = [_renamed(message, f"{where}: message {i}") for i, message in enumerate(each)]
+    return value if found == value and isinstance(value, list) else found
+
+
+def _is_message(value: Any) -> bool:
+    """Whether it is one of ours, or one of ShareGPT's."""
+    if not isinstance(value, Mapping):
+        return False
+    return ("role" in value and ("content" in value or "tool_calls" in value)) or {"from", "value"} <= value.keys()
+
+
+def _renamed(message: Mapping[str, Any], where: str) -> Any:
+    if message.get("role") is not None or "from" not in message:
+        return message
+    role = _ROLES.get(str(message["from"]).strip().lower())
+    if role is None:
+        raise DataError(
+            f"{where} is from {excerpt(repr(message['from']))}; known are {', '.join(_ROLES)}. Make messages of role "
+            "and content of such rows with data.map_row."
+        )
+    rest = {key: item for key, item in message.items() if key not in ("from", "value", "role", "content")}
+    return {"role": role, "content": message["value"], **rest}
+
+
+def _with_system(messages: list[Any], row: dict[str, Any]) -> list[Any]:
+    """The messages behind the row's `system` text, which is taken out of the row; as they are where there is none."""
+    text = row.get("system")
+    if not isinstance(text, str) or not messages or messages[0].get("role") in ("system", "developer"):
+        return messages
+    del row["system"]
+    return [{"role": "system", "content": text}, *messages] if text.strip() else messages
+
+
+def _form_of(value: Any) -> str:
+    if isinstance(value, str):
+        return "text"
+    return "one message" if isinstance(value, Mapping) else "messages of other keys"

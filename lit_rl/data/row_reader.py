@@ -1,0 +1,96 @@
+"""A row of a source in the one form that is checked and tokenised: mapped, renamed, messages and images in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lit_rl.data.formats import RowFunction, as_read
+from lit_rl.data.image_parts import RowImages
+from lit_rl.errors import DataError, did_you_mean
+from lit_rl.videos import Visual
+
+
+class HowRows(Protocol):
+    """The settings of a data module that say how rows of any kind are read."""
+
+    @property
+    def map_row(self) -> RowFunction | None: ...
+    @property
+    def rename(self) -> Mapping[str, str]: ...
+    @property
+    def max_image_pixels(self) -> int: ...
+
+
+class RowReader:
+    """Reads rows one at a time and remembers which columns they had, and what was read in another form than it came.
+
+    Args:
+        how: The settings.
+        sees: Whether the policy is a model over images.
+        folder: Of the data set's file, which relative paths of images begin at. None: it is no file.
+        chat: Plain texts become messages of the user, for a set in which some come with images.
+    """
+
+    def __init__(self, how: HowRows, sees: bool, folder: Path | None, chat: bool = False) -> None:
+        self._map_row, self._rename = how.map_row, how.rename
+        self._images = RowImages(sees, folder, how.max_image_pixels, chat)
+        self._texts = {"kept": False, "became a message": False}
+        self._columns: dict[str, None] = {}
+        self._notes: dict[str, str | None] = {}
+
+    def read(
+        self, row: dict[str, Any], where: str, *keys: str, without: Sequence[str] = ()
+    ) -> tuple[dict[str, Any], tuple[Visual, ...]]:
+        """The row, and what it shows.
+
+        Args:
+            row: As it came; it is not changed.
+            where: The row, for messages.
+            keys: Columns of messages that may show images.
+            without: Columns that may show none.
+
+        Raises:
+            DataError: `map_row` raised or returned no dict, names clash, messages are of no known form, or images
+                cannot be used.
+            ConfigError: the row has images, and the policy reads text.
+        """
+        read = as_read(row, where, rename=self._rename, map_row=self._map_row, keys=keys)
+        self._columns.update(dict.fromkeys(read.came))
+        shown, images = self._images.read(read.row, where, *keys, without=without)
+        notes = list(read.notes)
+        for key in keys:
+            if isinstance(read.row.get(key), str):
+                became = isinstance(shown.get(key), list)
+                self._texts["became a message" if became else "kept"] = True
+                if became and images:
+                    notes.append(f"{key} is text beside images: it is read as a message of the user, images first")
+        for note in notes:
+            self.note(note, where)
+        return shown, images
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some plain texts came with images, and became messages, and others did not: read all as messages."""
+        return all(self._texts.values())
+
+    def note(self, what: str, where: str) -> None:
+        """Remember something that the user is told once, with the first row of which it is true."""
+        self._notes.setdefault(what, where)
+
+    def check_renamed(self) -> None:
+        """Raises DataError where `rename` names a column that no row has."""
+        for old in self._rename:
+            if old not in self._columns:
+                found, hint = ", ".join(self._columns), did_you_mean(old, self._columns)
+                raise DataError(f"data.rename: no row has a column {old!r}; columns found: {found}.{hint}")
+
+    def say(self) -> None:
+        """Tell the user, once, what was read in another form than it came."""
+        for note, where in self._notes.items():
+            if where is not None:
+                rank_zero_info(f"{where}: {note}.")
+                self._notes[note] = None

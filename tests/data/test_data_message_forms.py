@@ -1,0 +1,197 @@
+"""Messages and tools as other programs write them become the same rows as our own form."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.kinds import kind_of
+from lit_rl.data.message_forms import MESSAGES, in_our_form, read_tools
+from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.errors import DataError
+from lit_rl.models import LanguageModel
+
+ASK, REPLY, OTHER = (
+    [{"role": "user", "content": "What is 'a\"b'\n+1?"}],
+    [{"role": "assistant", "content": "2"}],
+    [{"role": "assistant", "content": "3"}],
+)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+TALK = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": st.text()}),
+    min_size=1,
+    max_size=4,
+)
+SHAREGPT = {"user": "human", "assistant": "gpt", "system": "system", "tool": "observation"}
+
+
+def sharegpt(messages):
+    return [{"from": SHAREGPT[m["role"]], "value": m["content"]} for m in messages]
+
+
+FORMS = {
+    "json": json.dumps,
+    "python": repr,
+    "text of each": lambda messages: [json.dumps(message) for message in messages],
+    "encoded twice": lambda messages: json.dumps(json.dumps(messages)),
+    "sharegpt": sharegpt,
+    "json of sharegpt": lambda messages: json.dumps(sharegpt(messages)),
+}
+
+
+@settings(max_examples=200)
+@given(form=st.sampled_from([*FORMS]), name=st.sampled_from([*MESSAGES, "question"]), messages=TALK)
+def test_every_form_of_messages_in_every_column_is_the_same_list(form, name, messages):
+    row, notes = in_our_form({name: FORMS[form](messages), "answer": "[{'role': 1}]"}, "f:1", "question")
+    assert row == {name: messages, "answer": "[{'role': 1}]"} and len(notes) == 1
+
+
+@given(messages=TALK)
+def test_messages_in_our_form_are_the_very_same_and_nothing_is_said(messages):
+    row, notes = in_our_form({"messages": messages, "text": "a"}, "f:1")
+    assert row["messages"] is messages and notes == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2]",
+        '[{"a": 1}]',
+        '{"a": 1}',
+        "[",
+        "[{",
+        "",
+        '["role"]',
+        "{'a': 1, 'b'}",
+        '[{"from": "here", "to": 1}]',
+        "nan",
+    ],
+)
+def test_any_other_text_stays_a_text(text):
+    assert in_our_form({"prompt": text}, "f:1") == ({"prompt": text}, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[{'role': 'user', 'content': 'a'} {'role': 'user', 'content': 'b'}]",
+        '[{"role": "user", "content": "cut of',
+        "[{'role': 'user', 'content': array(['a'])}]",
+    ],
+)
+def test_a_text_that_names_roles_and_cannot_be_read_is_refused(text):
+    with pytest.raises(DataError, match=r"^f:1: prompt is a text that looks like messages .* json.dumps"):
+        in_our_form({"prompt": text}, "f:1")
+
+
+def test_numpy_writes_lists_of_messages_without_commas():
+    messages = [{"role": "user", "content": "a long enough one: } {"}, *REPLY]
+    text = str(np.array(messages)).replace("} {'role'", "}\n {'role'")
+    assert in_our_form({"messages": text}, "f:1")[0] == {"messages": messages}
+
+
+def test_conversations_are_messages_or_the_prompt_of_a_pair():
+    row, notes = in_our_form({"conversations": sharegpt(ASK + REPLY), "system": "Be brief."}, "f:1")
+    assert row == {"messages": [{"role": "system", "content": "Be brief."}, *ASK, *REPLY]}
+    assert notes == [
+        "conversations is read as a list of messages: it came as messages of other keys",
+        "the column conversations is read as messages",
+    ]
+    pair = {"conversations": sharegpt(ASK), "chosen": sharegpt(REPLY)[0], "rejected": sharegpt(OTHER)[0]}
+    assert in_our_form(pair, "f:1")[0] == {"prompt": ASK, "chosen": REPLY, "rejected": OTHER}
+    assert in_our_form({"conversations": sharegpt(ASK)}, "f:1", "conversations")[0] == {"conversations": ASK}
+    assert in_our_form({"conversations": ASK + REPLY}, "f:1")[0] == {"messages": ASK + REPLY}
+    assert in_our_form({"conversations": 3, "prompt": "a"}, "f:1")[0] == {"conversations": 3, "prompt": "a"}
+
+
+def test_somebody_unknown_in_sharegpt_is_named():
+    with pytest.raises(DataError, match="conversations: message 0 is from 'function_call'; known are human, user, gpt"):
+        in_our_form({"conversations": [{"from": "function_call", "value": "{}"}]}, "f:1")
+
+
+@pytest.mark.parametrize("form", [json.dumps, repr, lambda tools: [json.dumps(tool) for tool in tools], list])
+def test_tools_are_read_from_every_form(form):
+    assert read_tools(form(TOOLS), "f:1") == TOOLS
+
+
+CELLS = {
+    "prompts": ({"prompt": ASK, "answer": "2"}, RolloutDataModule),
+    "completions": ({"prompt": ASK, "completion": REPLY}, SupervisedDataModule),
+    "messages": ({"messages": ASK + REPLY, "tools": TOOLS}, SupervisedDataModule),
+    "pairs": ({"prompt": ASK, "chosen": REPLY, "rejected": OTHER}, PreferenceDataModule),
+}
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr], ids=["json", "python"])
+@pytest.mark.parametrize("kind", CELLS)
+def test_a_table_of_cells_gives_the_tokens_of_the_rows_themselves(tmp_path, kind, write):
+    row, module = CELLS[kind]
+    with open(tmp_path / "t.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        writer.writeheader()
+        writer.writerow({name: value if isinstance(value, str) else write(value) for name, value in row.items()})
+    tokenizer = LanguageModel("tiny").tokenizer
+    ours, theirs = module(rows=[row], val_fraction=0), module(path=str(tmp_path / "t.csv"), val_fraction=0)
+    for data in (ours, theirs):
+        data.prepare(tokenizer)
+    if module is RolloutDataModule:
+        assert theirs.peek(1).prompt_ids == ours.peek(1).prompt_ids and theirs.fingerprint == ours.fingerprint
+    else:
+        assert [e.texts for e in theirs.corpus.train.examples] == [e.texts for e in ours.corpus.train.examples]
+
+
+def test_lists_of_labelled_steps_are_read_from_cells(tmp_path):
+    from lit_rl.data.offline.datamodule import StepwiseDataModule
+
+    row = {"prompt": "1+1=", "completions": ["a", "b"], "labels": [True, False]}
+    ours = StepwiseDataModule(rows=[row], val_fraction=0)
+    texts = {"prompt": "1+1=", "completions": repr(["a", "b"]), "labels": "[true, false]"}
+    theirs = StepwiseDataModule(rows=[texts], val_fraction=0)
+    assert kind_of(texts) == "stepwise"
+    for data in (ours, theirs):
+        data.prepare(LanguageModel("tiny").tokenizer)
+    (one,), (other,) = ours.corpus.train.examples, theirs.corpus.train.examples
+    assert (one.texts, one.labels) == (other.texts, other.labels)
+
+
+def test_rows_of_numpy_and_pandas_are_plain_ones():
+    pd = pytest.importorskip("pandas")
+    plain = [{"prompt": ASK, "answer": 2, "tags": ["a"]}, {"prompt": ASK, "answer": 3, "tags": []}]
+    rows = [
+        {
+            "prompt": np.array(row["prompt"]),
+            "answer": np.int64(row["answer"]),
+            "tags": np.array(row["tags"], dtype=object),
+        }
+        for row in plain
+    ]
+    for given_rows in (rows, pd.DataFrame(rows).to_dict("records")):
+        data = RolloutDataModule(rows=given_rows, val_fraction=0)
+        data.prepare(LanguageModel("tiny").tokenizer)
+        batch = data.peek(2)
+        assert batch.prompts == [ASK, ASK] and batch.columns == {"answer": [2, 3], "tags": [["a"], []]}
+        assert [type(value) for value in batch.columns["answer"]] == [int, int]
+
+
+def test_a_missing_cell_of_pandas_is_none_and_not_the_text_nan():
+    data = RolloutDataModule(rows=[{"prompt": "a", "answer": float("nan")}, {"prompt": "b", "answer": "4"}])
+    data.val_fraction = 0
+    data.prepare(LanguageModel("tiny").tokenizer)
+    assert data.peek(2).columns["answer"] == [None, "4"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [({"prompt": ["a"]}, "Dataset.from_dict"), ("table", r'to_dict\("records"\)')],
+)
+def test_columns_in_place_of_rows_are_told_how_to_become_rows(rows, words):
+    if rows == "table":
+        rows = pytest.importorskip("pandas").DataFrame({"prompt": ["a"]})
+    with pytest.raises(DataError, match=f"takes a list of dicts.*{words}"):
+        RolloutDataModule(rows=rows).train_rows()

@@ -1,0 +1,202 @@
+"""A row is read alike whatever it is for: by a function at a path, with its tools, with images in front of a text."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from typing import Any
+
+import pytest
+
+from lit_rl.commands.first_row import first_row
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.digits import Digits
+from lit_rl.data.formats import row_function
+from lit_rl.data.kinds import is_verdict, kind_of
+from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.recipes import gsm8k
+from lit_rl.data.splits import parse_sources
+from lit_rl.errors import ConfigError, DataError
+from lit_rl.models import LanguageModel
+
+ASK, REPLY = [{"role": "user", "content": "1+1?"}], [{"role": "assistant", "content": "2"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+TEMPLATE = "{{ (tools or []) | tojson }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+
+
+@pytest.fixture
+def told():
+    tokenizer = LanguageModel("tiny").tokenizer
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.INFO)
+    logging.getLogger("lightning.pytorch").propagate = True
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+# ---------------------------------------------------------------------- map_row
+
+
+def test_a_row_function_is_named_by_file_or_module(tmp_path, monkeypatch):
+    (tmp_path / "m.py").write_text("def f(row):\n    return {'prompt': row['q'], 'answer': 'a'}\n")
+    monkeypatch.chdir(tmp_path)
+    for path in ("./m.py:f", f"{tmp_path}/m.py:f"):
+        function = row_function(path)
+        assert function is not None and function({"q": "1"}) == {"prompt": "1", "answer": "a"}
+    assert row_function("lit_rl.data.recipes.gsm8k") is row_function("lit_rl.data.recipes:gsm8k") is gsm8k
+    assert row_function(gsm8k) is gsm8k and row_function(None) is None
+    (source,) = parse_sources([{"path": "a.jsonl", "map_row": "./m.py:f"}])
+    assert source.own({"q": "1"}, "a:1") == {"prompt": "1", "answer": "a"}
+    (tmp_path / "q.jsonl").write_text('{"q": "1+1="}\n')
+    assert first_row("q.jsonl", map_row=row_function("./m.py:f"))[0] == {"prompt": "1+1=", "answer": "a"}
+    data = RolloutDataModule(path="q.jsonl", map_row="./m.py:f", val_fraction=0)
+    data.prepare(LanguageModel("tiny").tokenizer)
+    assert data.peek(1).prompts == ["1+1="]
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("./none.py:f", ConfigError, r"data\.map_row: there is no file .*none\.py"),
+        ("./m.py:g", ConfigError, r"there is no 'g'\. There are: f"),
+        ("./m.py", ConfigError, r"data\.map_row='\./m\.py' names no function: allowed are"),
+        ("f", ConfigError, "names no function"),
+        ("no_such_package.f", ConfigError, "there is no module 'no_such_package'"),
+        ("lit_rl.data.recipes.gsm9k", ConfigError, r"Did you mean 'gsm8k'"),
+        ("./m.py:word", ConfigError, r"data\.map_row='\./m\.py:word' is no function from row to row"),
+        ("./broken.py:f", DataError, r"data\.map_row: importing .*broken\.py failed with ZeroDivisionError"),
+        (3, ConfigError, r"data\.map_row=3 is no function from row to row"),
+    ],
+)
+def test_what_names_no_row_function_is_refused_by_its_key(tmp_path, monkeypatch, path, error, message):
+    (tmp_path / "m.py").write_text("word = 'no function'\ndef f(row):\n    return row\n")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        RolloutDataModule(rows=[{"prompt": "a"}], map_row=path)
+
+
+def changing(row):
+    row["prompt"].append({"role": "user", "content": "More?"})
+    row["prompt"][0]["content"] += "!"
+    row["tags"].append("seen")
+    row["done"] = True
+    return row
+
+
+def test_rows_that_a_function_changes_in_place_are_what_they_were():
+    rows: list[dict[str, Any]] = [{"prompt": copy.deepcopy(ASK), "tags": []} for _ in range(2)]
+    before = copy.deepcopy(rows)
+    data = RolloutDataModule(rows=rows, map_row=changing, val_fraction=0)
+    for _ in range(2):  # two policies, two tokenizers
+        data.prepare(LanguageModel("tiny").tokenizer)
+        assert data.peek(1).prompts == [[{"role": "user", "content": "1+1?!"}, {"role": "user", "content": "More?"}]]
+        assert data.peek(1).columns == {"tags": [["seen"]], "done": [True]}
+    assert rows == before
+
+
+# ---------------------------------------------------------------------- tools
+
+
+def test_a_prompt_is_told_of_its_rows_tools_as_a_text_to_imitate_is(told):
+    for tools in (TOOLS, str(TOOLS)):
+        asked = RolloutDataModule([{"prompt": ASK, "tools": tools}], val_fraction=0)
+        asked.prepare(told)
+        learned = SupervisedDataModule([{"prompt": ASK, "completion": REPLY, "tools": tools}], val_fraction=0)
+        learned.prepare(told)
+        (example,) = learned.corpus.train.examples
+        ids = asked.peek(1).prompt_ids[0]
+        assert ids == example.texts[0].ids[: len(ids)] and '"name": "add"' in told.decode(ids)
+        assert asked.peek(1).columns["tools"] == [TOOLS]
+
+
+@pytest.mark.parametrize(
+    ("row", "word"),
+    [({"prompt": "1+1=", "tools": TOOLS}, "plain text"), ({"prompt": ASK, "tools": ["add"]}, "holds no JSON schemas")],
+)
+def test_tools_that_no_prompt_shows_stay_a_column_and_that_is_said_once(told, said, row, word):
+    data = RolloutDataModule([row] * 3, val_fraction=0)
+    data.prepare(told)
+    assert data.peek(1).columns["tools"] == [row["tools"]]
+    assert "add" not in told.decode(data.peek(1).prompt_ids[0])
+    assert len([line for line in said() if "the column tools" in line and word in line]) == 1
+
+
+# ---------------------------------------------------------------------- verdicts
+
+
+@pytest.mark.parametrize("label", [True, False, 0, 1, 0.0, 1.0, "True", "false", " 0 ", "1", "1.0", "yes", "NO"])
+def test_a_label_that_is_a_verdict_for_kto_is_one_for_sft(label):
+    row = {"prompt": "1+1=", "completion": "2", "label": label}
+    assert is_verdict(row) and kind_of(row) == "verdicts"
+    with pytest.raises(DataError, match="label says whether the completion is good"):
+        SupervisedDataModule([row], val_fraction=0).prepare(LanguageModel("tiny").tokenizer)
+    data = PreferenceDataModule([row], val_fraction=0)
+    data.prepare(LanguageModel("tiny").tokenizer, "verdicts")
+    assert data.corpus.train.examples[0].desirable == (str(label).strip().lower() in ("true", "1", "1.0", "yes"))
+
+
+@pytest.mark.parametrize("label", ["news", 2, -1, 0.5, "", None, [1]])
+def test_any_other_label_is_a_column(label):
+    row = {"prompt": "1+1=", "completion": "2", "label": label}
+    SupervisedDataModule([row], val_fraction=0).prepare(LanguageModel("tiny").tokenizer)
+
+
+# ---------------------------------------------------------------------- images
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    return LanguageModel("digits")
+
+
+@functools.cache
+def digit() -> bytes:
+    return Digits().val()[0]["image"]
+
+
+def read(model, module, rows, kind=()):
+    data = module(rows=rows, val_fraction=0)
+    data.prepare(model.tokenizer, *kind, processor=model.processor)
+    return data
+
+
+def test_a_text_beside_an_image_is_a_message_with_the_image_first(seeing, said):
+    ask = [{"role": "user", "content": "Which digit?"}]
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which digit?"}]}]
+    of_text, of_messages, of_parts = (
+        read(seeing, RolloutDataModule, [{"prompt": prompt, "image": digit()}] * 2)
+        for prompt in ("Which digit?", ask, parts)
+    )
+    assert of_text.fingerprint == of_messages.fingerprint == of_parts.fingerprint
+    assert of_text.peek(1).prompts == [parts]
+    assert len([line for line in said() if "images first" in line]) == 1
+
+
+def test_rows_without_an_image_among_them_are_messages_too(seeing):
+    rows = [{"prompt": "How many?", "image": None}, {"prompt": "Which digit?", "image": digit()}, {"prompt": "Hm?"}]
+    data = read(seeing, RolloutDataModule, rows)
+    messages = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    assert data.fingerprint == read(seeing, RolloutDataModule, messages).fingerprint
+    assert read(seeing, RolloutDataModule, rows[:1]).peek(1).prompts == ["How many?"]  # where none has one, as ever
+
+
+@pytest.mark.parametrize(
+    ("module", "row", "kind"),
+    [
+        (SupervisedDataModule, {"completion": "7"}, ()),
+        (PreferenceDataModule, {"chosen": "7", "rejected": "8"}, ()),
+        (PreferenceDataModule, {"completion": "7", "label": True}, ("verdicts",)),
+    ],
+)
+def test_what_is_learned_from_has_the_image_first_too(seeing, module, row, kind):
+    rows = [{"prompt": "Which?", "image": digit(), **row}, {"prompt": "How many?", "image": None, **row}]
+    data = read(seeing, module, rows, kind)
+    messages = [{**each, "prompt": [{"role": "user", "content": each["prompt"]}]} for each in rows]
+    assert data.corpus.train.fingerprint == read(seeing, module, messages, kind).corpus.train.fingerprint
+    assert data.corpus.formats[0].endswith("(messages)")
