@@ -129,8 +129,8 @@ def _parser(
     if name != "auto":
         return _FAMILIES[name](schemas)
     if getattr(tokenizer, "response_template", None):
-        chat = template_kwargs is not None and tokenizer.chat_template
-        return TemplateParser(tokenizer, schemas, generation_prompt(tokenizer, template_kwargs) if chat else "")
+        begin = generation_prompt(tokenizer, template_kwargs) if template_kwargs is not None else ""
+        return TemplateParser(tokenizer, schemas, begin)
     family = _family_of(tokenizer)
     if family is not None:
         return _FAMILIES[family](schemas)

@@ -100,12 +100,14 @@ class Thoughts:
 
 
 def generation_prompt(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
-    """A rendered question, up to where the policy goes on; empty where the template cannot render it.
+    """A rendered question, up to where the policy goes on; empty where there is no template, or it cannot render it.
 
     Args:
-        tokenizer: With a chat template.
+        tokenizer: Of the policy.
         template_kwargs: What prompts are rendered with.
     """
+    if not tokenizer.chat_template:
+        return ""
     how = {**template_kwargs, "tokenize": False, "add_generation_prompt": True}
     try:
         return str(apply_chat_template(tokenizer, [{"role": "user", "content": _ASKED}], **how))

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jsonschema import Draft202012Validator
 from jsonschema.protocols import Validator
@@ -105,7 +105,7 @@ class FunctionTool(Tool):
             as images beside texts: see `content_of`.
 
     Raises:
-        ConfigError: a type or a line of the docstring is missing; names the argument.
+        ConfigError: a type or a line of the docstring is missing, or no JSON can be given to an argument; names it.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -120,7 +120,11 @@ class FunctionTool(Tool):
                 f"The tool {name!r} cannot be described to the policy: {error} Every argument takes a type, and a line "
                 "under `Args:` in the docstring, which begins with what the tool does."
             ) from error
-        super().__init__(schema, Draft202012Validator(_strict(schema["function"]["parameters"])))
+        strict = _strict(schema["function"]["parameters"])
+        for argument in _arguments(function, name):
+            if argument.default is None and argument.name in strict.get("properties", {}):
+                strict["properties"][argument.name] = {"anyOf": [strict["properties"][argument.name], {"type": "null"}]}
+        super().__init__(schema, Draft202012Validator(strict))
         self._told: set[str] = set()
         """What was logged of it; shared with the same method of other objects."""
 
@@ -219,6 +223,44 @@ def _add(tools: dict[str, Tool], tool: Tool) -> None:
     if tool.name in tools:
         raise ConfigError(f"Two tools are called {tool.name!r}, and the policy could not tell them apart: rename one.")
     tools[tool.name] = tool
+
+
+def _arguments(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
+    """What a function takes by name.
+
+    Raises:
+        ConfigError: it takes something that no JSON object can give it.
+    """
+    arguments = list(inspect.signature(function).parameters.values())
+    types = get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
+    for argument in arguments:
+        if argument.kind not in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY):
+            raise ConfigError(
+                f"The tool {name!r} takes {argument.replace(annotation=argument.empty)}"
+                f"{', /' * (argument.kind is argument.POSITIONAL_ONLY)}, and the "
+                "arguments of a call come by their names: give each a name and a type of its own, or take a list or a "
+                "dict."
+            )
+        if (odd := _no_json(types.get(argument.name))) is not None:
+            raise ConfigError(
+                f"The tool {name!r}: its argument {argument.name!r} is a {odd.__name__}, and a call gives it text, a "
+                "number, a list or a dict. Take one of these (for one of several words Literal['a', 'b']), and make a "
+                f"{odd.__name__} of it in the function."
+            )
+    return arguments
+
+
+def _no_json(type_: Any) -> type | None:
+    """The class in a type that no JSON is an instance of; None: there is none."""
+    for part in get_args(type_) if get_origin(type_) is not Literal else ():
+        if (odd := _no_json(part)) is not None:
+            return odd
+    if not isinstance(type_, type) or get_origin(type_) is not None or type_ in _JSON:
+        return None
+    return None if issubclass(type_, Mapping) or type_.__module__ in ("typing", "collections.abc") else type_
+
+
+_JSON = (int, float, str, bool, type(None), list, tuple, dict, object)
 
 
 def _strict(schema: Any) -> Any:

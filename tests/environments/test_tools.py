@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import math
+from enum import Enum
 from typing import Any, Literal
 
 import pytest
@@ -138,6 +140,50 @@ def test_integers_are_found_behind_references_and_alternatives() -> None:
     read = _whole(given_, schema, Draft202012Validator(schema))
     assert repr(read) == "{'first': {'n': 1, 'next': {'n': 2, 'next': None}}, 'pair': [1.0, 2, 3], 'choice': [4]}"
     assert repr(_whole({"lost": 1.0}, schema, Draft202012Validator(schema))) == "{'lost': 1.0}"
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+def described(annotation: str) -> Any:
+    """A tool of one argument."""
+    scope: dict[str, Any] = {
+        "Any": Any,
+        "Literal": Literal,
+        "Colour": Colour,
+        "date": datetime.date,
+    }
+    exec(f"def tool({annotation}) -> str:\n    return repr(a)", scope)
+    scope["tool"].__doc__ = "Say.\n\n    Args:\n        a: What.\n    "
+    return scope["tool"]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "words"),
+    [
+        ("a: Colour", "its argument 'a' is a Colour, and a call gives it text"),
+        ("a: list[date] | None", "its argument 'a' is a date"),
+        ("*a: int", r"takes \*a, and the arguments of a call come by their names"),
+        ("**a: int", r"takes \*\*a, and the arguments"),
+        ("a: int, /", "takes a, /, and the arguments"),
+    ],
+)
+def test_an_argument_that_no_call_can_give_is_refused_at_the_start(annotation: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"The tool 'tool'.*{words}"):
+        FunctionTool(described(annotation))
+
+
+@pytest.mark.parametrize(
+    "type_", ["Any", "dict", "dict[str, list[int]]", "tuple[int, str]", "Literal['b'] | None", "str"]
+)
+def test_an_argument_of_json_is_taken(type_: str) -> None:
+    assert FunctionTool(described(f"a: {type_}")).name == "tool"
+
+
+def test_null_is_what_an_argument_is_by_default_where_that_is_none() -> None:
+    assert asyncio.run(FunctionTool(described("a: int = None")).answer({"a": None})) == ToolAnswer("None")
+    assert asyncio.run(FunctionTool(described("a: int = 3")).answer({"a": None})).failed
 
 
 def test_a_tool_that_raises_is_answered_in_a_line_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
