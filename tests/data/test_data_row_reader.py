@@ -127,6 +127,17 @@ def test_tools_that_no_prompt_shows_stay_a_column_and_that_is_said_once(told, sa
     assert len([line for line in said() if "the column tools" in line and word in line]) == 1
 
 
+def test_another_template_is_another_fingerprint_so_stored_log_probs_are_not_taken_for_its_own(told):
+    row = {"prompt": ASK, "chosen": REPLY, "rejected": [{"role": "assistant", "content": "3"}]}
+    data = PreferenceDataModule([row], val_fraction=0)
+    data.prepare(told)
+    other = LanguageModel("tiny").tokenizer
+    other.chat_template = TEMPLATE.replace(": ", " = ")
+    before = data.corpus.train.fingerprint
+    data.prepare(other)
+    assert data.corpus.train.fingerprint != before
+
+
 # ---------------------------------------------------------------------- verdicts
 
 
