@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,10 @@ _EVERY = 0.25
 def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> Any:
     """As the tokenizer's own, for at most `LIMIT` seconds, and for a text of about `LONGEST` characters.
 
+    Arguments of tool calls that are the JSON text of an object, as the APIs of servers write them, are handed over as
+    that object: a template that writes objects as JSON would write such a text as a string of JSON. Where the template
+    refuses objects (DeepSeek-V3's), it gets all arguments as JSON text.
+
     Args:
         tokenizer: Of transformers, with a chat template.
         messages: One conversation.
@@ -46,7 +50,7 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> 
     main = threading.current_thread() is threading.main_thread()
     try:
         with time_limit(LIMIT, "chat template") if main else _watch.limit(LIMIT):
-            text = tokenizer.apply_chat_template(messages, **how)
+            text = _with_calls(tokenizer, messages, how)
     except TookTooLong:
         raise ConfigError(
             f"The chat template of {_place(tokenizer)} still ran after {LIMIT:g} s on one conversation of "
@@ -66,6 +70,64 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> 
             "model.chat_template=FILE."
         )
     return text
+
+
+def call_arguments(arguments: Any) -> Any:
+    """The arguments of a tool call as an object where they are one or the JSON text of one; anything else as it is.
+
+    Nothing (None, or a blank text) is the object without keys: calls of functions that take nothing have it.
+    """
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        read = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return read if isinstance(read, dict) else arguments
+
+
+def _with_calls(tokenizer: Any, messages: Sequence[Any], how: dict[str, Any]) -> Any:
+    """The rendering, with arguments of tool calls as the template takes them."""
+    if not any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages):
+        return tokenizer.apply_chat_template(messages, **how)
+    try:
+        return tokenizer.apply_chat_template(_arguments_as(call_arguments, messages), **how)
+    except (TookTooLong, MemoryError):
+        raise
+    except Exception as error:  # a template is a program, and may raise anything where it gets no text
+        try:
+            return tokenizer.apply_chat_template(_arguments_as(_json_text, messages), **how)
+        except (TookTooLong, MemoryError):
+            raise
+        except Exception:
+            raise error from None
+
+
+def _arguments_as(form: Callable[[Any], Any], messages: Sequence[Any]) -> list[Any]:
+    """The messages with the arguments of every call in this form; nothing that came is changed."""
+
+    def changed(call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": changed(call["function"])}
+        return {**call, "arguments": form(call["arguments"])} if "arguments" in call else call
+
+    def of(message: Any) -> Any:
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        return (
+            {**message, "tool_calls": [changed(call) for call in calls]} if isinstance(calls, list | tuple) else message
+        )
+
+    return [of(message) for message in messages]
+
+
+def _json_text(arguments: Any) -> str:
+    if isinstance(arguments, str) and arguments.strip():
+        return arguments
+    return json.dumps(call_arguments(arguments), ensure_ascii=False)
 
 
 class _Watch:

@@ -141,7 +141,8 @@ def _check_calls(calls: Any, where: str) -> None:
     """What is no list of named calls a chat template writes as something else, or leaves out."""
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function") or call if isinstance(call, Mapping) else None  # some write the name at the top
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        if not named or not isinstance(function.get("arguments"), Mapping | str | None):
             raise DataError(
                 f"{where} has the tool call {excerpt(repr(call))}; tool_calls is a list of calls such as "
                 '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}.'

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.data.checks import excerpt
+from lit_rl.data.raw_rows import row_of_table
 from lit_rl.errors import BackendError, ConfigError, DataError, did_you_mean
 from lit_rl.offline import read_the_cache_alone_where_there_is_no_hub
 
@@ -51,9 +52,10 @@ def rows_of_object(key: str, given: Any) -> Any:
     if datasets is None or not is_data_set(given):
         return given
     try:
-        return given.to_list() if isinstance(given, datasets.Dataset) else _all_of_stream(key, given)
+        rows = given.to_list() if isinstance(given, datasets.Dataset) else _all_of_stream(key, given)
     except Exception as error:  # the library raises of many kinds: a row that it cannot read is bad data
         raise DataError(f"{key}: cannot be read: {excerpt(str(error), 300)}") from error
+    return [row_of_table(row) for row in rows]
 
 
 def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
@@ -76,7 +78,7 @@ def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
 
 def from_saved(path: Path, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
     """All rows of what `open_saved` opens."""
-    return open_saved(path, split=split, name=name).to_list()
+    return [row_of_table(row) for row in open_saved(path, split=split, name=name).to_list()]
 
 
 def open_saved(path: Path, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:
@@ -111,7 +113,7 @@ def open_saved(path: Path, *, split: str | None = None, name: str | None = None,
 
 def from_hub(path: str, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
     """All rows of what `open_hub` opens."""
-    return open_hub(path, split=split, name=name).to_list()
+    return [row_of_table(row) for row in open_hub(path, split=split, name=name).to_list()]
 
 
 def open_hub(path: str, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,40 @@ def rows_of_parquet(path: Path, skip: int = 0) -> Iterator[RawRow]:
     return _each(_records(path, skip), (pyarrow.ArrowException, OSError), refusal)
 
 
+def row_of_table(row: dict[str, Any]) -> dict[str, Any]:
+    """The row of a columnar file with the tool calls of its messages as they were before they became columns.
+
+    All structs of a column have the same keys, so a table fills the arguments that a call does not have with None: keys
+    of None are left out of arguments, at every depth. Arguments that are JSON text keep their nulls.
+    """
+    return {name: _of_messages(value) if isinstance(value, list) else value for name, value in row.items()}
+
+
+def _of_messages(value: list[Any]) -> list[Any]:
+    return [
+        {**each, "tool_calls": _in_arguments(each["tool_calls"])}
+        if isinstance(each, dict) and each.get("tool_calls") and "role" in each
+        else each
+        for each in value
+    ]
+
+
+def _in_arguments(value: Any) -> Any:
+    """The value with no key of None in any object that is called ``arguments``."""
+    if isinstance(value, list):
+        return [_in_arguments(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: without_none(item) if key == "arguments" else _in_arguments(item) for key, item in value.items()}
+
+
+def without_none(value: Any) -> Any:
+    """The value without the keys that hold None, at every depth: tables fill the absent keys of a struct with it."""
+    if isinstance(value, Mapping):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
 def _cells(path: Path, delimiter: str, skip: int) -> Iterator[RawRow]:
     with open(path, "rb") as file:
         refuse_what_is_no_text(path, file.read(16))
@@ -115,7 +149,7 @@ def _records(path: Path, skip: int) -> Iterator[RawRow]:
         groups = [i for i, end in enumerate(ends) if end > skip]
         first = ends[groups[0]] - sizes[groups[0]] if groups else 0
         for batch in file.iter_batches(batch_size=BATCH, row_groups=groups) if groups else ():
-            rows = batch.slice(max(0, skip - first)).to_pylist()
+            rows = [row_of_table(row) for row in batch.slice(max(0, skip - first)).to_pylist()]
             yield from enumerate(rows, first + len(batch) - len(rows))
             first += len(batch)
 

@@ -9,7 +9,7 @@ from typing import Any, overload
 from lit_rl.data.checks import excerpt, one_of
 from lit_rl.data.hub import from_hub, from_saved
 from lit_rl.data.jsonl import ON_BAD_ROW, JsonlReader, OnBadRow, parse_json
-from lit_rl.data.raw_rows import rows_of_cells
+from lit_rl.data.raw_rows import row_of_table, rows_of_cells
 from lit_rl.errors import ConfigError, DataError, did_you_mean
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
@@ -175,7 +175,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
+        return [row_of_table(row) for row in pyarrow.parquet.read_table(path).to_pylist()]
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as parquet: {excerpt(str(error), 200)}") from error
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lit_rl.data.checks import excerpt, one_of
 from lit_rl.data.hub import GivenRows, open_hub, open_saved
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
-from lit_rl.data.raw_rows import BATCH, RawRow, rows_of_cells, rows_of_lines, rows_of_parquet
+from lit_rl.data.raw_rows import BATCH, RawRow, row_of_table, rows_of_cells, rows_of_lines, rows_of_parquet
 from lit_rl.data.source_columns import SourceColumns
 from lit_rl.data.sources import Rows, hub_name, local_path, suffix_of
 from lit_rl.data.splits import Source
@@ -143,7 +143,7 @@ def _rows_of_data(data: Any, name: str, skip: int) -> Iterator[RawRow]:
         table = data.with_format("arrow")
         for start in range(skip, len(data), BATCH):
             rows: Any = table[start : start + BATCH]
-            yield from enumerate(rows.to_pylist(), start)
+            yield from enumerate(map(row_of_table, rows.to_pylist()), start)
         return
     streamed = iter(data.skip(skip))
     for index in itertools.count(skip):
@@ -155,4 +155,4 @@ def _rows_of_data(data: Any, name: str, skip: int) -> Iterator[RawRow]:
             raise DataError(f"{name}[{index}]: cannot be read: {excerpt(str(error), 200)}") from error
         if row is None:
             return
-        yield index, dict(row)
+        yield index, row_of_table(row)

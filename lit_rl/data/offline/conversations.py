@@ -10,6 +10,7 @@ from typing import Any
 from lit_rl.data.checks import excerpt
 from lit_rl.data.formats import add_system_prompt, checked_message, split_prompt
 from lit_rl.data.image_parts import text_of
+from lit_rl.data.raw_rows import without_none
 from lit_rl.errors import DataError
 from lit_rl.rollout import Message, Prompt
 
@@ -145,13 +146,7 @@ def read_tools(value: Any, where: str) -> list[Any] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise DataError(f"{where}: tools is {excerpt(repr(value))}; a list of JSON schemas is needed.")
-    return _without_none(value)
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
+    return without_none(value)
 
 
 def _common(one: Any, other: Any) -> int:
