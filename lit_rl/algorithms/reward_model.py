@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_rl.algorithms.families.scalar import ScalarModule
 from lit_rl.algorithms.preflight import given
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.data.offline.encode import marks_start
+from lit_rl.continuation import marks_start
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
 from lit_rl.models.policy.loaded import GivenModel

@@ -33,7 +33,9 @@ def run(config: DictConfig) -> int:
     kind = learns_from(config) if "algo" in typed_keys() else None
     model = tree["algo"]["model"]
     model = LanguageModel(model) if isinstance(model, str) else build(model)
-    return data_check(build(tree["data"]), model, kind=kind, **tree["data_check"])
+    # A model that scores has a kind of score in place of settings of validation.
+    scores = kind is not None and "evaluation" not in tree["algo"]
+    return data_check(build(tree["data"]), model, kind=kind, scores=scores, **tree["data_check"])
 
 
 def with_data_group(config: DictConfig) -> tuple[DictConfig, str]:

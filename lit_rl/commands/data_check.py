@@ -17,7 +17,6 @@ from rich.text import Text
 from lit_rl.callbacks.text import printable
 from lit_rl.commands.first_row import as_read, first_row
 from lit_rl.commands.image_check import say_bad_images, say_images, seen_sets
-from lit_rl.commands.template_check import say_template
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.kinds import Kind, kind_of
 from lit_rl.data.offline.example import Example
@@ -26,10 +25,9 @@ from lit_rl.data.splits import prompt_key
 from lit_rl.errors import DataError, in_range
 from lit_rl.images import ImageRef
 from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.rollout import Message, Prompt
 from lit_rl.videos import VideoRef
 
-_LONGEST, _RUNS, _BINS, _BAR, _RENDERED = 400, 40, 8, 40, 100
+_LONGEST, _RUNS, _BINS, _BAR = 400, 40, 8, 40
 _OPEN, _CLOSE = "⟦", "⟧"
 
 
@@ -48,18 +46,22 @@ class Look:
     """Of each row: equal for equal prompts."""
     wholes: Sequence[str]
     """Of each row: equal for equal rows."""
-    messages: Sequence[list[Message]]
-    """Prompts that a chat template has rendered, of the first `_RENDERED` rows."""
 
 
 def data_check(
-    data: RolloutDataModule | ExampleDataModule, model: LanguageModel, *, kind: Kind | None = None, rows: int = 3
+    data: RolloutDataModule | ExampleDataModule,
+    model: LanguageModel,
+    *,
+    kind: Kind | None = None,
+    scores: bool = False,
+    rows: int = 3,
 ) -> int:
     """Print the format, the first rows as the model reads them, lengths, images, what every filter took, and repeats.
 
     Args:
         data: The data module.
         model: Whose tokenizer and context it is read with.
+        scores: The method trains a model that scores, so that no reply needs an end of generation.
         kind: What the method learns from; None is told from the columns of the first row.
         rows: Rows that are shown.
 
@@ -70,14 +72,16 @@ def data_check(
     """
     in_range("data_check.rows", rows, low=1)
     tokenizer, console = model.tokenizer, Console(highlight=False)
-    with warnings.catch_warnings():
+    seen = {"processor": model.processor, "eos_ids": () if scores else model.eos_ids}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
         warnings.filterwarnings("ignore", message=".*have a training prompt.*")  # the report says so too
         if isinstance(data, RolloutDataModule):
-            data.prepare(tokenizer, processor=model.processor, stage="predict")
+            data.prepare(tokenizer, stage="predict", **seen)
             look = _prompts(data, rows)
         else:
             kind = kind or _kind_of_first_row(data)
-            data.prepare(tokenizer, kind, processor=model.processor, stage="predict")
+            data.prepare(tokenizer, kind, stage="predict", **seen)
             look = _examples(data, kind, rows)
     console.print(Text(look.title))
     if (size := getattr(data, "stream_buffer", None)) is not None:
@@ -87,7 +91,8 @@ def data_check(
         for name, ids, learned in texts:
             console.print(Text(f"\nrow {number}, {name}: {len(ids)} tokens", style="bold"))
             console.print(bracketed(tokenizer, ids, learned))
-    say_template(console, tokenizer, look.messages, data.options.chat_template_kwargs)
+    for line in dict.fromkeys(str(warning.message) for warning in heard):  # what a template leaves out, before all
+        console.print(Text(f"\n{printable(line)}", style="yellow"))
     for part, lengths in look.lengths.items():
         _histogram(console, part, lengths, model.context_length)
     if model.processor is not None:
@@ -98,7 +103,7 @@ def data_check(
         say_bad_images(console, data)
     _say_repeats(console, look, data.report)
     try:
-        data.prepare(tokenizer, *((kind,) if kind else ()), processor=model.processor, stage="fit")
+        data.prepare(tokenizer, *((kind,) if kind else ()), stage="fit", **seen)
     except DataError as error:  # a few rows are enough to look at, none are not
         if not data.report["train"]["kept"]:
             raise
@@ -134,8 +139,8 @@ def _prompts(data: RolloutDataModule, rows: int) -> Look:
         json.dumps([key, {name: values[i] for name, values in all_rows.columns.items()}], default=str)
         for i, key in enumerate(keys)
     ]
-    lengths, messages = {"prompts": list(map(len, all_rows.prompt_ids))}, _messages(all_rows.prompts)
-    return Look("Prompts for rollouts", shown, lengths, columns, keys, wholes, messages)
+    lengths = {"prompts": list(map(len, all_rows.prompt_ids))}
+    return Look("Prompts for rollouts", shown, lengths, columns, keys, wholes)
 
 
 def _examples(data: ExampleDataModule, kind: Kind, rows: int) -> Look:
@@ -154,12 +159,7 @@ def _examples(data: ExampleDataModule, kind: Kind, rows: int) -> Look:
     keys = [_key(example) for example in examples]
     wholes = [json.dumps([text.ids for text in example.texts]) + str(example.desirable) for example in examples]
     title = f"Examples for methods that learn from {kind}; format: {', '.join(dict.fromkeys(data.corpus.formats))}"
-    messages = _messages([example.prompt for example in examples])
-    return Look(title, [_texts(example) for example in examples[:rows]], lengths, columns, keys, wholes, messages)
-
-
-def _messages(prompts: Sequence[Prompt | None]) -> list[list[Message]]:
-    return [prompt for prompt in prompts[:_RENDERED] if isinstance(prompt, list)]
+    return Look(title, [_texts(example) for example in examples[:rows]], lengths, columns, keys, wholes)
 
 
 def _key(example: Example) -> str:

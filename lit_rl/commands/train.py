@@ -313,7 +313,8 @@ def _announce(run: Run) -> None:
 def _has_validation(run: Run) -> bool:
     data, kind = run.data, getattr(run.module, "learns_from", None)
     model = run.module.model
-    data.prepare(model.tokenizer, *([kind] if kind else []), processor=model.processor)  # pyright: ignore
+    ends = model.eos_ids if hasattr(run.module, "evaluation") else ()
+    data.prepare(model.tokenizer, *([kind] if kind else []), processor=model.processor, eos_ids=ends)  # pyright: ignore
     sets = [*data.val_names, *getattr(data, "loss_names", ())]  # pyright: ignore
     return bool(sets) and run.trainer.limit_val_batches != 0
 

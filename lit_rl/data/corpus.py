@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lit_rl.data.image_prompts import Processor
+from lit_rl.data.left_out import LeftOut
 from lit_rl.data.prompt_set import Example, PromptOptions, PromptSet, read_examples
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import count_overlap, hold_out, prompt_key
@@ -49,9 +50,10 @@ def read_corpus(
         DataError: a row or a whole set cannot be used; a validation set has no rows left.
     """
     report: Report = {}
+    left_out = LeftOut(tokenizer, options.chat_template_kwargs)
 
     def examples(rows: Rows, key: str) -> list[Example]:
-        found, counts = read_examples(rows, tokenizer, options, processor)
+        found, counts = read_examples(rows, tokenizer, options, processor, left_out)
         _add(counts, report.setdefault(key, {}))
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -19,6 +19,7 @@ from lit_rl.data.small_sets import DEFAULT
 from lit_rl.data.sourced import SourcedDataModule
 from lit_rl.data.spare import SparePrompts
 from lit_rl.data.tasks import Repeated
+from lit_rl.data.templates import say_unknown_end
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.rollout import PromptBatch, PromptForm
 from lit_rl.vision import PromptVision
@@ -62,16 +63,24 @@ class RolloutDataModule(SourcedDataModule):
         )
         self.prompts_per_rollout = self._size = prompts_per_rollout
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._said_end = False
         self._corpus: Corpus | None = None
 
     def prepare(
-        self, tokenizer: PreTrainedTokenizerBase, *, processor: Processor | None = None, stage: str = "fit"
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        processor: Processor | None = None,
+        eos_ids: Collection[int] | None = None,
+        stage: str = "fit",
     ) -> None:
         """Load, format, tokenise, split and count, once for a tokenizer. Needs no weights.
 
         Args:
             tokenizer: Of the policy.
             processor: Of a policy that sees; None: of one over text.
+            eos_ids: Every token at which generation ends, `LanguageModel.eos_ids`: it is said where the chat template
+                ends a turn with none of them. None: they are not known.
             stage: `fit` also checks that the rows fill a rollout.
 
         Raises:
@@ -81,13 +90,18 @@ class RolloutDataModule(SourcedDataModule):
         if self._tokenizer is not tokenizer:
             self._corpus = self._read(tokenizer, processor)
             self._tokenizer = tokenizer
+            self._said_end = False
+        if eos_ids is not None and not self._said_end and self.prompt_form == "messages":
+            self._said_end = True
+            say_unknown_end(tokenizer, self.options.chat_template_kwargs, eos_ids)
         if stage == "fit":
             rows = sum(self._prepared().sizes)
             self.prompts_per_rollout = self.fitted(self._size, self.prompts_per_rollout, rows, "prompts_per_rollout")
             self._order(self.shuffle)
 
     def setup(self, stage: str) -> None:
-        self.prepare(self.module_attribute("tokenizer"), processor=self.processor_of_run(), stage=stage)
+        how = {"processor": self.processor_of_run(), "eos_ids": self.eos_ids_of_run()}
+        self.prepare(self.module_attribute("tokenizer"), stage=stage, **how)
 
     @property
     def report(self) -> dict[str, dict[str, int]]:

@@ -17,6 +17,7 @@ from lit_rl.data.image_parts import RowImages
 from lit_rl.data.image_prompts import EqualVideos, Processor, Shown, refuse_reserved, refuse_unequal_videos
 from lit_rl.data.images import MAX_IMAGE_PIXELS, MOST_IMAGE_PIXELS
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
+from lit_rl.data.left_out import LeftOut
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import prompt_key
 from lit_rl.data.templates import check_template_kwargs, control_tokens, encode_prompt, render_prompt
@@ -153,7 +154,11 @@ class PromptSet:
 
 
 def read_examples(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, options: PromptOptions, processor: Processor | None = None
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    options: PromptOptions,
+    processor: Processor | None = None,
+    left_out: LeftOut | None = None,
 ) -> tuple[list[Example], Counter[str]]:
     """Every row that passes the filters, and how many each filter took.
 
@@ -167,7 +172,8 @@ def read_examples(
     counts = Counter(
         rows=len(rows) + rows.skipped, bad=rows.skipped, empty=0, overlong=0, truncated=0, kept=0, longest=0
     )
-    reader = _Reader(tokenizer, options, processor, rows.folder)
+    left_out = left_out or LeftOut(tokenizer, options.chat_template_kwargs)
+    reader = _Reader(tokenizer, options, processor, rows.folder, left_out)
     kept, first_error = [], None
     for i in counted(range(len(rows)), "tokenising prompts", "row"):
         try:
@@ -214,8 +220,9 @@ class _Reader:
         options: PromptOptions,
         processor: Processor | None,
         folder: Path | None,
+        left_out: LeftOut,
     ) -> None:
-        self.tokenizer, self.processor = tokenizer, processor
+        self.tokenizer, self.processor, self.left_out = tokenizer, processor, left_out
         self.options = options
         self.images = RowImages(processor is not None, folder, options.max_image_pixels)
         self.control = control_tokens(tokenizer)
@@ -239,7 +246,8 @@ class _Reader:
             return None
         prompt = add_system_prompt(prompt, options.system_prompt)
         if images and self.processor is not None and not isinstance(prompt, str):
-            text = render_prompt(self.tokenizer, prompt, where, options.chat_template_kwargs, self.control)
+            kwargs = options.chat_template_kwargs
+            text = render_prompt(self.tokenizer, prompt, where, kwargs, self.control, self.left_out)
             self.videos.check(images, where)
             ids, _ = self.processor.process(text, images, where)
             return Example(prompt, ids, columns, where, Shown(text, images, where))
@@ -253,6 +261,7 @@ class _Reader:
             where=where,
             chat_template_kwargs=options.chat_template_kwargs,
             control=self.control,
+            left_out=self.left_out,
         )
         return Example(prompt, ids, columns, where)
 
@@ -263,6 +272,7 @@ class _Reader:
         return example
 
     def check_whole(self) -> None:
+        self.left_out.say()
         if len(self.kinds) > 1:
             raise DataError(
                 f"Prompts of two kinds: {self.kinds[str]} is a string, {self.kinds[list]} a list of messages. "

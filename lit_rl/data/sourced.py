@@ -232,6 +232,11 @@ class SourcedDataModule(L.LightningDataModule, NotesKeywords):
         model = getattr(self.trainer_of_run().lightning_module, "model", None)
         return getattr(model, "processor", None)
 
+    def eos_ids_of_run(self) -> tuple[int, ...] | None:
+        """Every token at which the policy's generation ends. None: the module is one of yours and does not say."""
+        model = getattr(self.trainer_of_run().lightning_module, "model", None)
+        return getattr(model, "eos_ids", None)
+
     def trainer_of_run(self) -> L.Trainer:
         if self.trainer is None:
             raise ConfigError("The data module has no Trainer: pass it to one with `datamodule=`, or look with `peek`.")

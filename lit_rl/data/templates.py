@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.chat_template import apply_chat_template
 from lit_rl.data.checks import excerpt
-from lit_rl.data.image_parts import text_of
+from lit_rl.data.left_out import LeftOut, strings_in, template_source
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.rollout import Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_WORDS = "qqalphaqq"
+"""A reply that no template writes by itself."""
 
 OURS = ("add_generation_prompt", "continue_final_message", "conversation", "return_dict", "return_tensors", "tokenize")
 """Arguments of `apply_chat_template` that a prompt's rendering fixes."""
@@ -24,22 +29,29 @@ def render_prompt(
     where: str,
     kwargs: Mapping[str, Any],
     control: Sequence[str] | None = None,
+    left_out: LeftOut | None = None,
 ) -> str:
     """The text of messages up to the assistant's turn, as the chat template writes it.
+
+    `left_out` looks at what it lacks.
 
     Raises:
         DataError: there is no chat template, it refuses them, or a message holds the text of a control token.
         ConfigError: `kwargs` sets what is fixed here.
     """
     require_chat_template(tokenizer, where)
-    refuse_control_tokens(control_tokens(tokenizer) if control is None else control, messages, where)
+    control = control_tokens(tokenizer) if control is None else control
+    refuse_control_tokens(control, messages, where, tokenizer=tokenizer, tools=kwargs.get("tools"))
     check_template_kwargs(kwargs)
     try:
-        return str(apply_chat_template(tokenizer, messages, tokenize=False, add_generation_prompt=True, **kwargs))
+        text = str(apply_chat_template(tokenizer, messages, tokenize=False, add_generation_prompt=True, **kwargs))
     except ConfigError:
         raise
     except Exception as error:  # a template is a program: whatever it raises, this row cannot be rendered by it
         raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
+    if left_out is not None:
+        left_out.look(messages, text, where, tools=kwargs.get("tools"))
+    return text
 
 
 def encode_prompt(
@@ -49,6 +61,7 @@ def encode_prompt(
     where: str = "prompt",
     chat_template_kwargs: Mapping[str, Any] | None = None,
     control: Sequence[str] | None = None,
+    left_out: LeftOut | None = None,
 ) -> list[int]:
     """Token ids of a prompt.
 
@@ -57,7 +70,8 @@ def encode_prompt(
     and that text is tokenised as it stands.
 
     Control tokens written in a text count, so that a prompt rendered elsewhere can be handed over; in a message they
-    are refused. `control` is what `control_tokens` gives, to be asked once where there are many prompts.
+    are refused. `control` is what `control_tokens` gives, to be asked once where there are many prompts; `left_out`
+    looks at what the chat template lacks of them.
 
     Raises:
         DataError: no token comes out; or, for messages, there is no chat template, it refuses them, or a message holds
@@ -67,7 +81,7 @@ def encode_prompt(
     if isinstance(prompt, str):
         ids = _encode_text(tokenizer, prompt)
     else:
-        text = render_prompt(tokenizer, prompt, where, chat_template_kwargs or {}, control)
+        text = render_prompt(tokenizer, prompt, where, chat_template_kwargs or {}, control, left_out)
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         raise DataError(f"{where}: the tokenizer makes no token of this prompt: {excerpt(str(prompt))}")
@@ -111,19 +125,74 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-def refuse_control_tokens(control: Sequence[str], messages: list[Message], where: str) -> None:
+def refuse_control_tokens(
+    control: Sequence[str],
+    messages: Sequence[Message],
+    where: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Any = None,
+) -> None:
     """Text that stands for a control token would become that token, and so could close a turn or open another role.
 
+    It is looked for in all that the chat template could write: every text, at every depth, of the keys of a message
+    that the template names, and of the schemas of tools.
+
     Raises:
-        DataError: a message holds such a text.
+        DataError: a message or a tool holds such a text.
     """
+    source = template_source(tokenizer)
     for i, message in enumerate(messages):
-        for token in control:
-            if token in text_of(message["content"]):
-                raise DataError(
-                    f"{where}: message {i} ({message['role']}) holds the text {token!r}, which the tokenizer would "
-                    "turn into a control token. Take it out, or leave such rows out with data.on_bad_row=skip."
-                )
+        for key, value in message.items():
+            if key != "role" and (key == "content" or key in source):
+                _refuse_in(control, value, f"{where}: message {i} ({message['role']})", "" if key == "content" else key)
+    _refuse_in(control, tools, where, "tools")
+
+
+def _refuse_in(control: Sequence[str], value: Any, where: str, key: str) -> None:
+    text = value if isinstance(value, str) else "\0".join(strings_in(value))
+    for token in control:
+        if token in text:
+            raise DataError(
+                f"{where} holds the text {token!r}{key and f' in {key}'}, which the tokenizer would "
+                "turn into a control token. Take it out, or leave such rows out with data.on_bad_row=skip."
+            )
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> str:
+    """What the chat template writes after the words of the last turn; empty where it writes nothing, or takes none."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _WORDS}]
+    try:
+        text = str(apply_chat_template(tokenizer, messages, **{**kwargs, "tokenize": False}))
+    except ConfigError:
+        raise
+    except Exception:  # a template is a program: it may want other messages
+        return ""
+    return text.rpartition(_WORDS)[2] if _WORDS in text else ""
+
+
+def say_unknown_end(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], eos_ids: Collection[int]) -> None:
+    """Warn where the chat template ends a turn with control tokens at none of which generation ends."""
+    end = turn_end(tokenizer, kwargs)
+    ids: Any = tokenizer(end, add_special_tokens=False)["input_ids"]
+    known = end_marks(tokenizer, end)
+    if (marks := [token for token in ids if token in known]) and not set(marks) & set(eos_ids):
+        rank_zero_warn(
+            f"The chat template ends a turn with {tokenizer.convert_ids_to_tokens(marks[0])!r}, at which generation "
+            f"does not end: {unknown_end(tokenizer, marks[0])}"
+        )
+
+
+def end_marks(tokenizer: PreTrainedTokenizerBase, end: str) -> set[int]:
+    """The tokens that a template could end a turn with: control tokens, and others that stand for no text in `end`."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {number for number, token in added if token.special or token.content in end}
+
+
+def unknown_end(tokenizer: PreTrainedTokenizerBase, mark: int) -> str:
+    """How to make a token one at which generation ends."""
+    token = tokenizer.convert_ids_to_tokens(mark)
+    return f"set model.eos_token={token!r}, or add its id {mark} to eos_token_id in the model's generation_config.json."
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lit_rl.data.corpus import Report, list_counts, set_key
 from lit_rl.data.image_prompts import Processor
+from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example import Example, Kind
 from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.data.offline.packing import packed
@@ -37,11 +38,10 @@ class ExampleCorpus:
 def read_example_corpus(
     train: Sequence[Rows],
     val: Mapping[str, Rows],
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
     kind: Kind,
     options: ExampleOptions,
     *,
-    processor: Processor | None = None,
     val_fraction: float = 0.0,
     seed: int = 0,
 ) -> ExampleCorpus:
@@ -56,7 +56,7 @@ def read_example_corpus(
     report: Report = {}
 
     def read(rows: Rows, key: str) -> tuple[list[Example], str]:
-        return _examples(rows, tokenizer, kind, options, report, key, processor)
+        return _examples(rows, encoder, kind, options, report, key)
 
     found = [read(rows, "train") for rows in train]
     sources, formats = [examples for examples, _ in found], [name for _, name in found]
@@ -70,7 +70,7 @@ def read_example_corpus(
         report["train"]["held_out"] = len(held)
         report["train"]["kept"] = sum(map(len, sources))
         report["val"] = {"rows": len(held), "kept": len(held)}
-    train_set, sizes = training_set(sources, kind, pad_id(tokenizer), options, processor)
+    train_set, sizes = training_set(sources, kind, pad_id(encoder.tokenizer), options, encoder.processor)
     return _corpus(train_set, sizes, held_out, report, tuple(formats), options)
 
 
@@ -79,7 +79,7 @@ def streamed_corpus(
     sizes: tuple[int, ...],
     formats: tuple[str, ...],
     val: Mapping[str, Rows],
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
     options: ExampleOptions,
 ) -> ExampleCorpus:
     """As `read_example_corpus` where the training rows are a stream: `train` is its beginning, which is packed already.
@@ -91,7 +91,7 @@ def streamed_corpus(
     """
     report: Report = {"train": {}}
     held_out = {
-        name: _examples(rows, tokenizer, train.kind, options, report, set_key(name))[0] for name, rows in val.items()
+        name: _examples(rows, encoder, train.kind, options, report, set_key(name))[0] for name, rows in val.items()
     }
     return _corpus(train, sizes, held_out, report, formats, options)
 
@@ -159,14 +159,13 @@ def _joined(parts: Sequence[ExampleSet]) -> ExampleSet:
 
 def _examples(
     rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
     kind: Kind,
     options: ExampleOptions,
     report: Report,
     key: str,
-    processor: Processor | None = None,
 ) -> tuple[list[Example], str]:
-    examples, counts, found = read_examples(rows, tokenizer, kind, options, processor)
+    examples, counts, found = read_examples(rows, encoder, kind, options)
     report[key] = dict(add_counts(report.get(key, {}), counts))
     return examples, found
 

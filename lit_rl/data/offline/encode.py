@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+from lit_rl.continuation import joined, marks_start, shared
 from lit_rl.data.checks import excerpt
 from lit_rl.data.image_prompts import Processor, refuse_reserved
+from lit_rl.data.left_out import LeftOut
 from lit_rl.data.offline.conversations import Text
 from lit_rl.data.offline.example import Encoded
-from lit_rl.data.offline.rendering import check_prefix, marked_tokens, render
+from lit_rl.data.offline.rendering import (
+    borders_of_turns,
+    check_prefix,
+    marked_characters,
+    render,
+    tokens_with_places,
+)
 from lit_rl.data.templates import (
     check_template_kwargs,
     control_tokens,
     encode_prompt,
+    end_marks,
     refuse_control_tokens,
     require_chat_template,
+    turn_end,
+    unknown_end,
 )
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.rollout import Message, Prompt
@@ -29,6 +42,28 @@ Learn = Literal["completion", "assistant", "all"]
 LEARN = ("completion", "assistant", "all")
 
 
+_UNSPLIT = (
+    "The chat template renders a conversation otherwise where it goes on, so of completions of several messages those "
+    "of the user and of tools are learned too."
+)
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A conversation as the chat template writes it."""
+
+    text: str
+    borders: list[int]
+    """Where in it the prompt ends, and then the assistant's turns end and begin again, by turns."""
+    closes: bool
+    """Whether an end of generation has to stand behind its last turn."""
+
+    @property
+    def parts(self) -> list[str]:
+        """The prompt, and what stands between the borders: what is learned, and what is not, by turns."""
+        return [self.text[start:end] for start, end in zip([0, *self.borders], [*self.borders, len(self.text)])]
+
+
 @dataclass
 class Encoder:
     """Renders and tokenises the parts of records.
@@ -39,10 +74,12 @@ class Encoder:
     prompt's end out). Tokenizers that mark the start of a text as they mark a space cannot tokenise it apart: there
     the straddling token is the completion's first. EOS follows unless it was written; no BOS and no EOS comes twice.
 
-    Messages: the chat template renders the whole conversation once, and that is tokenised once, as it stands (so does
-    TRL 1.16). Tokens that end where the rendering of the prompt ends, or before, are the prompt's; one that straddles
-    is the completion's first. Tokenizers without offsets tokenise the two parts apart. White space that the template
-    writes after the last EOS stays in the text and is not learned: generation ends before it (TRL learns it).
+    Messages: the chat template renders the whole conversation once (so does TRL 1.16). The tokens of what stands before
+    a reply are those that generation would see (`lit_rl.continuation`). What is learned ends with the token at which
+    generation ends: white space, and any such token more, that the template writes behind it stays in the text and is
+    not learned (TRL learns it). Where the template writes none behind the last reply, EOS takes the place of the white
+    space that it writes there. In a completion of several messages only the assistant's are learned, where the
+    template only appends (TRL learns all of them).
 
     Args:
         tokenizer: The policy's.
@@ -50,6 +87,8 @@ class Encoder:
         processor: Of a policy that sees: makes tokens of messages with images. None: of one over text.
         learn: `completion`: what follows the prompt. `assistant`: of it what the chat template marks as the
             assistant's. `all`: every token.
+        eos_ids: Every token at which generation ends. None: the tokenizer's EOS token. Empty: of a model that scores,
+            whose conversations end as the template says.
 
     Raises:
         ConfigError: `template_kwargs` sets what is fixed here; an unknown `learn` is the caller's to refuse.
@@ -59,6 +98,7 @@ class Encoder:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     learn: Learn = "completion"
     processor: Processor | None = None
+    eos_ids: Collection[int] | None = None
 
     def __post_init__(self) -> None:
         check_template_kwargs(self.template_kwargs)
@@ -66,6 +106,12 @@ class Encoder:
         if self.processor is not None:
             self.control = sorted({*self.control, *self.processor.reserved})
         self.marks_start = marks_start(self.tokenizer)
+        eos: Any = self.tokenizer.eos_token_id
+        self.ends = frozenset((eos,) if self.eos_ids is None else self.eos_ids)
+        """Where nothing is generated, what follows EOS is still not learned."""
+        self.closes = bool(self.ends)
+        self.ends = self.ends or frozenset((eos,))
+        self.left_out = LeftOut(self.tokenizer, self.template_kwargs)
         self.spaces: dict[int, bool] = {}
         self.latest: tuple[str, list[int]] = ("", [])
         """A string prompt and its tokens: those of a pair ask for them twice."""
@@ -93,22 +139,7 @@ class Encoder:
             assert prompt is None or isinstance(prompt, str)
             return self._text(prompt, completion, where)
         assert not isinstance(prompt, str)
-        text = self._messages(prompt or [], completion, where, tools, images)
-        if self.learn == "completion":
-            learned = [True] * self._end(text.ids)
-        elif self.learn == "all":
-            learned = [True] * len(text)
-        elif images:
-            raise ConfigError(
-                f"{where}: data.learn=assistant cannot tell whose tokens are whose beside images: set it to completion."
-            )
-        else:
-            learned = marked_tokens(self.tokenizer, [*(prompt or []), *completion], where, self._kwargs(tools))
-        if images and self.processor is not None:  # no policy may say a placeholder
-            learned = [flag and id not in self.processor.placeholders for flag, id in zip(learned, text.ids)]
-        start = 0 if self.learn == "all" or (self.learn == "assistant" and every_turn) else text.prompt_tokens
-        learned = learned + [False] * (len(text) - len(learned))
-        return Encoded(text.ids, _from(start, learned), text.prompt_tokens, text.shown)
+        return self._messages(prompt or [], completion, where, tools, images, every_turn)
 
     def pair(
         self,
@@ -129,7 +160,7 @@ class Encoder:
         texts = [self.encode(prompt, completion, where, tools=tools, images=images) for completion in completions]
         common = min(text.prompt_tokens for text in texts)
         for text in texts:
-            common = min(common, _shared(texts[0].ids[:common], text.ids))
+            common = min(common, shared(texts[0].ids[:common], text.ids))
         return tuple(_moved(text, common) for text in texts)
 
     def steps(
@@ -158,7 +189,14 @@ class Encoder:
     def prompt_ids(self, prompt: Prompt, where: str, *, tools: Sequence[Any] | None = None) -> list[int]:
         """`encode_prompt` with the settings of this encoder."""
         kwargs = self._kwargs(tools)
-        return encode_prompt(self.tokenizer, prompt, where=where, chat_template_kwargs=kwargs, control=self.control)
+        return encode_prompt(
+            self.tokenizer,
+            prompt,
+            where=where,
+            chat_template_kwargs=kwargs,
+            control=self.control,
+            left_out=self.left_out,
+        )
 
     def _text(self, prompt: str | None, completion: str, where: str) -> Encoded:
         if self.learn == "assistant":
@@ -176,7 +214,7 @@ class Encoder:
         count = len(begin)
         if ids[:count] != begin:
             if self.marks_start:
-                count = _shared(begin, ids)
+                count = shared(begin, ids)
             else:
                 ids = [*begin, *self._plain(completion)]
         eos: Any = self.tokenizer.eos_token_id
@@ -193,60 +231,149 @@ class Encoder:
         where: str,
         tools: Sequence[Any] | None,
         images: Sequence[Visual],
+        every_turn: bool,
     ) -> Encoded:
+        rendered = self._rendered(prompt, completion, where, tools, every_turn)
+        ids, ends = joined(self.tokenizer, rendered.parts)
+        if not ids:
+            raise DataError(f"{where}: the tokenizer makes no token of this conversation: {excerpt(rendered.text)}")
+        if self.learn == "assistant":
+            if images:
+                raise ConfigError(
+                    f"{where}: data.learn=assistant cannot tell whose tokens are whose beside images: set it to "
+                    "completion."
+                )
+            marks = marked_characters(self.tokenizer, [*prompt, *completion], where, self._kwargs(tools))
+            text = self._marked(rendered, Encoded(ids, [], ends[0]), marks)
+        else:
+            turns = [0, *ends] if self.learn == "completion" else [0, 0, len(ids)]
+            flags = [i % 2 == 1 for i, (start, stop) in enumerate(pairwise(turns)) for _ in range(start, stop)]
+            text = Encoded(ids, flags, ends[0])
+        if self.processor is not None and images:
+            text = self._shown(self.processor, rendered, text, images, where)
+        elif self.processor is not None:
+            self.processor.refuse_without_images(where)
+        if self.learn != "all":
+            text = replace(text, learned=self._up_to_ends(text))
+        if rendered.closes:
+            text = self._closed(text, where)
+        start = 0 if self.learn == "all" or (self.learn == "assistant" and every_turn) else text.prompt_tokens
+        return replace(text, learned=_from(start, text.learned))
+
+    def _rendered(
+        self,
+        prompt: list[Message],
+        completion: list[Message],
+        where: str,
+        tools: Sequence[Any] | None,
+        every_turn: bool,
+    ) -> _Rendered:
         require_chat_template(self.tokenizer, where)
-        refuse_control_tokens(self.control, [*prompt, *completion], where)
-        kwargs = self._kwargs(tools)
-        whole = render(self.tokenizer, [*prompt, *completion], where, kwargs)
+        messages, kwargs = [*prompt, *completion], self._kwargs(tools)
+        refuse_control_tokens(self.control, messages, where, tokenizer=self.tokenizer, tools=kwargs.get("tools"))
+        whole = render(self.tokenizer, messages, where, kwargs)
         begin = render(self.tokenizer, prompt, where, kwargs, add_generation_prompt=True) if prompt else ""
         check_prefix(begin, whole, where)
-        if self.processor is not None:
-            if images:
-                return self._shown(self.processor, begin, whole, images, where)
-            self.processor.refuse_without_images(where)
-        ids, count = self._split(whole, len(begin))
-        if not ids:
-            raise DataError(f"{where}: the tokenizer makes no token of this conversation: {excerpt(whole)}")
-        return Encoded(ids, [], count)
+        every = every_turn and self.learn != "completion"
+        replies = (0, 0) if every else (len(prompt), len(begin))
+        self.left_out.look(messages, whole, where, tools=tools, replies=replies)
+        closes = self.closes and messages[-1]["role"] == "assistant"
+        if closes and self.turn_end.isspace() and whole.endswith(self.turn_end, len(begin)):
+            whole = whole[: -len(self.turn_end)]
+        borders = [len(begin)]
+        if self.learn == "completion" and any(message["role"] != "assistant" for message in completion):
+            others = borders_of_turns(self.tokenizer, prompt, completion, whole, where, kwargs)
+            if others is None:
+                self.left_out.note("turns", _UNSPLIT)
+            borders += others or []
+        return _Rendered(whole, borders, closes)
 
-    def _shown(self, processor: Processor, begin: str, whole: str, images: Sequence[Visual], where: str) -> Encoded:
-        """A rendered text of which images are shown where it begins.
+    @cached_property
+    def turn_end(self) -> str:
+        """What the chat template writes after the last turn."""
+        return turn_end(self.tokenizer, self.template_kwargs)
+
+    def _marked(self, rendered: _Rendered, text: Encoded, marks: Sequence[bool]) -> Encoded:
+        """The tokens with those learned that have a marked character."""
+        for parts in ([rendered.text], rendered.parts):
+            ids, places = tokens_with_places(self.tokenizer, parts)
+            if ids == text.ids:
+                count = text.prompt_tokens
+                break
+        else:  # parts were tokenised behind other texts, and have no places
+            ids, places = tokens_with_places(self.tokenizer, [rendered.text])
+            count = next((i for i, (_, end) in enumerate(places) if end > rendered.borders[0]), len(ids))
+        return Encoded(ids, [any(marks[start:end]) for start, end in places], count)
+
+    def _shown(
+        self, processor: Processor, rendered: _Rendered, text: Encoded, images: Sequence[Visual], where: str
+    ) -> Encoded:
+        """The tokens of a rendered text of which images are shown where it begins.
 
         The prompt is processed, and what follows is tokenised: a processor may end its text by a mark of its own
         (PaliGemma's ends the prompt), and the prompt's tokens are then those with which the model is asked to write.
         """
-        if not begin:
-            return Encoded(processor.process(whole, images, where)[0], [], 0, whole)
-        first, _ = processor.process(begin, images, where)
-        bare, ids = self._plain(begin), self._plain(whole)
-        if ids[: len(bare)] == bare:
-            return Encoded([*first, *ids[len(bare) :]], [], len(first), begin)
-        ids, _ = processor.process(whole, images, where)  # a token straddles: it is the reply's
-        return Encoded(ids, [], _shared(first, ids), begin)
+        begin, count, every = rendered.parts[0], text.prompt_tokens, self.learn == "all"
+        if not begin or text.ids[:count] != self._plain(begin):  # or a token straddles: it is the reply's
+            ids, _ = processor.process(rendered.text, images, where)
+            count = shared(processor.process(begin, images, where)[0], ids) if begin else 0
+            learned = [every or i >= count for i in range(len(ids))]
+            text = Encoded(ids, learned, count, begin or rendered.text)
+        else:
+            first, _ = processor.process(begin, images, where)
+            learned = [every] * len(first) + text.learned[count:]
+            text = Encoded([*first, *text.ids[count:]], learned, len(first), begin)
+        never = processor.placeholders  # no policy may say one
+        return replace(text, learned=[flag and id not in never for flag, id in zip(text.learned, text.ids)])
 
-    def _split(self, text: str, boundary: int) -> tuple[list[int], int]:
-        """Ids of a rendered text, and how many of them end at the boundary or before."""
-        if not self.tokenizer.is_fast:
-            begin = self._plain(text[:boundary])
-            return [*begin, *self._plain(text[boundary:])], len(begin)
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids: Any = encoding["input_ids"]
-        ends: Any = encoding["offset_mapping"]
-        count = next((i for i, (_, end) in enumerate(ends) if end > boundary), len(ids))
-        return list(ids), count
+    def _up_to_ends(self, text: Encoded) -> list[bool]:
+        """What is learned of each turn: up to the token at which generation ends, and that one."""
+        learned, ids, stop = list(text.learned), text.ids, 0
+        while True in text.learned[stop:]:
+            start = text.learned.index(True, stop)
+            stop = text.learned.index(False, start) if False in text.learned[start:] else len(ids)
+            end = self._end(ids, start, stop)
+            if end is not None:
+                learned[end:stop] = [False] * (stop - end)
+            elif stop < len(ids) and ids[stop] in self.ends:  # the template writes it as part of what follows
+                learned[stop] = True
+        return learned
 
-    def _end(self, ids: Sequence[int]) -> int:
-        """How many tokens there are up to the last EOS, where only white space follows it; otherwise all."""
-        eos = self.tokenizer.eos_token_id
-        for i in range(len(ids) - 1, -1, -1):
-            if ids[i] == eos:
-                return i + 1
-            blank = self.spaces.get(ids[i])
-            if blank is None:
-                blank = self.spaces[ids[i]] = not self.tokenizer.decode([ids[i]]).strip()  # pyright: ignore
-            if not blank:
+    def _end(self, ids: Sequence[int], start: int, stop: int) -> int | None:
+        """The place after the first of the ends that stand at the end of a turn, white space aside; None: none does."""
+        found = None
+        for i in range(stop - 1, start - 1, -1):
+            if ids[i] in self.ends:
+                found = i + 1
+            elif not self._blank(ids[i]):
                 break
-        return len(ids)
+        return found
+
+    def _closed(self, text: Encoded, where: str) -> Encoded:
+        """The text with an end of its last turn, at which generation ends.
+
+        Raises:
+            ConfigError: the template ends it by a control token at which generation does not end.
+        """
+        last = max((i for i, flag in enumerate(text.learned) if flag), default=None)
+        if last is None or self._end(text.ids, 0, len(text) if self.learn == "all" else last + 1) is not None:
+            return text
+        rest = [token for token in text.ids[text.prompt_tokens :] if not self._blank(token)]
+        if rest and (mark := rest[-1]) in end_marks(self.tokenizer, self.turn_end):
+            raise ConfigError(
+                f"{where}: the chat template ends the reply with {self.tokenizer.convert_ids_to_tokens(mark)!r}, at "
+                "which generation does not end, so the policy would learn to go on: "
+                f"{unknown_end(self.tokenizer, mark)}"
+            )
+        eos: Any = self.tokenizer.eos_token_id
+        return replace(text, ids=[*text.ids, eos], learned=[*text.learned, True])
+
+    def _blank(self, token: int) -> bool:
+        """Whether a token is white space."""
+        blank = self.spaces.get(token)
+        if blank is None:
+            blank = self.spaces[token] = not self.tokenizer.decode([token]).strip()  # pyright: ignore
+        return blank
 
     def _kwargs(self, tools: Sequence[Any] | None) -> dict[str, Any]:
         return {**self.template_kwargs, **({"tools": list(tools)} if tools else {})}
@@ -268,15 +395,3 @@ def _from(start: int, learned: Sequence[bool]) -> list[bool]:
     """Nothing predicts the first token, and the prompt is given."""
     given = min(max(1, start), len(learned))
     return [False] * given + list(learned[given:])
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((i for i, (mine, theirs) in enumerate(zip(one, other)) if mine != theirs), min(len(one), len(other)))
-
-
-def marks_start(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a text by itself begins with a mark that it does not have inside another one."""
-    alone: Any = tokenizer("a", add_special_tokens=False)["input_ids"]
-    spaced: Any = tokenizer(" a", add_special_tokens=False)["input_ids"]
-    tokens = tokenizer.convert_ids_to_tokens(alone)
-    return bool(tokens) and (str(tokens[0]).startswith(("\u2581", "\u0120")) or list(alone) == list(spaced))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -16,6 +16,7 @@ from lit_rl.data.image_prompts import Processor
 from lit_rl.data.loader import EvalLoader
 from lit_rl.data.offline import streaming
 from lit_rl.data.offline.corpus import ExampleCorpus, read_example_corpus
+from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.data.offline.loader import ExampleEvalLoader, ExampleLoader
@@ -99,7 +100,8 @@ class ExampleDataModule(SourcedDataModule):
         self.stream_buffer = stream_buffer
         if stream_buffer is not None:
             streaming.check_settings(self, stream_buffer, batch_size=batch_size, max_length=max_length)
-        self._read_for: tuple[Any, Kind] | None = None
+        self._encoder: Encoder | None = None
+        self._kind: Kind | None = None
         self._windows: Windows | None = None
         self._corpus: ExampleCorpus | None = None
 
@@ -109,6 +111,7 @@ class ExampleDataModule(SourcedDataModule):
         kind: Kind | None = None,
         *,
         processor: Processor | None = None,
+        eos_ids: Collection[int] | None = None,
         stage: str = "fit",
     ) -> None:
         """Read, tokenise, split and count, once for a tokenizer. Needs no weights.
@@ -117,6 +120,8 @@ class ExampleDataModule(SourcedDataModule):
             tokenizer: The policy's.
             kind: What the method learns from; None is the first of `serves`.
             processor: Of a policy that sees; None: of one over text.
+            eos_ids: Every token at which generation ends, `LanguageModel.eos_ids`; None: the tokenizer's EOS token, or
+                those of the last call. Empty: of a model that scores.
             stage: For `fit` there must be rows for one step.
 
         Raises:
@@ -124,14 +129,19 @@ class ExampleDataModule(SourcedDataModule):
             DataError: a set cannot be used; for the stage `fit` also where its rows do not fill one step.
             BackendError: the hub cannot be reached.
         """
-        kind = kind or (self._read_for[1] if self._read_for else self.serves[0])
+        kind = kind or self._kind or self.serves[0]
         if kind not in self.serves:
             raise ConfigError(
                 f"{type(self).__name__} makes {' or '.join(self.serves)}, and the algorithm needs {kind}."
             )
-        if self._read_for is None or self._read_for[0] is not tokenizer or self._read_for[1] != kind:
-            self._corpus = self._read(tokenizer, kind, processor)
-            self._read_for = (tokenizer, kind)
+        held = self._encoder if self._encoder is not None and self._encoder.tokenizer is tokenizer else None
+        if eos_ids is None and held is not None:
+            eos_ids = held.eos_ids
+        options = self.options
+        encoder = Encoder(tokenizer, options.chat_template_kwargs, options.learn, processor, eos_ids)
+        if held is None or (self._kind, held.ends, held.closes) != (kind, encoder.ends, encoder.closes):
+            self._corpus = self._read(encoder, kind)
+            self._encoder, self._kind = encoder, kind
         if stage == "fit":
             if self._windows is None:
                 self.batch_size = self.fitted(self._size, self.batch_size, sum(self._sets.sizes), "batch_size")
@@ -144,7 +154,10 @@ class ExampleDataModule(SourcedDataModule):
             self.check_trainer(self.trainer_of_run())
         self._check_method()
         kind = self.module_attribute("learns_from")
-        self.prepare(self.module_attribute("tokenizer"), kind, processor=self.processor_of_run(), stage=stage)
+        ends = self.eos_ids_of_run() if self._generates else ()
+        self.prepare(
+            self.module_attribute("tokenizer"), kind, processor=self.processor_of_run(), eos_ids=ends, stage=stage
+        )
 
     def _check_method(self) -> None:
         """Refuse a module that answers prompts, in place of learning from rows as they are."""
@@ -291,13 +304,13 @@ class ExampleDataModule(SourcedDataModule):
             for prompts in sets
         ]
 
-    def _read(self, tokenizer: PreTrainedTokenizerBase, kind: Kind, processor: Processor | None) -> ExampleCorpus:
+    def _read(self, encoder: Encoder, kind: Kind) -> ExampleCorpus:
         val = self.val_rows()
         if self.stream_buffer is None:
             self.say_if_unvalidated(val)
-            how = {"processor": processor, "val_fraction": self.held_out(val), "seed": self.seed}
-            corpus = read_example_corpus(self.train_rows(), val, tokenizer, kind, self.options, **how)
-        elif processor is not None:
+            how = {"val_fraction": self.held_out(val), "seed": self.seed}
+            corpus = read_example_corpus(self.train_rows(), val, encoder, kind, self.options, **how)
+        elif encoder.processor is not None:
             raise ConfigError("data.stream_buffer reads rows of text alone: leave it out with a model over images.")
         else:
             self._windows = None  # its rows go before others come
@@ -305,8 +318,8 @@ class ExampleDataModule(SourcedDataModule):
                 [RowStream(source, self.on_bad_row) for source in self.streamable],
                 self.weights or (1.0,),
             )
-            windows = Windows(sources, self.stream_buffer, weights, tokenizer, kind, self.options, self.batch_size)
-            corpus = streaming.corpus_beside(windows, val, tokenizer, self.options)
+            windows = Windows(sources, self.stream_buffer, weights, encoder, kind, self.options, self.batch_size)
+            corpus = streaming.corpus_beside(windows, val, encoder, self.options)
             self._windows = windows
         for name, examples in corpus.val.items():
             if overlap := corpus.report[set_key(name)]["overlap"]:

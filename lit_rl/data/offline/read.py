@@ -5,10 +5,9 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from lit_rl.data.corpus import list_counts
-from lit_rl.data.image_prompts import Processor
+from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example import Example, Kind
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.reader import Reader, nothing_in
@@ -16,19 +15,15 @@ from lit_rl.data.sources import Rows
 from lit_rl.errors import DataError
 from lit_rl.long_waits import counted
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 DROPPED = ("empty", "equal", "promptless")
 """Counts of rows that hold nothing to learn from; `max_dropped` bounds their share."""
 
 
 def read_examples(
     rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
     kind: Kind,
     options: ExampleOptions,
-    processor: Processor | None = None,
 ) -> tuple[list[Example], Counter[str], str]:
     """Every row that passes the filters, how many rows each filter took, and the name of the format.
 
@@ -48,7 +43,7 @@ def read_examples(
         ConfigError: an option that this kind has no use for, or that the chat template does not allow.
     """
     options.check_kind(kind)
-    reader = Reader(tokenizer, kind, options, processor, rows.folder)
+    reader = Reader(encoder, kind, options, rows.folder)
     kept, counts = read_on(rows, reader, {})
     return kept, counts, next(iter(reader.formats), "")
 

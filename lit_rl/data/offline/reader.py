@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lit_rl.data.formats import mapped_row, rename_columns
 from lit_rl.data.image_parts import RowImages
-from lit_rl.data.image_prompts import EqualVideos, Processor, Shown
+from lit_rl.data.image_prompts import EqualVideos, Shown
 from lit_rl.data.offline.conversations import Text, is_blank
 from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example import Encoded, Example, Kind
@@ -16,10 +16,6 @@ from lit_rl.data.offline.formats import Record, read_record
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.truncation import cut, cut_labels, windows
 from lit_rl.errors import ConfigError, DataError, did_you_mean
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 COMPLETIONS = ("completion", "chosen", "rejected", "completions")
 """Columns that show no images: what is answered is text."""
@@ -30,17 +26,17 @@ class Reader:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        encoder: Encoder,
         kind: Kind,
         options: ExampleOptions,
-        processor: Processor | None = None,
         folder: Path | None = None,
     ) -> None:
         self.kind: Kind = kind
+        self.encoder = encoder
+        processor = encoder.processor
         self.options, self.processor = options, processor
         self.images = RowImages(processor is not None, folder, options.max_image_pixels)
-        self.vocabulary = len(tokenizer)
-        self.encoder = Encoder(tokenizer, options.chat_template_kwargs, options.learn, processor)
+        self.vocabulary = len(encoder.tokenizer)
         self.videos = EqualVideos(processor)
         self.formats: dict[str, str] = {}
         self.margins: dict[bool, str] = {}
@@ -118,6 +114,7 @@ class Reader:
         return "kept" if whole else "kept truncated", examples
 
     def check_whole(self) -> None:
+        self.encoder.left_out.say()
         if len(self.formats) > 1:
             (one, here), (other, there), *_ = self.formats.items()
             raise DataError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.chat_template import apply_chat_template
@@ -33,10 +33,10 @@ def render(
         raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
 
 
-def marked_tokens(
+def marked_characters(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, kwargs: Mapping[str, Any]
 ) -> list[bool]:
-    """Which tokens of the rendered messages stand between the template's generation markers.
+    """Which characters of the rendered messages have a token between the template's generation markers.
 
     Raises:
         ConfigError: the template has none (transformers would mark no token, with a warning), or the tokenizer has no
@@ -55,9 +55,63 @@ def marked_tokens(
             "data.learn=completion."
         )
     marked = render(
-        tokenizer, messages, where, kwargs, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        tokenizer,
+        messages,
+        where,
+        kwargs,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
     )
-    return [bool(flag) for flag in marked["assistant_masks"]]
+    characters = [False] * max((end for _, end in marked["offset_mapping"]), default=0)
+    for flag, (start, end) in zip(marked["assistant_masks"], marked["offset_mapping"]):
+        if flag:
+            characters[start:end] = [True] * (end - start)
+    return characters
+
+
+def tokens_with_places(
+    tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of parts that are tokenised apart, and where in all of them each token begins and ends."""
+    ids: list[int] = []
+    places: list[tuple[int, int]] = []
+    place = 0
+    for part in parts:
+        encoding: Any = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True)
+        ids += encoding["input_ids"]
+        places += [(place + start, place + end) for start, end in encoding["offset_mapping"]]
+        place += len(part)
+    return ids, places
+
+
+def borders_of_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[Message],
+    completion: list[Message],
+    whole: str,
+    where: str,
+    kwargs: Mapping[str, Any],
+) -> list[int] | None:
+    """Where in a rendering the assistant's turns of a completion end and the next one begins, by turns.
+
+    None: the template does not only append, so nobody can tell.
+    """
+    borders: list[int] = []
+    speaks = True
+    for i, message in enumerate(completion):
+        if (message["role"] == "assistant") == speaks:
+            continue
+        speaks = not speaks
+        try:
+            text = render(tokenizer, [*prompt, *completion[:i]], where, kwargs, add_generation_prompt=speaks)
+        except DataError:  # it refuses what would be a conversation that is not over yet
+            return None
+        if not whole.startswith(text) or (borders and len(text) < borders[-1]):
+            return None
+        borders.append(len(text))
+    return borders
 
 
 def check_prefix(begin: str, whole: str, where: str) -> None:

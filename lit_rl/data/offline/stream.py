@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lit_rl.data.corpus import list_counts
 from lit_rl.data.offline.corpus import pad_id, training_set
+from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.data.offline.options import ExampleOptions
@@ -21,9 +22,6 @@ from lit_rl.data.offline.reader import Reader
 from lit_rl.data.order import RolloutOrder, shared_out
 from lit_rl.data.streams import Mark, RowStream
 from lit_rl.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class Windows:
         sources: The sources.
         size: Rows that a window takes of all of them together, those that are left out later included.
         weights: Relative share of each source.
-        tokenizer: The policy's.
+        encoder: Of the policy.
         kind: What the rows become.
         options: How.
         batch_size: Rows of an optimizer step.
@@ -116,7 +114,7 @@ class Windows:
         sources: Sequence[RowStream],
         size: int,
         weights: Sequence[float],
-        tokenizer: PreTrainedTokenizerBase,
+        encoder: Encoder,
         kind: Kind,
         options: ExampleOptions,
         batch_size: int,
@@ -130,8 +128,8 @@ class Windows:
                 "raise its weight or data.stream_buffer."
             )
         # One reader for all rows of a source: its format must stay what it was in the windows before.
-        self._readers = [Reader(tokenizer, kind, options) for _ in sources]
-        self._pad_id = pad_id(tokenizer)
+        self._readers = [Reader(encoder, kind, options) for _ in sources]
+        self._pad_id = pad_id(encoder.tokenizer)
         self._held: Window | None = None
         self.start = Place.start(len(sources))
         self.seen = self.start

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import lightning as L
 
 from lit_rl.data.corpus import list_counts
 from lit_rl.data.offline.corpus import ExampleCorpus, streamed_corpus
+from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.read import ExampleOptions
 from lit_rl.data.offline.stream import Windows
 from lit_rl.data.sourced import SourcedDataModule
 from lit_rl.data.sources import Rows
 from lit_rl.errors import ConfigError, DataError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 def corpus_beside(
-    windows: Windows, val: Mapping[str, Rows], tokenizer: PreTrainedTokenizerBase, options: ExampleOptions
+    windows: Windows, val: Mapping[str, Rows], encoder: Encoder, options: ExampleOptions
 ) -> ExampleCorpus:
     """The validation sets of a run whose training rows are a stream, and the report of the stream; no training rows.
 
@@ -30,7 +27,7 @@ def corpus_beside(
     Args:
         windows: The windows of the stream.
         val: The rows of the validation sets, by name.
-        tokenizer: The policy's.
+        encoder: Of the policy.
         options: How rows are read.
 
     Raises:
@@ -39,7 +36,7 @@ def corpus_beside(
         BackendError: the hub cannot be reached.
     """
     first = windows.at(windows.start)
-    corpus = streamed_corpus(first.data, first.sizes, windows.formats, val, tokenizer, options)
+    corpus = streamed_corpus(first.data, first.sizes, windows.formats, val, encoder, options)
     return replace(corpus, train=replace(first.data, examples=(), packs=None))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_rl.chat_template import apply_chat_template
+from lit_rl.continuation import joined
 from lit_rl.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.rewards.completion import Completion, text_of
 from lit_rl.rewards.scorers.classifier import Classifier, GivenScorer, logits_of
@@ -188,8 +189,16 @@ class RewardModel(Classifier):
             return self._ended(tokenizer, self._text_ids(tokenizer, prompt, text_of(completion)))
         self.require_chat_template(tokenizer)
         reply = completion if isinstance(completion, list | tuple) else [{"role": "assistant", "content": completion}]
-        text: Any = apply_chat_template(tokenizer, [*prompt, *reply], tokenize=False, **self.chat_template_kwargs)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+        how = {"tokenize": False, **self.chat_template_kwargs}
+        text: Any = apply_chat_template(tokenizer, [*prompt, *reply], **how)
+        begin: Any = apply_chat_template(tokenizer, prompt, add_generation_prompt=True, **how) if self._apart else ""
+        cut = len(begin) if text.startswith(begin) else 0
+        return joined(tokenizer, [text[:cut], text[cut:]])[0]
+
+    @property
+    def _apart(self) -> bool:
+        """Whether it was trained here, where a token over the border of prompt and reply is two."""
+        return hasattr(self.load()[0].config, "prompt_apart")
 
     def _text_ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> list[int]:
         """As one text; with a model that was trained here as it was trained: a token over the border is two."""

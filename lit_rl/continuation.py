@@ -1,0 +1,69 @@
+"""Tokens of texts that go on from each other, each of which keeps the tokens that it has where nothing follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ANCHORS = ("\n", ".", "a", "1")
+"""Texts to tokenise a continuation behind, where the tokenizer marks the start of a text."""
+
+
+def joined(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Token ids of the parts one after another, and how many of them there are up to the end of each part.
+
+    What stands before the end of a part has the tokens that it has without what follows: a model that is asked with
+    these parts has read just them. So the parts are tokenised together where that leaves the earlier tokens alone, and
+    apart where a token would straddle the border.
+
+    No special tokens are added. Tokenizers that mark the start of a text like a space (Llama's) tokenise a part behind
+    some other text, which is left out again; if each of these binds to it, the token that straddles is the later
+    part's.
+    """
+    ids: list[int] = []  # of the parts before `text`
+    held: list[int] = []  # of `text`
+    ends: list[int] = []
+    text = ""
+    for part in parts:
+        whole = _after(tokenizer, text + part) if ids else _plain(tokenizer, text + part)
+        apart = None if whole is not None and whole[: len(held)] == held else _after(tokenizer, part)
+        if apart is not None:
+            ids, held, text = [*ids, *held], apart, part
+        else:
+            whole = _plain(tokenizer, text + part) if whole is None else whole
+            common = shared(held, whole)
+            ends = [min(end, len(ids) + common) for end in ends]
+            held, text = whole, text + part
+        ends.append(len(ids) + len(held))
+    return [*ids, *held], ends
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading ids two sequences have in common."""
+    return next((i for i, (mine, theirs) in enumerate(zip(one, other)) if mine != theirs), min(len(one), len(other)))
+
+
+def marks_start(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a text by itself begins with a mark that it does not have inside another one."""
+    alone, spaced = _plain(tokenizer, "a"), _plain(tokenizer, " a")
+    tokens = tokenizer.convert_ids_to_tokens(alone)
+    return bool(tokens) and (str(tokens[0]).startswith(("\u2581", "\u0120")) or alone == spaced)
+
+
+def _after(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int] | None:
+    """Token ids of a text inside another one. None: they cannot be told from those of what stands before it."""
+    if not marks_start(tokenizer):
+        return _plain(tokenizer, text)
+    for anchor in _ANCHORS:
+        before, whole = _plain(tokenizer, anchor), _plain(tokenizer, anchor + text)
+        if before and whole[: len(before)] == before and tokenizer.decode(before).strip() == anchor.strip():
+            return whole[len(before) :]
+    return None
+
+
+def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return list(ids)
