@@ -40,3 +40,30 @@ def make_merging_tokenizer(*, template: str | None = MARKED, metaspace: bool = F
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def make_llama_like_tokenizer(*, template: str | None = MARKED) -> PreTrainedTokenizerBase:
+    """Marks the start of a text like a space, knows ASCII and some pairs of it, and every other byte by itself."""
+    ascii_letters = [chr(code) for code in range(33, 127)]
+    pairs = [("▁", letter) for letter in "6abht"] + [("t", "h"), ("h", "e"), ("a", "b"), (":", ":"), ("▁th", "e")]
+    pairs.insert(-1, ("▁t", "h"))
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *ascii_letters, *("".join(p) for p in pairs)]
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = text_decoders.Sequence(
+        [
+            text_decoders.Replace("▁", " "),
+            text_decoders.ByteFallback(),
+            text_decoders.Fuse(),
+            text_decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = template
+    return tokenizer

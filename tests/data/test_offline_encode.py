@@ -15,7 +15,8 @@ from transformers import ByT5Tokenizer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
-from lit_rl.data.offline.encode import Encoder, marks_start
+from lit_rl.continuation import marks_start
+from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.templates import encode_prompt
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.named import TINY
@@ -158,15 +159,13 @@ def test_a_pair_shares_its_prompt_and_swaps(kind, question, chosen, rejected):
     assert Encoder(MERGING).pair(prompt, sides[::-1], "f") == (other, one)
 
 
-def test_a_token_over_the_end_of_a_rendered_prompt_is_the_completions_first():
+def test_a_token_over_the_end_of_a_rendered_prompt_is_divided_there():
+    """The prompt has the tokens with which the model is asked; TRL leaves its last one to the completion."""
     text = Encoder(MERGING).encode([user("the cat")], [assistant("\n\nhello")], "f")
-    assert "ĊĊ" in MERGING.get_vocab()
-    tokens = MERGING.convert_ids_to_tokens(text.ids)
-    assert tokens[text.prompt_tokens].startswith("ĊĊ")
-    assert MERGING.decode(text.ids[: text.prompt_tokens]).endswith("assistant")
-    # The other side keeps "\n" as a token of its own; what the two do not share is learned in both.
+    assert any(token.startswith("ĊĊ") for token in MERGING.tokenize("assistant\n\n\nhello")), "one token of both"
+    assert text.ids[: text.prompt_tokens] == encode_prompt(MERGING, [user("the cat")])
     both = Encoder(MERGING).pair([user("the cat")], ([assistant("\n\nhello")], [assistant("hello")]), "f")
-    assert [learned(side, MERGING) for side in both] == ["\n\n\nhello<|im_end|>", "\nhello<|im_end|>"]
+    assert [learned(side, MERGING) for side in both] == ["\n\nhello<|im_end|>", "hello<|im_end|>"]
 
 
 def test_assistant_turns_are_those_that_the_template_marks():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging_tokenizers import make_merging_tokenizer
 
+from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example import Encoded, Example, Kind
 from lit_rl.data.offline.read import ExampleOptions, read_examples
 from lit_rl.data.sources import Rows
@@ -28,7 +29,9 @@ def assistant(text: str) -> dict[str, Any]:
 
 
 def read(rows: list[dict[str, Any]], kind: Kind, skipped: int = 0, **options: Any):
-    return read_examples(Rows("f", rows, skipped=skipped), TOKENIZER, kind, ExampleOptions(**options))
+    how = ExampleOptions(**options)
+    encoder = Encoder(TOKENIZER, how.chat_template_kwargs, how.learn)
+    return read_examples(Rows("f", rows, skipped=skipped), encoder, kind, how)
 
 
 def pair(chosen: str = "yes", rejected: str = "no", prompt: str = "q:") -> dict[str, Any]:

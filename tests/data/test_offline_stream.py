@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from lit_rl.data.offline import stream as windows_module
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example_module import ExampleDataModule
 from lit_rl.data.offline.loader import ExampleLoader
 from lit_rl.data.offline.stream import Windows
@@ -437,7 +438,7 @@ def test_a_source_may_have_nothing_to_give_for_a_window(tmp_path, bad, words):
 
 def test_windows_need_no_data_module(folder):
     windows = Windows(
-        [RowStream(Source(str(folder / "7.jsonl")))], 7, (1.0,), TOKENIZER, "texts", texts(path="x").options, 7
+        [RowStream(Source(str(folder / "7.jsonl")))], 7, (1.0,), Encoder(TOKENIZER), "texts", texts(path="x").options, 7
     )
     assert len(next(iter(loader(windows)))) == 7
     assert windows.formats == ("prompt-completion (text)",)
