@@ -72,7 +72,7 @@ def data_check(
     """
     in_range("data_check.rows", rows, low=1)
     tokenizer, console = model.tokenizer, Console(highlight=False)
-    seen = {"processor": model.processor, "eos_ids": () if scores else model.eos_ids}
+    seen: dict[str, Any] = {"processor": model.processor, "eos_ids": () if scores else model.eos_ids}
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", message=".*have a training prompt.*")  # the report says so too
