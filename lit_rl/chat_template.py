@@ -7,6 +7,7 @@ not loops inside loops, nor functions that call themselves, nor how long a text 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import os
 import threading
@@ -70,6 +71,11 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> 
             "model.chat_template=FILE."
         )
     return text
+
+
+def arguments_of_rendering(tokenizer: Any) -> set[str]:
+    """Names of what a tokenizer's `apply_chat_template` takes for itself, and for every template."""
+    return set(inspect.signature(tokenizer.apply_chat_template).parameters)
 
 
 def call_arguments(arguments: Any) -> Any:

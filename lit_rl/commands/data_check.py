@@ -73,8 +73,9 @@ def data_check(
     """
     in_range("data_check.rows", rows, low=1)
     tokenizer, console = model.tokenizer, Console(highlight=False)
-    seen = {"processor": model.processor, "eos_ids": () if scores else model.eos_ids}
-    with warnings.catch_warnings():
+    seen: dict[str, Any] = {"processor": model.processor, "eos_ids": () if scores else model.eos_ids}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
         warnings.filterwarnings("ignore", message=".*have a training prompt.*")  # the report says so too
         if isinstance(data, RolloutDataModule):
             data.prepare(tokenizer, stage="predict", **seen)
@@ -91,6 +92,8 @@ def data_check(
         for name, ids, learned in texts:
             console.print(Text(f"\nrow {number}, {name}: {len(ids)} tokens", style="bold"))
             console.print(bracketed(tokenizer, ids, learned))
+    for line in dict.fromkeys(str(warning.message) for warning in heard):  # what a template leaves out, before all
+        console.print(Text(f"\n{printable(line)}", style="yellow"))
     for part, lengths in look.lengths.items():
         _histogram(console, part, lengths, model.context_length)
     if model.processor is not None:

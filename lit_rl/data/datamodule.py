@@ -99,7 +99,7 @@ class RolloutDataModule(SourcedDataModule):
             self._order(self.shuffle)
 
     def setup(self, stage: str) -> None:
-        how = {"processor": self.processor_of_run(), "eos_ids": self.eos_ids_of_run()}
+        how: dict[str, Any] = {"processor": self.processor_of_run(), "eos_ids": self.eos_ids_of_run()}
         self.prepare(self.module_attribute("tokenizer"), stage=stage, **how)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.chat_template import apply_chat_template, call_arguments
+from lit_rl.chat_template import apply_chat_template, arguments_of_rendering, call_arguments
 from lit_rl.data.checks import excerpt
 from lit_rl.data.image_parts import text_of
 from lit_rl.errors import ConfigError, DataError, did_you_mean
@@ -154,7 +153,7 @@ class LeftOut:
         if not self._looked:
             return {"kwargs": f"{', '.join(names)} does nothing: no row is rendered by a chat template."}
         read = variables(self._source)
-        known = {*(read or ()), *inspect.signature(self._tokenizer.apply_chat_template).parameters}
+        known = {*(read or ()), *arguments_of_rendering(self._tokenizer)}
         return {
             key: f"{key} does nothing: the chat template reads no such name.{did_you_mean(name, known)}"
             for key, name in zip(names, self._kwargs)

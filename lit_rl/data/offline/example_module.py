@@ -307,7 +307,7 @@ class ExampleDataModule(SourcedDataModule):
         val = self.val_rows()
         if self.stream_buffer is None:
             self.say_if_unvalidated(val)
-            how = {"val_fraction": self.held_out(val), "seed": self.seed}
+            how: dict[str, Any] = {"val_fraction": self.held_out(val), "seed": self.seed}
             corpus = read_example_corpus(self.train_rows(), val, encoder, kind, self.options, **how)
         elif encoder.processor is not None:
             raise ConfigError("data.stream_buffer reads rows of text alone: leave it out with a model over images.")
