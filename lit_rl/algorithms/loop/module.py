@@ -148,6 +148,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self._resumed_rng: dict[str, Any] | None = None
         self._other_world = False
         self._in_bar: dict[str, float] = {}
+        self.in_a_step = False
+        """Whether a step has begun and not ended: what is counted then is in no checkpoint."""
         self.moves_weights = False
         """Whether the optimizer is at work: an error in it may leave weights half moved."""
         self.told_at: int | None = None
@@ -683,7 +685,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     ) -> None:
         """One optimizer step. That of DeepSpeed's engine clips by itself and leaves out what is not finite."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        self.moves_weights = False
+        self.moves_weights = self.in_a_step = False
         strategy = self.trainer.strategy
         if isinstance(strategy, ZeROStrategy):
             norm = strategy.gradient_norm
