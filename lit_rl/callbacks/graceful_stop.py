@@ -167,7 +167,7 @@ class GracefulStop(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._restore()
         together = trainer.world_size == 1 or (isinstance(exception, GenerationError) and exception.on_every_rank)
-        lost = in_a_step(trainer) and not isinstance(exception, GenerationError)
+        lost = _in_a_step(trainer) and not isinstance(exception, GenerationError)
         if lost or not isinstance(exception, Exception) or isinstance(exception, NumericError):
             return
         try:
@@ -236,7 +236,7 @@ def signals_of(trainer: L.Trainer) -> list[int]:
     return [signal.SIGINT, signal.SIGTERM, *hangup, *([] if asked is None else [asked])]
 
 
-def in_a_step(trainer: L.Trainer) -> bool:
+def _in_a_step(trainer: L.Trainer) -> bool:
     """Whether a step has begun and not ended, so that what the module counts is of no place of the loop."""
     steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
     return getattr(trainer.lightning_module, "in_a_step", steps.ready > steps.completed)

@@ -186,7 +186,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def trainer(self, trainer: L.Trainer | None) -> None:
         """Lightning attaches the data just before, and asks nothing of them. A list it cannot attach, and says so."""
         if isinstance(trainer, L.Trainer):
-            given.trainer(self, trainer)
+            given.trainer(type(self).__name__, trainer, compiled=self._compiler_ctx is not None)
             came, trainer.datamodule = trainer.datamodule, None  # pyright: ignore
             given.data_module(type(self), came)  # Lightning would ask it for hooks as it handles the error
             trainer.datamodule = came  # pyright: ignore
