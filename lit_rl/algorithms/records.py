@@ -237,7 +237,7 @@ def _reduced(averages: Averages, ranks: Ranks, *, kept: bool) -> dict[str, float
     held = averages.state() if kept else None
     reduced = averages.reduce(ranks)
     if held is not None:
-        averages.load_state(held, ranks.device)
+        averages.load_state(held, torch.device(ranks.device))
     return reduced
 
 

@@ -53,6 +53,7 @@ class GracefulStop(L.Callback):
         """The signal that came; None while none has."""
         self._before: dict[int, Any] = {}
         self._place: dict[str, Any] | None = None
+        self._validated = False
         self._failed = False
         self.gave_up = False
         """Whether it came in work that was given up."""
@@ -124,6 +125,7 @@ class GracefulStop(L.Callback):
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        self._validated = False
         # Every rank has as many batches, so all of them ask. Half a validation is none: the next start makes it anew.
         if self._place is not None and self._is_to_end(trainer):
             self._give_up(trainer)
@@ -143,6 +145,7 @@ class GracefulStop(L.Callback):
         if self._place is None:
             return
         self._take_down(trainer)
+        self._validated = True
         if self._is_to_end(trainer):
             self.saved = self._save_place(trainer, in_validation=False)
             trainer.should_stop = True
@@ -164,10 +167,13 @@ class GracefulStop(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._restore()
         together = trainer.world_size == 1 or (isinstance(exception, GenerationError) and exception.on_every_rank)
-        if not isinstance(exception, Exception) or isinstance(exception, NumericError) or moves_weights(trainer):
+        lost = _in_a_step(trainer) and not isinstance(exception, GenerationError)
+        if lost or not isinstance(exception, Exception) or isinstance(exception, NumericError):
             return
         try:
-            path = self._save_place(trainer, in_validation=trainer.validating, alone=not together)
+            path = self._save_place(
+                trainer, in_validation=trainer.validating and not self._validated, alone=not together
+            )
         except Exception as error:  # a disk that is full, or a callback that fails to save
             return exception.add_note(f"(What was learned could not be saved: {type(error).__name__}: {error})")
         if path is not None:
@@ -230,10 +236,10 @@ def signals_of(trainer: L.Trainer) -> list[int]:
     return [signal.SIGINT, signal.SIGTERM, *hangup, *([] if asked is None else [asked])]
 
 
-def moves_weights(trainer: L.Trainer) -> bool:
-    """Whether an optimizer's step has begun and not ended, so that weights may be half moved."""
+def _in_a_step(trainer: L.Trainer) -> bool:
+    """Whether a step has begun and not ended, so that what the module counts is of no place of the loop."""
     steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-    return getattr(trainer.lightning_module, "moves_weights", steps.ready > steps.completed)
+    return getattr(trainer.lightning_module, "in_a_step", steps.ready > steps.completed)
 
 
 def _ends_step(trainer: L.Trainer) -> bool:

@@ -21,7 +21,7 @@ from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.data import monitors
 from lit_rl.callbacks.alarms.base import Alarm
 from lit_rl.callbacks.checkpoint_files import is_whole, step_of
-from lit_rl.callbacks.graceful_stop import GracefulStop, moves_weights
+from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.callbacks.record import Record
 from lit_rl.callbacks.slurm import leave_it_to_others, requeue, requeue_signal
 from lit_rl.callbacks.timed_checkpoint import save_step
@@ -152,7 +152,7 @@ def keep(run: Run, summary: dict[str, Any], error: Exception) -> None:
         error: What ended it.
     """
     trainer, step = run.trainer, run.trainer.global_step
-    spoiled = isinstance(error, NumericError) or moves_weights(trainer)
+    spoiled = isinstance(error, NumericError) or run.module.moves_weights
     if run.dry or trainer.world_size > 1 or not run.began or not step or spoiled:
         return
     ended, target = (

@@ -249,7 +249,7 @@ def test_what_was_learned_outlives_an_error_behind_the_last_step(train, tmp_path
 
 @pytest.mark.parametrize(
     ("hook", "step"),
-    [("on_train_batch_end", 2), ("on_before_optimizer_step", 2), ("on_train_batch_start", 3), ("on_validation_end", 2)],
+    [("on_train_batch_end", 2), ("on_train_batch_start", 3), ("on_validation_end", 2)],
 )
 def test_a_run_goes_on_from_the_step_behind_which_a_callback_failed(train, tmp_path, hook, step) -> None:
     """With the weights and the record of a run in which nothing failed; nothing was due to be saved before."""
@@ -261,6 +261,14 @@ def test_a_run_goes_on_from_the_step_behind_which_a_callback_failed(train, tmp_p
     assert rows(folder) == rows(whole)
     first, second = ((each / "hf" / "model.safetensors").read_bytes() for each in (folder, whole))
     assert first == second
+
+
+def test_the_model_is_kept_where_a_callback_fails_within_a_step(train, tmp_path, capsys) -> None:
+    """What is counted within a step belongs to no checkpoint; the weights are those of the steps before."""
+    bad = [*FAILS, "+callbacks.bad.hook=on_before_optimizer_step", "+callbacks.bad.step=2"]
+    assert train(*SMALL, *STEPS, *bad, f"run_dir={tmp_path / 'run'}") == 1
+    assert "in 2 steps is lost: the model" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["hf_step"] == 2
 
 
 def test_weights_that_may_be_half_moved_are_not_saved(train, tmp_path, monkeypatch) -> None:

@@ -181,6 +181,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self._resumed: _Resumed | None = None
         self._other_world = False
         self._in_bar: dict[str, float] = {}
+        self.in_a_step = False
+        """Whether a step has begun and not ended: what is counted then is in no checkpoint."""
         self.moves_weights = False
         """Whether the optimizer is at work: an error in it may leave weights half moved."""
         self.told_at: int | None = None
@@ -217,7 +219,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def trainer(self, trainer: L.Trainer | None) -> None:
         """Lightning attaches the data just before, and asks nothing of them. A list it cannot attach, and says so."""
         if isinstance(trainer, L.Trainer):
-            given.trainer(self, trainer)
+            given.trainer(type(self).__name__, trainer, compiled=self._compiler_ctx is not None)
             came, trainer.datamodule = trainer.datamodule, None  # pyright: ignore
             given.data_module(type(self), came)  # Lightning would ask it for hooks as it handles the error
             trainer.datamodule = came  # pyright: ignore
@@ -736,7 +738,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     ) -> None:
         """One optimizer step. That of DeepSpeed's engine clips by itself and leaves out what is not finite."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        self.moves_weights = False
+        self.moves_weights = self.in_a_step = False
         strategy = self.trainer.strategy
         if isinstance(strategy, ZeROStrategy):
             norm = strategy.gradient_norm

@@ -188,6 +188,7 @@ class OfflineModule(PolicyModule, ABC):
             self.plan = replace(self.plan, accumulate=cut.micro_batches, why=cut.why)
 
     def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
+        self.in_a_step = True
         if batch.slot == 0:
             self._records.open(batch.totals)
             self.phase_memory.begin()

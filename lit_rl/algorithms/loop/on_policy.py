@@ -152,8 +152,9 @@ class OnPolicyModule(GeneratingModule, ABC):
             with ends_the_run(), self.rollout_context(), self.source.kept_if_given_up():
                 rollout = self.take_rollout(batch)
             self.rest()
+            self.in_a_step = True
             self._begin_rollout(*rollout)
-        self._slot = batch.slot
+        self.in_a_step, self._slot = True, batch.slot
 
     def take_rollout(self, batch: PromptBatch) -> tuple[Scored, Rollout, Metrics]:
         """The rollout of these prompts: as it was scored, and as it is learned from, with its metrics."""

@@ -207,18 +207,18 @@ def data_module(algorithm: type, value: Any) -> None:
     raise ConfigError(f"datamodule is {came}, and no data module. Pass datamodule=lit_rl.{_module_of(kind)}(rows).")
 
 
-def trainer(module: L.LightningModule, value: L.Trainer) -> None:
+def trainer(name: str, value: L.Trainer, *, compiled: bool) -> None:
     """Refuse what Lightning does to other modules and cannot do to these, before it begins.
 
     Args:
-        module: That the Trainer is attached to.
+        name: Of the class of the module that the Trainer is attached to.
         value: The Trainer.
+        compiled: Whether `torch.compile` was called of the module.
 
     Raises:
         ConfigError: says what to do in its place.
     """
-    name = type(module).__name__
-    if module._compiler_ctx is not None:
+    if compiled:
         raise ConfigError(
             f"torch.compile({name}(...)) would compile rollouts, rewards and data of each step anew. Give the Trainer "
             f"{name}(...) itself."

@@ -104,10 +104,10 @@ class RolloutSource:
 
     @contextmanager
     def kept_if_given_up(self) -> Iterator[None]:
-        """Where the rollout at hand is given up, what was drawn ahead for it is kept for the run that goes on."""
+        """Where the rollout at hand is given up, or fails, what was drawn ahead for it is kept for a resume."""
         try:
             yield
-        except Interrupted:
+        except (Interrupted, Exception):
             if self._taken is not None:
                 self._ahead.put_first(*self._taken)
             raise
