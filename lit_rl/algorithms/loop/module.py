@@ -60,7 +60,7 @@ from lit_rl.algorithms.preflight.images import most_shown, with_images
 from lit_rl.algorithms.preflight.memory import Beside, Buckets, Head, Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.precision import (
     optimizer_fits,
-    refuse_double,
+    refuse_unproven,
     something_is_trained,
     weights_can_be_trained,
 )
@@ -280,7 +280,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def setup(self, stage: str) -> None:
         """`trainer.precision=bf16-true` decides the type of the weights, and of nothing else."""
         strategy = self.trainer.strategy
-        refuse_double(str(self.trainer.precision))
+        refuse_unproven(self.model, str(self.trainer.precision), strategy)
         check_mesh(strategy)
         if isinstance(strategy, DeepSpeedStrategy):
             settings_fit_zero(self.model, str(self.trainer.precision), strategy)
