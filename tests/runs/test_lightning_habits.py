@@ -161,6 +161,11 @@ def test_weights_without_masters_are_refused_by_name_and_strategy():
     with pytest.raises(ConfigError, match="bf16-true.*FSDPStrategy"):
         settings_can_be_trained(LanguageModel("tiny"), "bf16-true", FSDPStrategy())
     settings_can_be_trained(LanguageModel("tiny"), "bf16-true", FSDP2Strategy())
+    packed = LanguageModel("tiny", quantization="nf4", lora=Lora(r=2))
+    settings_can_be_trained(packed, "32-true", DDPStrategy())
+    for strategy in (FSDP2Strategy(), FSDPStrategy()):
+        with pytest.raises(ConfigError, match=r"model\.quantization=nf4.*strategy=ddp"):
+            settings_can_be_trained(packed, "32-true", strategy)
     half = {name: tensor.half() for name, tensor in head.items()}
     with pytest.raises(ConfigError, match="float16"):
         weights_can_be_trained(half, SingleDeviceStrategy())

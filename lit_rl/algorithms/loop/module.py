@@ -61,7 +61,7 @@ from lit_rl.algorithms.preflight.images import most_shown, with_images
 from lit_rl.algorithms.preflight.memory import Beside, Buckets, Head, Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.precision import (
     optimizer_fits,
-    refuse_double,
+    refuse_unproven,
     something_is_trained,
     weights_can_be_trained,
 )
@@ -290,7 +290,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         strategy = self.trainer.strategy
         trainer_settings(self.trainer)
         given.whole_checkpoints(strategy)
-        refuse_double(str(self.trainer.precision))
+        refuse_unproven(self.model, str(self.trainer.precision), strategy)
         check_mesh(strategy)
         if isinstance(strategy, DeepSpeedStrategy):
             settings_fit_zero(self.model, str(self.trainer.precision), strategy)

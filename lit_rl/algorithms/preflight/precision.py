@@ -24,8 +24,18 @@ _MIXED = "trainer.precision=bf16-mixed, which computes in bfloat16 and keeps the
 _TRUE = "trainer.precision=bf16-true, whose weights are bfloat16 with float32 masters in the optimizer"
 
 
-def refuse_double(precision: str) -> None:
-    """Raises ConfigError: the Trainer would compute in float64, and log-probs, rewards and advantages are float32."""
+def refuse_unproven(model: LanguageModel, precision: str, strategy: Strategy) -> None:
+    """Refuse what would run until the first step, and what nobody has run.
+
+    Raises:
+        ConfigError: the Trainer would compute in float64, where log-probs, rewards and advantages are float32; or FSDP
+            would shard a quantised base.
+    """
+    if model.quantization is not None and isinstance(strategy, ModelParallelStrategy | FSDPStrategy):
+        raise ConfigError(
+            f"model.quantization={model.quantization} was never run with FSDP, which would take apart weights that are "
+            "packed. Take strategy=ddp, where each device holds the packed base, or model.quantization=null."
+        )
     if precision == "64-true":
         raise ConfigError(
             "trainer.precision=64-true: log-probs, rewards and advantages are float32 here, and weights are trained in "
@@ -72,7 +82,7 @@ def settings_can_be_trained(model: LanguageModel, precision: str, strategy: Stra
     Raises:
         ConfigError: names the setting.
     """
-    refuse_double(precision)
+    refuse_unproven(model, precision, strategy)
     if isinstance(strategy, DeepSpeedStrategy):
         settings_fit_zero(model, precision, strategy)
         return
