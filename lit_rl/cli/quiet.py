@@ -22,6 +22,7 @@ _NOT_OURS = (
     r".*all_gather is deprecated.*",
     r"The dirpath has changed.*",
     r".*The total number of parameters detected may be inaccurate.*",
+    r"Sparse invariant checks are implicitly disabled.*",  # torch before 2.13, though they are switched off by name
     r"`is_gradient_checkpointing` is deprecated.*",  # PEFT asks by the old name
     r".*FSDP2-wrapped module .* returned a view tensor.*",  # logits, never changed in place
 )

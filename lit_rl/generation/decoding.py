@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lit_rl.errors import ConfigError
 from lit_rl.generation.batches import DecodeBatch
+from lit_rl.models.policy.attention import layers_that_hold
 from lit_rl.models.policy.forward_names import cache_name, forward_parameters
 from lit_rl.models.policy.positions import later_positions, prompt_positions
 from lit_rl.models.policy.trunk import base_of
@@ -224,7 +225,7 @@ def keeps_all(policy: nn.Module, cache: Any) -> bool:
     from transformers import PreTrainedModel
     from transformers.cache_utils import DynamicLayer
 
-    kinds = {type(layer) for layer in cache.layers}
+    kinds = {type(layer) for layer in layers_that_hold(cache)}
     return isinstance(base_of(policy), PreTrainedModel) and kinds == {DynamicLayer}
 
 
@@ -261,7 +262,7 @@ def empty_cache(policy: nn.Module) -> Any:
     if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
         raise refuse("its PEFT adapter adds virtual tokens to every call")
     cache = DynamicCache(config=model.config)
-    for layer in cache.layers:
+    for layer in layers_that_hold(cache):
         if not isinstance(layer, DynamicLayer) or isinstance(layer, LinearAttentionCacheLayerMixin):
             raise refuse(f"its cache holds a {type(layer).__name__}, which cannot be repeated over a group")
     return cache

@@ -38,6 +38,15 @@ def attending_by(model: Any, implementation: str) -> Iterator[None]:
         config._attn_implementation = usual
 
 
+def layers_that_hold(cache: Any) -> list[Any]:
+    """Return the layers of a cache that keep keys and values of their own.
+
+    Some layers read those of earlier ones (Gemma 3n, Gemma 4); transformers 5.24 counts them, older ones do not.
+    """
+    empty = getattr(cache, "is_dummy", None) or [False] * len(cache.layers)
+    return [layer for layer, holds_nothing in zip(cache.layers, empty, strict=True) if not holds_nothing]
+
+
 def keeps_whole_texts(cache: Any, length: int) -> bool:
     """Whether every layer keeps all keys of so many tokens, and no window ends before the first of them."""
     return all(

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lit_rl.models.policy.attention import turns_alike
+from lit_rl.models.policy.attention import layers_that_hold, turns_alike
 from lit_rl.models.policy.checkpointing import recomputes
 from lit_rl.models.policy.device import device_of
 from lit_rl.models.policy.forward_names import cache_input, cache_name, forward_parameters
@@ -104,7 +104,7 @@ def can_share(model: nn.Module) -> bool:
         return False
     if cache_name(model) is None or "position_ids" not in forward_parameters(model):
         return False
-    kinds = {type(layer) for layer in DynamicCache(config=base.config).layers}
+    kinds = {type(layer) for layer in layers_that_hold(DynamicCache(config=base.config))}
     if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
         return False
     if any(isinstance(part, FSDPModule) for part in (model, base)):
