@@ -79,7 +79,7 @@ def finish(process, run_dir: Path) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        ["--rounds", "2"],
+        ["--rounds", "3"],
         ["--rounds", "1", "--threads", "2", *LARGE],
         pytest.param(["--rounds", "2", "--kills", "2", "--ranks", "2", "--seed", "33"], marks=pytest.mark.exhaustive),
         pytest.param(
