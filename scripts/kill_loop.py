@@ -93,13 +93,15 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=3, help="of a round, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1, help="processes of the run")
+    parser.add_argument("--threads", type=int, default=1, help="of torch in each process of the run")
     parser.add_argument("--engine", action="store_true", help="draw in a process of its own, which weights are sent to")
     parser.add_argument("--server", metavar="URL", help="draw on a server of vLLM that runs, which weights are sent to")
     parser.add_argument("--places", nargs="+", choices=list(PLACES), metavar="PLACE", help=f"of {', '.join(PLACES)}")
     parser.add_argument("settings", nargs="*", help="of the run, beside those of RUN")
     given = parser.parse_args()
     random.seed(given.seed)
-    torch.set_num_threads(1)
+    torch.set_num_threads(given.threads)
+    os.environ["OMP_NUM_THREADS"] = str(given.threads)  # of the ranks that rank 0 starts
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # ranks whose rank 0 is killed become children of this process
     places = given.places or [name for name in PLACES if name != "engine sync" or given.engine or given.server]
     with tempfile.TemporaryDirectory(prefix="kill_loop_") as temporary:

@@ -72,6 +72,14 @@ def what_earlier_files_left_is_not_gone_through_again() -> None:
 
 
 @pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Two threads of torch, as on a user's machine: where sums race, equal runs are not the same."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
 def modules_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Modules of the test's folder are found first, and forgotten behind it: another test may have a file of that
     name."""

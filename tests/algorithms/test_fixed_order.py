@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from loss_laws import adds_in_one_order
@@ -14,14 +12,6 @@ from lit_rl.algorithms import GRPO
 from lit_rl.algorithms.optim.fixed_order import fixed_order
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_a_mixture_of_experts_learns_the_same_from_the_same_tokens(two_threads: None) -> None:

@@ -38,6 +38,9 @@ RUN = [
     "callbacks.checkpoint.every_n_train_steps=3",
 ]
 
+LARGE = ["data.prompts_per_rollout=32", "algo.group_size=16", "trainer.max_steps=6", "trainer.limit_val_batches=0"]
+"""Rows enough for torch to share single operations out over its threads."""
+
 SIGNALS = [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.exhaustive)]
 
 
@@ -77,12 +80,13 @@ def finish(process, run_dir: Path) -> None:
     "how",
     [
         ["--rounds", "3"],
+        ["--rounds", "1", "--threads", "2", *LARGE],
         pytest.param(["--rounds", "2", "--kills", "2", "--ranks", "2", "--seed", "33"], marks=pytest.mark.exhaustive),
         pytest.param(
             ["--rounds", "2", "--kills", "2", "--engine", "--places", "engine sync"], marks=pytest.mark.exhaustive
         ),
     ],
-    ids=["one process", "two ranks", "an engine"],
+    ids=["one process", "two threads", "two ranks", "an engine"],
 )
 def test_whatever_kills_a_run_it_ends_as_if_nothing_had(how, root):
     """SIGKILL in rollouts, while checkpoints and exports are written, and at random moments; of one of two ranks or

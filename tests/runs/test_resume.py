@@ -54,6 +54,23 @@ def test_resume_from_any_step_equals_the_uninterrupted_run(shape, train, tmp_pat
         assert_same_run(whole, again)
 
 
+LARGE = [
+    *("trainer.precision=32-true", "data.prompts_per_rollout=32", "algo.group_size=16", "algo.iterations=2"),
+    *("trainer.max_steps=2", "trainer.limit_val_batches=0"),
+]
+"""Rows enough for torch to share single operations out over its threads: 32,768 numbers each."""
+
+
+def test_on_two_threads_equal_commands_are_one_run_and_so_is_a_resumed_one(two_threads, train, tmp_path):
+    whole, twin, again = tmp_path / "whole", tmp_path / "twin", tmp_path / "again"
+    overrides = [*SMALL, *EVERY_STEP, *LARGE]
+    assert train(*overrides, f"run_dir={whole}") == train(*overrides, f"run_dir={twin}") == 0
+    assert_same_run(whole, twin)
+    interrupted(whole, again, 1)
+    assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
+    assert_same_run(whole, again)
+
+
 @pytest.mark.all
 def test_the_comparison_can_fail(train, tmp_path):
     """Another seed is another run: weights and metrics differ."""

@@ -234,9 +234,10 @@ def _past(
 def _of_rows(past: DynamicCache, prompt_of_row: Tensor) -> DynamicCache:
     """Keys and values of each row's prompt; the cache that is given stays as it is."""
     repeated = copy.copy(past)
-    repeated.layers = [copy.copy(layer) for layer in past.layers]
-    for layer in repeated.layers:
+    layers: list[Any] = [copy.copy(layer) for layer in past.layers]
+    for layer in layers:
         layer.keys, layer.values = (part.index_select(0, prompt_of_row) for part in (layer.keys, layer.values))
+    repeated.layers = layers
     return repeated
 
 
