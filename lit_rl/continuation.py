@@ -59,7 +59,7 @@ def _after(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int] | None:
         return _plain(tokenizer, text)
     for anchor in _ANCHORS:
         before, whole = _plain(tokenizer, anchor), _plain(tokenizer, anchor + text)
-        if before and whole[: len(before)] == before and tokenizer.decode(before).strip() == anchor.strip():
+        if before and whole[: len(before)] == before and str(tokenizer.decode(before)).strip() == anchor.strip():
             return whole[len(before) :]
     return None
 

@@ -127,6 +127,6 @@ def _bad_images(data: RolloutDataModule | ExampleDataModule) -> Iterator[str]:
 def _mapped(rows: Rows, i: int, options: Any) -> dict[str, Any] | None:
     """The row under the names that it is read by; None where that fails, which is no matter of images."""
     try:
-        return as_read(rows[i], rows.where(i), rename=options.rename, map_row=options.map_row)
+        return as_read(rows[i], rows.where(i), rename=options.rename, map_row=options.map_row).row
     except DataError:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from lit_rl.by_path import named_by
 from lit_rl.data.checks import excerpt
@@ -35,7 +35,7 @@ def row_function(given: RowFunction | str | None, key: str = "data.map_row") -> 
         found = named_by(path, key, DataError).value
     if found is not None and not callable(found):
         raise ConfigError(f"{key}={given!r} is no function from row to row, and no path of one: {FUNCTION_FORM}.")
-    return found
+    return cast("RowFunction | None", found)
 
 
 def rename_columns(
@@ -195,8 +195,11 @@ def _check_calls(calls: Any, where: str) -> None:
     """What is no list of named calls a chat template writes as something else, or leaves out."""
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function") or call if isinstance(call, Mapping) else None  # some write the name at the top
-        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-        if not named or not isinstance(function.get("arguments"), Mapping | str | None):
+        if (
+            not isinstance(function, Mapping)
+            or not isinstance(function.get("name"), str)
+            or not isinstance(function.get("arguments"), Mapping | str | None)
+        ):
             raise DataError(
                 f"{where} has the tool call {excerpt(repr(call))}; tool_calls is a list of calls such as "
                 '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}.'

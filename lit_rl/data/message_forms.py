@@ -136,10 +136,10 @@ def _messages_of(value: Any, where: str) -> Any:
                     f"{excerpt(value)}. Write it with json.dumps (a table of pandas: column.map(list).map(json.dumps))."
                 )
             return value
-    each = [read] if isinstance(read, Mapping) else read
-    if not isinstance(each, Sequence) or isinstance(each, str | bytes) or not each:
+    listed = [read] if isinstance(read, Mapping) else read
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes) or not listed:
         return value
-    each = [literal(message) if isinstance(message, str) and _BEGINS.match(message) else message for message in each]
+    each: list[Any] = [literal(item) if isinstance(item, str) and _BEGINS.match(item) else item for item in listed]
     if not all(_is_message(message) for message in each):
         return value
     found = [_renamed(message, f"{where}: message {i}") for i, message in enumerate(each)]

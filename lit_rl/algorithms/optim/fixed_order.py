@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils import deterministic
+
+_SETTINGS: Any = deterministic
 
 
 @contextmanager
@@ -24,11 +27,11 @@ def fixed_order(device: torch.device) -> Iterator[None]:
     if device.type != "cpu" or torch.get_deterministic_debug_mode():
         yield
         return
-    fills = deterministic.fill_uninitialized_memory
-    deterministic.fill_uninitialized_memory = False  # writing NaN into all new memory finds bugs, and costs time
+    fills = _SETTINGS.fill_uninitialized_memory
+    _SETTINGS.fill_uninitialized_memory = False  # writing NaN into all new memory finds bugs, and costs time
     torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode("default")
-        deterministic.fill_uninitialized_memory = fills
+        _SETTINGS.fill_uninitialized_memory = fills
