@@ -58,11 +58,13 @@ TESTS = {
     "._apply": "tests/models/test_models_sharding.py",
     "._buffers": _SHIPPING,
     "._compiled_call_impl": _LEAN,
+    "._compiler_ctx": "tests/algorithms/test_trainer_settings.py",
     "._forward_hooks": _LEAN,
     "._forward_pre_hooks": _LEAN,
     "._fsdp_flattened": _SHIPPING,
     "._get_default_store": "tests/runs/test_ranks_end.py",
     "._get_process_group_backend": _STRATEGIES,
+    "._last_lr": "tests/algorithms/test_optim_going_on.py",
     "._non_persistent_buffers_set": _SHIPPING,
     "._step_supports_amp_scaling": "tests/runs/test_dist_mixed.py",
     ".forward": "tests/models/test_models_fused_accumulation.py",
@@ -124,7 +126,7 @@ TESTS = {
     "wandb.Table.MAX_ROWS": "tests/agents/test_wandb.py",
     # signatures, by the file that reads them
     "lit_rl/algorithms/optim/schedule_by_path.py": "tests/doors/test_torch_schedules.py",
-    "lit_rl/environments/parsers.py": "tests/environments/test_channels.py",
+    "lit_rl/chat_template.py": "tests/data/test_rendering_cases.py",
     "lit_rl/generation/lean_steps.py": _LEAN,
     "lit_rl/generation/vllm/generator.py": "tests/generation/test_engine_kwargs.py",
     "lit_rl/models/policy/forward_names.py": "tests/generation/test_contract.py",
@@ -141,6 +143,7 @@ OWN_SIGNATURES = {
         "lit_rl/commands/defaults.py",
     ),
     *("lit_rl/cli/lightning_app.py", "lit_rl/environments/user_class.py", "lit_rl/generation/rollout_function.py"),
+    *("lit_rl/algorithms/rollouts/identity.py", "lit_rl/environments/tools.py"),
     *("lit_rl/rewards/builtin/lengths.py", "lit_rl/rewards/functions/contract.py"),
 }
 """Files that read signatures of lit_rl's own functions, or of the user's."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_rl.cli import own_keys, stored_schemas
+from lit_rl.cli import stored_schemas
 from lit_rl.cli.key_names import schema_keys
 from lit_rl.errors import ConfigError, check_betas, check_strings, in_range, one_of
 
@@ -76,7 +76,6 @@ def check(config: DictConfig, *, whole: bool) -> None:
         if whole:
             _check_length(trainer)
             _check_numbers(trainer)
-            _check_warmup(config, trainer)
 
 
 def _may_be_registered(value: Any, asked: list[dict[str, Any]], config: DictConfig) -> bool:
@@ -134,11 +133,18 @@ def _check_length(trainer: Mapping[str, Any]) -> None:
         )
 
 
-def _check_warmup(config: DictConfig, trainer: Mapping[str, Any]) -> None:
-    """Refuse a typed warm-up that ends behind the run. One of a preset may: a trial of a few steps is no mistake."""
+def check_warmup(config: DictConfig, typed: Collection[str]) -> None:
+    """Refuse a warm-up that ends behind the run, where it was typed. One of a preset may: a trial is no mistake.
+
+    Args:
+        config: Of a training.
+        typed: The keys of the command line.
+    """
+    trainer = config.get("trainer") or {}
     warmup, steps = OmegaConf.select(config, "scheduler.warmup_steps"), trainer.get("max_steps")
-    typed = "scheduler.warmup_steps" in own_keys.typed() and not trainer.get("fast_dev_run")
-    if typed and isinstance(warmup, int) and isinstance(steps, int) and 0 < steps < warmup:
+    if "scheduler.warmup_steps" not in typed or trainer.get("fast_dev_run"):
+        return
+    if isinstance(warmup, int) and isinstance(steps, int) and 0 < steps < warmup:
         raise ConfigError(
             f"scheduler.warmup_steps={warmup} is more than trainer.max_steps={steps}: the learning rate would end at "
             f"{steps / warmup:.0%} of optimizer.lr, still rising. Lower the first, or raise the second."

@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, flag_override
 
 from lit_rl.cli import (
+    allowed,
     choices,
     config_files,
     data_kinds,
@@ -183,10 +184,11 @@ def _check(config: DictConfig) -> None:
         return
     if config.replay.losses or config.replay.rollout:
         raise ConfigError("replay.* are keys of lit-rl replay (task=replay): no other command reads them.")
-    allowed = TASKS
-    if config.task not in allowed:
-        raise ConfigError(f"task={config.task}: allowed is {', '.join(allowed)}.{did_you_mean(config.task, allowed)}")
+    if config.task not in TASKS:
+        raise ConfigError(f"task={config.task}: allowed is {', '.join(TASKS)}.{did_you_mean(config.task, TASKS)}")
     choices.check(config)
+    if config.task == "fit":
+        allowed.check_warmup(config, own_keys.typed())
     if isinstance(config.seed, int):  # here, because data and algorithm take it by names of their own
         seed_in_range("seed", config.seed)
     elif isinstance(config.seed, str):

@@ -317,6 +317,14 @@ def test_a_word_that_a_plugin_may_register_is_left_to_lightning(
         allowed.check(config, whole=True)
 
 
+def test_a_warm_up_that_ends_behind_the_run_is_refused_where_it_was_typed() -> None:
+    config = OmegaConf.create({"trainer": {"max_steps": 20}, "scheduler": {"warmup_steps": 100}})
+    with pytest.raises(ConfigError, match="warmup_steps=100 is more than trainer.max_steps=20: .* 20% of optimizer.lr"):
+        allowed.check_warmup(config, ["scheduler.warmup_steps"])
+    allowed.check_warmup(config, ["trainer.max_steps"])
+    allowed.check_warmup(OmegaConf.merge(config, {"trainer": {"max_steps": 100}}), ["scheduler.warmup_steps"])
+
+
 def test_the_lengths_that_are_refused_early_are_those_that_lightning_refuses() -> None:
     for name, value in (("max_steps", -2), ("max_epochs", -2), ("max_time", "1h"), ("max_time", "1:1:1:1")):
         with pytest.raises(ConfigError) as early_refusal:
@@ -325,7 +333,9 @@ def test_the_lengths_that_are_refused_early_are_those_that_lightning_refuses() -
             L.Trainer(logger=False, accelerator="cpu", **{name: value})
         for words in re.findall("must be a non-negative integer or -1|not a valid duration", str(refusal.value)):
             assert words in str(early_refusal.value)
-    for interval in ("abc", -1, 1.5, -0.5, "00:01:00", 0, 0.5, 1.0, 7, 2.0, "00:01:00:00", None):
+    with pytest.raises(ConfigError, match="above 0"):  # Lightning takes it, and divides by it
+        allowed.check(OmegaConf.create({"trainer": {"val_check_interval": 0}}), whole=True)
+    for interval in ("abc", -1, 1.5, -0.5, "00:01:00", 0.5, 1.0, 7, 2.0, "00:01:00:00", None):
         trainer = {"val_check_interval": interval}
         refused = False
         try:
