@@ -951,7 +951,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         given: dict[str, Any] = {"model": {name: getattr(self.model, name) for name in _OF_THE_MODEL}}
         given["model"]["chat_template"] = getattr(self.model.tokenizer, "chat_template", None)
         given["model"]["lora.dropout"] = getattr(self.model.lora, "dropout", None)
-        for name, value in self.arguments.items():
+        for name, value in self._arguments.items():
             if name in _GROUPS:
                 given[_GROUPS[name]] = getattr(self, name, value) if value is None else value
             elif name not in ("optimizer", "micro_batch_size"):

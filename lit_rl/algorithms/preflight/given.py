@@ -89,10 +89,10 @@ class Arguments:
     def __new__(cls, *arguments: Any, **given: Any) -> Self:
         _nothing_missing(cls, arguments, given)
         made = super().__new__(cls)
-        object.__setattr__(made, "arguments", _every_argument(cls, arguments, given))
+        object.__setattr__(made, "_arguments", _every_argument(cls, arguments, given))
         return made
 
-    arguments: dict[str, Any]
+    _arguments: dict[str, Any]
     """What the constructor was given, by name, defaults of every class above included; less `model` and `tokenizer`."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
