@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy import head
+from lit_rl.models.policy import head, loading
 from lit_rl.models.policy.forward import score
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.rollout import Sampling
@@ -83,6 +85,36 @@ def test_models_that_change_logits_after_the_head_keep_them(make_completions, co
     assert not head._returns_what_its_head_does(model, model.get_output_embeddings())
     completions = make_completions(PROMPTS, RESPONSES)
     assert_same(result(model, completions, FUSED), result(model, completions, WHOLE), 0)
+
+
+@pytest.mark.parametrize("adapted", [None, ["q_proj"], ["q_proj", "lm_head"]], ids=["full", "lora", "lora-on-head"])
+@pytest.mark.parametrize("config", CHANGES_LOGITS.values(), ids=CHANGES_LOGITS.keys())
+def test_a_placeholder_has_no_probability_whatever_follows_the_head(make_completions, config, adapted):
+    """The other tokens are as probable as in the model as it came, given that it is none of these."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(config)
+    config.tie_word_embeddings, config.image_token_id = False, 9
+    model = AutoModelForCausalLM.from_config(config).eval()
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        came = model(input_ids=ids).logits
+    came[..., 9] = -torch.inf
+    loading.rule_out_placeholders(model)
+    if adapted is not None:
+        model = Lora(r=2, targets=adapted).apply(model).eval()
+    said = make_completions([[5], [6]], [[9, 9], [7, 9]])
+    for policy in (model, copy.deepcopy(model)):
+        with torch.no_grad():
+            found = policy(input_ids=ids).logits.log_softmax(-1)
+        assert float(found[..., 9].max()) < -1e3
+        torch.testing.assert_close(found.exp(), came.softmax(-1), rtol=1e-5, atol=1e-7)
+        for options in (FUSED, WHOLE):
+            found = score(policy, said, Sampling(temperature=2.0), options=options).logprobs.detach()
+            assert float(found[:, 1].max()) < -1e3 < float(found[1, 0])
+    with torch.no_grad():  # the copy computes with its own weights
+        policy.get_input_embeddings().weight.zero_()
+        assert not torch.equal(policy(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
 def test_a_model_is_tried_once_and_left_as_it_was(make_completions):

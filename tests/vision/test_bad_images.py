@@ -16,6 +16,7 @@ from vision_seen import Toy, image
 from vision_toys import picture
 
 from lit_rl.algorithms import GKD, GRPO, KTO
+from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.read import read_examples as read_texts
@@ -38,8 +39,9 @@ def read(toy: Toy, row: dict[str, Any], **options: Any) -> Any:
 
 
 def learned(toy: Toy, row: dict[str, Any], kind: Kind = "texts", **options: Any) -> Any:
-    processor = toy.model.processor
-    return read_texts(Rows("rows", [row]), toy.model.tokenizer, kind, ExampleOptions(**options), processor)[0]
+    how = ExampleOptions(**options)
+    encoder = Encoder(toy.model.tokenizer, how.chat_template_kwargs, how.learn, toy.model.processor)
+    return read_texts(Rows("rows", [row]), encoder, kind, how)[0]
 
 
 def test_a_placeholder_that_is_written_is_no_image(toy: Toy) -> None:

@@ -67,6 +67,8 @@ def test_what_columns_have_stands_before_the_text_images_first() -> None:
     found, shown = READER.read(row, "rows[0]", "prompt")
     assert found["prompt"][1]["content"] == [PART, VIDEO_PART, WORDS]
     assert found["video"] == shown[1] == video(1)
+    found, _ = READER.read({"prompt": WORDS["text"], "video": frames(1)}, "rows[0]", "prompt")
+    assert found["prompt"] == [{"role": "user", "content": [VIDEO_PART, WORDS]}], "a plain text is the user's message"
     for nothing in ({"video": None}, {"video": ""}, {"videos": []}, {"videos": None}):
         row = {"prompt": asked(WORDS), **nothing}
         assert READER.read(row, "rows[0]", "prompt") == (row, ())
@@ -101,7 +103,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "more": ({"prompt": asked(VIDEO_PART), "videos": [frames(1), frames(2)]}, "1 video parts .*the row has 2 videos"),
     "settings": ({"prompt": asked({"type": "video", "video": frames(1), "nframes": 4})}, "has the keys nframes"),
     "rate alone": ({"prompt": asked({**VIDEO_PART, "fps": 2}), "video": frames(1)}, "says fps and lists no frames"),
-    "text": ({"prompt": "What?", "video": frames(1)}, "videos come with a prompt that is a plain text"),
 }
 
 

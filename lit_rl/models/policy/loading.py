@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,8 @@ class RulingHead(nn.Linear):
     """A language-model head that gives tokens no probability which no policy may say: placeholders of images.
 
     A placeholder in a response would be taken for an image that is not there, and the pass over its whole micro-batch
-    would fail. Ruled out here, it is ruled out in every generator and in every score, so ratios stay 1.
+    would fail. Ruled out here, it is ruled out in every generator and in every score, so ratios stay 1. A soft cap
+    after the head lifts these logits to -cap, so `rule_out_placeholders` lets the model end with `ruled_again`.
 
     Args:
         head: Whose weights are used, and kept as they are.
@@ -50,6 +52,7 @@ class RulingHead(nn.Linear):
         self.exact = isinstance(head, Float32Head)
         """Whether products are taken in float32."""
         self.ruled_out = tuple(ruled_out)
+        self._made: Tensor | None = None
 
     @property
     def ruling(self) -> Tensor:
@@ -60,7 +63,18 @@ class RulingHead(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         product = Float32Head.forward if self.exact else nn.Linear.forward
-        logits = product(self, input)  # pyright: ignore
+        self._made = self._fill(product(self, input))  # pyright: ignore
+        return self._made
+
+    def ruled_again(self, logits: Tensor) -> Tensor:
+        """Return the logits of a model that ran this head: filled again if they are no longer those the head returned.
+
+        They come back as they are where the head did not compute (another `forward` stood in its place).
+        """
+        made, self._made = self._made, None
+        return logits if made is None or logits is made else self._fill(logits)
+
+    def _fill(self, logits: Tensor) -> Tensor:
         places = torch.tensor(self.ruled_out, device=logits.device)
         return logits.index_fill(-1, places, RULED_OUT)
 
@@ -171,7 +185,7 @@ def disable_dropout(module: nn.Module) -> None:
 
 
 def rule_out_placeholders(base: PreTrainedModel) -> None:
-    """Let the head of a model over images give its placeholders no probability.
+    """Let a model over images give its placeholders no probability, whatever it does to logits after its head.
 
     Raises:
         ConfigError: the head is not plain and linear.
@@ -180,6 +194,17 @@ def rule_out_placeholders(base: PreTrainedModel) -> None:
     if type(head) not in (nn.Linear, Float32Head):
         raise ConfigError(f"A model over images needs a plain linear head; this one's is {type(head).__name__}.")
     base.set_output_embeddings(RulingHead(head, placeholder_ids(base.config)))
+    # In place of `forward`, as PEFT 0.18 runs no hooks of the model; a partial, as a copy of the model gets its own.
+    base.forward = functools.update_wrapper(functools.partial(_forward_ruled, base, base.forward), base.forward)
+
+
+def _forward_ruled(base: PreTrainedModel, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    output = forward(*given, **named)
+    head: Any = base.get_output_embeddings()
+    for part in head.modules():  # adapters may have wrapped the head, or copied it
+        if isinstance(part, RulingHead):
+            output.logits = part.ruled_again(output.logits)
+    return output
 
 
 def use_float32_head(base: PreTrainedModel) -> None:
