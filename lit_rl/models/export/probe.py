@@ -56,7 +56,8 @@ class Probe:
     ) -> None:
         self.load_base = load_base
         self._inputs = probe_inputs(description, policy)
-        self._ruled_out = list(placeholder_ids(description.config)) if description.sees else []
+        writes = base_of(policy).get_output_embeddings() is not None  # a model that scores says no token
+        self._ruled_out = list(placeholder_ids(description.config)) if description.sees and writes else []
         on_cpu = next(policy.parameters()).device.type == "cpu"
         self._rounding = 0.0 if on_cpu else ON_A_GPU
         self._against, self._wanted = "the trained policy", self._of_policy(description, policy, state)
