@@ -409,7 +409,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         weights_are_copied(self.generator, trainer)
         prompts = preflight.prompts_of(data)
         if not getattr(prompts, "size_is_given", True):
-            return  # as many as there will be, and divide
+            return  # known, and checked, once the rows are read
         BatchPlan(
             prompts_per_rollout=prompts.prompts_per_rollout,
             group_size=self.group_size,
