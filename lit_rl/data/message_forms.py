@@ -152,7 +152,7 @@ def _messages_of(value: Any, where: str) -> Any:
 
 
 def _is_message(value: Any) -> bool:
-    """Whether it is one of ours, or one of ShareGPT's."""
+    """Tell whether it is one of ours, or one of ShareGPT's."""
     if not isinstance(value, Mapping):
         return False
     return ("role" in value and ("content" in value or "tool_calls" in value)) or {"from", "value"} <= value.keys()

@@ -108,7 +108,7 @@ class Parser(ABC):
         """
 
     def _content(self, pieces: Sequence[Piece]) -> str:
-        """Of the message, made of what is no call."""
+        """Return the content of the message, made of what is no call."""
         return "".join(piece.text for piece in pieces)
 
 

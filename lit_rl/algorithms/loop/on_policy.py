@@ -367,7 +367,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         return super().ranks_score_together and self.env is None and self.groups is None
 
     def _interaction_with(self, env: Interactive, data: Any, stage: str) -> EpisodeSource:
-        """What holds the policy's conversations with an environment, whose sizes fit the context.
+        """Return what holds the policy's conversations with an environment, whose sizes fit the context.
 
         Raises:
             ConfigError: reward, generator or sampling do not go with it.

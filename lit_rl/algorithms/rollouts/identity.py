@@ -50,7 +50,7 @@ _NO_SETTINGS_OF_ADAPTERS = {
 
 
 def model_record(description: LanguageModel, policy: nn.Module, reference: Any) -> Record:
-    """What a checkpoint's weights stand on, and are read by. To be asked before the policy is sharded.
+    """Return what a checkpoint's weights stand on, and are read by. To be asked before the policy is sharded.
 
     Args:
         description: Of the policy.
@@ -115,7 +115,9 @@ def _adapter(config: Any) -> Record:
 
 
 def settings_record(given: Mapping[str, Any]) -> Record:
-    """What constructors were given, flat: `{"algo.beta": 0.1, "reward": "score #3f5a..", "sampling.temperature": 1.0}`.
+    """Return what constructors were given, flat.
+
+    ``{"algo.beta": 0.1, "reward": "score #3f5a..", "sampling.temperature": 1.0}``
 
     Args:
         given: Settings by name; objects are taken apart by what their constructors take.
@@ -147,7 +149,7 @@ def _flat(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _settings_of(value: Any) -> dict[str, Any]:
-    """What an object holds under the names of its constructor's parameters."""
+    """Return what an object holds under the names of its constructor's parameters."""
     try:
         names = inspect.signature(type(value)).parameters
     except (TypeError, ValueError):
@@ -204,7 +206,7 @@ def check_model(before: Record, now: Record, *, allowed: bool) -> list[str]:
 
 
 def differences(before: Record, now: Record) -> list[str]:
-    """What changed, in words: `sampling.temperature 1.0 -> 0.7`."""
+    """Return what changed, in words: `sampling.temperature 1.0 -> 0.7`."""
     keys = sorted(key for key in before.keys() | now.keys() if _value(before, key) != _value(now, key))
     return [_words(key, _value(before, key), _value(now, key)) for key in keys]
 

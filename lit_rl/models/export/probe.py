@@ -38,7 +38,7 @@ _SAMPLED = 1024
 
 
 class Probe:
-    """What the policy says of a fixed text, and what others said of it since.
+    """Logits of the policy on a fixed text, and the distance of others from them.
 
     Args:
         description: What the policy was loaded from.
@@ -186,7 +186,7 @@ def _trained(policy: nn.Module) -> dict[str, Tensor]:
 
 
 def _same(tensor: Tensor, other: Tensor | None) -> bool:
-    """Whether some of their numbers, from all over, are the same."""
+    """Tell whether some of their numbers, from all over, are the same."""
     if other is None or other.shape != tensor.shape:
         return False
     some = slice(None, None, max(1, tensor.numel() // _SAMPLED))
