@@ -131,7 +131,7 @@ def _flat(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
     if value is None or isinstance(value, bool | int | float):
         yield key, value
     elif isinstance(value, str | bytes):
-        yield key, _digest(value if isinstance(value, str) else value.hex())
+        yield key, _digest(value)
     elif isinstance(value, Mapping):
         for name, each in value.items():
             yield from _flat(each, f"{key}.{name}" if key else str(name), depth + 1)
@@ -173,8 +173,9 @@ def _named(function: Any) -> str:
     return f"{name.rpartition('.')[2]} {_digest(text)}"
 
 
-def _digest(text: str) -> str:
-    return f"#{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+def _digest(text: str | bytes) -> str:
+    plain = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    return f"#{hashlib.blake2b(plain, digest_size=6).hexdigest()}"
 
 
 def check_model(before: Record, now: Record, *, allowed: bool) -> list[str]:
