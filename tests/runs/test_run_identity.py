@@ -256,6 +256,21 @@ def test_a_function_of_a_file_is_another_where_its_text_is(tmp_path: Path) -> No
     assert identity.differences(noted[0], noted[2]) == ["reward.functions.pays (pays) changed"]
 
 
+def test_a_property_that_raises_keeps_no_checkpoint_from_being_written() -> None:
+    class Client:
+        def __init__(self, key: str, tries: int) -> None:
+            self.tries = tries
+
+        @property
+        def key(self) -> str:
+            raise RuntimeError("only once")
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            return [0.0] * len(completions)
+
+    assert made(reward=Client("a", 3))._settings()["reward.tries"] == 3
+
+
 def test_an_offline_method_notes_the_same(tmp_path: Path) -> None:
     noted = SFT("tiny")._settings()
     assert noted["algo.seed"] == 0 and "scheduler" in noted

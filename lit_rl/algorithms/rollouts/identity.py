@@ -12,6 +12,7 @@ precision by the module. All is plain values, and no string of a setting is kept
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -154,8 +155,13 @@ def _settings_of(value: Any) -> dict[str, Any]:
         names = inspect.signature(type(value)).parameters
     except (TypeError, ValueError):
         return {}
-    held = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return held | (vars(value.settings) if dataclasses.is_dataclass(getattr(value, "settings", None)) else {})
+    held: dict[str, Any] = {}
+    for name in names:
+        with contextlib.suppress(Exception):  # a property of the user's may raise anything, and a checkpoint is written
+            held[name] = getattr(value, name)
+    settings = vars(value).get("settings") if hasattr(value, "__dict__") else None
+    fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
+    return held | {field.name: getattr(settings, field.name) for field in fields}
 
 
 def _named(function: Any) -> str:
