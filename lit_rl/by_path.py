@@ -30,7 +30,7 @@ class Named:
 
 
 def named_by(path: str, key: str, failed: type[LitRLError] = RewardError) -> Named:
-    """What stands at ``package.module:name`` or ``./file.py:name``.
+    """Return what stands at ``package.module:name`` or ``./file.py:name``.
 
     Args:
         path: The path; a file is relative to the current directory.

@@ -42,12 +42,12 @@ def joined(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> tuple[li
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading ids two sequences have in common."""
+    """Return how many leading ids two sequences have in common."""
     return next((i for i, (mine, theirs) in enumerate(zip(one, other)) if mine != theirs), min(len(one), len(other)))
 
 
 def marks_start(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a text by itself begins with a mark that it does not have inside another one."""
+    """Tell whether a text by itself begins with a mark that it does not have inside another one."""
     alone, spaced = _plain(tokenizer, "a"), _plain(tokenizer, " a")
     tokens = tokenizer.convert_ids_to_tokens(alone)
     return bool(tokens) and (str(tokens[0]).startswith(("\u2581", "\u0120")) or alone == spaced)

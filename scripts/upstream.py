@@ -1,4 +1,4 @@
-"""What lit_rl uses of other packages beyond their public names, each with a test that would notice a change.
+"""Uses of other packages beyond their public names, each with a test that would notice a change.
 
     python scripts/upstream.py        every use: where, what, and the test
 

@@ -237,13 +237,13 @@ def signals_of(trainer: L.Trainer) -> list[int]:
 
 
 def _in_a_step(trainer: L.Trainer) -> bool:
-    """Whether a step has begun and not ended, so that what the module counts is of no place of the loop."""
+    """Tell whether a step has begun and not ended, so that what the module counts is of no place of the loop."""
     steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
     return getattr(trainer.lightning_module, "in_a_step", steps.ready > steps.completed)
 
 
 def _ends_step(trainer: L.Trainer) -> bool:
-    """Whether callbacks are being told that the last micro-batch of an optimizer step is over."""
+    """Tell whether callbacks are being told that the last micro-batch of an optimizer step is over."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     at_end = trainer.training and batches.processed == batches.ready == batches.completed + 1
     return at_end and not trainer.fit_loop._should_accumulate()

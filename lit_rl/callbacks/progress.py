@@ -118,9 +118,8 @@ class Progress(ProgressBar):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None and self._bar.disable and self._last_step != trainer.global_step:
-            self.print(
-                self._line(trainer, pl_module, _values(trainer))
-            )  # whatever the clock says, the last line is the last step
+            # Whatever the clock says, the last line is the last step.
+            self.print(self._line(trainer, pl_module, _values(trainer)))
         self._close()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -6,10 +6,9 @@ Cells are whole, except in TensorBoard, which shows a table as one text.
 from __future__ import annotations
 
 import csv
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def log_tables(
     """
     if not table["prompt"]:
         return
-    rows = functools.cache(partial(rows_of, table))  # made once, in each length that a logger asks for
+    rows = cache(partial(rows_of, table))  # made once, in each length that a logger asks for
     for logger in trainer.loggers:
         with unwritten.spared(f"the table {key!r} for {type(logger).__name__}"):
             _log(logger, key, rows, step, pictured)

@@ -280,8 +280,8 @@ def by_columns(data: DictConfig, allow: Sequence[str], asked: str | None = None)
     if row.get("prompt") is None:
         raise ConfigError(
             f"{asked} was typed, which is about answers to prompts, and {data.path} has {why}: {_WORDS[kind]}. Type "
-            f"algo={ALGORITHMS[kind]} to learn from the rows as they are, or name the prompts with data.rename={{old: "
-            "prompt}."
+            f"algo={ALGORITHMS[kind]} to learn from the rows as they are, or name the prompts with "
+            "data.rename={old:prompt}."
         )
     return None, f"prompts to be answered, as {asked} was typed; algo={ALGORITHMS[kind]} would learn from {why}"
 

@@ -12,7 +12,7 @@ from typing import Any
 from hydra._internal import hydra as internals
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_rl.cli import sweeping
@@ -33,9 +33,13 @@ class CheckedLoader(ConfigLoaderImpl):
     """Hydra's loader; what it has composed is checked before anybody gets it."""
 
     def load_configuration(self, config_name: str | None, overrides: list[str], *rest: Any, **named: Any) -> DictConfig:
-        overrides = with_line_breaks(overrides)
-        config = super().load_configuration(config_name, overrides, *rest, **named)
-        check(config, overrides)
+        read = with_line_breaks(overrides)
+        config = super().load_configuration(config_name, read, *rest, **named)
+        check(config, read)
+        # The record holds words as they were typed: jobs of a sweep, and a config with more groups, are composed of it.
+        typed = dict(zip(read, overrides, strict=True))
+        with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
+            config.hydra.overrides.task = [typed.get(word, word) for word in config.hydra.overrides.task]
         # To find out whether it is a sweep at all, Hydra composes as for one and takes any override.
         if RunMode.MULTIRUN in (*rest, *named.values()) and named.get("validate_sweep_overrides", True):
             sweeping.began(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -29,6 +30,9 @@ _BUILTIN = tuple(
     )
 )
 """Of these, what computes from texts alone, or makes rows: it runs nobody's code, asks no server and loads no model."""
+
+_OUR_RECIPE = re.compile(r"lit_rl\.data\.recipes[.:]\w+")
+"""A path of a function from row to row that comes with this package."""
 
 _KERNELS = ("allow_all_kernels", "use_kernels")
 """Arguments of `from_pretrained` with which transformers fetches kernels from a hub, and runs them."""
@@ -72,7 +76,7 @@ def _row_functions(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     children = enumerate(node) if isinstance(node, list) else node.items() if isinstance(node, dict) else ()
     for name, item in children:
         inner = f"{key}[{name}]" if isinstance(node, list) else f"{key}.{name}" if key else str(name)
-        if name == "map_row" and isinstance(item, str) and not item.startswith("lit_rl.data.recipes"):
+        if name == "map_row" and isinstance(item, str) and not _OUR_RECIPE.fullmatch(item):
             yield inner, item
         yield from _row_functions(item, inner)
 

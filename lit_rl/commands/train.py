@@ -155,20 +155,18 @@ def keep(run: Run, summary: dict[str, Any], error: Exception) -> None:
     spoiled = isinstance(error, NumericError) or run.module.moves_weights
     if run.dry or trainer.world_size > 1 or not run.began or not step or spoiled:
         return
-    ended, target = (
-        trainer.should_stop or step >= run.module.total_steps,
-        run.run_dir.checkpoints / f"step_{step:08d}.ckpt",
-    )
+    ended = trainer.should_stop or step >= run.module.total_steps
+    target = run.run_dir.checkpoints / f"step_{step:08d}.ckpt"
     if ended:
         with contextlib.suppress(Exception):  # of a callback that fails to save, which may be what ended it
             _save_last_step(run)
     saved = target.exists() and is_whole(target)
-    kept = [f"the checkpoint {target}"] if saved else []
-    if summary.get("hf_step") != step and (ended or not saved):
+    if saved and not ended:
+        return
+    if summary.get("hf_step") != step:
         export(run, summary)
-        kept.append(f"the model {run.run_dir.hf}")
-    if ended or not saved:
-        error.add_note(f"Nothing that was learned in {step} steps is lost: {' and '.join(kept)}.")
+    kept = [*([f"the checkpoint {target}"] if saved else []), f"the model {run.run_dir.hf}"]
+    error.add_note(f"Nothing that was learned in {step} steps is lost: {' and '.join(kept)}.")
 
 
 def note_failure(run: Run, code: int) -> None:

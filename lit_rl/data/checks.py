@@ -40,7 +40,7 @@ def refuse_other_files(path: Path, beginning: bytes, named: str = "text in UTF-8
 
 
 SEVERAL_PATHS = (
-    "data.path takes one file, folder or hub id. Several are data.sources=[{path: A}, {path: B}], each with a weight, "
+    "data.path takes one file, folder or hub id. Several are 'data.sources=[{path:A},{path:B}]', each with a weight, "
     "a rename or a map_row of its own where it needs one."
 )
 """What is said where a list came."""

@@ -86,7 +86,7 @@ def as_read(
 
 
 def mapped_row(map_row: RowFunction, row: dict[str, Any], where: str, key: str = "data.map_row") -> dict[str, Any]:
-    """What the function of `key` makes of a copy of a row: rows are read again, and have to be what they were.
+    """Return what the function of `key` makes of a copy of a row: rows are read again, and stay what they were.
 
     Raises:
         DataError: it raised, or returned no dict.

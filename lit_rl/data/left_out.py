@@ -199,7 +199,7 @@ def _line_of_keys(keys: Sequence[str]) -> str:
 
 
 def _missing_words(words: str, text: str) -> Iterator[tuple[str, str]]:
-    """What is said, apart from what is thought before it, which templates leave out of earlier turns."""
+    """Yield what of the words is missing, thoughts before them apart, which templates leave out of earlier turns."""
     if _is_in(words, text):
         return
     thought, closed, answer = words.rpartition("</think>")
@@ -236,7 +236,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _is_in(value: Any, text: str) -> bool:
-    """Whether a rendering holds a value: as it is, or as a string of JSON or of Python; blanks at its ends may go."""
+    """Tell whether a text holds a value: as it is, or as a string of JSON or Python; blanks at its ends may go."""
     if isinstance(value, bool):
         return str(value).lower() in text.lower()
     if not isinstance(value, str):

@@ -29,6 +29,8 @@ _ROLES = {
 _BEGINS = re.compile(r"""\s*"?\s*\[?\s*"?\{\s*\\?["']\w+\\?["']\s*:""")
 """A text that may be an object, or a list of objects."""
 
+_BEGINS_A_LIST = re.compile(r"""\s*"?\s*\[""")
+
 _NAMES_A_ROLE = re.compile(r"""["'](role|from)\\?["']\s*:""")
 
 _ROWS_OF_NUMPY = re.compile(r"\}\s*\n\s*\{")
@@ -40,7 +42,8 @@ def in_our_form(row: Mapping[str, Any], where: str, *keys: str) -> tuple[dict[st
 
     A cell that holds the text of a list of messages, as JSON or as Python writes it, becomes the list; a single message
     becomes a list of one; `from` and `value` become role and content. The column `conversations` becomes `messages`, or
-    the `prompt` of a pair; a `system` text beside it becomes the first message. A text of anything else stays a text.
+    the `prompt` of a pair; a `system` text beside it becomes the first message. A text of anything else stays a text,
+    and so does one of messages from nobody who is known.
 
     Args:
         row: Its columns have their last names.
@@ -48,7 +51,7 @@ def in_our_form(row: Mapping[str, Any], where: str, *keys: str) -> tuple[dict[st
         keys: Further columns that may hold messages.
 
     Raises:
-        DataError: a text is neither JSON nor Python and names roles, or a message is from somebody unknown.
+        DataError: a text of a list is neither JSON nor Python and names roles, or a message is from somebody unknown.
     """
     row, notes = dict(row), list[str]()
     for name in dict.fromkeys((*MESSAGES, SHAREGPT, *keys)):
@@ -130,7 +133,7 @@ def _messages_of(value: Any, where: str) -> Any:
     if isinstance(read, str):
         read = literal(_ROWS_OF_NUMPY.sub("}, {", read))
         if isinstance(read, str):
-            if _NAMES_A_ROLE.search(value):
+            if _BEGINS_A_LIST.match(value) and _NAMES_A_ROLE.search(value):
                 raise DataError(
                     f"{where} is a text that looks like messages and is neither JSON nor a Python literal: "
                     f"{excerpt(value)}. Write it with json.dumps (a table of pandas: column.map(list).map(json.dumps))."
@@ -142,15 +145,22 @@ def _messages_of(value: Any, where: str) -> Any:
     each: list[Any] = [literal(item) if isinstance(item, str) and _BEGINS.match(item) else item for item in listed]
     if not all(_is_message(message) for message in each):
         return value
+    if isinstance(value, str) and not any(map(_speaks, each)):  # an object to be written, such as a payment's
+        return value
     found = [_renamed(message, f"{where}: message {i}") for i, message in enumerate(each)]
     return value if found == value and isinstance(value, list) else found
 
 
 def _is_message(value: Any) -> bool:
-    """Whether it is one of ours, or one of ShareGPT's."""
+    """Tell whether it is one of ours, or one of ShareGPT's."""
     if not isinstance(value, Mapping):
         return False
     return ("role" in value and ("content" in value or "tool_calls" in value)) or {"from", "value"} <= value.keys()
+
+
+def _speaks(message: Mapping[str, Any]) -> bool:
+    """Tell whether a message is of somebody who is known."""
+    return str(message.get("role")) in {*_ROLES.values(), "developer"} or str(message.get("from")).lower() in _ROLES
 
 
 def _renamed(message: Mapping[str, Any], where: str) -> Any:

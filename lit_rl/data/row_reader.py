@@ -74,7 +74,7 @@ class RowReader:
 
     @property
     def mixed(self) -> bool:
-        """Whether some plain texts came with images, and became messages, and others did not: read all as messages."""
+        """Tell whether some plain texts came with images, and became messages, and others did not: all should."""
         return all(self._texts.values())
 
     def note(self, what: str, where: str) -> None:

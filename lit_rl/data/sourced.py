@@ -229,7 +229,8 @@ class SourcedDataModule(L.LightningDataModule):
         return ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
 
     def fitted(self, size: int | None, now: int, rows: int, key: str) -> int:
-        """The rows of a step: `size`, or as many as there are, at most `DEFAULT`, where nobody gave one.
+        """The rows of a step: `size`, or as many as there are and as ranks share, at most `DEFAULT`, where nobody gave
+        one.
 
         Args:
             size: As the constructor has it; None: nobody gave one.
@@ -239,9 +240,14 @@ class SourcedDataModule(L.LightningDataModule):
         """
         if size is not None or now not in (DEFAULT, self._fitted):
             return now  # somebody has set it, or did so since
-        fits = None if rows >= DEFAULT else fitting(rows, DEFAULT, self._unit())
+        ranks = 1 if self.trainer is None else self.rank()[1]
+        enough = rows >= DEFAULT and DEFAULT % ranks == 0
+        fits = None if enough else fitting(min(rows, DEFAULT), DEFAULT, self._unit())
         if fits is not None and fits != now:
-            rank_zero_info(f"{key}={fits}: nobody set it, and the rows left for training are {rows} (else {DEFAULT}).")
+            over = f", dealt out over {ranks} ranks" if ranks > 1 else ""
+            rank_zero_info(
+                f"{key}={fits}: nobody set it, and the rows left for training are {rows}{over} (else {DEFAULT})."
+            )
         self._fitted = fits
         return fits or DEFAULT
 

@@ -177,7 +177,7 @@ def _read_json(path: Path, on_bad_row: OnBadRow) -> Rows:
 
 
 def is_one_value(path: Path) -> bool:
-    """Whether a .json file is one value, and no object a line: an array, or an object over lines or of lists.
+    """Tell whether a .json file is one value, and no object a line: an array, or an object over lines or of lists.
 
     Raises:
         DataError: the file cannot be read.
@@ -232,7 +232,7 @@ _NAMES = {SHAREGPT, "prompt", *(name for columns in COLUMNS.values() for name in
 
 
 def _is_of_a_row(name: str, held: Any) -> bool:
-    """Whether a list is what one row has in a column, and no table or column of several rows."""
+    """Tell whether a list is what one row has in a column, and no table or column of several rows."""
     if not isinstance(held, list) or not held:
         return False
     if name in ("input_ids", "completions"):

@@ -68,8 +68,8 @@ def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[Source]:
         raise ConfigError(
             "data.sources is empty; it takes a list of {path, split, name, weight, map_row, rename, columns}."
         )
-    plain, own = ("path", "split", "name", "weight"), ("map_row", "rename", "columns")
-    allowed = (*plain, *own)
+    shared, own = ("path", "split", "name", "weight"), ("map_row", "rename", "columns")
+    allowed = (*shared, *own)
     for i, source in enumerate(sources):
         if not isinstance(source, Mapping) or "path" not in source:
             raise ConfigError(f"data.sources[{i}]={source!r} needs a path; allowed keys are {', '.join(allowed)}.")
@@ -80,7 +80,7 @@ def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[Source]:
         in_range(f"data.sources[{i}].weight", source.get("weight", 1.0), low=0, open_low=True)
     return [
         Source(
-            **{key: source[key] for key in plain if key in source},
+            **{key: source[key] for key in shared if key in source},
             own=_own(f"data.sources[{i}]", {key: source[key] for key in own if key in source}),
         )
         for i, source in enumerate(sources)

@@ -160,7 +160,7 @@ def _refuse_in(control: Sequence[str], value: Any, where: str, key: str) -> None
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> str:
-    """What the chat template writes after the words of the last turn; empty where it writes nothing, or takes none."""
+    """Return what the chat template writes after the words of the last turn; nothing where it takes no such turn."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _WORDS}]
     try:
         text = str(apply_chat_template(tokenizer, messages, **{**kwargs, "tokenize": False}))
@@ -190,7 +190,7 @@ def end_marks(tokenizer: PreTrainedTokenizerBase, end: str) -> set[int]:
 
 
 def unknown_end(tokenizer: PreTrainedTokenizerBase, mark: int) -> str:
-    """How to make a token one at which generation ends."""
+    """Say how to make a token one at which generation ends."""
     token = tokenizer.convert_ids_to_tokens(mark)
     return f"set model.eos_token={token!r}, or add its id {mark} to eos_token_id in the model's generation_config.json."
 

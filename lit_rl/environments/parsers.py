@@ -108,7 +108,7 @@ class Parser(ABC):
         """
 
     def _content(self, pieces: Sequence[Piece]) -> str:
-        """Of the message, made of what is no call."""
+        """Return the content of the message, made of what is no call."""
         return "".join(piece.text for piece in pieces)
 
 
@@ -309,13 +309,21 @@ class RegexParser(Parser):
         self._arguments = {f["name"]: list(f["parameters"].get("properties", {})) for f in functions}
 
     def _find(self, text: str, at: int, thought: int) -> Found | None:
-        found = self._next(text[at:])
-        if found is not None and at + found.start() < thought < at + found.end():
-            found = self._next(text[at:thought]) or found  # a thought is no argument, if it can be none
-        return None if found is None else Found(at + found.start(), at + found.end(), (self._call(found),))
+        first = self._behind_first_thoughts(text)  # where ^ is: what is thought there is not said
+        said, begin, end = text[first:], max(at - first, 0), max(thought - first, 0)
+        found = self._next(said, begin, len(said))
+        if found is not None and found.start() < end < found.end():
+            found = self._next(said, begin, end) or found  # a thought is no argument, if it can be none
+        return None if found is None else Found(first + found.start(), first + found.end(), (self._call(found),))
 
-    def _next(self, text: str) -> re.Match[str] | None:
-        return next((found for found in self._pattern.finditer(text) if found[0]), None)
+    def _behind_first_thoughts(self, text: str) -> int:
+        at = 0 if (close := self.thoughts.begun) is None else self.thoughts.end(text, 0, close)
+        while (following := self.thoughts.next(text, at))[0] == at < len(text):
+            at = following[1]
+        return at
+
+    def _next(self, text: str, begin: int, end: int) -> re.Match[str] | None:
+        return next((found for found in self._pattern.finditer(text, begin, end) if found[0]), None)
 
     def _call(self, found: re.Match[str]) -> Call:
         name, written = found["name"], found["arguments"]

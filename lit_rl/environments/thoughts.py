@@ -36,7 +36,7 @@ _ASKED = "qqaskedqq"
 
 @dataclass(frozen=True)
 class Thoughts:
-    """How thoughts are told from what is said.
+    """Marks by which thoughts are told from what is said.
 
     A thought goes from an opening mark to the first closing mark of its kind behind it, or to the end of the text: a
     mark that opens another one inside it is a part of it.
@@ -84,7 +84,7 @@ class Thoughts:
         return turn if self.begun is None else f"{self.begun}{turn}"
 
     def _next_opened(self, text: str, at: int) -> tuple[int, int, str] | None:
-        """Where the next opening mark begins and ends, and what closes it."""
+        """Return where the next opening mark begins and ends, and what closes it."""
         places = [(text.find(open_, at), open_, close) for open_, close in self.marks]
         there = [(place, place + len(open_), close) for place, open_, close in places if place >= 0]
         return min(there, default=None)

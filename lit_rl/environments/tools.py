@@ -226,7 +226,7 @@ def _add(tools: dict[str, Tool], tool: Tool) -> None:
 
 
 def _arguments(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
-    """What a function takes by name.
+    """Return what a function takes by name.
 
     Raises:
         ConfigError: it takes something that no JSON object can give it.
@@ -317,7 +317,7 @@ _REFERENCES = 32
 
 
 def _referred(root: Any, reference: str) -> Any:
-    """What a ``$ref`` within a schema refers to; None: nothing."""
+    """Return what a ``$ref`` within a schema refers to; None: nothing."""
     for part in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
         key = part.replace("~1", "/").replace("~0", "~")
         root = root.get(key) if isinstance(root, Mapping) else None

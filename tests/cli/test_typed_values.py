@@ -6,10 +6,13 @@ import re
 import shlex
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra._internal import hydra as internals
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lit_rl.cli.hydra_node import CheckedLoader
 from lit_rl.cli.messages import translated
 from lit_rl.cli.other_words import translated as words_of
 from lit_rl.cli.typed_values import ambiguous, readable, typed, unquoted, with_line_breaks
@@ -143,3 +146,14 @@ def test_what_hydra_says_is_said_in_our_words():
 
 def test_hydra_run_dir_is_where_a_run_writes():
     assert words_of(["hydra.run.dir=X"])[0] == ["run_dir=X"]
+
+
+@pytest.mark.parametrize(("word", "text"), [(r'text="a\\nb"', r"a\nb"), (r'text="a\nb"', "a\nb"), (r"text=\n", "\n")])
+def test_a_word_that_is_composed_twice_means_the_same(word, text, tmp_path, monkeypatch):
+    """As where a group is chosen by the columns of a file, and in the jobs of a sweep."""
+    (tmp_path / "config.yaml").write_text("text: a\n")
+    monkeypatch.setattr(internals, "ConfigLoaderImpl", CheckedLoader)
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        first = compose("config", [word], return_hydra_config=True)
+        again = compose("config", list(first.hydra.overrides.task))
+    assert (first.text, again.text) == (text, text)

@@ -70,6 +70,11 @@ def test_messages_in_our_form_are_the_very_same_and_nothing_is_said(messages):
         '["role"]',
         "{'a': 1, 'b'}",
         '[{"from": "here", "to": 1}]',
+        '{"from": "0x1f", "value": 3, "to": "0x2a"}',
+        '[{"role": "engineer", "content": "steel"}]',
+        '{"role": ["engineer"], "content": "steel"}',
+        '{"role": "admin", "name": "Bo", // a comment',
+        "{'role': 'x'} is no JSON because",
         "nan",
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -67,6 +69,17 @@ def test_a_step_takes_what_filters_and_the_split_leave(tiny, made, key, size):
     assert getattr(data, key) == size
     data.prepare(tiny)
     assert getattr(data, key) == size
+
+
+@pytest.mark.parametrize(("ranks", "rows", "size"), [(1, 100, 32), (2, 100, 32), (3, 100, 30), (3, 20, 18), (3, 2, 32)])
+def test_ranks_share_a_step_that_nobody_sized(ranks, rows, size):
+    data: Any = RolloutDataModule(questions(2))
+    data.trainer = SimpleNamespace(
+        lightning_module=SimpleNamespace(minibatches=1),
+        accumulate_grad_batches=1,
+        distributed_sampler_kwargs={"rank": 0, "num_replicas": ranks},
+    )
+    assert data.fitted(None, 32, rows, "data.prompts_per_rollout") == size
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])

@@ -489,6 +489,7 @@ def test_a_run_that_is_trusted_may_name_code():
         ({"model": {"name": "a", "init_kwargs": {"use_kernels": True}}}, "model.init_kwargs.use_kernels"),
         ({"data": {"map_row": {"_target_": "hydra.utils.get_method", "path": "lit_rl.rewards.from_paths"}}}, "map_row"),
         ({"data": {"map_row": "./mine.py:f"}}, "data.map_row=./mine.py:f"),
+        ({"data": {"map_row": "lit_rl.data.recipes/../mine.py:f"}}, "data.map_row=lit_rl.data.recipes/../mine.py:f"),
         ({"data": {"sources": [{"path": "a", "map_row": "mine.f"}]}}, r"data.sources\[0\].map_row=mine.f"),
         ({"reward": {"_target_": "lit_rl.rewards.RemoteReward", "urls": ["http://a.b"]}}, "RemoteReward"),
         ({"judge": {"_target_": "lit_rl.rewards.LLMJudge", "base_url": "http://a.b"}}, "LLMJudge"),

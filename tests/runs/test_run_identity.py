@@ -20,7 +20,7 @@ from lit_rl.models.policy.loaded import LoadedModel
 from lit_rl.models.reference.base import FrozenCopy
 from lit_rl.named import TINY
 from lit_rl.ops.losses.clipped import clipped_policy_loss
-from lit_rl.rewards import Rewards
+from lit_rl.rewards import Rewards, from_paths
 
 ROWS = [{"prompt": f"{n}+1="} for n in range(4)]
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -245,6 +245,30 @@ def test_what_is_noted_is_plain_and_holds_no_string_that_was_typed(begun: Path) 
     kept = torch.load(begun, weights_only=True)["run"]
     assert kept.keys() == {"model", "settings", "optimizer"}
     assert all(isinstance(value, bool | int | float | str) for value in kept["settings"].values())
+
+
+def test_a_function_of_a_file_is_another_where_its_text_is(tmp_path: Path) -> None:
+    file, noted = tmp_path / "mine.py", []
+    for value in ("0.0", "0.0", "1.0"):
+        file.write_text(f"def pays(completions, **_):\n    return [{value} for _ in completions]\n")
+        noted.append(made(reward=from_paths(f"{file}:pays"))._settings())
+    assert identity.differences(noted[0], noted[1]) == []
+    assert identity.differences(noted[0], noted[2]) == ["reward.functions.pays (pays) changed"]
+
+
+def test_a_property_that_raises_keeps_no_checkpoint_from_being_written() -> None:
+    class Client:
+        def __init__(self, key: str, tries: int) -> None:
+            self.tries = tries
+
+        @property
+        def key(self) -> str:
+            raise RuntimeError("only once")
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            return [0.0] * len(completions)
+
+    assert made(reward=Client("a", 3))._settings()["reward.tries"] == 3
 
 
 def test_an_offline_method_notes_the_same(tmp_path: Path) -> None:

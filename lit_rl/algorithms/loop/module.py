@@ -112,7 +112,7 @@ IN_BAR = {
 
 
 class _Resumed(NamedTuple):
-    """What a checkpoint notes of the run that wrote it."""
+    """Notes of a checkpoint on the run that wrote it."""
 
     optimizer: dict[str, Any] | None
     """`going_on.as_made`; None of an earlier version of lit_rl."""
@@ -942,7 +942,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
 
     def _identity(self) -> dict[str, identity.Record]:
-        """What a checkpoint notes of the run, see `lit_rl.algorithms.rollouts.identity`."""
+        """Return what a checkpoint notes of the run, see `lit_rl.algorithms.rollouts.identity`."""
         found = {"model": self._stands_on, "settings": self._settings()}
         return found | ({"optimizer": self._optimizer_as_made} if self._optimizer_as_made else {})
 

@@ -146,7 +146,7 @@ class OfflineModule(PolicyModule, ABC):
     def check_processes(self, data: Any, trainer: Any) -> None:
         examples = example_data(data, self.learns_from, type(self).__name__)
         if not examples.size_is_given:
-            return  # as many as there will be, and divide
+            return  # known, and checked, once the rows are read
         OfflinePlan(
             batch_size=examples.batch_size,
             accumulate=trainer.accumulate_grad_batches,

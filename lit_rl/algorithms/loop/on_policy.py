@@ -367,7 +367,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         return super().ranks_score_together and self.env is None and self.groups is None
 
     def _interaction_with(self, env: Interactive, data: Any, stage: str) -> EpisodeSource:
-        """What holds the policy's conversations with an environment, whose sizes fit the context.
+        """Return what holds the policy's conversations with an environment, whose sizes fit the context.
 
         Raises:
             ConfigError: reward, generator or sampling do not go with it.
@@ -409,7 +409,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         weights_are_copied(self.generator, trainer)
         prompts = preflight.prompts_of(data)
         if not getattr(prompts, "size_is_given", True):
-            return  # as many as there will be, and divide
+            return  # known, and checked, once the rows are read
         BatchPlan(
             prompts_per_rollout=prompts.prompts_per_rollout,
             group_size=self.group_size,

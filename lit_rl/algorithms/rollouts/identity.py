@@ -12,6 +12,7 @@ precision by the module. All is plain values, and no string of a setting is kept
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -50,7 +51,7 @@ _NO_SETTINGS_OF_ADAPTERS = {
 
 
 def model_record(description: LanguageModel, policy: nn.Module, reference: Any) -> Record:
-    """What a checkpoint's weights stand on, and are read by. To be asked before the policy is sharded.
+    """Return what a checkpoint's weights stand on, and are read by. To be asked before the policy is sharded.
 
     Args:
         description: Of the policy.
@@ -115,7 +116,9 @@ def _adapter(config: Any) -> Record:
 
 
 def settings_record(given: Mapping[str, Any]) -> Record:
-    """What constructors were given, flat: `{"algo.beta": 0.1, "reward": "score #3f5a..", "sampling.temperature": 1.0}`.
+    """Return what constructors were given, flat.
+
+    ``{"algo.beta": 0.1, "reward": "score #3f5a..", "sampling.temperature": 1.0}``
 
     Args:
         given: Settings by name; objects are taken apart by what their constructors take.
@@ -147,13 +150,18 @@ def _flat(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _settings_of(value: Any) -> dict[str, Any]:
-    """What an object holds under the names of its constructor's parameters."""
+    """Return what an object holds under the names of its constructor's parameters."""
     try:
         names = inspect.signature(type(value)).parameters
     except (TypeError, ValueError):
         return {}
-    held = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return held | (vars(value.settings) if dataclasses.is_dataclass(getattr(value, "settings", None)) else {})
+    held: dict[str, Any] = {}
+    for name in names:
+        with contextlib.suppress(Exception):  # a property of the user's may raise anything, and a checkpoint is written
+            held[name] = getattr(value, name)
+    settings = vars(value).get("settings") if hasattr(value, "__dict__") else None
+    fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
+    return held | {field.name: getattr(settings, field.name) for field in fields}
 
 
 def _named(function: Any) -> str:
@@ -172,8 +180,8 @@ def _named(function: Any) -> str:
 
 
 def _digest(text: str | bytes) -> str:
-    read = text.encode() if isinstance(text, str) else text
-    return f"#{hashlib.blake2b(read, digest_size=6).hexdigest()}"
+    plain = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    return f"#{hashlib.blake2b(plain, digest_size=6).hexdigest()}"
 
 
 def check_model(before: Record, now: Record, *, allowed: bool) -> list[str]:
@@ -205,7 +213,7 @@ def check_model(before: Record, now: Record, *, allowed: bool) -> list[str]:
 
 
 def differences(before: Record, now: Record) -> list[str]:
-    """What changed, in words: `sampling.temperature 1.0 -> 0.7`."""
+    """Return what changed, in words: `sampling.temperature 1.0 -> 0.7`."""
     keys = sorted(key for key in before.keys() | now.keys() if _value(before, key) != _value(now, key))
     return [_words(key, _value(before, key), _value(now, key)) for key in keys]
 

@@ -104,7 +104,7 @@ class RolloutSource:
 
     @contextmanager
     def kept_if_given_up(self) -> Iterator[None]:
-        """Where the rollout at hand is given up, or fails, what was drawn ahead for it is kept for a resume."""
+        """Keep what was drawn ahead for the rollout at hand, where that is given up or fails, for a resume."""
         try:
             yield
         except (Interrupted, Exception):

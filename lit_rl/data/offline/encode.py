@@ -290,7 +290,7 @@ class Encoder:
 
     @cached_property
     def turn_end(self) -> str:
-        """What the chat template writes after the last turn."""
+        """Return what the chat template writes after the last turn."""
         return turn_end(self.tokenizer, self.template_kwargs)
 
     def _marked(self, rendered: _Rendered, text: Encoded, marks: Sequence[bool]) -> Encoded:
@@ -327,7 +327,7 @@ class Encoder:
         return replace(text, learned=[flag and id not in never for flag, id in zip(text.learned, text.ids)])
 
     def _up_to_ends(self, text: Encoded) -> list[bool]:
-        """What is learned of each turn: up to the token at which generation ends, and that one."""
+        """Return what is learned of each turn: up to the token at which generation ends, and that one."""
         learned, ids, stop = list(text.learned), text.ids, 0
         while True in text.learned[stop:]:
             start = text.learned.index(True, stop)
@@ -369,7 +369,7 @@ class Encoder:
         return replace(text, ids=[*text.ids, eos], learned=[*text.learned, True])
 
     def _blank(self, token: int) -> bool:
-        """Whether a token is white space."""
+        """Tell whether a token is white space."""
         blank = self.spaces.get(token)
         if blank is None:
             blank = self.spaces[token] = not self.tokenizer.decode([token]).strip()  # pyright: ignore

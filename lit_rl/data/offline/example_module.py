@@ -321,7 +321,8 @@ class ExampleDataModule(SourcedDataModule):
             if self._size is None:
                 rows = len(windows.at(windows.start).data)
                 self.batch_size = self.fitted(None, self.batch_size, rows, "data.batch_size")
-                windows.take_steps_of(self.batch_size)
+                if self.batch_size != windows.batch_size:
+                    windows.take_steps_of(self.batch_size)
             corpus = streaming.corpus_beside(windows, val, encoder, self.options)
             self._windows = windows
         report = corpus.report if self._windows is None else {**corpus.report, "train": self._windows.counts}

@@ -36,7 +36,7 @@ def render(
 def marked_characters(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, kwargs: Mapping[str, Any]
 ) -> list[bool]:
-    """Which characters of the rendered messages have a token between the template's generation markers.
+    """Return which characters of the rendered messages have a token between the template's generation markers.
 
     Raises:
         ConfigError: the template has none (transformers would mark no token, with a warning), or the tokenizer has no
@@ -94,7 +94,7 @@ def borders_of_turns(
     where: str,
     kwargs: Mapping[str, Any],
 ) -> list[int] | None:
-    """Where in a rendering the assistant's turns of a completion end and the next one begins, by turns.
+    """Return where in a rendering the assistant's turns of a completion end and the next one begins, by turns.
 
     None: the template does not only append, so nobody can tell.
     """

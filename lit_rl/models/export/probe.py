@@ -38,7 +38,7 @@ _SAMPLED = 1024
 
 
 class Probe:
-    """What the policy says of a fixed text, and what others said of it since.
+    """Logits of the policy on a fixed text, and the distance of others from them.
 
     Args:
         description: What the policy was loaded from.
@@ -56,7 +56,8 @@ class Probe:
     ) -> None:
         self.load_base = load_base
         self._inputs = probe_inputs(description, policy)
-        self._ruled_out = list(placeholder_ids(description.config)) if description.sees else []
+        writes = base_of(policy).get_output_embeddings() is not None  # a model that scores says no token
+        self._ruled_out = list(placeholder_ids(description.config)) if description.sees and writes else []
         on_cpu = next(policy.parameters()).device.type == "cpu"
         self._rounding = 0.0 if on_cpu else ON_A_GPU
         self._against, self._wanted = "the trained policy", self._of_policy(description, policy, state)
@@ -185,7 +186,7 @@ def _trained(policy: nn.Module) -> dict[str, Tensor]:
 
 
 def _same(tensor: Tensor, other: Tensor | None) -> bool:
-    """Whether some of their numbers, from all over, are the same."""
+    """Tell whether some of their numbers, from all over, are the same."""
     if other is None or other.shape != tensor.shape:
         return False
     some = slice(None, None, max(1, tensor.numel() // _SAMPLED))

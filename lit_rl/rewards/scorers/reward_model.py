@@ -197,7 +197,7 @@ class RewardModel(Classifier):
 
     @property
     def _apart(self) -> bool:
-        """Whether it was trained here, where a token over the border of prompt and reply is two."""
+        """Tell whether it was trained here, where a token over the border of prompt and reply is two."""
         return hasattr(self.load()[0].config, "prompt_apart")
 
     def _text_ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> list[int]:

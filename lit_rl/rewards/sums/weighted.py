@@ -345,7 +345,7 @@ class Rewards:
         return total.masked_fill(values.isnan().all(1), math.nan)
 
     def _extras(self, by_function: Mapping[str, FunctionScores], inputs: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """What was noted of each completion."""
+        """Return what was noted of each completion."""
         for name, scores in by_function.items():
             replaced = getattr(self.functions[name], "replaces_column", None)
             check_columns(name, scores.extras, {column for column in inputs if column != replaced})
@@ -385,7 +385,7 @@ def _print_output(output: str) -> None:
 
 
 def _merged(service: str, by_function: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    """What all functions gave to a service, by its name there."""
+    """Return what all functions gave to a service, by the name that they gave it there."""
     merged: dict[str, list[Any]] = {}
     for function, named in by_function.items():
         for name, values in named.items():
