@@ -54,11 +54,11 @@ class Step(NamedTuple):
 
 
 def loaded(module: Any, *, moved: float = 0.02) -> Any:
-    """The module with its weights, away from its reference."""
+    """The module with its weights, of which those that are trained are away from its reference."""
     module.configure_model()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in module.policy.parameters():
+        for parameter in (each for each in module.policy.parameters() if each.requires_grad):
             parameter += moved * parameter.std() * torch.randn(parameter.shape, generator=generator)
     return module
 

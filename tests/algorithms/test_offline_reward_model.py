@@ -115,7 +115,9 @@ def test_conversations_are_scored_as_they_were_trained(tmp_path: Path) -> None:
     made.policy.eval()
     rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in PAIRS]
     data = PreferenceDataModule(rows=rows, batch_size=8, shuffle=False, val_fraction=0.0)
-    data.prepare(model.tokenizer, "pairs")
+    data.prepare(
+        model.tokenizer, "pairs", eos_ids=()
+    )  # as a module that scores has it: its texts end as the template says
     train, every = data.corpus.train, list(range(8))
     chosen, _ = made.rewards(train.batch(every, every, train.totals(every), step=0, slot=0))
     made.export(full_state_dict(made.policy), tmp_path / "hf", FACTS)

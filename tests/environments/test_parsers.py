@@ -89,6 +89,14 @@ written = st.lists(
 ).map("".join)
 
 
+def test_a_pattern_that_begins_at_the_beginning_finds_one_call() -> None:
+    """`^` is where the response begins, or what is said behind its first thoughts."""
+    parser = RegexParser(r"^(?P<name>\d)(?P<arguments>)", [])
+    assert parser.parse("123").calls == (ToolCall("1", {}),)
+    assert parser.parse("<think>9</think><think></think>4<think>5</think>6").calls == (ToolCall("4", {}),)
+    assert parser.parse("so 7").calls == ()
+
+
 @pytest.mark.parametrize("name", PARSERS)
 @given(text=written)
 @example(text="<tool_call>" + "[" * 100_000 + "</tool_call>")
