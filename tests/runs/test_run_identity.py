@@ -21,6 +21,7 @@ from lit_rl.models.reference.base import FrozenCopy
 from lit_rl.named import TINY
 from lit_rl.ops.losses.clipped import clipped_policy_loss
 from lit_rl.rewards import Rewards
+from lit_rl.rewards.functions.by_path import load_function
 
 ROWS = [{"prompt": f"{n}+1="} for n in range(4)]
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -245,6 +246,15 @@ def test_what_is_noted_is_plain_and_holds_no_string_that_was_typed(begun: Path) 
     kept = torch.load(begun, weights_only=True)["run"]
     assert kept.keys() == {"model", "settings", "optimizer"}
     assert all(isinstance(value, bool | int | float | str) for value in kept["settings"].values())
+
+
+def test_a_function_in_a_file_is_known_by_what_the_file_holds(tmp_path: Path) -> None:
+    notes = []
+    for body in ("1.0", "1.0", "2.0"):
+        (tmp_path / "r.py").write_text(f"def score(completions):\n    return [{body} for _ in completions]\n")
+        notes.append(made(reward=load_function(f"{tmp_path}/r.py:score"))._settings())
+    assert identity.differences(notes[0], notes[1]) == []
+    assert identity.differences(notes[0], notes[2]) == ["reward (score) changed"]
 
 
 def test_an_offline_method_notes_the_same(tmp_path: Path) -> None:

@@ -162,8 +162,8 @@ def _named(function: Any) -> str:
     name = f"{getattr(plain, '__module__', '')}.{getattr(plain, '__qualname__', type(plain).__name__)}"
     if name.startswith(("lit_rl.", "torch.")):
         return name
-    text = getattr(function, "text", None)
-    if text is None:
+    text = getattr(function, "text", None)  # of a function in a file: the bytes that were read
+    if not isinstance(text, str | bytes):
         try:
             text = inspect.getsource(plain)
         except (OSError, TypeError):
@@ -171,8 +171,9 @@ def _named(function: Any) -> str:
     return f"{name.rpartition('.')[2]} {_digest(text)}"
 
 
-def _digest(text: str) -> str:
-    return f"#{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+def _digest(text: str | bytes) -> str:
+    held = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+    return f"#{hashlib.blake2b(held, digest_size=6).hexdigest()}"
 
 
 def check_model(before: Record, now: Record, *, allowed: bool) -> list[str]:
