@@ -17,6 +17,8 @@ _ALONE = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
     *("--shell-completion", "-sc", "-s"),
 )
+_ASKED = {"--run": "r", "-r": "r", "--multirun": "m", "-m": "m", "--cfg": "c", "-c": "c", "--info": "i", "-i": "i"}
+"""Options of which Hydra takes one."""
 _OF_CFG = ("job", "hydra", "all")
 ALL = (*WITH_A_VALUE, *_WITH_OR_WITHOUT, *_ALONE)
 
@@ -28,9 +30,13 @@ def after_settings(words: Sequence[str]) -> list[str]:
     name may. After `--info`, which may stand alone, a setting is one.
 
     Raises:
-        ConfigError: an option has no value, or `--cfg` has one that it does not know.
+        ConfigError: an option has no value, `--cfg` has one that it does not know, or two options ask for two things.
     """
     _check_values(words)
+    names = [word.partition("=")[0] for word in words]
+    asked = {_ASKED[name]: name for name in names if name in _ASKED}
+    if len(asked) > 1:
+        raise ConfigError(f"{' and '.join(asked.values())} ask for different things: leave one of them out.")
     settings: list[str] = []
     options: list[str] = []
     before = ""

@@ -109,5 +109,8 @@ def _unknown(key: str, text: str, factories: Factories) -> ConfigError:
     if built := re.findall(r"given class_path '([\w.]+)'", text):
         module, _, last = built[-1].rpartition(".")
         owner = getattr(sys.modules.get(module), last, None)
-    names = sorted(n for n in (p.name for p, _ in parameters(owner)) if n not in factories) if owner else []
+    taken = [p.name for p, _ in parameters(owner)] if owner else []
+    if (first := key.partition(".")[0]) in factories and first in taken:  # said of the model, without its name
+        return ConfigError(f"model.{key} is not a key: it stands at the top, --{key}=...")
+    names = sorted(n for n in taken if n not in factories)
     return no_such_key(head, name, names)

@@ -180,6 +180,12 @@ def checked_message(message: Any, where: str) -> Message:
     extras = {key: value for key, value in message.items() if value is not None and key not in ("role", "content")}
     if "tool_calls" in extras:
         _check_calls(extras["tool_calls"], where)
+    if extras.get("function_call"):
+        raise DataError(
+            f"{where} has the key function_call, the older form of tool_calls, which chat templates do not read: make "
+            'it "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}], for example '
+            "with data.map_row."
+        )
     if content is None and extras.get("tool_calls"):
         content = ""
     if isinstance(content, list):

@@ -131,9 +131,18 @@ class LeftOut:
                     yield key, str(value)
             elif key == "tool_calls":
                 yield from (("tool_calls", words) for words in _missing_calls(value, text))
+                self._note_texts(value)
                 self._note_key("tool_calls.id", [call.get("id") for call in value if isinstance(call, Mapping)], text)
             elif key != "role":
                 self._note_key(key, [value], text)
+
+    def _note_texts(self, calls: Any) -> None:
+        """Note arguments that no function takes by name: a template writes them between quotes, or as they are."""
+        for call in calls if isinstance(calls, list | tuple) else [calls]:
+            arguments = call_arguments((call.get("function") or call).get("arguments"))
+            if isinstance(arguments, str):
+                line = f"Arguments of tool calls that are no JSON object are rendered as text: {excerpt(arguments)}"
+                self.note("arguments", line)
 
     def _note_key(self, key: str, values: Sequence[Any], text: str) -> None:
         """A text is looked for; of a number nobody could tell where it comes from: there the template's words count."""

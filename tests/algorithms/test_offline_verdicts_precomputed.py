@@ -170,6 +170,8 @@ def test_a_run_without_an_end_is_refused(tmp_path: Path) -> None:
     made = module("apo", precompute_reference=True)
     made.trainer = trainer(tmp_path, **endless)
     made.trainer.datamodule = source = small()  # pyright: ignore
+    made.trainer.strategy.connect(made)
+    source.trainer = made.trainer
     source.prepare(made.tokenizer, "verdicts")
     made.setup("fit")
 

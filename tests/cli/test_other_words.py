@@ -254,6 +254,13 @@ def test_an_option_without_its_value_is_refused_in_words(capsys):
     assert "--config-dir needs a value behind it" in said and "usage" not in said
 
 
+@pytest.mark.parametrize("words", [["-m", "--cfg=job"], ["--info", "seed=1", "-c", "job"], ["-r", "--multirun"]])
+def test_options_of_which_hydra_takes_one_are_refused_together(words, capsys):
+    assert cli.run(words) == 2
+    said = capsys.readouterr().err
+    assert "ask for different things: leave one of them out." in said and "Traceback" not in said
+
+
 def test_a_setting_behind_an_option_reaches_hydra(command: Command, cwd):
     outcome = command("seed=1", "--cfg", "job", "--package", "sampling", "sampling.max_new_tokens=6")
     assert outcome.code == 0 and "max_new_tokens: 6" in outcome.out, outcome.err

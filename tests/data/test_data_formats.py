@@ -76,6 +76,10 @@ BAD: dict[str, tuple[Any, str]] = {
         ],
         r"f:7: message 0 has the tool call {'type.*is a list of calls such as {\"type",
     ),
+    "older form of calls": (
+        [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, USER],
+        'f:7: message 0 has the key function_call, the older form.*make it "tool_calls"',
+    ),
     "NUL": ("a\0b", "f:7 holds a NUL"),
     "NUL in a message": ([{"role": "user", "content": "a\0b"}], "f:7: message 0 holds a NUL"),
     "surrogate": ("a\ud83d", "surrogate"),

@@ -127,6 +127,15 @@ def test_tools_that_no_prompt_shows_stay_a_column_and_that_is_said_once(told, sa
     assert len([line for line in said() if "the column tools" in line and word in line]) == 1
 
 
+def test_template_keywords_of_a_row_are_a_column_and_that_is_said_once(told, said):
+    row = {"prompt": ASK, "chat_template_kwargs": {"enable_thinking": False}}
+    asked = RolloutDataModule([row] * 3, val_fraction=0)
+    asked.prepare(told)
+    SupervisedDataModule([row | {"completion": REPLY}] * 3, val_fraction=0).prepare(told)
+    lines = [line for line in said() if "the column chat_template_kwargs is not read" in line]
+    assert len(lines) == 2 and asked.peek(1).columns["chat_template_kwargs"] == [{"enable_thinking": False}]
+
+
 def test_another_template_is_another_fingerprint_so_stored_log_probs_are_not_taken_for_its_own(told):
     row = {"prompt": ASK, "chosen": REPLY, "rejected": [{"role": "assistant", "content": "3"}]}
     data = PreferenceDataModule([row], val_fraction=0)

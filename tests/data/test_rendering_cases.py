@@ -200,6 +200,15 @@ def test_a_turn_that_is_not_opened_is_said():
     assert ["does not open the assistant's turn" in line for line in said(left_out.say)] == [True]
 
 
+def test_arguments_that_are_no_object_are_rendered_as_text_and_that_is_said():
+    left_out = LeftOut(make_tokenizer(template=TOOLS), {})
+    for arguments in ("[1, 2]", '{"a": 1}'):
+        call = assistant("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": arguments}}])
+        left_out.look([user("a"), call], f"add{arguments}", "f")
+    (line,) = said(left_out.say)
+    assert line == "Arguments of tool calls that are no JSON object are rendered as text: [1, 2]"
+
+
 MARK = "<|im_end|>"
 THINKS = TOOLS.replace("{{ m['content'] }}", "{{ m.reasoning_content or '' }}{{ m['content'] }}{{ m.name or '' }}")
 

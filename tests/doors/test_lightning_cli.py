@@ -475,6 +475,7 @@ REFUSED = {
     "unknown key of the data": (["--data.shufle=true"], 2, ["data.shufle", "'shuffle'"]),
     "unknown key of the optimizer": (["--optimizer=AdamW", "--optimizer.lrr=1"], 2, ["optimizer.lrr", "'lr'"]),
     "key at its place in Python": (["--model.optimizer=AdamW"], 2, ["model.optimizer", "--optimizer"]),
+    "setting of it there": (["--model.optimizer.lr=1"], 2, ["model.optimizer.lr is", "the top, --optimizer.lr=..."]),
     "unknown algorithm": (["--model=GRPOO"], 2, ["model=GRPOO", "'GRPO'", "RLOO"]),
     "unknown optimizer": (["--optimizer=AdamWW"], 2, ["optimizer=AdamWW", "'AdamW'"]),
     "wrong type": (["--model.beta=abc"], 2, ["model.beta", "float", "abc"]),

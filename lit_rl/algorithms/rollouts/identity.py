@@ -170,8 +170,8 @@ def _named(function: Any) -> str:
     name = f"{getattr(plain, '__module__', '')}.{getattr(plain, '__qualname__', type(plain).__name__)}"
     if name.startswith(("lit_rl.", "torch.")):
         return name
-    text = getattr(function, "text", None)
-    if text is None:
+    text = getattr(function, "text", None)  # of a function in a file: the bytes that were read
+    if not isinstance(text, str | bytes):
         try:
             text = inspect.getsource(plain)
         except (OSError, TypeError):
