@@ -66,6 +66,7 @@ from lit_rl.commands.step_memory import told_of_memory
 from lit_rl.commands.train import Run
 from lit_rl.data.tasks import Task
 from lit_rl.errors import SIGNALLED, BackendError, ConfigError, StorageError, did_you_mean
+from lit_rl.import_source import is_file
 from lit_rl.models.reference import base as reference
 from lit_rl.models.reference import moving as moving_reference
 from lit_rl.models.reference import other_model
@@ -318,12 +319,27 @@ class CommandLine(LightningCLI):
 
     def instantiate_classes(self) -> None:
         self._check_nulls()
+        self._check_row_functions()
         with in_one_sentence(FACTORIES):
             # The module is built last: its constructor is given what stands in the keys beside it, and checks it.
             self.config_init = self.parser.instantiate(self.config, instantiators=[(_later, PolicyModule, True)])
             self.datamodule = self._get(self.config_init, "data")
             self.model = self._module(self._get(self.config_init, "model"))
             self.trainer = self.instantiate_trainer()
+
+    def _check_row_functions(self) -> None:
+        """Refuse a function from row to row by a dotted name that no config may build: jsonargparse sees a text."""
+        data, given = self._get(self.config, "data") or {}, self._get(self.config, "allow_targets") or ()
+        allowed = (*ALLOWED, *(f"{name}." for name in given))
+        for each in (data, *(data.get("sources") or ())):
+            name = each.get("map_row") if hasattr(each, "get") else None
+            if isinstance(name, str) and ":" not in name and not is_file(name) and not name.startswith(allowed):
+                raise ConfigError(
+                    f"data.map_row={name!r} is not on the list of what a config may build "
+                    f"({', '.join(f'{prefix}*' for prefix in ALLOWED)}). Name a function of your own by its path, "
+                    "--data.map_row=./file.py:name or package.module:name, or allow its package on the command line: "
+                    f"--allow_targets=[{name.split('.')[0]}]."
+                )
 
     def _check_nulls(self) -> None:
         lightning_nulls.check("data", self._get(self.config, "data"), self.datamodule_class)

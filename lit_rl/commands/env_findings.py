@@ -138,12 +138,11 @@ def generators(first: Sequence[Played], *, at_once: bool, elsewhere: bool) -> Fi
     if not moved:
         return Finding(what, "ok", "Python's, numpy's and torch's global generators were left alone")
     where = ", ".join(f"{name} (in {call})" for name, call in moved.items())
-    kept = not at_once and "torch's" not in moved
     why = (
-        "a run seeds Python's and numpy's before each call and puts them back, so it repeats; every call begins with "
-        "the same numbers though, and threads, async methods and other libraries have no such guard"
-        if kept
-        else "the training and other episodes draw from it too: neither repeats, and a resumed run differs"
+        "the training and other episodes draw from it too: neither repeats, and a resumed run differs"
+        if at_once
+        else "a run seeds all three before each call and puts them back, so it repeats; every call begins with the "
+        "same numbers though, and threads, async methods and other libraries have no such guard"
     )
     fix = "in reset: self.draw = random.Random(seed), or numpy.random.default_rng(seed); draw from these alone"
     return Finding(what, "WRONG", f"drawn from, or seeded: {where}", why, fix)

@@ -368,15 +368,17 @@ def test_the_other_model_reads_a_rows_tools(named: bool, tmp_path: Path, monkeyp
     assert read == ["[add]u:1+2;a:", "u:3+4;a:", "[add]u:5+6;a:"]
 
 
-def test_a_column_of_that_name_beside_prompts_alone_is_for_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The policy does not read it either."""
+def test_the_tools_of_a_prompt_reach_the_other_model_as_they_reach_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     model = LanguageModel("tiny", chat_template=TEMPLATE)
     model.load().save_pretrained(str(tmp_path / "other"))
     model.tokenizer.save_pretrained(str(tmp_path / "other"))
     module = GRPO(model, exact_match, sampling=Sampling(max_new_tokens=3))
     rows = [{"prompt": spoken("1+2")["prompt"], "answer": "3", "tools": ADD}]
     data = prompts(task=HeldOut(rows), prompts_per_rollout=1)
-    assert seen_by(str(tmp_path / "other"), module, data, tmp_path, monkeypatch) == ["u:1+2;a:"]
+    assert seen_by(str(tmp_path / "other"), module, data, tmp_path, monkeypatch) == ["[add]u:1+2;a:"]
+    assert str(model.tokenizer.decode(data._prepared().train.prompt_ids[0])).startswith("[add]u:")
 
 
 # ---------------------------------------------------------------- what is refused

@@ -61,6 +61,8 @@ def small(words: list[str], number: int) -> list[str]:
         more.append("logger=none")
     if any(word.endswith("=val/reward") for word in words):
         more.append("trainer.val_check_interval=1")  # what is monitored has to be measured
+    if any(word.startswith("scheduler.warmup_steps=") for word in words):
+        more.append("scheduler.warmup_steps=1")  # one that is longer than the run is refused
     return [*words, *more]
 
 

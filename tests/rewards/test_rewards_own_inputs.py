@@ -264,6 +264,22 @@ def test_a_name_is_a_line_of_text(name: Any):
 
 
 def test_two_functions_log_under_two_names():
-    for service in ("metric", "column"):
-        with pytest.raises(RewardError, match="'found'.*called by 'two' and by a function before it.*'two/found'"):
-            logging(**{service: "found"}, names=("one", "two"))
+    """But for a column of which they say the same, and one that says what the data's says: functions of TRL do so."""
+    refused = "'found'.*called by 'two' and by a function before it.*'two/found'"
+    with pytest.raises(RewardError, match=refused):
+        logging("found", names=("one", "two"))
+
+    def notes(value: str) -> Any:
+        def function(completions, answer, log_extra):
+            log_extra("found", [value] * len(completions))
+            log_extra("answer", list(answer))
+            return [0.0] * len(completions)
+
+        return function
+
+    def noted(one: str, two: str) -> dict[str, Any]:
+        return Rewards({"one": notes(one), "two": notes(two)}).score(["p"], ["c"], {"answer": ["1"]}).extras
+
+    assert noted("a", "a") == {"found": ["a"], "answer": ["1"]}
+    with pytest.raises(RewardError, match=refused):
+        noted("a", "b")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
@@ -71,7 +71,7 @@ def fits_run(given: Schedule | FromTorch, total_steps: float) -> None:
     schedule.factor(0, total_steps)
     warmup = getattr(schedule, "warmup_steps", 0)
     if warmup > total_steps > 0:
-        rank_zero_warn(
+        rank_zero_info(
             f"scheduler.warmup_steps={warmup}, and the run has {total_steps:g} optimizer steps: the learning rate "
             f"rises to {total_steps / warmup:.0%} of optimizer.lr and no higher. Lower the first, or train for longer."
         )

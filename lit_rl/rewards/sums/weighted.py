@@ -348,7 +348,8 @@ class Rewards:
         """Return what was noted of each completion."""
         for name, scores in by_function.items():
             replaced = getattr(self.functions[name], "replaces_column", None)
-            check_columns(name, scores.extras, {column for column in inputs if column != replaced})
+            noted = [each for each, values in scores.extras.items() if not _equal(values, inputs.get(each))]
+            check_columns(name, noted, {column for column in inputs if column != replaced})
         return _merged("log_extra", {name: scores.extras for name, scores in by_function.items()})
 
     def _metrics(self, by_function: Mapping[str, FunctionScores]) -> dict[str, tuple[float, int]]:
@@ -384,12 +385,20 @@ def _print_output(output: str) -> None:
             sys.stdout.write(output)
 
 
+def _equal(values: Sequence[Any], others: Sequence[Any] | None) -> bool:
+    """Tell whether a column says what another says, as functions of TRL note the column of the answers."""
+    try:
+        return others is not None and list(values) == list(others)
+    except ValueError:  # arrays say no single word
+        return False
+
+
 def _merged(service: str, by_function: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
     """Return what all functions gave to a service, by the name that they gave it there."""
     merged: dict[str, list[Any]] = {}
     for function, named in by_function.items():
         for name, values in named.items():
-            if name in merged:
+            if name in merged and not (service == "log_extra" and _equal(values, merged[name])):
                 raise RewardError(
                     f"{service}({name!r}, ...) was called by {function!r} and by a function before it. Use two names, "
                     f"such as {function + '/' + name!r}."
