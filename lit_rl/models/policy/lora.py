@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.models.policy.pieces import pieces_of
 from lit_rl.models.policy.vision_parts import layers_unasked
 
 if TYPE_CHECKING:
@@ -73,6 +72,8 @@ class Lora:
                 head is of a kind of which single rows cannot be trained.
         """
         from peft import LoraConfig, PeftModel, get_peft_model
+
+        from lit_rl.models.policy.pieces import pieces_of  # which needs torch
 
         self._check_names(model)
         unasked = layers_unasked(model, self.targets, frozen)

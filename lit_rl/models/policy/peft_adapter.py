@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.adapter_kinds import check_kind
 from lit_rl.models.policy.lora import Lora
-from lit_rl.models.policy.pieces import pieces_of
 from lit_rl.models.policy.vision_parts import layers_unasked
 
 if TYPE_CHECKING:
@@ -81,6 +80,8 @@ class PeftAdapter:
                 tokens that nothing trains.
         """
         from peft import PeftModel, get_peft_model
+
+        from lit_rl.models.policy.pieces import pieces_of  # which needs torch
 
         config = copy.deepcopy(self.config)
         config.task_type, config.inference_mode = task_type, False
