@@ -261,7 +261,7 @@ def test_positional_only_and_unreadable_signatures_are_refused():
 
 
 def test_columns_with_reserved_names_are_refused():
-    with pytest.raises(RewardError, match=r"data\.rename=\{trainer_state: "):
+    with pytest.raises(RewardError, match=r"data\.rename=\{trainer_state:"):
         Rewards(returning([0.0])).bind(["trainer_state"])
 
 

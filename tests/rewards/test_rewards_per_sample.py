@@ -105,7 +105,7 @@ def test_a_column_called_completion_is_refused_only_where_it_is_ambiguous():
     rewards = Rewards(takes_column)
     rewards.bind(["completion"])
     assert rewards.score(["p", "p"], ["a", "b"], {"completion": ["a", "a"]}).total.tolist() == [1.0, 0.0]
-    with pytest.raises(RewardError, match=r"'alone'.*data\.rename=\{completion: "):
+    with pytest.raises(RewardError, match=r"'alone'.*data\.rename=\{completion:"):
         Rewards(alone).bind(["completion", "answer"])
 
 

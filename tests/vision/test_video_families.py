@@ -28,6 +28,7 @@ from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.image_parts import PART, VIDEO_PART
 from lit_rl.data.image_prompts import count_of_placeholders
 from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.read import read_examples as read_texts
 from lit_rl.data.prompt_set import PromptOptions, PromptSet, read_examples
@@ -219,9 +220,10 @@ def test_what_a_family_cannot_be_shown_exactly(toy: Toy) -> None:
         answered = asking(
             {"video": video(1)}, {"video": video(2, 2)}, completion=[{"role": "assistant", "content": "4"}]
         )
+        encoder = Encoder(tokenizer, processor=processor)
         with pytest.raises(DataError, match=r"rows\[1\]: the video has 2 frames, one of rows\[0\] has 4"):
-            read_texts(answered, tokenizer, "texts", ExampleOptions(), processor)
-        kept, counts, _ = read_texts(answered, tokenizer, "texts", ExampleOptions(on_bad_row="skip"), processor)
+            read_texts(answered, encoder, "texts", ExampleOptions())
+        kept, counts, _ = read_texts(answered, encoder, "texts", ExampleOptions(on_bad_row="skip"))
         assert len(kept) == counts["bad"] == 1
     with pytest.raises(DataError, match="shows 0 of the prompt's 1 videos"):
         processor.process("nothing to see", [video(1)], "row")

@@ -33,7 +33,7 @@ def functions_by_name(functions: Any) -> dict[str, Function]:
             f"two reward functions are called {duplicates[0]!r}. Name them by a dictionary: {{'a': f, 'b': g}}."
         )
     for name, function in pairs:
-        if not name.strip() or not name.isprintable():
+        if not name.strip() or len(name.splitlines()) > 1:
             raise ConfigError(
                 f"a reward function is called {name!r}: its name is a text on one line, not an empty one."
             )

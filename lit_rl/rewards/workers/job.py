@@ -181,7 +181,7 @@ class Log:
 
 
 def _check_name(service: str, name: Any) -> None:
-    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+    if not isinstance(name, str) or not name.strip() or len(name.splitlines()) > 1:
         raise RewardError(f"{service}({name!r:.80}, ...): a name is a text on one line that is not empty.")
 
 
