@@ -151,7 +151,7 @@ def test_names_that_are_paths_and_markup_reach_nothing_outside_a_run(process, tr
     config = {
         "defaults": [{"override /data": "jsonl"}, {"override /reward": "length"}],
         "data": {"path": str(data), "val_path": {HOSTILE: str(data), absolute: str(data)}},
-        "reward": {"functions": {HOSTILE: mine, absolute: mine}},
+        "reward": {"functions": {HOSTILE: mine, absolute: mine | {"path": f"{reward}:quiet"}}},
     }
     experiment = tmp_path / "configs" / "experiment" / "mine.yaml"
     experiment.parent.mkdir(parents=True)
@@ -191,5 +191,8 @@ def test_the_message_of_an_error_controls_no_terminal(train, tmp_path: Path, cap
 LOGS = """
 def score(completions, log_metric):
     log_metric({!r}, 1.0)
+    return [float(len(each)) for each in completions]
+
+def quiet(completions):
     return [float(len(each)) for each in completions]
 """

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -340,6 +341,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         Raises:
             ConfigError: see `run_fits` and `fits_run`.
         """
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not dist.is_initialized():
+            return  # `lit-rl plan` stands for processes that have not met: how they share batches is not known yet
         val_batches = [len(loader) for loader in data.val_dataloader()]
         run_fits(self.trainer, len(data.train_dataloader()), self.total_steps, val_batches)
         for schedule in self.schedules():
