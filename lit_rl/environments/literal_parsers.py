@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lit_rl.environments.parsers import UNREADABLE, BadCall, Blocks, Call, Found, Parser
+from lit_rl.environments.parsers import UNREADABLE, BadCall, Blocks, Call, Found, ScanningParser
 from lit_rl.environments.thoughts import CHANNEL, THINK, Thoughts
 from lit_rl.environments.tools import ToolCall
 
 T = TypeVar("T")
 
 
-class Lfm2Parser(Parser):
+class Lfm2Parser(ScanningParser):
     """``<|tool_call_start|>[name(key='text', other=3), name()]<|tool_call_end|>``: LFM 2 and 2.5."""
 
     _BLOCKS = Blocks("<|tool_call_start|>", "<|tool_call_end|>")
@@ -40,7 +40,7 @@ class Lfm2Parser(Parser):
         return ToolCall(text[at : end - 1].strip(), dict(pairs)), closed
 
 
-class Gemma4Parser(Parser):
+class Gemma4Parser(ScanningParser):
     """``<|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>``: Gemma 4, DiffusionGemma."""
 
     thoughts = Thoughts((THINK, CHANNEL))

@@ -7,7 +7,18 @@ import re
 from collections.abc import Iterator, Sequence
 
 from lit_rl.environments.channels import MESSAGE, ChannelMessage, channel_messages, said_and_thought
-from lit_rl.environments.parsers import UNREADABLE, BadCall, Blocks, Call, Found, Parser, Piece, call_from, json_end
+from lit_rl.environments.parsers import (
+    UNREADABLE,
+    BadCall,
+    Blocks,
+    Call,
+    Found,
+    Parser,
+    Piece,
+    ScanningParser,
+    call_from,
+    json_end,
+)
 
 
 class GptOssParser(Parser):
@@ -36,14 +47,11 @@ class GptOssParser(Parser):
         ended = arguments != message.body
         return named_call(name, arguments.strip() or ("{}" if ended else ""), message.written)
 
-    def _find(self, text: str, at: int, thought: int) -> Found | None:
-        raise NotImplementedError
-
     def _content(self, pieces: Sequence[Piece]) -> str:
         return said_and_thought(super()._content(pieces))[0]
 
 
-class DeepSeekV3Parser(Parser):
+class DeepSeekV3Parser(ScanningParser):
     """``<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`` before a block of JSON: DeepSeek V3."""
 
     _BLOCKS = Blocks("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")

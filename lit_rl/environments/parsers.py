@@ -62,11 +62,7 @@ class Found:
 
 
 class Parser(ABC):
-    """Reads calls in the text of a turn, control tokens included but for those that ended it.
-
-    It goes from left to right. What opens first, a thought or a call, ends where it ends: a call in a thought is none,
-    and a mark of thoughts in the arguments of a call is a part of them. Fences of code mean nothing to it.
-    """
+    """A reader of calls in the text of a turn, control tokens included but for those that ended it."""
 
     thoughts = Thoughts()
     """How thoughts are marked, and whether a response begins in one. `parser_for` asks the chat template."""
@@ -76,6 +72,22 @@ class Parser(ABC):
         pieces = list(self.pieces(text))
         calls = tuple(_writable(call) for piece in pieces for call in piece.calls)
         return ParsedTurn(self._content([piece for piece in pieces if piece.kind != "calls"]).strip(), calls)
+
+    @abstractmethod
+    def pieces(self, text: str) -> Iterator[Piece]:
+        """Yield the thoughts, the calls and what else is said."""
+
+    def _content(self, pieces: Sequence[Piece]) -> str:
+        """Return the content of the message, made of what is no call."""
+        return "".join(piece.text for piece in pieces)
+
+
+class ScanningParser(Parser):
+    """A parser that goes from left to right.
+
+    What opens first, a thought or a call, ends where it ends: a call in a thought is none, and a mark of thoughts in
+    the arguments of a call is a part of them. Fences of code mean nothing to it.
+    """
 
     def pieces(self, text: str) -> Iterator[Piece]:
         """The thoughts, the calls and what else is said."""
@@ -106,10 +118,6 @@ class Parser(ABC):
             at: Where to look from: nothing before it is a call.
             thought: Where the next thought begins.
         """
-
-    def _content(self, pieces: Sequence[Piece]) -> str:
-        """Return the content of the message, made of what is no call."""
-        return "".join(piece.text for piece in pieces)
 
 
 class Blocks:
@@ -169,7 +177,7 @@ def _found(text: str, begin: int, end: int, calls: list[Call]) -> Found:
     return Found(begin, end, tuple(calls))
 
 
-class HermesParser(Parser):
+class HermesParser(ScanningParser):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or more: Qwen 2.5 and 3, Hermes, SmolLM3."""
 
     _BLOCKS = Blocks("<tool_call>", "</tool_call>")
@@ -178,7 +186,7 @@ class HermesParser(Parser):
         return self._BLOCKS.find(text, at, thought, lambda inside: [_call_of(inside)], json_end)
 
 
-class Llama3Parser(Parser):
+class Llama3Parser(ScanningParser):
     """A JSON object with ``name`` and ``parameters``, or several with ``;`` between them: Llama 3.
 
     No mark tells it from an answer that is JSON. What a turn begins with is a call if it has a name and parameters, or
@@ -250,7 +258,7 @@ class Llama3Parser(Parser):
         return (known or full) if first else (known and full)
 
 
-class MistralParser(Parser):
+class MistralParser(ScanningParser):
     """``[TOOL_CALLS]`` before a JSON list of calls, or ``[TOOL_CALLS]name[ARGS]{...}`` for each: Mistral, Ministral.
 
     The second form may give an id, ``[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}``, or do without ``[ARGS]``.
@@ -281,7 +289,7 @@ class MistralParser(Parser):
         return Found(begin, end, tuple(calls))
 
 
-class RegexParser(Parser):
+class RegexParser(ScanningParser):
     r"""A form of your own: a pattern with the groups ``name`` and ``arguments``.
 
     ``arguments`` are values in the order of the tool's, separated by commas, each as JSON: ``mul(17,25)`` with
@@ -372,9 +380,6 @@ class TemplateParser(Parser):
         turn = self.parse(text)
         if text:
             yield Piece(text, "calls" if turn.calls else "said", turn.calls)
-
-    def _find(self, text: str, at: int, thought: int) -> Found | None:
-        raise NotImplementedError
 
     def _apart(self, text: str, error: Exception) -> ParsedTurn:
         """A response of which the template cannot read a part: each call by itself, so that one that is wrong takes no

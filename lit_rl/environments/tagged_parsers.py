@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from lit_rl.data.checks import excerpt
-from lit_rl.environments.parsers import UNREADABLE, BadCall, Blocks, Call, Found, Parser
+from lit_rl.environments.parsers import UNREADABLE, BadCall, Blocks, Call, Found, ScanningParser
 from lit_rl.environments.tools import ToolCall
 
 
-class TaggedParser(Parser, ABC):
+class TaggedParser(ScanningParser, ABC):
     """The part that is common to them.
 
     Args:
