@@ -14,7 +14,7 @@ Records are of one machine: another processor or another torch rounds differentl
 runs the checkout (default: its `.venv`), `--only NAME ...` takes a few runs, `--quick` leaves the runs of two processes
 and the further presets out. `--set KEY=VALUE ...` are further settings of all runs, which may be others before and
 after: a technique that is off, to see whether it is what makes the difference. `--threads` is how many threads of torch
-each process has (default 1); equal bits are promised between runs of one number. All of it takes about three minutes of
+each process has (default 1); equal bits are promised between runs of one number. All of it takes about four minutes of
 one core.
 """
 
@@ -40,6 +40,18 @@ FILES = {
     "graded.py": """
 def score(completions):
     return [0.5 * (len(text) % 2) + 0.25 * (sum(map(ord, text)) % 3) for text in completions]
+""",
+    # the shipped policy writes digits: 1 with digits behind it is a call
+    "tool.py": """
+def one(digits: int) -> str:
+    '''Return the number doubled.
+
+    Args:
+        digits: A number.
+    '''
+    return str(2 * digits)
+
+one.__name__ = "1"
 """,
     # stands in for an engine in another precision: other log-probs, by token and position
     "engine.py": """
@@ -132,9 +144,19 @@ GAME = (
     " data.task.train_rows=32 env=environment env.path=lit_rl.environments.guess:GuessNumber env.max_turns=3"
     " env.max_tokens=24 env.max_observation_tokens=8 sampling.max_new_tokens=4"
 )
+TOOLS = (
+    f"{ROLLOUTS} {GRADED} env=tools env.functions=[{{work}}/tool.py:one] env.parser=regex"
+    " env.call_pattern='(?P<name>1)(?P<arguments>[0-9]+)' env.max_turns=2 env.max_tokens=24"
+    " env.max_observation_tokens=8 sampling.max_new_tokens=6"
+)
 EPISODES = {
-    "grpo_guess": "algo.beta=0.1 algo/advantage=centered_return_to_go reward=environment_turns",
-    "ppo_guess": "algo=ppo algo.reward_beta=0.05 reward=environment",
+    "grpo_guess": f"{GAME} algo.beta=0.1 algo/advantage=centered_return_to_go reward=environment_turns",
+    "ppo_guess": f"{GAME} algo=ppo algo.reward_beta=0.05 reward=environment",
+    "grpo_tools": f"{COMMON} {TOOLS} algo.beta=0.1",
+}
+IMAGES = {
+    "grpo_images": f"experiment=vl_digits {COMMON.replace('data.task.max_operand=5 data.task.val_rows=4 ', '')}"
+    f" {ROLLOUTS} trainer.val_check_interval=null algo.beta=0.1",
 }
 ONLINE_PAIRS = {
     "online_dpo": "algo=online_dpo",
@@ -181,7 +203,7 @@ def runs(quick: bool) -> list[Run]:
     listed = [
         made(name, ROLLOUTS, "" if name in right_or_wrong else GRADED, own, resume=6) for name, own in GENERATES.items()
     ]
-    listed += [Run(name, tuple(f"{GAME} {own}".split()), resume=6) for name, own in EPISODES.items()]
+    listed += [Run(name, tuple(own.split()), resume=6) for name, own in (EPISODES | IMAGES).items()]
     listed += [made(name, PAIRED, GRADED, own, resume=6) for name, own in ONLINE_PAIRS.items()]
     listed += [made(name, ROWS, own, resume=3) for name, own in OFFLINE.items()]
     if not quick:
@@ -224,7 +246,7 @@ def interrupt(whole, again, step):
         if int(path.stem[5:]) > step:
             path.unlink() if path.is_file() else shutil.rmtree(path)
     summary = json.loads((again / "summary.json").read_text())
-    kept = {name: summary[name] for name in ("before", "losses") if name in summary}
+    kept = {name: summary[name] for name in ("before", "losses", "prompts") if name in summary}
     (again / "summary.json").write_text(json.dumps({"status": "running", **kept, "seconds": 1.0}))
 
 answers = sys.__stdout__
