@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from held_state import same, state_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_rl.rollout import Width, columns_of
 
 
-def adds_in_one_order(loss: Tensor) -> None:
-    """No index of the graph names a row twice whose gradient torch would then add from several threads at once.
+class AddsInOneOrder(TorchDispatchMode):
+    """No operation inside names a row twice that torch's threads would then write, or add to, as they arrive.
 
-    With two threads 300 backward passes of `x[index]`, 32 rows to 256, gave 98 to 141 different gradients; those of
-    `index_select`, `gather`, `embedding`, `repeat_interleave`, `scatter_add`, `index_add` and `x[mask]` gave one.
+    That is ``index_put`` and ``put``, and so the gradient of ``x[index]`` and of ``take``: forward, backward,
+    and in a backward of one's own. With two threads 300 backward passes of `x[index]`, 32 rows to 256, gave 98 to 141
+    different gradients; those of `index_select`, `gather`, `embedding`, `repeat_interleave`, `scatter_add`, `index_add`
+    and `x[mask]` gave one.
     """
-    racing = [node.name() for node in nodes_of(loss) if node.name() == "TakeBackward0" or repeats(node)]
-    assert not racing, f"{racing}: write x.index_select(dim, index) for x[index]"
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operation._schema.name.removeprefix("aten::")
+        if name in ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"):
+            assert not repeats(args[1]), f"{name} to equal places: write x.index_select(dim, index) for x[index]"
+        elif name in ("put", "put_"):
+            assert not repeats([args[1]]), f"{name} to equal places: write gather or index_select for take"
+        return operation(*args, **(kwargs or {}))
 
 
-def nodes_of(loss: Tensor) -> Iterator[Any]:
-    """Every node of the graph behind a tensor."""
-    seen, waiting = set[Any](), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [parent for parent, _ in node.next_functions]
-        yield node
-
-
-def repeats(node: Any) -> bool:
-    """Whether a node indexes by whole numbers that name some row twice."""
-    if node.name() != "IndexBackward0":
+def repeats(indices: Sequence[Tensor | None]) -> bool:
+    """Whether some place is named twice by indices of whole numbers."""
+    given = [index for index in indices if index is not None]
+    if any(index.dtype == torch.bool for index in given):
         return False
-    indices = [index for index in node._saved_indices if index is not None]
-    if any(index.dtype == torch.bool for index in indices):
-        return False
-    places = torch.stack([index.flatten() for index in torch.broadcast_tensors(*indices)], 1)
+    places = torch.stack([index.flatten() for index in torch.broadcast_tensors(*given)], 1)
     return len(places.unique(dim=0)) < len(places)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from loss_laws import adds_in_one_order
+from loss_laws import AddsInOneOrder
 from torch.utils import deterministic
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -23,8 +26,8 @@ def test_a_mixture_of_experts_learns_the_same_from_the_same_tokens(two_threads: 
     )  # fmt: skip
     mixture, module = Qwen3MoeForCausalLM(config), GRPO("tiny", lambda completions: [0.0] * len(completions))
     ids = torch.randint(16, (8, 64))
-    with pytest.raises(AssertionError, match="IndexBackward0"):
-        adds_in_one_order(mixture(input_ids=ids).logits.sum())
+    with pytest.raises(AssertionError, match="index_put"), AddsInOneOrder():
+        mixture(input_ids=ids).logits.sum().backward()
 
     def gradient() -> torch.Tensor:
         mixture.zero_grad()
@@ -33,6 +36,44 @@ def test_a_mixture_of_experts_learns_the_same_from_the_same_tokens(two_threads: 
 
     first = gradient()
     assert all(torch.equal(first, gradient()) for _ in range(5))
+
+
+class Added(torch.autograd.Function):
+    """A sum of rows whose own backward pass adds the rows of a table up by ``index_put_``."""
+
+    @staticmethod
+    def forward(ctx: Any, table: torch.Tensor) -> torch.Tensor:
+        ctx.table = table
+        return table.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        places = (torch.tensor([0, 0]),)
+        return torch.zeros_like(ctx.table).index_put_(places, grads[0].expand(2, 3), accumulate=True)
+
+
+RACES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an index": lambda x: x[torch.tensor([0, 1, 0])].sum().backward(),
+    "take": lambda x: x.take(torch.tensor([0, 0])).sum().backward(),
+    "a sum in the forward pass": lambda x: x.detach().index_put((torch.tensor([1, 1]),), x[:2], accumulate=True),
+    "put in the forward pass": lambda x: x.detach().put(torch.tensor([1, 1]), x[0, :2], accumulate=True),
+    "a function's own backward": lambda x: Added.apply(x).backward(),  # pyright: ignore
+    "an assignment": lambda x: x.detach().clone().__setitem__(torch.tensor([1, 1]), 0.0),
+}
+
+
+@pytest.mark.parametrize("race", RACES)
+def test_the_law_sees_every_way_to_race(race: str) -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    with pytest.raises(AssertionError, match="put"), AddsInOneOrder():
+        RACES[race](x)
+
+
+def test_the_law_lets_pass_what_adds_in_one_order() -> None:
+    x, index = torch.ones(2, 3, requires_grad=True), torch.tensor([0, 1, 0])
+    with AddsInOneOrder():
+        (x.index_select(0, index).sum() + x[x > 0].sum() + x[torch.tensor([1, 0])].sum()).backward()
+        torch.nn.functional.embedding(index, x).sum().backward()
 
 
 def test_torch_is_left_as_it_was() -> None:
