@@ -62,7 +62,7 @@ from lit_rl.generation.native import NativeGenerator
 class OtherLogprobs(NativeGenerator):
     def generate(self, prompts, sampling):
         completions = super().generate(prompts, sampling)
-        position = torch.arange(completions.response_ids.shape[1])
+        position = torch.arange(completions.response_ids.shape[1], device=completions.response_ids.device)
         error = 0.3 * torch.sin(completions.response_ids * 12.9898 + position * 78.233)
         off = (completions.sampler_logprobs + error).masked_fill(~completions.response_mask, 0.0)
         return dataclasses.replace(completions, sampler_logprobs=off)
@@ -343,6 +343,7 @@ def record(
         (work / name).write_text(text)
     teacher(checkout, work / "teacher")
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # more threads than free cores wait without turning
     env.pop("PYTHONPATH", None)
     command = [str(python), "-c", WORKER, str(checkout), str(work)]
     found: dict[str, Any] = {}

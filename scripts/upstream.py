@@ -4,11 +4,13 @@
 
 Found in the syntax trees of lit_rl, so the list keeps itself; `tests/test_upstream.py` fails where a use has no test:
 
-- *private*: a name with an underscore, imported or reached through imports; an attribute with one that lit_rl itself
-  defines nowhere; a private method that nobody here calls, in a class over one of theirs, which calls it.
+- *private*: a name with an underscore, imported or reached through imports; an attribute with one that no class of the
+  file, or of a file that it imports from, defines; a private method that nobody here calls, in a class over one of
+  theirs, which calls it.
 - *patch*: something of theirs is replaced, or something of ours is put among theirs.
 - *signature*: a signature or the code of one of their functions is read.
 
+Names in texts, and those that a class of ours shares with the class of theirs above it, are listed by hand (`BY_HAND`).
 Public methods that are overridden (Lightning's hooks, a dataset's ``__iter__``) are none of these.
 """
 
@@ -39,6 +41,7 @@ OTHERS = {
 }
 """Packages whose private names are looked for."""
 
+_GOING_ON = "tests/algorithms/test_optim_going_on.py"
 _STRATEGIES = "tests/algorithms/test_strategies.py"
 _DOOR = "tests/doors/test_lightning_cli.py"
 _FAULTS = "tests/runs/test_faults.py"
@@ -64,7 +67,13 @@ TESTS = {
     "._fsdp_flattened": _SHIPPING,
     "._get_default_store": "tests/runs/test_ranks_end.py",
     "._get_process_group_backend": _STRATEGIES,
-    "._last_lr": "tests/algorithms/test_optim_going_on.py",
+    "._device": "tests/models/test_models_sharding.py",
+    "._engine_run_backward": "tests/runs/test_watchdog.py",
+    "._get_lr_called_within_step": _GOING_ON,
+    "._is_initial": _GOING_ON,
+    "._last_lr": _GOING_ON,
+    "._parameters": _SHIPPING,
+    "._step_count": _GOING_ON,
     "._non_persistent_buffers_set": _SHIPPING,
     "._step_supports_amp_scaling": "tests/runs/test_dist_mixed.py",
     ".forward": "tests/models/test_models_fused_accumulation.py",
@@ -98,6 +107,9 @@ TESTS = {
     ".register_signal_handlers": "tests/runs/test_signals.py",
     "._skip_next_val": _FAULTS,
     "._start_method": "tests/cli/test_bad_config.py",
+    "._tensor_parallel_size": _STRATEGIES,
+    "._timeout": "tests/runs/test_watchdog.py",
+    "._trainer": "tests/algorithms/test_phase_memory.py",
     "._val_check_time_interval": _FAULTS,
     # transformers, PEFT, Liger, the hub
     "transformers.AutoModelForImageTextToText._model_mapping": "tests/vision/test_vision_rewards.py",
@@ -107,6 +119,7 @@ TESTS = {
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.register": _GROUPED,
     "._attn_implementation": _GROUPED,
     "._commit_hash": "tests/models/test_models_reference_other.py",
+    "._no_split_modules": "tests/runs/test_dist_mesh.py",
     "._model_mapping": "tests/models/test_models_scoring.py",
     "._name_or_path": "tests/doors/test_loaded_models.py",
     "._set_gradient_checkpointing": "tests/models/test_models_loading.py",
@@ -121,11 +134,17 @@ TESTS = {
     "._get_root": "tests/cli/test_bad_config.py",
     "._is_missing": "tests/cli/test_bad_config.py",
     "._is_none": "tests/cli/test_bad_config.py",
+    "._value": "tests/cli/test_bad_config.py",
     "._normalize_file_name": "tests/cli/test_configs.py",
+    "._context": "tests/rewards/test_rewards_remote.py",
     "._tracking_uri": "tests/agents/test_trackers.py",
     "wandb.Table.MAX_ROWS": "tests/agents/test_wandb.py",
     # signatures, by the file that reads them
     "lit_rl/algorithms/optim/schedule_by_path.py": "tests/doors/test_torch_schedules.py",
+    "lit_rl/cli/schemas.py": "tests/cli/test_configs.py",
+    "lit_rl/commands/defaults.py": "tests/docs/test_reference_docs.py",
+    "lit_rl/keywords.py": "tests/algorithms/test_trainer_settings.py",
+    "lit_rl/models/policy/liger.py": "tests/models/test_models_liger.py",
     "lit_rl/chat_template.py": "tests/data/test_rendering_cases.py",
     "lit_rl/generation/lean_steps.py": _LEAN,
     "lit_rl/generation/vllm/generator.py": "tests/generation/test_engine_kwargs.py",
@@ -136,17 +155,24 @@ TESTS = {
 """What is used, and the test that would notice a change of it."""
 
 OWN_SIGNATURES = {
-    *("lit_rl/algorithms/kto.py", "lit_rl/algorithms/signatures.py", "lit_rl/keywords.py", "lit_rl/cli/schemas.py"),
+    *("lit_rl/algorithms/kto.py", "lit_rl/algorithms/signatures.py"),
     *(
         "lit_rl/algorithms/preflight/estimators.py",
         "lit_rl/algorithms/preflight/given.py",
-        "lit_rl/commands/defaults.py",
     ),
     *("lit_rl/cli/lightning_app.py", "lit_rl/environments/user_class.py", "lit_rl/generation/rollout_function.py"),
     *("lit_rl/algorithms/rollouts/identity.py", "lit_rl/environments/tools.py"),
     *("lit_rl/rewards/builtin/lengths.py", "lit_rl/rewards/functions/contract.py"),
 }
 """Files that read signatures of lit_rl's own functions, or of the user's."""
+
+
+BY_HAND = {
+    "lit_rl/algorithms/optim/going_on.py": ("_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial"),
+    "lit_rl/algorithms/optim/strategies.py": ("_tensor_parallel_size",),
+    "lit_rl/callbacks/watchdog.py": ("_engine_run_backward",),
+}
+"""Private names that syntax trees do not tell from ours, by file."""
 
 
 @dataclass(frozen=True, order=True)
@@ -184,6 +210,16 @@ class Module:
                 found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
         return found
 
+    @property
+    def name(self) -> str:
+        return self.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @cached_property
+    def above(self) -> list[str]:
+        """Files with a class above one of this."""
+        classes = (node for node in self.nodes if isinstance(node, ast.ClassDef))
+        return [self.path(_plain(base)).rpartition(".")[0] for node in classes for base in node.bases]
+
     def path(self, node: ast.AST) -> str:
         """Return the dotted path of a name or a chain of attributes that begins with an import, or nothing."""
         parts: list[str] = []
@@ -195,6 +231,11 @@ class Module:
         return ".".join([self.imports[node.id], *reversed(parts)])
 
 
+def _plain(base: ast.expr) -> ast.expr:
+    """Return a class without its parameters: ``A`` of ``A[int]``."""
+    return base.value if isinstance(base, ast.Subscript) else base
+
+
 def _words(node: ast.AST) -> str:
     """Return a name, or a chain of attributes of one, as it is written; of anything else the last attributes."""
     if isinstance(node, ast.Attribute):
@@ -203,8 +244,8 @@ def _words(node: ast.AST) -> str:
 
 
 def is_private(name: str) -> bool:
-    """Return whether it begins with one underscore, and is no key that Hydra documents."""
-    return name.startswith("_") and not name.startswith("__") and name not in ("_target_", "_partial_")
+    """Return whether it begins with one underscore, and is none that Hydra or named tuples document."""
+    return name.startswith("_") and not name.startswith("__") and name not in ("_target_", "_partial_", "_replace")
 
 
 def is_theirs(path: str) -> bool:
@@ -218,26 +259,54 @@ def modules(root: Path = ROOT) -> list[Module]:
 
 def uses(found: list[Module]) -> list[Use]:
     """Return every use in these files, in their order."""
-    nodes = [node for module in found for node in module.nodes]
-    ours, called = _defined(nodes), _called(nodes)
+    called = _called([node for module in found for node in module.nodes])
     over = _classes_over_theirs(found)
-    return sorted({use for module in found for use in _of_module(module, ours, called, over)})
+    files, own = {module.name: module for module in found}, {module.name: _defined(module) for module in found}
+    by_hand = {Use(*use) for module in found for use in _by_hand(module)}
+    by_rule = {use for module in found for use in _of_module(module, _ours(module, own, files), called, over)}
+    return sorted(by_hand | by_rule)
 
 
-def _defined(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that lit_rl gives to something: definitions, attributes of ``self``, and attributes set by name."""
+def _by_hand(module: Module) -> Iterator[tuple[str, int, str, str]]:
+    for name in BY_HAND.get(module.file, ()):
+        named = (node for node in module.nodes if name in (getattr(node, "value", None), getattr(node, "attr", None)))
+        yield module.file, next(node.lineno for node in named), "private", f".{name}"  # pyright: ignore
+
+
+def _defined(module: Module) -> set[str]:
+    """Return the names that classes of a file define, and those that it gives to objects by name."""
     names = set()
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
+    for node in module.nodes:
+        if isinstance(node, ast.ClassDef):
+            methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+            values = [part for part in node.body if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+            stored = [part for value in values for part in ast.walk(value) if isinstance(part, ast.Name)]
+            names |= {*methods, *(part.id for part in stored if isinstance(part.ctx, ast.Store))}
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if _words(node.value) in ("self", "cls") or node.attr.startswith("_lit_rl"):
                 names.add(node.attr)
         elif isinstance(node, ast.Call) and _words(node.func) == "object.__setattr__":
             names |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+        elif isinstance(node, ast.Call) and _words(node.func) == "self.__dict__.update":
+            names |= {each.arg for each in node.keywords}
     return names
+
+
+def _ours(module: Module, own: dict[str, set[str]], files: dict[str, Module]) -> tuple[set[str], set[str]]:
+    """Return what is lit_rl's own of ``self`` in a file, and of other objects.
+
+    Of others: what classes of the file and of those that it imports from define. Of ``self``: also what is defined
+    where the classes above it are.
+    """
+    near = {path.rpartition(".")[0] for path in module.imports.values()} | set(module.imports.values()) | {module.name}
+    above, waiting = set[str](), [module.name]
+    while waiting:
+        name = waiting.pop()
+        if name in files and name not in above:
+            above.add(name)
+            waiting += files[name].above
+    others = set[str]().union(*(own[name] for name in near if name in own))
+    return others.union(*(own[name] for name in above)), others
 
 
 def _called(nodes: Iterable[ast.AST]) -> set[str]:
@@ -263,7 +332,7 @@ def _classes_over_theirs(found: list[Module]) -> set[str]:
     return theirs
 
 
-def _of_module(module: Module, ours: set[str], called: set[str], over: set[str]) -> Iterator[Use]:
+def _of_module(module: Module, ours: tuple[set[str], set[str]], called: set[str], over: set[str]) -> Iterator[Use]:
     for node in module.nodes:
         if isinstance(node, ast.ImportFrom):
             names = [("private", f"{node.module}.{alias.name}") for alias in node.names]
@@ -289,19 +358,22 @@ def _dispatches(node: ast.ClassDef) -> bool:
     )
 
 
-def _of_attribute(module: Module, node: ast.Attribute, ours: set[str]) -> Iterator[tuple[str, str]]:
+def _of_attribute(module: Module, node: ast.Attribute, ours: tuple[set[str], set[str]]) -> Iterator[tuple[str, str]]:
     path = module.path(node)
-    if is_private(node.attr) and (is_theirs(path) or (not path and node.attr not in ours)):
+    own = ours[0] if _words(node.value) in ("self", "cls") else ours[1]
+    if is_private(node.attr) and (is_theirs(path) or (not path and node.attr not in own)):
         yield "private", path or f".{node.attr}"
+    if node.attr in ("__code__", "__globals__") and module.file not in OWN_SIGNATURES:
+        yield "signature", module.file
     if isinstance(node.ctx, ast.Store) and (is_theirs(path) or node.attr == "forward"):
         yield "patch", path or ".forward"
 
 
-def _of_call(module: Module, node: ast.Call, ours: set[str]) -> Iterator[tuple[str, str]]:
+def _of_call(module: Module, node: ast.Call, ours: tuple[set[str], set[str]]) -> Iterator[tuple[str, str]]:
     called = _words(node.func)
     named = node.args[1].value if len(node.args) > 1 and isinstance(node.args[1], ast.Constant) else None
     if called in ("getattr", "hasattr", "setattr", "delattr") and isinstance(named, str):
-        if is_private(named) and named not in ours:
+        if is_private(named) and named not in ours[_words(node.args[0]) not in ("self", "cls")]:
             yield "private", f".{named}"
         if called == "setattr" and is_theirs(module.path(node.args[0])):
             yield "patch", f"{module.path(node.args[0])}.{named}"

@@ -46,6 +46,13 @@ def test_every_use_has_a_test_and_every_line_of_the_table_a_use(upstream: Module
         ("def f(head): head.forward = print", "patch", ".forward"),
         ("def f(it): it.handlers = lambda: None", "patch", ".handlers"),
         ("import inspect\ninspect.signature(print)", "signature", "here.py"),
+        ("def f(theirs): return theirs.forward.__code__", "signature", "here.py"),
+        ("def _device(): pass\ndef f(part): part._device = None", "private", "._device"),
+        (
+            "class A:\n  def __init__(self): self._own = 1\n  def f(self, other): return other._theirs",
+            "private",
+            "._theirs",
+        ),
     ],
 )
 def test_a_new_use_is_found(upstream: ModuleType, code: str, kind: str, name: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -69,6 +71,26 @@ def test_on_two_threads_equal_commands_are_one_run_and_so_is_a_resumed_one(two_t
     interrupted(whole, again, 1)
     assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
     assert_same_run(whole, again)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*("rloo", "ppo_adapter", "grpo_tools", "grpo_images"), "--set", "algo.group_size=16"],
+        ["dpo", "sft", "kto", "reward_model", "gkd", "online_dpo"],
+        pytest.param(["grpo_two_ranks"], marks=pytest.mark.dist),
+    ],
+    ids=["rollouts", "rows", "two ranks"],
+)
+def test_on_two_threads_runs_of_every_kind_repeat_and_so_do_resumed_ones(words, root):
+    """Of `scripts/same_bits.py`, which has more of them: LoRA, images and tools are here."""
+    script = [sys.executable, str(root / "scripts" / "same_bits.py"), "repeat", "--threads", "2", "--only", *words]
+    said = subprocess.run([*script, "--python", sys.executable], capture_output=True, text=True)
+    hashes = dict(line.split() for line in said.stdout.splitlines()[1:])
+    names = words[: words.index("--set")] if "--set" in words else words
+    assert set(hashes) == {*names, *(f"{name}-resumed" for name in names)}, said.stdout + said.stderr
+    assert said.returncode == 0 and "DIFFERENT" not in hashes.values(), said.stdout + said.stderr
 
 
 @pytest.mark.all
