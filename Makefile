@@ -34,8 +34,8 @@ AGENTS_PYTEST := TRITON_INTERPRET=1 $(AGENTS)/bin/python -m pytest -n 2 --dist l
 DEEPSPEED_PYTEST := PATH="$(CURDIR)/$(DEEPSPEED)/bin:$$PATH" PYTHONPATH="$(CURDIR)/$(DEEPSPEED)" $(PYTEST) tests/zero
 IN_AGENTS := tests/agents tests/models/test_models_liger.py
 ALL := not exhaustive and not slow
-# $(call STACK,VENV): its versions, a few tests of each part, and where one fails what moved since constraints.txt.
-STACK = $(1)/bin/python scripts/stack_versions.py versions && { $(1)/bin/python -m pytest $(TWO) @tests/stack/tests.txt $(args) || { $(1)/bin/python scripts/stack_versions.py moved; false; }; }
+# $(call STACK,newest): its versions, a few tests of each part, and where one fails what moved since they last passed.
+STACK = .venv-$(1)/bin/python scripts/stack_versions.py versions && { .venv-$(1)/bin/python -m pytest $(TWO) @tests/stack/tests.txt $(args) || { .venv-$(1)/bin/python scripts/stack_versions.py moved tests/stack/$(1).txt; false; }; }
 
 .DEFAULT_GOAL := help
 .PHONY: help setup environments newest $(STAMPS)/compiled demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-engines-images test-engines-families test-agents test-deepspeed test-slow test-newest test-oldest test-site site engines agents deepspeed bench bench-full bench-gpu lint format clean
@@ -226,10 +226,10 @@ test-deepspeed: $(STAMPS)/deepspeed  ## of test-all, the real DeepSpeed over two
 	$(DEEPSPEED_PYTEST) -m '$(ALL)' $(args)
 
 test-newest: $(NEWEST)/.stamp  ## a few minutes of tests on the newest packages that pyproject.toml allows, in .venv-newest; CI runs it
-	@$(call STACK,$(NEWEST))
+	@$(call STACK,newest)
 
 test-oldest: $(OLDEST)/.stamp  ## the same on the oldest, in .venv-oldest
-	@$(call STACK,$(OLDEST))
+	@$(call STACK,oldest)
 
 test-slow: $(STAMPS)/dev  ## the half-billion-parameter runs (10 GB of memory, several minutes)
 	$(PYTEST) -m slow $(args)
