@@ -5,7 +5,7 @@ python scripts/stack_versions.py versions     what is installed of constraints.t
 python scripts/stack_versions.py all          every package that is installed, as lines `name==version`
 python scripts/stack_versions.py moved FILE   those whose version is another than in FILE, that came or that went
 
-`all` in an environment whose tests passed is kept in tests/stack: newest.txt of `make test-newest`, oldest.txt of the other.
+`all` in an environment whose tests passed is kept in tests/stack: newest.txt of `make test-newest`, and oldest.txt.
 """
 
 from __future__ import annotations
