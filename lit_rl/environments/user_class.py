@@ -17,8 +17,8 @@ from lit_rl.environments.base import Opening
 from lit_rl.environments.observations import as_text, content_of, shows, writable
 from lit_rl.environments.tools import Toolbox
 from lit_rl.errors import ConfigError, RewardError, one_of
+from lit_rl.process_state import process_kept, raised_by_itself
 from lit_rl.rewards.execution.event_loops import BackgroundLoop
-from lit_rl.rewards.workers.random_state import generators_kept
 from lit_rl.rollout import Message
 
 Style = Literal["auto", "step", "tools"]
@@ -50,7 +50,7 @@ class UserClass:
     def __init__(self, make: Callable[[], Any], name: str, style: Style = "auto") -> None:
         one_of("env.style", style, STYLES)
         self.make, self.name = make, name
-        with generators_kept():
+        with process_kept(f"env: {name}"):
             first, second = self._made(), self._made()
         if second is first:
             raise ConfigError(
@@ -81,7 +81,9 @@ class UserClass:
     def _made(self) -> Any:
         try:
             return self.make()
-        except Exception as error:
+        except BaseException as error:
+            if not raised_by_itself(error):
+                raise
             raise ConfigError(
                 f"env: {self.name}() raised {type(error).__name__}: {error}. It is called without arguments."
             ) from error

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from lit_rl.errors import ConfigError
+from lit_rl.process_state import mixed, process_kept
 from lit_rl.rewards.completion import Completion
 from lit_rl.rewards.execution.cache import Cache, key_of
 from lit_rl.rewards.execution.early import EarlyCalls, in_order, is_independent
@@ -42,7 +43,6 @@ from lit_rl.rewards.workers.job import (
     run,
     run_async,
 )
-from lit_rl.rewards.workers.random_state import generators_kept, mixed
 
 MAX_HANGS = 8
 """Completions of one batch that may each run into the limit alone; those after them are failures without a try."""
@@ -269,7 +269,7 @@ class Caller:
         """On this thread. The training's own draws go on behind it as if there had been none."""
         if job.seed is None or threading.current_thread() is not threading.main_thread():
             return run(self.function, replace(job, seed=None), FUNCTION_LOOP.wait)
-        with generators_kept():
+        with process_kept(f"reward function {self.name!r}"):
             return run(self.function, job, FUNCTION_LOOP.wait)
 
     async def _run_awaited(self, job: Job, limit: float | None) -> Outcome:
