@@ -306,6 +306,13 @@ class GeneratingModule(PolicyModule):
         key = prompt_key(self.seed, batch.rollout, batch.rows[0], batch.occurrences[0])
         return replace(self.trainer_state, seed=key % 2**32)
 
+    def may_log(self, name: str) -> bool:
+        """Tell whether a metric that no step has logged so far may still come: rewards log when they like, and one that
+        has applied to no completion yet has no mean."""
+        _, _, own = name.partition("/")
+        means = {f"rewards/{function}/{of}" for function in self.reward_functions.names for of in ("mean", "std")}
+        return self.reward_functions.logs_metrics or own in means
+
     @contextmanager
     def rollout_context(self) -> Iterator[None]:
         """No gradient, the Trainer's precision, and a sharded policy gathered once where it is what decodes.

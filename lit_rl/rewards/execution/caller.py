@@ -30,7 +30,15 @@ from lit_rl.rewards.execution.result import FunctionScores
 from lit_rl.rewards.execution.settings import CallSettings
 from lit_rl.rewards.execution.worker_pool import WorkerPool
 from lit_rl.rewards.functions.by_path import FunctionFromPath, is_async
-from lit_rl.rewards.functions.contract import Function, argument_names, check_rows, check_value, is_per_sample, keywords
+from lit_rl.rewards.functions.contract import (
+    Function,
+    argument_names,
+    check_rows,
+    check_value,
+    is_per_sample,
+    keywords,
+    takes,
+)
 from lit_rl.rewards.functions.names import check_metrics
 from lit_rl.rewards.workers.job import (
     SERVICES,
@@ -94,6 +102,11 @@ class Caller:
             )
         return wanted
 
+    @property
+    def logs_metrics(self) -> bool:
+        """Whether the function is given ``log_metric``."""
+        return takes(self.name, self.function, "log_metric")
+
     def job(self, inputs: Mapping[str, Sequence[Any] | None], rows: int, state: TrainerState) -> Job:
         """What to call it with, out of all columns under their plural names."""
         standard = ("prompts", "completions", "completion_ids")
@@ -123,8 +136,7 @@ class Caller:
         """
         runs_elsewhere = self.pool is not None or is_async(self.function)
         allowed = is_independent(self.function) or (job.per_sample and runs_elsewhere)
-        logs = not job.per_sample and "log_metric" in argument_names(self.name, self.function)
-        if not allowed or logs or self._cache is not None:
+        if not allowed or (self.logs_metrics and not job.per_sample) or self._cache is not None:
             return None
         return EarlyCalls(
             job,
