@@ -112,6 +112,43 @@ def generators_kept() -> Iterator[None]:
                 torch.cuda.set_rng_state(device)
 
 
+@contextmanager
+def seeded_apart(seed: int) -> Iterator[None]:
+    """Let a short call draw from generators that are seeded for it: as `generators_kept` and `seed_generators`, in a
+    tenth of the time.
+
+    NumPy's own state takes 0.2 ms to read, so its generator is exchanged for another one meanwhile. Half of the last
+    pair of Gaussian numbers is forgotten, if a single one was drawn before.
+
+    Args:
+        seed: In [0, 2^32).
+    """
+    python, torch, numpy = random.getstate(), _torch(), sys.modules.get("numpy")
+    tensor = None if torch is None else torch.get_rng_state()
+    random.seed(seed)
+    if torch is not None:
+        torch.default_generator.manual_seed(seed)
+    array = None
+    if numpy is not None:
+        array = numpy.random.get_bit_generator()
+        if not _spare:
+            _spare.append(numpy.random.MT19937(0))
+        numpy.random.set_bit_generator(_spare[0])
+        numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if torch is not None:
+            torch.set_rng_state(tensor)
+        if array is not None and numpy is not None:
+            numpy.random.set_bit_generator(array)
+
+
+_spare: list[Any] = []
+"""Stands in for NumPy's generator."""
+
+
 class _Setting:
     """One setting of the process.
 

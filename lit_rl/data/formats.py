@@ -14,7 +14,7 @@ from lit_rl.episodes import Message, Prompt
 from lit_rl.errors import ConfigError, DataError, LitRLError, did_you_mean
 from lit_rl.import_source import is_file
 from lit_rl.named import FUNCTION_FORM
-from lit_rl.process_state import raised_by_itself
+from lit_rl.process_state import mixed, raised_by_itself, seeded_apart
 
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -89,12 +89,15 @@ def as_read(
 def mapped_row(map_row: RowFunction, row: dict[str, Any], where: str, key: str = "data.map_row") -> dict[str, Any]:
     """Return what the function of `key` makes of a copy of a row: rows are read again, and stay what they were.
 
+    So what it draws from the global generators depends on the place of the row in its file alone.
+
     Raises:
         DataError: it raised, or returned no dict.
     """
     name = getattr(map_row, "__name__", repr(map_row))
     try:
-        mapped = map_row(plain(row))
+        with seeded_apart(mixed("data.map_row", where.replace("\\", "/").rpartition("/")[2])):
+            mapped = map_row(plain(row))
     except LitRLError as error:
         raise DataError(f"{where}: {error}") from error
     except BaseException as error:  # the user's function may raise anything
