@@ -153,11 +153,16 @@ def finite(reward: Any, who: str) -> float | None:
         return None
     try:
         number = float(reward)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RewardError(f"env: {who} gave the reward {excerpt(repr(reward))}, which is no number.") from error
     if not math.isfinite(number):
         raise RewardError(f"env: {who} gave the reward {number}, which is not finite. None says that there is none.")
     return number
+
+
+def says_nothing(given: Any) -> bool:
+    """Tell whether an environment gave nothing to read. A number is something, and so is an array of any length."""
+    return given is None or (isinstance(given, str | list | tuple | dict) and not given)
 
 
 def opening_of(returned: Any, who: str) -> Opening:
@@ -170,7 +175,7 @@ def opening_of(returned: Any, who: str) -> Opening:
     """
     if shows(returned):
         return content_of(returned, f"env: {who}")
-    if returned is None or returned in ("", []):
+    if says_nothing(returned) and not isinstance(returned, tuple | dict):
         return None
     return checked_messages(returned, who) if isinstance(returned, list) else as_text(returned, who)
 
