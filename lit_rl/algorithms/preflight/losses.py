@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_rl.algorithms.signatures import annotations_of, is_shipped, name_of, notes, parameters, reads, setting
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.ops.ranges import Above, Pair, Range
-from lit_rl.ops.step import Highest, Lowest, Metric, Summed
+from lit_rl.ops.step import Highest, Lowest, Metrics, Summed
 from lit_rl.rewards.functions.names import is_taken
 
 
@@ -57,7 +57,7 @@ def _check(key: str, value: Any, range_: Any, loss: Callable[..., Any]) -> None:
             raise ConfigError(f"{key}={list(value)} must be {range_.meaning}.")
 
 
-def checked(returned: Any, logprobs: Tensor, loss: Callable[..., Any]) -> tuple[Tensor, Mapping[str, Metric]]:
+def checked(returned: Any, logprobs: Tensor, loss: Callable[..., Any]) -> tuple[Tensor, Metrics]:
     """Return what a policy loss gave, if it can be learned from.
 
     Args:
