@@ -15,6 +15,7 @@ from typing import Any
 from lit_rl.errors import ConfigError, LitRLError, RewardError, did_you_mean
 from lit_rl.import_source import is_file, load_file
 from lit_rl.named import FUNCTION_FORM, check_file, no_function
+from lit_rl.process_state import process_kept, raised_by_itself
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,21 @@ def _read(path: Path, key: str) -> bytes:
 
 def _load_file(path: Path, text: bytes, key: str, failed: type[LitRLError]) -> ModuleType:
     try:
-        return load_file(path, text)
-    except (Exception, SystemExit) as error:
+        with process_kept(f"{key}: importing {path}"):
+            return load_file(path, text)
+    except BaseException as error:
+        if not raised_by_itself(error):
+            raise
         raise failed(f"{key}: importing {path} failed with {type(error).__name__}: {error}.") from error
 
 
 def _load_module(name: str, key: str, failed: type[LitRLError]) -> ModuleType:
     try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
+        with process_kept(f"{key}: importing {name}"):
+            return importlib.import_module(name)
+    except BaseException as error:
+        if not raised_by_itself(error):
+            raise
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{name}.".startswith(f"{missing}."):
             raise failed(f"{key}: importing {name} failed with {type(error).__name__}: {error}.") from error

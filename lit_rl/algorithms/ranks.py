@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rl.algorithms.signatures import arguments_for
+from lit_rl.algorithms.signatures import arguments_for, copies_for
 from lit_rl.generation.ranks import gather_objects
 
 
@@ -107,7 +107,7 @@ class Ranks:
         others = {name: column for name, column in columns.items() if name not in ("rewards", "group_id")}
         others = arguments_for(function, others)
         if self.world_size == 1:
-            return function(*first, **others)
+            return function(*copies_for(function, *first), **dict(zip(others, copies_for(function, *others.values()))))
         shared = {name: self.gather(column) for name, column in others.items()}
         rows = function(*(self.gather(column) for column in first), **shared)
         mine = rows[self.rank * len(first[0]) :][: len(first[0])]

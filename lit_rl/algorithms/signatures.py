@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+from torch import Tensor
+
 from lit_rl.ops.step import WeightsInside
 
 
@@ -41,6 +43,17 @@ def reads(function: Callable[..., Any], name: str) -> bool:
 def unwrapped(function: Any) -> Any:
     """The function that settings were given to: under a `functools.partial`, or LightningCLI's `WithKeywords`."""
     return unwrapped(function.func) if hasattr(function, "func") else function
+
+
+def copies_for(function: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors as a function gets them: one of the user's gets copies, which it may change in place. Those of
+    lit_rl change nothing, and get them as they are."""
+    return tensors if is_shipped(function) else tuple(tensor.clone() for tensor in tensors)
+
+
+def is_shipped(function: Any) -> bool:
+    """Whether a function is one of lit_rl's."""
+    return str(getattr(unwrapped(function), "__module__", None)).startswith("lit_rl.")
 
 
 def name_of(function: Any) -> str:

@@ -14,6 +14,7 @@ from lit_rl.episodes import Message, Prompt
 from lit_rl.errors import ConfigError, DataError, LitRLError, did_you_mean
 from lit_rl.import_source import is_file
 from lit_rl.named import FUNCTION_FORM
+from lit_rl.process_state import mixed, raised_by_itself, seeded_apart
 
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -88,15 +89,20 @@ def as_read(
 def mapped_row(map_row: RowFunction, row: dict[str, Any], where: str, key: str = "data.map_row") -> dict[str, Any]:
     """Return what the function of `key` makes of a copy of a row: rows are read again, and stay what they were.
 
+    So what it draws from the global generators depends on the place of the row in its file alone.
+
     Raises:
         DataError: it raised, or returned no dict.
     """
     name = getattr(map_row, "__name__", repr(map_row))
     try:
-        mapped = map_row(plain(row))
+        with seeded_apart(mixed("data.map_row", where.replace("\\", "/").rpartition("/")[2])):
+            mapped = map_row(plain(row))
     except LitRLError as error:
         raise DataError(f"{where}: {error}") from error
-    except Exception as error:  # the user's function may raise anything
+    except BaseException as error:  # the user's function may raise anything
+        if not raised_by_itself(error):
+            raise
         raise DataError(f"{where}: {key}={name} raised {type(error).__name__}: {error}") from error
     if not isinstance(mapped, dict):
         raise DataError(f"{where}: {key}={name} returned {excerpt(repr(mapped))}; it must return a dict.")

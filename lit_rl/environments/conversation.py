@@ -27,6 +27,7 @@ from lit_rl.environments.remembered import FailedBefore, told_of
 from lit_rl.environments.runner import GRACE, Begun, Late, Runner, Task
 from lit_rl.episodes import End, Episode
 from lit_rl.errors import DataError, LitRLError
+from lit_rl.process_state import raised_by_itself
 from lit_rl.rollout import Message, Prompt
 from lit_rl.turns import Heard, Responder, Said
 from lit_rl.vision import Later
@@ -392,7 +393,9 @@ class Conversations(Responder):
             raise
         except FailedBefore as failed:
             return _Failed(failed.end, str(failed))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if not raised_by_itself(error):
+                raise
             kind = told_of(error)
             if kind not in self._told:
                 self._told.add(kind)

@@ -19,7 +19,7 @@ from lit_rl.environments.user_class import UserClass
 from lit_rl.environments.with_steps import ObjectWithSteps
 from lit_rl.environments.worker import Target
 from lit_rl.errors import BackendError, ConfigError, did_you_mean, one_of
-from lit_rl.rewards.workers.random_state import generators_kept
+from lit_rl.process_state import process_kept
 
 _WORKER_MODULES = [
     "lit_rl.data.checks",
@@ -66,7 +66,7 @@ class GymnasiumEnvironment(EnvironmentFactory):
         self._options = {**(options or {})}
         if observation == "render":
             self._options = {"render_mode": "ansi", **self._options}
-        with generators_kept(), _looked_at(id, self._options) as made:
+        with process_kept(f"env: {id}"), _looked_at(id, self._options) as made:
             self._name = str(made.spec.id)
             self.actions = actions_of(made.action_space, actions, _function(read, "env.read"), repr(self._name))
             self._show = show_rendered

@@ -16,6 +16,7 @@ from lit_rl.data.images import image_of
 from lit_rl.environments.runner import NoReply
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.images import ImageRef, is_pillow
+from lit_rl.rewards.workers.plain_values import number_of
 from lit_rl.videos import VideoRef
 
 Content = str | list[dict[str, Any]]
@@ -109,12 +110,25 @@ def as_text(result: Any, who: str) -> str:
         return writable(result)
     refuse_images(result, who)
     try:
-        return writable(json.dumps(result, ensure_ascii=False, allow_nan=True))
+        return writable(json.dumps(result, ensure_ascii=False, allow_nan=True, default=_as_plain))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{who} returned {_words(result)}, which is neither text nor JSON ({error}). Return a str, a number, or "
             "lists and dicts of these."
         ) from error
+
+
+def _as_plain(value: Any) -> Any:
+    """Return numbers of NumPy and PyTorch, arrays of them, and decimals as JSON has them.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if hasattr(value, "tolist") and hasattr(value, "ndim"):
+        return value.tolist()
+    if (number := number_of(value)) is not None:
+        return number
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 class ImageReturned(ConfigError):

@@ -20,6 +20,7 @@ from lit_rl.environments.pool import Gone
 from lit_rl.environments.runner import ASKED, Late, NoReply
 from lit_rl.episodes import End
 from lit_rl.errors import LitRLError
+from lit_rl.process_state import raised_by_itself
 
 _Ask = Callable[[Environment], Coroutine[Any, Any, Any]]
 
@@ -112,7 +113,9 @@ class RememberedEnvironment(Environment):
                 continue
             except (LitRLError, Late):
                 raise
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
+                if not raised_by_itself(error):
+                    raise
                 self._write(Entry(failed=("failed", told_of(error))))
                 raise
             self._write(Entry(given=given))

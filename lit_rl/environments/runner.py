@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from lit_rl.process_state import process_kept, seed_generators
 from lit_rl.rewards.execution.event_loops import BackgroundLoop
-from lit_rl.rewards.workers.random_state import generators_kept, seed_generators
 
 GRACE = 1.0
 """Seconds beyond its limit in which what awaits is cancelled. What has not given way by then blocks its thread."""
@@ -125,7 +125,7 @@ class Runner:
             Exception: the first that a task raises.
         """
         given: list[Any] = []
-        with generators_kept():
+        with process_kept("an environment, or a tool"):
             while len(given) < len(tasks):
                 turn = _Turn(tasks[len(given) :])
                 future = self._loop.submit(turn.run())

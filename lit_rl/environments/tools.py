@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,8 @@ from jsonschema.protocols import Validator
 from lit_rl.environments.observations import Content, ImageReturned, content_of, writable
 from lit_rl.environments.runner import NoReply
 from lit_rl.errors import ConfigError
+from lit_rl.process_state import raised_by_itself
+from lit_rl.rewards.functions.contract import name_of
 
 _log = logging.getLogger(__name__)
 
@@ -85,8 +88,11 @@ class Tool(ABC):
         return f"{error.message}{where}"
 
     async def answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """One answer to a call, whatever its arguments are like; 3.0 is 3 where an integer is asked for."""
-        arguments = _whole(dict(arguments), self._validator.schema, self._validator)
+        """One answer to a call, whatever its arguments are like; 3.0 is 3 where an integer is asked for.
+
+        The tool gets copies: the call stays what the policy wrote, in its context, in the record and for rewards.
+        """
+        arguments = _whole(copy.deepcopy(dict(arguments)), self._validator.schema, self._validator)
         if wrong := self.wrong_with(arguments):
             return ToolAnswer(f"error: {self.name}: {wrong}", failed=True)
         return await self._answer(arguments)
@@ -101,27 +107,30 @@ class FunctionTool(Tool):
 
     Args:
         function: With a type and a line in its docstring's ``Args:`` for every argument, as transformers'
-            ``get_json_schema`` reads them. It may be ``async def``. What it returns is answered as text, as JSON, or
-            as images beside texts: see `content_of`.
+            ``get_json_schema`` reads them. It may be ``async def``, an object with such a ``__call__``, or a
+            `functools.partial`, whose bound arguments the policy is not told of. What it returns is answered as text,
+            as JSON, or as images beside texts: see `content_of`.
 
     Raises:
         ConfigError: a type or a line of the docstring is missing, or no JSON can be given to an argument; names it.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        from transformers.utils.chat_template_utils import get_json_schema
-
         self.function = function
-        name = getattr(function, "__name__", type(function).__name__)
-        try:
-            schema = get_json_schema(function)
-        except Exception as error:  # whatever the reader of docstrings makes of this one
+        name = name_of(function)
+        described, bound = _described(function)
+        if inspect.isgeneratorfunction(described) or inspect.isasyncgenfunction(described):
             raise ConfigError(
-                f"The tool {name!r} cannot be described to the policy: {error} Every argument takes a type, and a line "
-                "under `Args:` in the docstring, which begins with what the tool does."
-            ) from error
+                f"The tool {name!r} is a generator, and a call has one answer: return it, and do not yield."
+            )
+        schema = _schema(name, described, bound)
         strict = _strict(schema["function"]["parameters"])
-        for argument in _arguments(function, name):
+        for argument in _arguments(described, name, bound):
+            if argument.default is argument.empty and argument.name not in strict.get("properties", {}):
+                raise ConfigError(
+                    f"The tool {name!r} needs the argument {argument.name!r}, which no call can give. Of a "
+                    f"class give the method of an object: MyTools().{name}."
+                )
             if argument.default is None and argument.name in strict.get("properties", {}):
                 strict["properties"][argument.name] = {"anyOf": [strict["properties"][argument.name], {"type": "null"}]}
         super().__init__(schema, Draft202012Validator(strict))
@@ -153,16 +162,18 @@ class FunctionTool(Tool):
         except (NoReply, ImageReturned):
             raise  # the episode fails, or the run ends: it is nothing that the policy did
         except ConfigError as error:
-            self._log_once(str(error))
+            self._log_once(str(error), shows_trace=False)
             return ToolAnswer(f"error: {self.name} gave no answer that can be written", failed=True)
-        except (Exception, SystemExit) as error:  # the tool's own: the policy has to live with it
+        except BaseException as error:  # the tool's own: the policy has to live with it
+            if not raised_by_itself(error):
+                raise
             self._log_once(f"tool {self.name!r} raised; it is answered, and not logged again:")
             return ToolAnswer(writable(f"error: {self.name} raised {type(error).__name__}: {error}"), failed=True)
 
-    def _log_once(self, what: str) -> None:
+    def _log_once(self, what: str, *, shows_trace: bool = True) -> None:
         if not self._told:
             self._told.add(what)
-            _log.warning(what, exc_info=True)
+            _log.warning(what, exc_info=shows_trace)
 
 
 class Toolbox:
@@ -225,14 +236,48 @@ def _add(tools: dict[str, Tool], tool: Tool) -> None:
     tools[tool.name] = tool
 
 
-def _arguments(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
-    """Return what a function takes by name.
+def _described(function: Callable[..., Any]) -> tuple[Callable[..., Any], frozenset[str]]:
+    """Return the function whose types and docstring describe a tool, and the arguments that are bound already."""
+    if isinstance(function, functools.partial):
+        inner, bound = _described(function.func)
+        given = inspect.signature(inner).bind_partial(*function.args, **function.keywords).arguments
+        return inner, bound | given.keys()
+    if inspect.isroutine(function) or isinstance(function, type):
+        return function, frozenset()
+    return getattr(function, "__wrapped__", function.__call__), frozenset()  # the first of functools.lru_cache
+
+
+def _schema(name: str, described: Callable[..., Any], bound: Collection[str]) -> dict[str, Any]:
+    """Return what the chat template tells of a function, without the arguments that are bound.
+
+    Raises:
+        ConfigError: a type or a line of the docstring is missing.
+    """
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        schema = get_json_schema(described)
+    except Exception as error:  # whatever the reader of docstrings makes of this one
+        raise ConfigError(
+            f"The tool {name!r} cannot be described to the policy: {error} Every argument takes a type, and a line "
+            "under `Args:` in the docstring, which begins with what the tool does."
+        ) from error
+    schema["function"]["name"] = name
+    parameters = schema["function"]["parameters"]
+    if bound:
+        parameters["properties"] = {key: one for key, one in parameters["properties"].items() if key not in bound}
+        parameters["required"] = [key for key in parameters.get("required", ()) if key not in bound]
+    return schema
+
+
+def _arguments(function: Callable[..., Any], name: str, bound: Collection[str]) -> list[inspect.Parameter]:
+    """Return what a function takes by name, beside what is bound.
 
     Raises:
         ConfigError: it takes something that no JSON object can give it.
     """
-    arguments = list(inspect.signature(function).parameters.values())
-    types = get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
+    arguments = [each for each in inspect.signature(function).parameters.values() if each.name not in bound]
+    types = get_type_hints(function)
     for argument in arguments:
         if argument.kind not in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY):
             raise ConfigError(

@@ -17,8 +17,8 @@ from lit_rl.environments.base import Opening
 from lit_rl.environments.observations import as_text, content_of, shows, writable
 from lit_rl.environments.tools import Toolbox
 from lit_rl.errors import ConfigError, RewardError, one_of
+from lit_rl.process_state import process_kept, raised_by_itself
 from lit_rl.rewards.execution.event_loops import BackgroundLoop
-from lit_rl.rewards.workers.random_state import generators_kept
 from lit_rl.rollout import Message
 
 Style = Literal["auto", "step", "tools"]
@@ -50,7 +50,7 @@ class UserClass:
     def __init__(self, make: Callable[[], Any], name: str, style: Style = "auto") -> None:
         one_of("env.style", style, STYLES)
         self.make, self.name = make, name
-        with generators_kept():
+        with process_kept(f"env: {name}"):
             first, second = self._made(), self._made()
         if second is first:
             raise ConfigError(
@@ -81,7 +81,9 @@ class UserClass:
     def _made(self) -> Any:
         try:
             return self.make()
-        except Exception as error:
+        except BaseException as error:
+            if not raised_by_itself(error):
+                raise
             raise ConfigError(
                 f"env: {self.name}() raised {type(error).__name__}: {error}. It is called without arguments."
             ) from error
@@ -151,11 +153,16 @@ def finite(reward: Any, who: str) -> float | None:
         return None
     try:
         number = float(reward)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RewardError(f"env: {who} gave the reward {excerpt(repr(reward))}, which is no number.") from error
     if not math.isfinite(number):
         raise RewardError(f"env: {who} gave the reward {number}, which is not finite. None says that there is none.")
     return number
+
+
+def says_nothing(given: Any) -> bool:
+    """Tell whether an environment gave nothing to read. A number is something, and so is an array of any length."""
+    return given is None or (isinstance(given, str | list | tuple | dict) and not given)
 
 
 def opening_of(returned: Any, who: str) -> Opening:
@@ -168,7 +175,7 @@ def opening_of(returned: Any, who: str) -> Opening:
     """
     if shows(returned):
         return content_of(returned, f"env: {who}")
-    if returned is None or returned in ("", []):
+    if says_nothing(returned) and not isinstance(returned, tuple | dict):
         return None
     return checked_messages(returned, who) if isinstance(returned, list) else as_text(returned, who)
 

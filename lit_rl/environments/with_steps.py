@@ -8,7 +8,16 @@ from typing import Any
 from lit_rl.data.checks import excerpt
 from lit_rl.environments.base import Environment, Opening, Reply, Turn
 from lit_rl.environments.observations import as_text, content_of, shows
-from lit_rl.environments.user_class import UserClass, called, checked_messages, closed, finite, opening_of, reward_of
+from lit_rl.environments.user_class import (
+    UserClass,
+    called,
+    checked_messages,
+    closed,
+    finite,
+    opening_of,
+    reward_of,
+    says_nothing,
+)
 from lit_rl.errors import ConfigError
 from lit_rl.rollout import Message
 
@@ -66,5 +75,5 @@ def _messages(observation: Any, who: str) -> list[Message]:
     if shows(observation):
         return [{"role": "user", "content": content_of(observation, f"env: {who}")}]
     if not isinstance(observation, list) or not observation:
-        return [{"role": "user", "content": as_text(observation, who) if observation or observation == 0 else ""}]
+        return [{"role": "user", "content": "" if says_nothing(observation) else as_text(observation, who)}]
     return checked_messages(observation, who, roles=("user",))

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rl.import_source import load
+from lit_rl.process_state import seed_generators
 from lit_rl.rewards.workers.job import failure_of
-from lit_rl.rewards.workers.random_state import seed_generators
 from lit_rl.rewards.workers.worker import connected, receive, send, serve, set_limits
 
 

@@ -28,7 +28,8 @@ from lit_rl.generation.batches import assemble
 from lit_rl.generation.returned import Returned, ReturnedRow
 from lit_rl.generation.returned_messages import decoded_messages
 from lit_rl.generation.rollout_handle import RolloutHandle
-from lit_rl.rollout import Completions, Prompt, PromptBatch, Prompts
+from lit_rl.process_state import mixed, process_kept, raised_by_itself, seed_generators
+from lit_rl.rollout import Completions, Prompt, PromptBatch
 from lit_rl.time_limit import TookTooLong, time_limit
 
 
@@ -127,12 +128,13 @@ class RolloutCalls(EpisodeSource):
     def draw(self, request: EpisodeRequest) -> Completions:
         encode = partial(encode_prompt, self._tokenizer, chat_template_kwargs=self._template_kwargs)
         handle = RolloutHandle(request, encode, self._tokenizer, self._template_kwargs, self._settings.max_tokens)
-        return request.agree(lambda: self._drawn(handle, request.batch, request.prompts))
+        return request.agree(lambda: self._drawn(handle, request))
 
-    def _drawn(self, handle: RolloutHandle, batch: PromptBatch, asked: Prompts) -> Completions:
+    def _drawn(self, handle: RolloutHandle, request: EpisodeRequest) -> Completions:
+        batch, asked = request.batch, request.prompts
         begun, count = time.perf_counter(), len(batch) * asked.group_size
         returned = Returned(
-            self._called(batch, handle),
+            self._called(batch, handle, mixed("env.path", *request.row_keys)),
             self._settings.name,
             count,
             group_size=asked.group_size,
@@ -148,10 +150,11 @@ class RolloutCalls(EpisodeSource):
         facts = zip(returned.rows, handle.of_completions(batch.prompts), decoded.ended.tolist(), extra, strict=True)
         return replace(completions, episodes=tuple(self._episode(*each, seconds) for each in facts))
 
-    def _called(self, batch: PromptBatch, handle: RolloutHandle) -> Any:
+    def _called(self, batch: PromptBatch, handle: RolloutHandle, seed: int) -> Any:
         limit, prompts = self._settings.rollout_timeout, handle.of_completions(batch.prompts)
         try:
-            with time_limit(limit, "env.rollout_timeout"):
+            with process_kept(f"env.path={self._settings.name}"), time_limit(limit, "env.rollout_timeout"):
+                seed_generators(seed)
                 return self._settings.function(prompts, handle)
         except LitRLError:
             raise
@@ -160,7 +163,9 @@ class RolloutCalls(EpisodeSource):
                 f"env.path={self._settings.name} took longer than env.rollout_timeout={limit:g} s. Nothing of what it "
                 "made can be learned from: limit inside it what it waits for, or allow more."
             ) from error
-        except Exception as error:
+        except BaseException as error:
+            if not raised_by_itself(error):
+                raise
             raise GenerationError(f"env.path={self._settings.name} raised {type(error).__name__}: {error}") from error
 
     def _episode(self, row: ReturnedRow, prompt: Prompt, ended: bool, extra: dict[str, Any], seconds: float) -> Episode:

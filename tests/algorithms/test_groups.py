@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -430,3 +431,29 @@ def test_equal_sums_are_equal_rewards_whatever_they_are_made_of(weights: list[fl
 def test_small_rewards_are_no_rounding():
     said = Rewards({"f": lambda completions: [1e-9, 2e-9]}).score(["p", "p"], ["c", "c"], {})
     assert flat_places(DynamicSampling(0), said) == []
+
+
+def test_a_score_of_ones_own_is_seeded_and_leaves_the_training_alone():
+    drawn = []
+
+    def score(completions):
+        drawn.append([random.random(), float(torch.rand(()))])
+        torch.set_default_dtype(torch.float64)
+        return [float(len(completions))] * len(completions)
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    for _ in range(2):
+        random.random()
+        Alone(groups=TopOfGroup(2, score)).select([1, 2, 3, 4] * 2, [0.0, 1.0] * 4)
+    assert drawn[0] == drawn[1]
+    assert torch.equal(torch.get_rng_state(), before) and torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("no"), SystemExit(0)])
+def test_a_score_that_raises_is_named(error):
+    def score(completions):
+        raise error
+
+    with pytest.raises(RewardError, match=rf"algo\.groups\.score raised {type(error).__name__}"):
+        Alone(groups=TopOfGroup(2, score)).select([1, 2, 3, 4] * 2, [0.0, 1.0] * 4)

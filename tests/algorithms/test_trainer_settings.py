@@ -133,6 +133,44 @@ def test_a_metric_of_the_training_that_is_not_in_its_first_line_is_refused_at_th
         fitted(GRPO, callbacks=[EarlyStopping("train/rewrd")])
 
 
+class LogsLate:
+    """A reward that logs a metric from its third batch on."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, completions, log_metric):
+        self.calls += 1
+        if self.calls > 2:
+            log_metric("late", float(self.calls))
+        return [float(len(completion)) for completion in completions]
+
+
+def fitted_late(strict: bool, **settings):
+    """Five steps of a reward that logs from its third batch on, under a callback that watches what it logs."""
+    stops = EarlyStopping("train/late", mode="max", patience=9, strict=strict)
+
+    def module(own):
+        return GRPO("tiny", LogsLate(), group_size=2, sampling=own.sampling)
+
+    trainer, _ = fitted(GRPO, module, callbacks=[stops], max_steps=5, **settings)
+    return trainer, stops
+
+
+def test_a_monitor_waits_for_a_metric_that_a_function_logs_in_some_rollouts():
+    trainer, stops = fitted_late(True, limit_val_batches=0)
+    assert trainer.global_step == 5
+    assert stops.best_score >= 3.0
+    trainer, stops = fitted_late(False, val_check_interval=1)
+    assert trainer.global_step == 5
+    assert stops.best_score >= 3.0
+
+
+def test_a_monitor_that_cannot_wait_is_refused_at_the_first_validation():
+    with pytest.raises(ConfigError, match=r"'train/late'\) watches .* in some batches alone logs it too late"):
+        fitted_late(True, val_check_interval=1)
+
+
 # ---------------------------------------------------------------------- the last steps
 
 

@@ -6,14 +6,18 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from talks import chats, texts
 
 from lit_rl.environments import CustomEnvironment, FunctionTools
 from lit_rl.environments.guess import GuessDemonstrations, GuessNumber
 from lit_rl.environments.parser_choice import parser_for
 from lit_rl.environments.parsers import HermesParser, Llama3Parser, MistralParser, TemplateParser
-from lit_rl.errors import ConfigError
+from lit_rl.environments.user_class import finite, opening_of
+from lit_rl.environments.with_steps import _messages
+from lit_rl.errors import ConfigError, RewardError
 
 
 def double(a: int) -> int:
@@ -220,3 +224,29 @@ def test_the_objects_that_are_looked_at_are_closed() -> None:
     CustomEnvironment(Opened)
     CustomEnvironment(lambda: Opened())
     assert Opened.open == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (np.arange(3), "[0, 1, 2]"),
+        (np.zeros(0), "[]"),
+        (np.float32(0), "0.0"),
+        (torch.tensor([True, False]), "[true, false]"),
+        (0, "0"),
+        (None, ""),
+        ("", ""),
+        ({}, ""),
+    ],
+)
+def test_an_observation_may_be_an_array(given: Any, text: str) -> None:
+    """Seen as `The truth value of an array with more than one element is ambiguous`, in every episode."""
+    (message,) = _messages(given, "Mine.step")
+    assert message == {"role": "user", "content": text}
+    if text:
+        assert opening_of(given, "Mine.reset") == text
+
+
+def test_a_reward_beyond_floats_is_no_number() -> None:
+    with pytest.raises(RewardError, match=r"Mine\.step gave the reward 1000"):
+        finite(10**400, "Mine.step")

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import datetime
+import functools
 import json
 import math
+from decimal import Decimal
 from enum import Enum
 from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from lit_rl.environments.observations import content_of
 from lit_rl.environments.tools import FunctionTool, ToolAnswer, Toolbox, ToolCall, _whole
 from lit_rl.errors import ConfigError
 
@@ -236,3 +242,134 @@ def test_the_policy_is_told_what_transformers_says_of_the_functions() -> None:
     from transformers.utils.chat_template_utils import get_json_schema
 
     assert BOX.schemas == [get_json_schema(function) for function in (multiply, look_up, fail)]
+
+
+# ---------------------------------------------------------------------- what is called, and what it gets and gives
+
+
+def shift(by: int, points: list, named: dict) -> int:
+    """Shift points.
+
+    Args:
+        by: How far.
+        points: Which.
+        named: Others.
+    """
+    points[0]["x"] += by
+    points.append(by)
+    named.setdefault("seen", []).append(by)
+    return points[0]["x"]
+
+
+def test_a_tool_gets_copies_of_what_the_policy_wrote() -> None:
+    """Seen as a call that the policy reads again, in its context, otherwise than it wrote it."""
+    wrote = {"by": 2, "points": [{"x": 1}], "named": {"seen": [0]}}
+    kept = copy.deepcopy(wrote)
+    toolbox = Toolbox([shift])
+    for _ in range(2):
+        assert asyncio.run(toolbox.answer(ToolCall("shift", wrote))).text == "3"
+    assert wrote == kept
+
+
+class Shifter:
+    """A tool with a state."""
+
+    def __call__(self, by: int) -> int:
+        """Shift.
+
+        Args:
+            by: How far.
+        """
+        return by + 1
+
+    def shifted(self, by: int) -> int:
+        """Shift.
+
+        Args:
+            by: How far.
+        """
+        return by + 2
+
+
+def named_shift(by: int, start: int = 0) -> int:
+    """Shift.
+
+    Args:
+        by: How far.
+        start: Where it begins.
+    """
+    return start + by
+
+
+async def later(by: int, start: int) -> int:
+    """Shift.
+
+    Args:
+        by: How far.
+        start: Where it begins.
+    """
+    return start + by
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "answer"),
+    [
+        (functools.partial(named_shift, start=5), "named_shift", "7"),
+        (functools.partial(functools.partial(later, start=1), start=6), "later", "8"),
+        (Shifter(), "shifter", "3"),
+        (functools.partial(Shifter().shifted), "shifted", "4"),
+    ],
+)
+def test_partials_and_objects_are_tools(function: Any, name: str, answer: str) -> None:
+    tool = FunctionTool(function)
+    function_schema = tool.schema["function"]
+    assert tool.name == function_schema["name"] == name
+    assert list(function_schema["parameters"]["properties"]) == function_schema["parameters"]["required"] == ["by"]
+    assert tool.is_async == (name == "later")
+    assert asyncio.run(tool.answer({"by": 2})).text == answer
+    assert asyncio.run(tool.answer({"by": 2, "start": 9})).failed
+
+
+def counted(by: int) -> Any:
+    """Count.
+
+    Args:
+        by: How far.
+    """
+    yield by
+
+
+async def counted_later(by: int) -> Any:
+    """Count.
+
+    Args:
+        by: How far.
+    """
+    yield by
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (counted, "'counted' is a generator"),
+        (counted_later, "'counted_later' is a generator"),
+        (Shifter.shifted, r"needs the argument 'self', which no call can give.*MyTools\(\)\.shifted"),
+    ],
+)
+def test_what_no_call_can_be_answered_by_is_refused_at_the_start(function: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        FunctionTool(function)
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (np.float32(1.5), "1.5"),
+        ([np.int64(3), np.bool_(True)], "[3, true]"),
+        ({"grid": np.eye(2)}, '{"grid": [[1.0, 0.0], [0.0, 1.0]]}'),
+        (torch.tensor(2.5, requires_grad=True), "2.5"),
+        (Decimal("0.5"), "0.5"),
+    ],
+)
+def test_numbers_of_other_packages_are_written_as_json_has_them(result: Any, text: str) -> None:
+    assert content_of(result, "it") == text

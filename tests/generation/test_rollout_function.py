@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import time
@@ -514,3 +515,30 @@ def without_trainer(prompts: Any) -> Any: ...
 def test_settings_that_cannot_be(path: Any, settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         RolloutFunction(path, **settings)
+
+
+def test_what_a_function_draws_is_seeded_by_its_completions_and_moves_no_training(policy: nn.Module) -> None:
+    drawn: list[list[float]] = []
+
+    def draws(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        drawn.append([random.random(), float(torch.rand(()))])
+        made = single(prompts, trainer)
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float64)
+        return made
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    for seed in (0, 0, 1):
+        random.random()
+        draw(policy, draws, seed=seed)
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert torch.equal(torch.get_rng_state(), before) and torch.get_default_dtype() == torch.float32
+
+
+def test_a_function_that_exits_ends_no_run_with_status_0(policy: nn.Module) -> None:
+    def exits(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        raise SystemExit(0)
+
+    with pytest.raises(GenerationError, match="raised SystemExit"):
+        draw(policy, exits)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
 from lit_rl.algorithms.preflight import given
 from lit_rl.algorithms.preflight import preferences as pair_checks
+from lit_rl.algorithms.signatures import copies_for
 from lit_rl.algorithms.terms.whole_step import WholeStep, share_of
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
@@ -108,6 +109,7 @@ class PairModule(OfflinePolicyModule, ABC):
 
 
 def _losses_of_pairs(function: Preference, beta: float, constants: dict[str, Any], **columns: Tensor) -> Tensor:
+    columns = dict(zip(columns, copies_for(function, *columns.values())))
     losses = function(Pairs(**columns, **constants), beta)
     given.of_shape("preference", losses, tuple(next(iter(columns.values())).shape[:1]))
     return losses

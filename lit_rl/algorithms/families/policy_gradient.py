@@ -28,7 +28,7 @@ from lit_rl.algorithms.preflight import policy_gradient as preflight
 from lit_rl.algorithms.preflight.sampling import lag_is_corrected, sampling_teaches
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.signatures import multiplies_weights, name_of, parameters, reads
+from lit_rl.algorithms.signatures import copies_for, multiplies_weights, name_of, parameters, reads
 from lit_rl.algorithms.terms.advantages import AdvantageClip, Whitening
 from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL, KLControl
 from lit_rl.algorithms.terms.credit import CreditAssignment
@@ -42,7 +42,7 @@ from lit_rl.algorithms.terms.selection import OffPolicyMask, TokenSelection
 from lit_rl.algorithms.terms.step_tokens import step_tokens
 from lit_rl.algorithms.terms.turn_rewards import TurnRewards
 from lit_rl.environments.source import Interactive
-from lit_rl.errors import ConfigError, in_range
+from lit_rl.errors import in_range
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.loading import drops_out
@@ -228,9 +228,11 @@ class PolicyGradient(OnPolicyModule, ABC):
         sampler = rollout.completions.sampler_logprobs if self.engine.correction is not None else old
 
         weights, weighing = self.engine.in_loss(rollout, logprobs, totals)
-        offered = {"weights": weights, "step": step}
+        copied = weights if weights is None else copies_for(self.policy_loss, weights)[0]
+        offered = {"weights": copied, "step": step}
         read = {name: offered[name] for name in self._loss_reads}
-        tokens, metrics = _per_token(self.policy_loss(logprobs, old, rollout.advantages, mask, **read))
+        columns = copies_for(self.policy_loss, logprobs, old, rollout.advantages, mask)
+        tokens, metrics = losses.checked(self.policy_loss(*columns, **read), logprobs, self.policy_loss)
         tokens, off_policy = self.off_policy(tokens, logprobs, sampler, rollout.advantages, mask)
         selected = self.selection(entropy, mask, step)
         tokens = tokens * selected
@@ -238,7 +240,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             tokens = tokens * weights
         tokens, distances = self.kl.add_to_loss(tokens, rollout, logprobs, old)
 
-        objective = self.reduction(tokens, mask, totals)
+        objective = self.reduction(*copies_for(self.reduction, tokens, mask), totals)
         given.of_shape("reduction", objective, ())
         metrics = metrics | weighing | off_policy | distances
         if entropy is not None:
@@ -365,19 +367,3 @@ class PolicyGradient(OnPolicyModule, ABC):
         estimators.is_there(self.advantage, such_as="group_normalized")
         estimators.check_of_rows(self.advantage, type(self).__name__)
         estimators.check_what_it_reads(self.advantage, self.credit, self.reward_beta, self.whitening)
-
-
-def _per_token(returned: Any) -> tuple[Tensor, Any]:
-    """What a loss of the user's own gave, if that is one value a token and metrics."""
-    came = f"a {type(returned).__name__}"
-    if isinstance(returned, tuple) and len(returned) == 2:
-        tokens, metrics = returned
-        if isinstance(tokens, Tensor) and tokens.ndim > 0:
-            return tokens, metrics
-        came = "(a scalar, metrics)" if isinstance(tokens, Tensor) else f"(a {type(tokens).__name__}, ...)"
-    elif isinstance(returned, Tensor):
-        came = f"a tensor of shape {tuple(returned.shape)} alone"
-    raise ConfigError(
-        f"loss gave {came}. It is to return (tokens, metrics): the loss of every token, of the shape of logprobs, and "
-        "a dict of (numerator, denominator), which may be empty. The mean is taken by reduction=."
-    )

@@ -34,6 +34,7 @@ from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
 from lit_rl.interruption import ends_the_run, may_be_given_up
 from lit_rl.models.policy.foresight import refuse_foresight
+from lit_rl.process_state import process_kept
 from lit_rl.rewards.judges.base import Judge
 from lit_rl.rewards.judges.functions import as_judge
 from lit_rl.rewards.sums.begun import BegunRewards
@@ -305,15 +306,25 @@ class GeneratingModule(PolicyModule):
         key = prompt_key(self.seed, batch.rollout, batch.rows[0], batch.occurrences[0])
         return replace(self.trainer_state, seed=key % 2**32)
 
+    def may_log(self, name: str) -> bool:
+        """Tell whether a metric that no step has logged so far may still come: rewards log when they like, and one that
+        has applied to no completion yet has no mean."""
+        _, _, own = name.partition("/")
+        means = {f"rewards/{function}/{of}" for function in self.reward_functions.names for of in ("mean", "std")}
+        return self.reward_functions.logs_metrics or own in means
+
     @contextmanager
     def rollout_context(self) -> Iterator[None]:
-        """No gradient, the Trainer's precision, and a sharded policy gathered once where it is what decodes."""
+        """No gradient, the Trainer's precision, and a sharded policy gathered once where it is what decodes.
+
+        Functions of the user's run in it, some of them in other threads: what they draw and set moves no training.
+        """
         trainer = self.trainer_or_none
         precision = trainer.precision_plugin.forward_context() if trainer else nullcontext()
         strategy = trainer.strategy if trainer else None
         here = isinstance(self.generator, InProcessGenerator)
         whole = whole_weights(strategy, self.policy) if here else nullcontext()
-        with torch.no_grad(), precision, whole:
+        with process_kept("a rollout"), torch.no_grad(), precision, whole:
             yield
 
     def rest(self) -> None:

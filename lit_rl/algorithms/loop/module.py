@@ -781,11 +781,15 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def _end_validation(self, stage: str) -> None:
         logged = self.log_evaluation(stage)
         if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
-            monitors(self.trainer, logged)
+            monitors(self.trainer, logged, may_come=self.may_log)
 
     def log_evaluation(self, stage: str) -> set[str]:
         """Log what was measured on every validation set; returns the names."""
         return set()
+
+    def may_log(self, name: str) -> bool:
+        """Tell whether a metric that no step has logged so far may still come."""
+        return False
 
     def tell_callbacks(self, metrics: dict[str, float], step: int) -> None:
         """Let callbacks read metrics of the training that are reduced over ranks already, as `log` would.
@@ -799,7 +803,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         """
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
         if self.told_at is None:
-            monitors(self.trainer, metrics, "train/")
+            monitors(self.trainer, metrics, "train/", self.may_log)
         self.told_at = step
         self._in_bar = {short: metrics[name] for name, short in IN_BAR.items() if name in metrics}
 

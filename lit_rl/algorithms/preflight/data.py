@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_rl.errors import ConfigError, did_you_mean, in_range
 from lit_rl.generation.base import Generator
@@ -124,13 +124,19 @@ def values_are_scored(rewards: Rewards, data: Any, also: Sequence[str] = ()) -> 
         rewards.check(columns, also)
 
 
-def monitors(trainer: Any, logged: Collection[str], beginning: str = "") -> None:
+def monitors(
+    trainer: Any, logged: Collection[str], beginning: str = "", may_come: Callable[[str], bool] = lambda name: False
+) -> None:
     """Refuse to wait for a metric that is never logged: of a training after its first line, of a validation at its end.
+
+    One that a function of the user's may log later is waited for until the first validation, where Lightning's
+    callbacks need it, and beyond that by those that do not (``EarlyStopping(strict=False)``).
 
     Args:
         trainer: Whose callbacks watch.
         logged: What has been logged now, beside what the Trainer knows.
         beginning: Of the names that are known to be complete.
+        may_come: Whether a name that has not been logged yet may be, later.
 
     Raises:
         ConfigError: names the callback, its monitor, and what is logged.
@@ -138,11 +144,20 @@ def monitors(trainer: Any, logged: Collection[str], beginning: str = "") -> None
     known = {*trainer.callback_metrics, *logged, "step", "epoch"}
     for callback in trainer.callbacks:
         monitor = getattr(callback, "monitor", None)
-        if monitor is not None and monitor not in known and monitor.startswith(beginning):
-            raise ConfigError(
-                f"{type(callback).__name__}(monitor={monitor!r}) watches a metric that is never logged."
-                f"{did_you_mean(monitor, known)} Logged are: {', '.join(sorted(known))}."
+        if monitor is None or monitor in known or not monitor.startswith(beginning):
+            continue
+        late = may_come(monitor)
+        if late and (beginning or not getattr(callback, "strict", True)):
+            rank_zero_info(
+                f"{type(callback).__name__}(monitor={monitor!r}) watches a metric that has not been logged yet."
+                f"{did_you_mean(monitor, known)} It waits, as a function may log it later."
             )
+            continue
+        hint = " A function that logs it in some batches alone logs it too late: log it in each." if late else ""
+        raise ConfigError(
+            f"{type(callback).__name__}(monitor={monitor!r}) watches a metric that is never logged."
+            f"{did_you_mean(monitor, known)} Logged are: {', '.join(sorted(known))}.{hint}"
+        )
 
 
 def trainer_settings(trainer: Any) -> None:

@@ -1,13 +1,19 @@
-"""What the settings of a loss may be: refused before anything is loaded, by the ranges that its signature declares."""
+"""What the settings of a loss may be, refused before anything is loaded by the ranges that its signature declares; and
+what it may return."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from lit_rl.algorithms.signatures import annotations_of, name_of, notes, parameters, reads, setting
+from torch import Tensor
+
+from lit_rl.algorithms.signatures import annotations_of, is_shipped, name_of, notes, parameters, reads, setting
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.ops.ranges import Above, Pair, Range
+from lit_rl.ops.step import Highest, Lowest, Metrics, Summed
+from lit_rl.rewards.functions.names import is_taken
 
 
 def loss_settings(loss: Callable[..., Any], key: str = "algo.loss") -> None:
@@ -49,3 +55,60 @@ def _check(key: str, value: Any, range_: Any, loss: Callable[..., Any]) -> None:
             in_range(key, value, low=bound, open_low=True)
         case Pair() if not (len(value) == 2 and range_.sound(*value)):
             raise ConfigError(f"{key}={list(value)} must be {range_.meaning}.")
+
+
+def checked(returned: Any, logprobs: Tensor, loss: Callable[..., Any]) -> tuple[Tensor, Metrics]:
+    """Return what a policy loss gave, if it can be learned from.
+
+    Args:
+        returned: One value a token, and metrics.
+        logprobs: `(b, t)` of the policy.
+        loss: The function. Metrics are checked of one of the user's.
+
+    Raises:
+        ConfigError: it is of another form or shape, has no gradient, or logs under a name of the run's own.
+    """
+    came = f"a {type(returned).__name__}"
+    if isinstance(returned, tuple) and len(returned) == 2:
+        tokens, metrics = returned
+        if isinstance(tokens, Tensor) and tokens.shape == logprobs.shape:
+            if logprobs.requires_grad and not tokens.requires_grad:
+                raise ConfigError(
+                    "loss gave tokens without a gradient, so nothing would be learned. Make them of logprobs, without "
+                    "detach(), item(), numpy() or torch.no_grad()."
+                )
+            if not is_shipped(loss):
+                _check_metrics(metrics)
+            return tokens, metrics
+        came = f"(a {type(tokens).__name__}, ...)"
+        if isinstance(tokens, Tensor):
+            came = "(a scalar, metrics)" if tokens.ndim == 0 else f"tokens of shape {tuple(tokens.shape)}"
+    elif isinstance(returned, Tensor):
+        came = f"a tensor of shape {tuple(returned.shape)} alone"
+    raise ConfigError(
+        f"loss gave {came}. It is to return (tokens, metrics): the loss of every token, of the shape of logprobs "
+        f"{tuple(logprobs.shape)}, and a dict of (numerator, denominator), which may be empty. The mean is taken by "
+        "reduction=."
+    )
+
+
+_OF_LOSSES = re.compile(r"(clip_ratio|vespo|clip_cov|kl_cov)/.*|ratio_mean|approx_kl|cispo_clip_ratio")
+"""Metrics that a run has from its loss alone, and that one of the user's may give it too."""
+
+
+def _check_metrics(metrics: Any) -> None:
+    """Refuse metrics of a loss of the user's that would not be logged, or in the place of others."""
+    for name, metric in metrics.items() if isinstance(metrics, Mapping) else ((None, metrics),):
+        pair = isinstance(metric, tuple) and len(metric) == 2 and all(isinstance(part, Tensor) for part in metric)
+        if name is None or not (pair or isinstance(metric, Highest | Lowest | Summed)):
+            what = "metrics" if name is None else f"the metric {name!r}"
+            raise ConfigError(
+                f"loss gave {what} as a {type(metric).__name__}. It is to give a dict, and a metric is (numerator, "
+                "denominator), tensors of which the sums over all micro-batches are divided: (values[mask].sum(), "
+                "mask.sum())."
+            )
+        if is_taken(name) and not _OF_LOSSES.fullmatch(name):
+            raise ConfigError(
+                f"loss gave the metric {name!r}, and train/{name} is a number of the run's own. Name it otherwise; "
+                f"'loss/my_{name.replace('/', '_')}' is free."
+            )

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.signatures import arguments_for
+from lit_rl.algorithms.signatures import arguments_for, copies_for
 from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.errors import ConfigError, RewardError
 from lit_rl.generation import noise
@@ -108,7 +108,9 @@ class CreditAssignment:
         """Rewards of rows after shaping, running normalisation and clipping, in this order."""
         if self.shaping is not None:
             offered = {"lengths": completions.lengths, "ended": completions.ended}
-            rewards = self.shaping(rewards, completions.group_id, **arguments_for(self.shaping, offered))
+            rewards = self.shaping(
+                *copies_for(self.shaping, rewards, completions.group_id), **arguments_for(self.shaping, offered)
+            )
         if self.norm is not None:
             of_all = self.norm(ranks.gather(rewards))
             rewards = of_all[ranks.rank * len(rewards) :][: len(rewards)]

@@ -20,6 +20,7 @@ from lit_rl.errors import ConfigError, RewardError, did_you_mean, in_range
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.ops.advantages import group_std
 from lit_rl.ops.step import Metrics
+from lit_rl.process_state import mixed, process_kept, raised_by_itself, seed_generators
 from lit_rl.rewards.functions.contract import keywords
 from lit_rl.rollout import Completions
 
@@ -203,7 +204,16 @@ class TopOfGroup(GroupSelection):
         offered = {"prompts": prompts, "completions": answers, **columns}
         wanted = keywords("algo.groups.score", self.score, columns)
         named = (name for name in wanted if name in offered)
-        returned = self.score(**{name: [copy.deepcopy(each) for each in offered[name]] for name in named})
+        given = {name: [copy.deepcopy(each) for each in offered[name]] for name in named}
+        batch = scored.batch
+        try:
+            with process_kept("algo.groups.score"):
+                seed_generators(mixed("algo.groups.score", batch.rollout, batch.rows[0], batch.occurrences[0]))
+                returned = self.score(**given)
+        except BaseException as error:  # the user's function may raise anything
+            if not raised_by_itself(error):
+                raise
+            raise RewardError(f"algo.groups.score raised {type(error).__name__}: {error}") from error
         try:
             values = torch.as_tensor(returned, dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError):  # no numbers

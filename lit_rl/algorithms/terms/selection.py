@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.signatures import arguments_for, reads
+from lit_rl.algorithms.signatures import arguments_for, copies_for, reads
 from lit_rl.errors import in_range
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.reductions import StepTotals
@@ -42,7 +42,9 @@ class TokenSelection:
         if self.choose is None:
             return mask
         assert entropy is not None
-        return mask & self.choose(entropy.detach(), mask, **arguments_for(self.choose, {"step": step}))
+        return mask & self.choose(
+            *copies_for(self.choose, entropy.detach(), mask), **arguments_for(self.choose, {"step": step})
+        )
 
     def count(self, selected: Tensor, totals: StepTotals, step: StepTokens | None) -> Tensor:
         """How many tokens the loss acts on in the whole step."""

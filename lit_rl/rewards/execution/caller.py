@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from lit_rl.errors import ConfigError
+from lit_rl.process_state import mixed, process_kept
 from lit_rl.rewards.completion import Completion
 from lit_rl.rewards.execution.cache import Cache, key_of
 from lit_rl.rewards.execution.early import EarlyCalls, in_order, is_independent
@@ -29,7 +30,15 @@ from lit_rl.rewards.execution.result import FunctionScores
 from lit_rl.rewards.execution.settings import CallSettings
 from lit_rl.rewards.execution.worker_pool import WorkerPool
 from lit_rl.rewards.functions.by_path import FunctionFromPath, is_async
-from lit_rl.rewards.functions.contract import Function, argument_names, check_rows, check_value, is_per_sample, keywords
+from lit_rl.rewards.functions.contract import (
+    Function,
+    argument_names,
+    check_rows,
+    check_value,
+    is_per_sample,
+    keywords,
+    takes,
+)
 from lit_rl.rewards.functions.names import check_metrics
 from lit_rl.rewards.workers.job import (
     SERVICES,
@@ -42,7 +51,6 @@ from lit_rl.rewards.workers.job import (
     run,
     run_async,
 )
-from lit_rl.rewards.workers.random_state import generators_kept, mixed
 
 MAX_HANGS = 8
 """Completions of one batch that may each run into the limit alone; those after them are failures without a try."""
@@ -94,6 +102,11 @@ class Caller:
             )
         return wanted
 
+    @property
+    def logs_metrics(self) -> bool:
+        """Whether the function is given ``log_metric``."""
+        return takes(self.name, self.function, "log_metric")
+
     def job(self, inputs: Mapping[str, Sequence[Any] | None], rows: int, state: TrainerState) -> Job:
         """What to call it with, out of all columns under their plural names."""
         standard = ("prompts", "completions", "completion_ids")
@@ -123,8 +136,7 @@ class Caller:
         """
         runs_elsewhere = self.pool is not None or is_async(self.function)
         allowed = is_independent(self.function) or (job.per_sample and runs_elsewhere)
-        logs = not job.per_sample and "log_metric" in argument_names(self.name, self.function)
-        if not allowed or logs or self._cache is not None:
+        if not allowed or (self.logs_metrics and not job.per_sample) or self._cache is not None:
             return None
         return EarlyCalls(
             job,
@@ -269,7 +281,7 @@ class Caller:
         """On this thread. The training's own draws go on behind it as if there had been none."""
         if job.seed is None or threading.current_thread() is not threading.main_thread():
             return run(self.function, replace(job, seed=None), FUNCTION_LOOP.wait)
-        with generators_kept():
+        with process_kept(f"reward function {self.name!r}"):
             return run(self.function, job, FUNCTION_LOOP.wait)
 
     async def _run_awaited(self, job: Job, limit: float | None) -> Outcome:

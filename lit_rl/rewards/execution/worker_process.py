@@ -29,8 +29,9 @@ _POLL = 0.05  # seconds between two looks whether the process is still there
 _PACKAGE = Path(__file__).parents[2]
 
 _WORKER_MODULES = [
+    "lit_rl.process_state",
     "lit_rl.import_source",
-    *(f"lit_rl.rewards.workers.{name}" for name in ("plain_values", "random_state", "job", "worker")),
+    *(f"lit_rl.rewards.workers.{name}" for name in ("plain_values", "job", "worker")),
 ]
 
 # The worker's files are read one by one: their packages would import PyTorch, which costs seconds and gigabytes.

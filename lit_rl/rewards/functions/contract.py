@@ -105,6 +105,11 @@ def argument_names(name: str, function: Function) -> set[str]:
     return {parameter.name for parameter in _parameters(name, function)}
 
 
+def takes(name: str, function: Function, argument: str) -> bool:
+    """Whether a function names an argument, or takes all by ``**kwargs``."""
+    return any(each.name == argument or each.kind is each.VAR_KEYWORD for each in _parameters(name, function))
+
+
 def is_per_sample(name: str, function: Function) -> bool:
     """Whether a function takes one completion at a time: it names `prompt` or `completion`, and neither plural."""
     arguments = argument_names(name, function)

@@ -59,6 +59,11 @@ EPISODE_COLUMNS |= {"unreadable_calls", "observed_tokens", "episode_error", "ret
 _OF_SAMPLES = re.compile(r"rewards/[^/]+|tokens/.*")
 
 
+def is_taken(name: str) -> bool:
+    """Whether a run logs ``train/<name>`` itself."""
+    return name in METRICS or _OF_A_FUNCTION.fullmatch(name) is not None
+
+
 def check_metrics(function: str, names: Iterable[str]) -> None:
     """Refuse to log under a name that the run logs itself.
 
@@ -66,7 +71,7 @@ def check_metrics(function: str, names: Iterable[str]) -> None:
         RewardError: says which name is free.
     """
     for name in names:
-        if name in METRICS or _OF_A_FUNCTION.fullmatch(name):
+        if is_taken(name):
             raise RewardError(
                 f"log_metric({name!r}, ...) of {function!r}: train/{name} is a metric of the run's own. Log it under "
                 f"another name; {_free(function, name)!r} is free."

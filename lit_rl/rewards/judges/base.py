@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from lit_rl.errors import RewardError
+from lit_rl.process_state import process_kept, seed_generators
 from lit_rl.rewards.completion import Completion
 from lit_rl.rewards.workers.job import TrainerState
 from lit_rl.rewards.workers.plain_values import number_of
-from lit_rl.rewards.workers.random_state import generators_kept, seed_generators
 from lit_rl.rollout import Prompt
 
 Verdict = float | None
@@ -69,7 +69,7 @@ def ask(judge: Judge, *pairs: Sequence[Any], trainer_state: TrainerState | None,
     call = partial(judge, *given, trainer_state=trainer_state, **named)
     if trainer_state is None or trainer_state.seed is None:
         return call()
-    with generators_kept():
+    with process_kept(f"judge {judge!r}"):
         seed_generators(trainer_state.seed)
         return call()
 

@@ -202,6 +202,11 @@ class Rewards:
             else:
                 function.load()
 
+    @property
+    def logs_metrics(self) -> bool:
+        """Whether a function may log metrics under names of its own."""
+        return any(caller.logs_metrics for caller in self._callers.values())
+
     every_function_scores = True
     """Whether each function is called for every batch."""
 

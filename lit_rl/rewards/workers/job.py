@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lit_rl.errors import ConfigError, RewardError
-from lit_rl.rewards.workers.plain_values import describe, number_of, to_plain
-from lit_rl.rewards.workers.random_state import mixed, seed_generators
+from lit_rl.process_state import mixed, raised_by_itself, seed_generators
+from lit_rl.rewards.workers.plain_values import describe, number_of, own_copy, to_plain
 
 SERVICES = ("trainer_state", "log_metric", "log_extra")
 """Arguments that are no data."""
@@ -169,7 +169,7 @@ class Log:
             raise RewardError(f"log_extra({column!r}, ...) takes a list of {self.rows}; it got {describe(values)}.")
         if column in self.extras:
             raise RewardError(f"log_extra({column!r}, ...) was called twice for one batch. Use two names.")
-        self.extras[column] = list(rows)
+        self.extras[column] = [own_copy(row) for row in rows]
 
     def row_extra(self, row: int, column: str, value: Any) -> None:
         """``log_extra`` of a per-sample function."""
@@ -177,7 +177,7 @@ class Log:
         if (column, row) in self._given:
             raise RewardError(f"log_extra({column!r}, ...) was called twice for one completion. Use two names.")
         self._given.add((column, row))
-        self.extras.setdefault(column, [None] * self.rows)[row] = value
+        self.extras.setdefault(column, [None] * self.rows)[row] = own_copy(value)
 
 
 def _check_name(service: str, name: Any) -> None:
@@ -208,7 +208,9 @@ def run(function: Callable[..., Any], job: Job, wait: Callable[[Awaitable[Any]],
             job.seed_call(row)
             value = function(**job.arguments(log, row))
             return wait(value) if hasattr(value, "__await__") else value
-        except (Exception, SystemExit) as error:  # a reward that calls sys.exit() must not end training with status 0
+        except BaseException as error:  # a reward that calls sys.exit() must not end training with status 0
+            if not raised_by_itself(error):
+                raise
             return _failure_or_raise(error, job, row)
 
     returned = [call(row) for row in range(job.rows)] if job.per_sample else call(None)
@@ -234,13 +236,10 @@ async def run_async(function: Callable[..., Any], job: Job) -> Outcome:
                 job.seed_call(row)
                 value = function(**job.arguments(log, row))
                 return await value if hasattr(value, "__await__") else value
-            except (Exception, SystemExit, KeyboardInterrupt) as error:  # the last two would end the loop's thread
-                return _failure_or_raise(error, job, row)
-            except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
+            except BaseException as error:  # Ctrl-C comes to the main thread: here the function raised it
+                if not (raised_by_itself(error) or isinstance(error, KeyboardInterrupt)):
                     raise
-                return _failure_or_raise(error, job, row)  # the function cancelled itself; nobody cancelled us
+                return _failure_or_raise(error, job, row)
 
     if not job.per_sample:
         return Outcome(to_plain(await call(None), job.rows), log.metrics, log.extras)

@@ -5,6 +5,7 @@ Standard library only: worker processes load this file without PyTorch and NumPy
 
 from __future__ import annotations
 
+import copy
 import math
 import reprlib
 from dataclasses import dataclass
@@ -49,6 +50,23 @@ def _element(value: Any) -> Any:
     ):
         return [tuple(_element(each) for each in part) for part in value]  # turns, and spans
     return Opaque(type(value).__name__, reprlib.repr(value))
+
+
+def own_copy(value: Any) -> Any:
+    """Return what a value says now, whatever becomes of it later: arrays and tensors as lists and numbers.
+
+    What cannot be copied, such as a lock, is given back as it is.
+    """
+    if _is_array(value):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [own_copy(each) for each in value]
+    if isinstance(value, dict):
+        return {key: own_copy(each) for key, each in value.items()}
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # an object of the user's may refuse in its own way
+        return value
 
 
 def number_of(value: Any) -> int | float | None:
