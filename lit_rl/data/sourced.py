@@ -229,8 +229,8 @@ class SourcedDataModule(L.LightningDataModule):
         return ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
 
     def fitted(self, size: int | None, now: int, rows: int, key: str) -> int:
-        """The rows of a step: `size`, or as many as there are and as ranks share, at most `DEFAULT`, where nobody gave
-        one.
+        """The rows of a step: `size`, or where nobody gave one as many as there are and as divide into the parts of a
+        step: `DEFAULT` at most, and one for each part where these are more.
 
         Args:
             size: As the constructor has it; None: nobody gave one.
@@ -240,13 +240,12 @@ class SourcedDataModule(L.LightningDataModule):
         """
         if size is not None or now not in (DEFAULT, self._fitted):
             return now  # somebody has set it, or did so since
-        ranks = 1 if self.trainer is None else self.rank()[1]
-        enough = rows >= DEFAULT and DEFAULT % ranks == 0
-        fits = None if enough else fitting(min(rows, DEFAULT), DEFAULT, self._unit())
+        unit = self._unit()
+        fits = fitting(rows, DEFAULT, unit)
         if fits is not None and fits != now:
-            over = f", dealt out over {ranks} ranks" if ranks > 1 else ""
+            parts = f", and a step divides into {unit} parts (minibatches, micro-batches, ranks)" if unit > 1 else ""
             rank_zero_info(
-                f"{key}={fits}: nobody set it, and the rows left for training are {rows}{over} (else {DEFAULT})."
+                f"{key}={fits}: nobody set it, and the rows left for training are {rows}{parts} (else {DEFAULT})."
             )
         self._fitted = fits
         return fits or DEFAULT
@@ -256,8 +255,7 @@ class SourcedDataModule(L.LightningDataModule):
         trainer: Any = self.trainer
         if trainer is None:
             return 1
-        minibatches = getattr(trainer.lightning_module, "minibatches", None) or 1
-        return minibatches * trainer.accumulate_grad_batches * self.rank()[1]
+        return getattr(trainer.lightning_module, "parts_of_step", 1) * self.rank()[1]
 
     def _more_rows(self, left: int, size: int, key: str, counts: Mapping[str, int]) -> str:
         """What to do where the rows do not fill a step."""

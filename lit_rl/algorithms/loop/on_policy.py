@@ -8,6 +8,7 @@ and `global_step` counts optimizer steps. No term of an objective is here.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -456,6 +457,16 @@ class OnPolicyModule(GeneratingModule, ABC):
     @property
     def _slices_by_hand(self) -> int:
         return 1 if isinstance(self.split_groups, str) else self.split_groups
+
+    @property
+    def parts_of_step(self) -> int:
+        """What a rank's prompts of a rollout are a multiple of, as the user cuts a rollout and its groups."""
+        slices, size = self._slices_by_hand, self.micro_batch_size
+        parts = self.accumulation_by_hand
+        if isinstance(size, int):
+            parts, left = divmod(max(1, size), max(1, self.group_size // slices))
+            parts = 1 if left or not parts else parts  # a part of a group, or refused with the batches
+        return self.minibatches * (parts // math.gcd(parts, slices))
 
     def _slices(self) -> Sequence[int]:
         """Into how many slices the memory plan may cut a group."""
