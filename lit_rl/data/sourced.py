@@ -22,6 +22,9 @@ from lit_rl.data.splits import Source, exactly_one, named_rows, no_text, parse_s
 from lit_rl.data.tasks import Task
 from lit_rl.errors import ConfigError, DataError, in_range, seed_in_range
 
+_HELD_OUT = 0.05
+"""Share of the prompts that is held out where nobody says another."""
+
 _REASONS = {
     "bad": "not sound (data.on_bad_row=skip)",
     "empty": "empty",
@@ -90,7 +93,7 @@ class SourcedDataModule(L.LightningDataModule):
         val: Any | None = None,
         val_path: str | dict[str, str] | None = None,
         val_split: str | dict[str, str] | None = None,
-        val_fraction: float = 0.05,
+        val_fraction: float = _HELD_OUT,
         val_batch_size: int = 64,
         seed: int = 0,
         allow_changed: bool = False,
@@ -161,6 +164,9 @@ class SourcedDataModule(L.LightningDataModule):
 
     def say_if_unvalidated(self, val: dict[str, Rows]) -> None:
         """Tell the user where a run has no validation data, and holds nothing out: it may not be meant so."""
+        if self.val_fraction not in (0, _HELD_OUT) and not self.held_out(val):
+            where = "data.val, data.val_path or data.val_split names" if val and self.task is None else "data.task has"
+            rank_zero_info(f"data.val_fraction={self.val_fraction} holds nothing out: {where} the validation rows.")
         if val or self.held_out(val):
             return
         if self.task is None:

@@ -48,6 +48,7 @@ from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.kl import k3
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
+from lit_rl.rewards.judges.base import RewardJudge
 from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, Width, used_columns_of_parts
 from lit_rl.vision import PromptVision
 
@@ -400,11 +401,19 @@ class OnPolicyModule(GeneratingModule, ABC):
             self._fits(data.longest_prompt, self.sampling, "sampling.max_new_tokens")
             wants = "no KL term needs it. Set algo.beta or algo.reward_beta above 0 to measure the KL against it."
             preflight.reference_is_read(self.reference, self.needs_reference, wants)
+            preflight.say_unread(data, data.columns, self.columns_read(data.columns))
         if longest := data.longest_val_prompt:
             group = "sampling" if self.evaluation.max_new_tokens is None else "eval"
             self._fits(longest, self.evaluation.sampling(self.sampling), f"{group}.max_new_tokens")
+        preflight.evaluation_is_used(self.evaluation, self.trainer, data.val_names, stage)
         preflight.bind_validation(self.reward_functions, data, episodes)
         preflight.values_are_scored(self.reward_functions, data, episodes)
+
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        """Those of the columns that may be read by rewards, or by whoever else is given all of a row."""
+        asks_judge = not isinstance(self.judge, RewardJudge)
+        given_all = asks_judge or self.env is not None or hasattr(self.groups, "score")
+        return {*columns} if given_all else self.reward_functions.reads(columns)
 
     def check_processes(self, data: Any, trainer: Any) -> None:
         weights_are_copied(self.generator, trainer)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from lit_rl.rewards.builtin.text import answer_text, golden_answers, refuse_empty_answers
+from lit_rl.rewards.builtin.text import answer_text, golden_answers, refuse_empty_answers, say_missing_answers
 from lit_rl.rewards.completion import Completion, text_of
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -148,6 +148,7 @@ def _check_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[str] = 
     from lightning.pytorch.utilities import rank_zero_warn  # workers do without it
 
     refuse_empty_answers(columns, given)
+    say_missing_answers(columns)
     answers = [answer_text(answer) for answer in columns.get("answer", ())]
     needs = {text: _needs(text) for text in dict.fromkeys(answers) if text is not None}
     for what in dict.fromkeys(filter(None, needs.values())):
