@@ -129,7 +129,7 @@ class OfflineModule(PolicyModule, ABC):
         preflight.reference_is_read(self.reference, self.needs_reference, unused)
         if stage == "fit":
             columns = data.unread_columns(margins=self.reads_margins)
-            preflight.say_unread(data, columns, self.columns_read(columns))
+            preflight.say_unread(data, columns, self.columns_read(columns), sees=self.model.sees)
             if data.stream_buffer is not None:
                 stream_will_do(self.reads_all_rows())
             plan = OfflinePlan(

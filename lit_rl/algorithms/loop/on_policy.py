@@ -401,7 +401,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self._fits(data.longest_prompt, self.sampling, "sampling.max_new_tokens")
             wants = "no KL term needs it. Set algo.beta or algo.reward_beta above 0 to measure the KL against it."
             preflight.reference_is_read(self.reference, self.needs_reference, wants)
-            preflight.say_unread(data, data.columns, self.columns_read(data.columns))
+            preflight.say_unread(data, data.columns, self.columns_read(data.columns), sees=self.model.sees)
         if longest := data.longest_val_prompt:
             group = "sampling" if self.evaluation.max_new_tokens is None else "eval"
             self._fits(longest, self.evaluation.sampling(self.sampling), f"{group}.max_new_tokens")

@@ -127,18 +127,18 @@ def values_are_scored(rewards: Rewards, data: Any, also: Sequence[str] = ()) -> 
         rewards.check(columns, also)
 
 
-def say_unread(data: Any, names: Sequence[str], read: Collection[str]) -> None:
+def say_unread(data: Any, names: Sequence[str], read: Collection[str], *, sees: bool) -> None:
     """Tell the user which columns of their rows nothing reads; a task of ours has what it has.
 
     Args:
         data: The data module.
         names: Of the columns that rows have beside what is learned from, or answered.
         read: Those that a reward may read.
+        sees: Whether the policy is a model over images, which reads their columns.
     """
-    sees = data.processor_of_run() is not None
     known = {*read, "tools", "chat_template_kwargs", *((*IMAGES, *VIDEOS) if sees else ())}
     unread = [name for name in names if name not in known]
-    if unread and data.task is None:
+    if unread and getattr(data, "task", None) is None:
         rank_zero_info(f"Columns that nothing reads: {', '.join(unread)}.")
 
 

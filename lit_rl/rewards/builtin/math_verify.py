@@ -75,8 +75,8 @@ class MathAccuracy:
         texts = dict.fromkeys(filter(None, map(answer_text, columns.get("answer", ()))))
         looked_at = [*texts][:_LOOKED_AT]
         limit = self._limit()
-        given = {text: rf"\boxed{{{golden_part(text)}}}" for text in looked_at}
-        if lost := [text for text, box in given.items() if not _compare(_gold(text, limit), box, limit)]:
+        boxes = {text: rf"\boxed{{{golden_part(text)}}}" for text in looked_at}
+        if lost := [text for text, box in boxes.items() if not _compare(_gold(text, limit), box, limit)]:
             rank_zero_warn(
                 f"MathAccuracy: {len(lost)} of the first {len(looked_at)} answers do not earn 1 themselves, in a box: "
                 f"math-verify cannot read them, or reads them as something else. The first is {lost[0]!r:.80}."
