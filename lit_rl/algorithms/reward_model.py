@@ -41,6 +41,7 @@ class RewardModeling(ScalarModule):
     learns_from = "pairs"
     headline = ("loss", "accuracy", "margin")
     scoring = SEQUENCES
+    reads_margins = True
 
     def __init__(self, model: GivenModel, *, center_coef: float = 0.0, **shared: Any) -> None:
         given.keywords(type(self), shared, ScalarModule)

@@ -34,7 +34,10 @@ def run(config: DictConfig) -> int:
     model = LanguageModel(model) if isinstance(model, str) else build(model)
     # A model that scores has a kind of score in place of settings of validation.
     scores = kind is not None and "evaluation" not in tree["algo"]
-    return data_check(build(tree["data"]), model, kind=kind, scores=scores, **tree["data_check"])
+    asked = any(key.partition(".")[0] in ("reward", "experiment") for key in typed_keys())
+    names_columns = "columns" in (tree["env"] or {})  # which a rollout function gives its rewards, and no row has
+    reward = build(tree["reward"]) if asked and not names_columns else None
+    return data_check(build(tree["data"]), model, kind=kind, scores=scores, reward=reward, **tree["data_check"])
 
 
 def with_data_group(config: DictConfig) -> tuple[DictConfig, str]:

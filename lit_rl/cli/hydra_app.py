@@ -31,6 +31,7 @@ from lit_rl.cli import (
     ends,
     evaluated,
     exporting,
+    own_keys,
     quiet,
     replays,
     serving,
@@ -315,6 +316,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
     module, data = build(tree["algo"]), build(tree["data"])
     check_judged(module, tree)
     check_answered(module, tree)
+    own_keys.say_unread(config)
     module.memory_gb = tree["plan"]["memory_gb"]
     if tree["task"] == "fit" and config.ckpt_path is not None:
         check_kind(contents(Path(config.ckpt_path)), type(module))  # before anything of its folder is replaced

@@ -12,6 +12,8 @@ from lit_rl.cli import listing
 from lit_rl.cli.typed_values import unquoted
 from lit_rl.errors import ConfigError, did_you_mean
 
+_OF_METHODS = ("sampling", "eval", "generator", "reward", "judge", "reference", "optimizer", "scheduler")
+"""Groups that a method takes, or does not."""
 _EVERYWHERE = ("task", "allow_targets")
 
 
@@ -47,6 +49,28 @@ def check_read(groups: Iterable[str], config: DictConfig) -> None:
     for name in (str(key) for key in config):
         if name not in known and not re.search(rf"\$\{{{name}[.}}]", OmegaConf.to_yaml(config, resolve=False)):
             raise ConfigError(f"{name} is no key: nothing would read it.{did_you_mean(name, known)}")
+
+
+def say_unread(config: DictConfig) -> None:
+    """Tell the user which groups that were typed for a training its algorithm does not take.
+
+    Args:
+        config: As it was composed, with references in the place of what they name.
+    """
+    from lightning.pytorch.utilities import rank_zero_warn  # this module is read before it is loaded
+
+    parts = [OmegaConf.to_yaml(config[name], resolve=False) for name in ("algo", "callbacks") if config.get(name)]
+    text = "\n".join(parts)
+    if config.task != "fit" or "${model}" not in text:  # of a stored run: nothing is referred to
+        return
+    groups = dict.fromkeys(key.partition("@")[0].partition(".")[0] for key in typed())
+    unread = [name for name in groups if name in _OF_METHODS and not re.search(rf"\$\{{{name}[.}}]", text)]
+    if unread:
+        method = HydraConfig.get().runtime.choices.get("algo")
+        keys = [key for key in typed() if key.partition("@")[0].partition(".")[0] in unread]
+        rank_zero_warn(
+            f"{', '.join(keys)}: nothing reads what was typed, as algo={method} takes no {' or '.join(unread)}."
+        )
 
 
 def check(command: str, typed: Sequence[str], keys: Sequence[str]) -> None:

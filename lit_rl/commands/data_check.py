@@ -23,9 +23,11 @@ from lit_rl.data.kinds import Kind, kind_of
 from lit_rl.data.offline.example import Example
 from lit_rl.data.offline.example_module import ExampleDataModule
 from lit_rl.data.splits import prompt_key
+from lit_rl.environments.source import Interactive
 from lit_rl.errors import DataError, in_range
 from lit_rl.images import ImageRef
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.videos import VideoRef
 
 _LONGEST, _RUNS, _BINS, _BAR = 400, 40, 8, 40
@@ -55,6 +57,7 @@ def data_check(
     *,
     kind: Kind | None = None,
     scores: bool = False,
+    reward: Rewards | None = None,
     rows: int = 3,
 ) -> int:
     """Print the format, the first rows as the model reads them, lengths, images, what every filter took, and repeats.
@@ -64,9 +67,11 @@ def data_check(
         model: Whose tokenizer and context it is read with.
         scores: The method trains a model that scores, so that no reply needs an end of generation.
         kind: What the method learns from; None is told from the columns of the first row.
+        reward: Asked of prompts what it says of the values of their columns; None: nobody is.
         rows: Rows that are shown.
 
     Raises:
+        RewardError: the reward cannot score the rows.
         ConfigError: `rows` is below 1, or a setting of the data.
         DataError: as in training. That the rows do not fill one step is only said.
         BackendError: the hub cannot be reached.
@@ -80,6 +85,7 @@ def data_check(
         if isinstance(data, RolloutDataModule):
             data.prepare(tokenizer, stage="predict", **seen)
             look = _prompts(data, rows)
+            _ask(reward, data)
         else:
             kind = kind or _kind_of_first_row(data)
             data.prepare(tokenizer, kind, stage="predict", **seen)
@@ -110,6 +116,14 @@ def data_check(
             raise
         console.print(Text(f"\nToo few rows to train on as it stands: {error}", style="yellow"))
     return 0
+
+
+def _ask(reward: Rewards | None, data: RolloutDataModule) -> None:
+    """Let a reward say what it cannot score; an environment may give it more than the data do."""
+    if reward is not None:
+        reward.bind([*data.columns, *Interactive.columns])
+        for columns in data.columns_of_sets():
+            reward.check(columns)
 
 
 def _kind_of_first_row(data: ExampleDataModule) -> Kind:

@@ -24,6 +24,9 @@ VIDEO_PART = {"type": "video"}
 _PAYLOADS = {"image": ("image", "url", "image_url"), "video": ("video", "url", "video_url")}
 """Keys of a part that hold what it shows."""
 
+KEYS_OF_IMAGES = ("type", "bytes", "path", *_PAYLOADS["image"])
+"""Keys that are read of a part that shows an image."""
+
 _KEYS_OF_VIDEOS = ("type", "fps", "bytes", "path", *_PAYLOADS["video"])
 """Keys that may hold something in a part that shows a video."""
 

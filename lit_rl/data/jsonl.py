@@ -20,8 +20,7 @@ class JsonlReader:
     """Iterates `(line number, row)` over a file of one JSON object a line, holding one line at a time.
 
     UTF-8. A byte order mark, CRLF line ends and blank lines are accepted. A line that is not one JSON object, holds the
-    literals NaN or Infinity or a number too large for a float, is bad. Of a key that stands twice the last value
-    counts.
+    literals NaN or Infinity, a number too large for a float or one key twice, is bad.
 
     Args:
         path: The file.
@@ -135,7 +134,15 @@ def _finite(digits: str) -> float:
     return value
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
 _JSON_NAMES = {
     list: "an array",
     str: "a string",

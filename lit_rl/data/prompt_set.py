@@ -245,6 +245,7 @@ class _Reader:
         self.kinds.setdefault(type(prompt), where)
         if is_empty(prompt):
             return None
+        self.rows.note_system(prompt, options.system_prompt, where)
         prompt = add_system_prompt(prompt, options.system_prompt)
         kwargs = options.chat_template_kwargs
         if tools := self._tools(prompt, columns.get("tools"), where):

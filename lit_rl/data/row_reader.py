@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_rl.data.formats import RowFunction, as_read
-from lit_rl.data.image_parts import RowImages
+from lit_rl.data.image_parts import KEYS_OF_IMAGES, RowImages
 from lit_rl.errors import DataError, did_you_mean
 from lit_rl.videos import Visual
 
@@ -66,6 +66,8 @@ class RowReader:
             notes.append(
                 "the column chat_template_kwargs is not read: every row is rendered with data.chat_template_kwargs"
             )
+        if unread := _unread_keys_of_parts(read.row.get(key) for key in keys):
+            notes.append(f"parts of messages have keys that are not read: {', '.join(unread)}")
         for key in keys:
             if isinstance(read.row.get(key), str):
                 became = isinstance(shown.get(key), list)
@@ -75,6 +77,13 @@ class RowReader:
         for note in notes:
             self.note(note, where)
         return shown, images
+
+    def note_system(self, prompt: Any, given: str | None, where: str) -> None:
+        """Remember where `data.system_prompt` gives way to a system message of the row."""
+        if given is None or not isinstance(prompt, list) or not prompt:
+            return
+        if prompt[0]["role"] in ("system", "developer") and prompt[0]["content"] != given:
+            self.note("the row has a system message of its own, and data.system_prompt is not put before it", where)
 
     @property
     def mixed(self) -> bool:
@@ -98,3 +107,19 @@ class RowReader:
             if where is not None:
                 rank_zero_info(f"{where}: {note}.")
                 self._notes[note] = None
+
+
+def _unread_keys_of_parts(columns: Iterable[Any]) -> list[str]:
+    """Names of keys that hold something, in parts of text and of images."""
+    messages = (message for column in columns if isinstance(column, list) for message in column)
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
+    unread: dict[str, None] = {}
+    for part in parts:
+        if "video" in str(part.get("type")):  # any other key is refused
+            continue
+        read = ("type", "text") if part.get("type") == "text" else KEYS_OF_IMAGES
+        unread.update(dict.fromkeys(key for key, value in part.items() if value is not None and key not in read))
+        if isinstance(held := part.get("image_url"), Mapping):
+            unread.update(dict.fromkeys(f"image_url.{key}" for key in held if key != "url"))
+    return [*unread]

@@ -7,12 +7,13 @@ DEFAULT = 32
 
 
 def fitting(rows: int, size: int, unit: int = 1) -> int | None:
-    """The rows of the largest step that a set fills; None where it fills `size`, or no step at all.
+    """The rows of the largest step of at most `size` that a set fills, or of the smallest one where every step is
+    larger; None where that is `size` itself, or no step can be filled.
 
     Args:
         rows: Of the set, without those that are held out.
         size: Rows of a step, where there are as many.
         unit: What the rows of a step have to be a multiple of.
     """
-    fits = rows // unit * unit
-    return fits if 1 <= fits < size else None
+    fits = min(rows, max(size, unit)) // unit * unit
+    return fits if fits not in (0, size) else None

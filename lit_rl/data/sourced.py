@@ -22,6 +22,9 @@ from lit_rl.data.splits import Source, exactly_one, named_rows, no_text, parse_s
 from lit_rl.data.tasks import Task
 from lit_rl.errors import ConfigError, DataError, in_range, seed_in_range
 
+_HELD_OUT = 0.05
+"""Share of the prompts that is held out where nobody says another."""
+
 _REASONS = {
     "bad": "not sound (data.on_bad_row=skip)",
     "empty": "empty",
@@ -90,7 +93,7 @@ class SourcedDataModule(L.LightningDataModule):
         val: Any | None = None,
         val_path: str | dict[str, str] | None = None,
         val_split: str | dict[str, str] | None = None,
-        val_fraction: float = 0.05,
+        val_fraction: float = _HELD_OUT,
         val_batch_size: int = 64,
         seed: int = 0,
         allow_changed: bool = False,
@@ -161,6 +164,9 @@ class SourcedDataModule(L.LightningDataModule):
 
     def say_if_unvalidated(self, val: dict[str, Rows]) -> None:
         """Tell the user where a run has no validation data, and holds nothing out: it may not be meant so."""
+        if self.val_fraction not in (0, _HELD_OUT) and not self.held_out(val):
+            where = "data.val, data.val_path or data.val_split names" if val and self.task is None else "data.task has"
+            rank_zero_info(f"data.val_fraction={self.val_fraction} holds nothing out: {where} the validation rows.")
         if val or self.held_out(val):
             return
         if self.task is None:
@@ -229,8 +235,8 @@ class SourcedDataModule(L.LightningDataModule):
         return ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
 
     def fitted(self, size: int | None, now: int, rows: int, key: str) -> int:
-        """The rows of a step: `size`, or as many as there are and as ranks share, at most `DEFAULT`, where nobody gave
-        one.
+        """The rows of a step: `size`, or where nobody gave one as many as there are and as divide into the parts of a
+        step: `DEFAULT` at most, and one for each part where these are more.
 
         Args:
             size: As the constructor has it; None: nobody gave one.
@@ -240,13 +246,12 @@ class SourcedDataModule(L.LightningDataModule):
         """
         if size is not None or now not in (DEFAULT, self._fitted):
             return now  # somebody has set it, or did so since
-        ranks = 1 if self.trainer is None else self.rank()[1]
-        enough = rows >= DEFAULT and DEFAULT % ranks == 0
-        fits = None if enough else fitting(min(rows, DEFAULT), DEFAULT, self._unit())
+        unit = self._unit()
+        fits = fitting(rows, DEFAULT, unit)
         if fits is not None and fits != now:
-            over = f", dealt out over {ranks} ranks" if ranks > 1 else ""
+            parts = f", and a step divides into {unit} parts (minibatches, micro-batches, ranks)" if unit > 1 else ""
             rank_zero_info(
-                f"{key}={fits}: nobody set it, and the rows left for training are {rows}{over} (else {DEFAULT})."
+                f"{key}={fits}: nobody set it, and the rows left for training are {rows}{parts} (else {DEFAULT})."
             )
         self._fitted = fits
         return fits or DEFAULT
@@ -256,8 +261,7 @@ class SourcedDataModule(L.LightningDataModule):
         trainer: Any = self.trainer
         if trainer is None:
             return 1
-        minibatches = getattr(trainer.lightning_module, "minibatches", None) or 1
-        return minibatches * trainer.accumulate_grad_batches * self.rank()[1]
+        return getattr(trainer.lightning_module, "parts_of_step", 1) * self.rank()[1]
 
     def _more_rows(self, left: int, size: int, key: str, counts: Mapping[str, int]) -> str:
         """What to do where the rows do not fill a step."""

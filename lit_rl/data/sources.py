@@ -185,7 +185,7 @@ def is_one_value(path: Path) -> bool:
     try:
         with open(path, "rb") as file:
             lines = (line for line in file if line.removeprefix(b"\xef\xbb\xbf").strip())
-            first, second = next(lines, b""), next(lines, b"")
+            first, second, third = next(lines, b""), next(lines, b""), next(lines, b"")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     first = first.removeprefix(b"\xef\xbb\xbf").strip()
@@ -193,9 +193,21 @@ def is_one_value(path: Path) -> bool:
         return True
     try:
         value = parse_json(first)
-    except ValueError:
-        return first.startswith(b"{") and not first.endswith(b"}")
+    except ValueError:  # the first line of many may be cut off, too: then the others are objects
+        return first.startswith(b"{") and not first.endswith(b"}") and not (_is_object(second) and _ends(third))
     return not second and isinstance(value, dict) and _tables_in(value, path) is not None
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(parse_json(line.strip()), dict)
+    except ValueError:
+        return False
+
+
+def _ends(line: bytes) -> bool:
+    """Tell whether a line may come behind a row of JSON Lines: there is none, or it is one."""
+    return not line or _is_object(line)
 
 
 def _rows_in(value: Any, path: Path) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from lit_rl.data.checks import excerpt
 from lit_rl.data.image_prompts import Processor
 from lit_rl.data.images import MAX_IMAGE_PIXELS
+from lit_rl.data.message_forms import told_of
 from lit_rl.data.templates import encode_prompt
 from lit_rl.environments.base import Environment, Opening
 from lit_rl.environments.channels import said_and_thought, speaks_on_channels
@@ -249,7 +250,8 @@ class Interaction(EpisodeSource):
                 f"{excerpt(repr(differing[0]))}: completions of a group answer the same prompt. Let reset depend on "
                 f"nothing but its arguments and its seed, and take env.seed=group (it is {self.factory.seed})."
             )
-        kwargs = self._ready[self.factory.kind_of(rows[0].columns)].template_kwargs
+        ready = self._ready[self.factory.kind_of(rows[0].columns)]
+        kwargs = {**told_of(rows[0].columns.get("tools")), **ready.template_kwargs}
         where = f"the prompt of row {batch.rows[number]}"
         opened = self._opener.told(OpenedPrompt(batch.prompts[number], batch.prompt_ids[number], seen), where, kwargs)
         if opening is not None:

@@ -12,10 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_rollouts import trainer
 
-from lit_rl.algorithms import GRPO
+from lit_rl.algorithms import GRPO, SFT
+from lit_rl.algorithms.loop.on_policy import OnPolicyModule
+from lit_rl.algorithms.preflight.cut import Step, by_hand
 from lit_rl.algorithms.rollouts.micro_batches import micro_rows, minibatch_rows, rows_of_slots
 from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.offline.datamodule import SupervisedDataModule
+from lit_rl.data.small_sets import fitting
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
 from lit_rl.ops.selection import top_entropy
@@ -215,3 +219,57 @@ def test_how_a_rollout_is_dealt_out_is_worked_out_once(tmp_path):
     trainer(tmp_path, max_steps=8, accumulate_grad_batches=2).fit(module, datamodule=data)
     assert module.plan.slots == 8 and looked == [2] * 8
     assert dealt == [0, 1]
+
+
+@given(
+    group_size=st.sampled_from([2, 4, 6]),
+    split=st.sampled_from([1, 2, "auto"]),
+    minibatches=st.integers(1, 7),
+    cut=st.one_of(st.integers(1, 8), st.integers(1, 8).map(lambda groups: (groups,))),
+    ranks=st.integers(1, 5),
+)
+def test_a_rollout_that_nobody_sized_divides_into_what_the_user_cut_it_into(group_size, split, minibatches, cut, ranks):
+    by_number = isinstance(cut, int)
+    slices = 1 if split == "auto" else split
+    settings = SimpleNamespace(
+        _slices_by_hand=slices,
+        group_size=group_size,
+        minibatches=minibatches,
+        accumulation_by_hand=cut if by_number else 1,
+        micro_batch_size=None if by_number else cut[0] * group_size,
+    )
+    prompts = fitting(10_000, 32, OnPolicyModule.parts_of_step.fget(settings) * ranks) or 32  # pyright: ignore
+    whole = plan(
+        prompts_per_rollout=prompts,
+        group_size=group_size,
+        minibatches=minibatches,
+        accumulate=settings.accumulation_by_hand,
+        world_size=ranks,
+        split_groups=slices,
+    )
+    if not by_number:
+        step = Step(whole.units, group_size // slices)
+        assert by_hand(step, settings.micro_batch_size) * settings.micro_batch_size == whole.units * step.rows
+
+
+@pytest.mark.parametrize(
+    ("made", "data", "key", "size"),
+    [
+        (
+            lambda: GRPO("tiny", exact_match, minibatches=3, sampling=Sampling(max_new_tokens=4)),
+            lambda: RolloutDataModule(task=Addition()),
+            "prompts_per_rollout",
+            30,
+        ),
+        (
+            lambda: SFT("tiny", micro_batch_size=5),
+            lambda: SupervisedDataModule([{"text": f"{n}"} for n in range(80)], val_fraction=0.0),
+            "batch_size",
+            30,
+        ),
+    ],
+)
+def test_a_step_that_nobody_sized_divides_in_a_run(tmp_path, made, data, key, size):
+    data = data()
+    trainer(tmp_path, max_steps=0).fit(made(), datamodule=data)
+    assert getattr(data, key) == size

@@ -287,3 +287,12 @@ def test_kinds_by_columns():
     assert kind_of({"prompt": "a", "text": "b"}) is None
     assert kind_of({"prompt": "a", "completion": None, "answer": "b"}) is None
     assert kind_of({"chosen": "a", "rejected": "b"}) == "pairs"
+
+
+def test_a_reward_that_was_typed_says_what_it_thinks_of_the_answers(check: Command, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "fruit.jsonl", sums(8, answer=lambda right: f"{right} apples"))
+    outcome = check(f"data.path={path}", "data.val_fraction=0", "reward=math_answer")
+    told = " ".join(outcome.out.split())
+    assert r"math_answer: only the same text in \boxed{...} equals 8 of 8 answers; the first is '1 apples'" in told
+    assert "math_answer" not in check(f"data.path={path}", "data.val_fraction=0").out
+    refused(check(f"data.path={path}", "reward=math_answer", "data.rename={answer: right}"), 4, "'answer'", "no column")

@@ -151,3 +151,15 @@ def test_the_reward_that_nobody_typed_needs_the_column_that_is_looked_for():
 def test_computed_data_is_changed_for_computed_data(command: Command, cwd):
     refused(command("algo=dpo", "data=addition"), 2, "algo=dpo data=addition_pairs")
     refused(command("algo=grpo", "data=addition_text"), 2, "algo=grpo data=addition")
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(("algo", "named"), [("reward_model", True), ("sft", False)])
+def test_typed_groups_that_a_method_does_not_take_are_named(command, recwarn, algo, named):
+    """A reward model writes nothing, and SFT does in its validation."""
+    typed = ["sampling.temperature=0.5", "eval.limit=4", "generator=hf"]
+    assert command(f"algo={algo}", "logger=none", "trainer.fast_dev_run=true", *typed).code == 0
+    lines = [str(each.message) for each in recwarn if "nothing reads what was typed" in str(each.message)]
+    assert len(lines) == named
+    if named:
+        assert lines[0].startswith("sampling.temperature, eval.limit, generator: nothing reads")

@@ -72,6 +72,7 @@ BAD = {
     "infinity": (b'{"a": -Infinity}', "-Infinity"),
     "float overflow": (b'{"a": 1e999}', "too large"),
     "latin-1": (b'{"a": "\xe9"}', "UTF-8 at byte 8"),
+    "a key twice": (b'{"a": 1, "b": {"c": 1, "d": 2, "c": 1}}', "the key 'c' stands twice"),
     "too deep": (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deep"),
     "huge integer": (b'{"a": ' + b"9" * 5000 + b"}", "4300"),
 }
@@ -103,10 +104,6 @@ def test_separators_inside_strings_do_not_end_a_line(tmp_path):
     row = {"a": "one\u2028two\u2029three\x85four\x0bfive"}
     path = write(tmp_path / "x.jsonl", json.dumps(row, ensure_ascii=False).encode())
     assert list(read_jsonl(path)) == [(1, row)]
-
-
-def test_the_last_of_two_equal_keys_counts(tmp_path):
-    assert list(read_jsonl(write(tmp_path / "x.jsonl", b'{"a": 1, "a": 2}'))) == [(1, {"a": 2})]
 
 
 def test_memory_is_bounded_by_the_longest_line(tmp_path):

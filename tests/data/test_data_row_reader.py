@@ -220,3 +220,38 @@ def test_what_is_learned_from_has_the_image_first_too(seeing, module, row, kind)
     messages = [{**each, "prompt": [{"role": "user", "content": each["prompt"]}]} for each in rows]
     assert data.corpus.train.fingerprint == read(seeing, module, messages, kind).corpus.train.fingerprint
     assert data.corpus.formats[0].endswith("(messages)")
+
+
+OWN = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+IN_PARTS = [{"role": "user", "content": [{"type": "text", "text": "1+1?", "cache_control": {"type": "ephemeral"}}]}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "line"),
+    [
+        (OWN, {"system_prompt": "Be long."}, "system message of its own, and data.system_prompt is not put before it"),
+        (OWN, {"system_prompt": "Be brief."}, ""),
+        (ASK, {"system_prompt": "Be long."}, ""),
+        (IN_PARTS, {}, "parts of messages have keys that are not read: cache_control"),
+        ([{"role": "user", "content": [{"type": "text", "text": "1+1?", "image": None}]}], {}, ""),
+    ],
+)
+@pytest.mark.parametrize("module", [RolloutDataModule, SupervisedDataModule])
+def test_what_a_message_says_and_nobody_reads_is_named(told, said, module, prompt, settings, line):
+    row = {"prompt": prompt, **({} if module is RolloutDataModule else {"completion": REPLY})}
+    module([row] * 3, val_fraction=0.0, **settings).prepare(told)
+    lines = [each for each in said() if "system message" in each or "not read" in each]
+    assert len(lines) == bool(line) and line in "".join(lines)
+
+
+def test_a_share_that_holds_nothing_out_is_named(told, said):
+    row = {"prompt": ASK}
+    RolloutDataModule([row] * 3, val=[row], val_fraction=0.3).prepare(told)
+    RolloutDataModule([row] * 3, val=[row]).prepare(told)
+    assert len([line for line in said() if "data.val_fraction=0.3 holds nothing out" in line]) == 1
+
+
+@pytest.mark.parametrize("overlong", ["drop", "error"])
+def test_the_end_that_is_kept_of_a_text_needs_a_cut(overlong):
+    with pytest.raises(ConfigError, match=f"data.keep=end .*data.overlong={overlong} cuts none"):
+        SupervisedDataModule([{"text": "a"}], keep="end", overlong=overlong)

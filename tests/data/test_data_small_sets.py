@@ -34,13 +34,14 @@ def questions(count, **more):
     return [{"prompt": f"{n}+1=", "answer": str(n + 1), **more} for n in range(count)]
 
 
-@given(rows=st.integers(0, 40), unit=st.integers(1, 6))
+@given(rows=st.integers(0, 120), unit=st.integers(1, 50))
 def test_the_step_is_the_largest_multiple_that_the_rows_fill(rows, unit):
     fits = fitting(rows, 32, unit)
     if fits is None:
-        assert rows // unit * unit >= 32 or rows < unit
+        assert rows < unit or (rows >= 32 and 32 % unit == 0)
     else:
-        assert fits % unit == 0 and fits <= rows < fits + unit
+        assert fits % unit == 0 and fits <= rows
+        assert fits == unit > 32 or (fits <= 32 and fits + unit > min(rows, 32))
 
 
 @pytest.mark.parametrize(
@@ -71,12 +72,13 @@ def test_a_step_takes_what_filters_and_the_split_leave(tiny, made, key, size):
     assert getattr(data, key) == size
 
 
-@pytest.mark.parametrize(("ranks", "rows", "size"), [(1, 100, 32), (2, 100, 32), (3, 100, 30), (3, 20, 18), (3, 2, 32)])
+@pytest.mark.parametrize(
+    ("ranks", "rows", "size"), [(1, 100, 32), (2, 100, 32), (3, 100, 30), (3, 20, 18), (3, 2, 32), (40, 100, 40)]
+)
 def test_ranks_share_a_step_that_nobody_sized(ranks, rows, size):
     data: Any = RolloutDataModule(questions(2))
     data.trainer = SimpleNamespace(
-        lightning_module=SimpleNamespace(minibatches=1),
-        accumulate_grad_batches=1,
+        lightning_module=SimpleNamespace(parts_of_step=1),
         distributed_sampler_kwargs={"rank": 0, "num_replicas": ranks},
     )
     assert data.fitted(None, 32, rows, "data.prompts_per_rollout") == size

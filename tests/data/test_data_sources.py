@@ -32,6 +32,11 @@ def write_jsonl(path: Path, rows=ROWS) -> Path:
     return path
 
 
+def write_named_array(path: Path) -> Path:
+    path.write_text('{"data": [\n' + ",\n".join(json.dumps(row) for row in ROWS) + "\n]}", "utf-8")
+    return path
+
+
 def write_json(path: Path) -> Path:
     path.write_text(json.dumps(ROWS, indent=2), "utf-8")
     return path
@@ -78,6 +83,7 @@ WRITERS = {
     "a.jsonl": (write_jsonl, None, ROWS),
     "a.ndjson": (write_jsonl, None, ROWS),
     "array.json": (write_json, None, ROWS),
+    "named.json": (write_named_array, None, ROWS),
     "lines.json": (write_jsonl, None, ROWS),
     "a.parquet": (write_parquet, None, ROWS),
     "a.csv": (lambda path: write_table(path, ","), None, TEXT_ROWS),
@@ -141,6 +147,9 @@ BAD_FILES = {
     "tables.json": (b'{"train": [{"a": 1}], "test": [{"a": 2}]}', "several tables: train, test"),
     "number.json": (b"[\n1\n]", r"number\.json\[0\]: expected an object"),
     "cut.json": (b'[{"a": 1}, {"a"', r"not valid JSON .*column 16"),
+    "cut_lines.json": (b'{"a": [\n{"a": 1}\n', r"cut_lines\.json:1: not valid JSON .*on_bad_row=skip"),
+    "cut_line.json": (b'{"a": "b\n\n{"a": 1}\n{"a": 2}', r"cut_line\.json:1: not valid JSON .*on_bad_row=skip"),
+    "cut_end.json": (b'{"data": [\n{"a": 1},\n{"a": 2}', r"cut_end\.json: not valid JSON .*array of objects"),
     "nan.json": (b'[{"a": NaN}]', "NaN"),
     "not.parquet": (b"PAR1 not at all", "cannot be read as parquet"),
     "empty.jsonl": (b"", "no rows"),

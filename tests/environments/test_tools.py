@@ -8,17 +8,24 @@ import datetime
 import functools
 import json
 import math
+import warnings
 from decimal import Decimal
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+from chat_templates import tokenizer_of
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from lit_rl.algorithms.preflight.environments import source_of
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.environments.custom import CustomEnvironment
+from lit_rl.environments.function_tools import FunctionTools
 from lit_rl.environments.observations import content_of
 from lit_rl.environments.tools import FunctionTool, ToolAnswer, Toolbox, ToolCall, _whole
 from lit_rl.errors import ConfigError
@@ -373,3 +380,47 @@ def test_what_no_call_can_be_answered_by_is_refused_at_the_start(function: Any, 
 )
 def test_numbers_of_other_packages_are_written_as_json_has_them(result: Any, text: str) -> None:
     assert content_of(result, "it") == text
+
+
+class Greeter:
+    """Begins with a text, and has no tools."""
+
+    def reset(self, **_: Any) -> str:
+        return " hello"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "", 0.0, True
+
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Tell.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "tools", "told", "said"),
+    [
+        (lambda: FunctionTools([multiply]), [WEATHER], ["multiply"], "env= alone (multiply)"),
+        (lambda: FunctionTools([multiply]), json.dumps([WEATHER]), ["multiply"], "env= alone (multiply)"),
+        (lambda: FunctionTools([multiply]), [FunctionTool(multiply).schema], ["multiply"], ""),
+        (lambda: FunctionTools([multiply]), None, ["multiply"], ""),
+        (lambda: FunctionTools([multiply]), "a note", ["multiply"], ""),
+        (lambda: CustomEnvironment(Greeter), [WEATHER], ["weather"], "env= answers no calls of them"),
+    ],
+)
+def test_tools_of_rows_are_told_where_the_environment_has_none_and_named_where_it_has_others(env, tools, told, said):
+    tokenizer, ends = tokenizer_of("qwen3")
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "tools": tools}]
+    data = RolloutDataModule(rows, val_fraction=0.0, max_prompt_tokens=4096)
+    data.prepare(tokenizer)
+    model: Any = SimpleNamespace(tokenizer=tokenizer, eos_ids=ends, processor=None)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        source: Any = source_of(env(), model, data)
+    opened, conversations = source.begin(data.peek(1), [0], max_new_tokens=4)
+    conversations.close()
+    text = tokenizer.decode(opened[0].ids)
+    assert [name for name in ("multiply", "weather") if name in text] == told
+    lines = [str(each.message) for each in heard if "column tools" in str(each.message)]
+    assert len(lines) == bool(said) and said in "".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from fractions import Fraction
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from math_verify import parse, verify
 
 from lit_rl.rewards import MathAccuracy, Rewards, boxed, final_answer, math_answer
-from lit_rl.rewards.builtin.math import normalise, number, same_answer
+from lit_rl.rewards.builtin.math import golden_part, normalise, number, same_answer
 
 BOXES = {
     r"so \boxed{5}.": "5",
@@ -58,6 +59,9 @@ NUMBERS = {
     r"so $\frac{1}{2}$": r"\frac{1}{2}",
     "1, 2, 3": "3",
     "2e3": "2e3",
+    "It is 2½ m": "2½",
+    "so 1 1/2.": "1 1/2",
+    "In 2023 1/3": "1/3",
     "none at all": None,
     "": None,
 }
@@ -101,6 +105,12 @@ SAME = [
     ("−5", "-5"),
     ("1e3", "1000"),
     ("+5", "5"),
+    ("½", "0.5"),
+    ("-2½", "-5/2"),
+    ("1 1/2", "3/2"),
+    ("1 1/2", "1½"),
+    ("€5", "£5.0"),
+    (r"\cfrac{1}{2}", "1/2"),
 ]
 DIFFERENT = [
     ("72", "73"),
@@ -115,6 +125,7 @@ DIFFERENT = [
     ("(1,2)", "(2,1)"),
     ("", "0"),
     ("50", "0.5"),
+    ("1 1/2", "5.5"),
     ("__import__('os')", "0"),
 ]
 
@@ -130,7 +141,7 @@ def test_different_answers(given_answer, gold):
 
 
 # Thin spaces between thousands, a final point, a percent sign and exponents: the peer finds no number in these.
-OURS_ALONE = {r"1\,234\,567", r"5 \text{ cm}.", "5.", r"50\%", "1e3"}
+OURS_ALONE = {r"1\,234\,567", r"5 \text{ cm}.", "5.", r"50\%", "1e3", "½", "-2½", "1 1/2", "€5", r"\cfrac{1}{2}"}
 
 
 @pytest.mark.parametrize(("given_answer", "gold"), [pair for pair in SAME + DIFFERENT if pair[0] not in OURS_ALONE])
@@ -202,3 +213,31 @@ def test_answers_of_data_sets_are_read_as_people_write_them(gold):
     boxes = [completion for completion in right if "boxed" in completion]
     assert MathAccuracy()([], boxes, [gold] * len(boxes)) == [1.0] * len(boxes)
     assert MathAccuracy()([], [rf"\boxed{{{text}}}" for text in wrong], [gold] * 3) == [0.0] * 3
+
+
+ANSWERS = st.one_of(
+    st.sampled_from(
+        ["5 apples", "x^2", "½", "1,000", "$3", "50%", r"\dfrac{1}{2}", r"\frac{1}{2", "(1, 2)", "yes", "}"]
+    ),
+    st.text("1/.,- x\\{}^$%½", min_size=1),
+)
+
+
+@given(st.lists(ANSWERS, min_size=1, max_size=5))
+def test_answers_that_a_completion_cannot_simply_give_are_said_before_a_run(answers):
+    answers = [answer for answer in answers if normalise(golden_part(answer)) and answer.strip()]
+    parts = [golden_part(answer) for answer in answers]
+    plainly = [math_answer([""], [f": {part}."], [answer]) == [1.0] for part, answer in zip(parts, answers)]
+    boxed_up = [math_answer([""], [rf"\boxed{{{part}}}"], [answer]) == [1.0] for part, answer in zip(parts, answers)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Rewards(math_answer).check({"answer": answers})
+    lines = "".join(str(each.message) for each in said)
+    count, never = sum(not any(both) for both in zip(plainly, boxed_up)), "no completion can equal"
+    assert (f"{never} {count} of {len(answers)} answers" in lines) == (count > 0)
+    assert ("in \\boxed{...} equals" in lines) == any(b and not p for p, b in zip(plainly, boxed_up))
+
+
+def test_answers_that_math_verify_cannot_read_are_said():
+    with pytest.warns(UserWarning, match=r"1 of the first 2 answers do not earn 1 themselves, .*first is '\$'"):
+        Rewards(MathAccuracy()).check({"answer": ["5", "$", None, "5"]})

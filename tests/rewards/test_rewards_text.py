@@ -177,3 +177,12 @@ def test_text_of_every_kind_of_message():
     for wrong in (3, None, {"content": "a"}, ["a"], message(3)):
         with pytest.raises(RewardError):
             text_of(wrong)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("reward", [exact_match, contains, math_answer])
+@pytest.mark.parametrize(("answers", "rows"), [(["1", None, float("nan")], 2), (["1", "2"], 0), ([None], 1)])
+def test_rows_without_an_answer_are_counted_before_a_run(reward, answers, rows, recwarn):
+    Rewards(reward).check({"answer": answers, "other": [None] * len(answers)})
+    lines = [str(each.message) for each in recwarn]
+    assert len(lines) == bool(rows)
+    assert all(f"holds nothing in {rows} of {len(answers)} rows" in line for line in lines)

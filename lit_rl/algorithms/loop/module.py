@@ -485,6 +485,12 @@ class PolicyModule(L.LightningModule, given.Arguments):
         ours = self.cut is not None and self.cut.micro_batches == trainer.accumulate_grad_batches
         return 1 if ours else trainer.accumulate_grad_batches
 
+    @property
+    def parts_of_step(self) -> int:
+        """What a rank's rows of a step are a multiple of, as the user cuts a step."""
+        size = self.micro_batch_size
+        return max(1, size) if isinstance(size, int) else self.accumulation_by_hand
+
     def teardown(self, stage: str) -> None:
         """The Trainer gets its micro-batches back, so that it may train another module."""
         if stage == "fit":

@@ -128,6 +128,8 @@ class OfflineModule(PolicyModule, ABC):
         unused = f"{type(self).__name__} has no use for one."
         preflight.reference_is_read(self.reference, self.needs_reference, unused)
         if stage == "fit":
+            columns = data.unread_columns(margins=self.reads_margins)
+            preflight.say_unread(data, columns, self.columns_read(columns), sees=self.model.sees)
             if data.stream_buffer is not None:
                 stream_will_do(self.reads_all_rows())
             plan = OfflinePlan(
@@ -142,6 +144,13 @@ class OfflineModule(PolicyModule, ABC):
             self.check_length(data)
         elif self.cut is None:
             self.fit_scoring()
+
+    reads_margins = False
+    """Whether the loss of pairs reads the column `margin`."""
+
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        """Those of the columns that are read beside what is learned from."""
+        return set()
 
     def check_processes(self, data: Any, trainer: Any) -> None:
         examples = example_data(data, self.learns_from, type(self).__name__)

@@ -7,7 +7,7 @@ those of every policy are (`generating.py`). The log-probs of a reference may be
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +106,14 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
             own = self.evaluation.max_new_tokens
             group, new_tokens = ("sampling", self.sampling.max_new_tokens) if own is None else ("eval", own)
             preflight.fits_context(self.model, f"{group}.max_new_tokens", longest, new_tokens, "data.max_length")
+        preflight.evaluation_is_used(self.evaluation, self.trainer, data.val_names, stage)
         preflight.bind_validation(self.reward_functions, data)
         self.load_rewards()
         if stage != "fit":
             self.fit_decoding()
+
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        return self.reward_functions.reads(columns)
 
     def on_fit_start(self) -> None:
         super().on_fit_start()

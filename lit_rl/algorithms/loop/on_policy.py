@@ -8,6 +8,7 @@ and `global_step` counts optimizer steps. No term of an objective is here.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -47,6 +48,7 @@ from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.kl import k3
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
+from lit_rl.rewards.judges.base import RewardJudge
 from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, Width, used_columns_of_parts
 from lit_rl.vision import PromptVision
 
@@ -399,11 +401,19 @@ class OnPolicyModule(GeneratingModule, ABC):
             self._fits(data.longest_prompt, self.sampling, "sampling.max_new_tokens")
             wants = "no KL term needs it. Set algo.beta or algo.reward_beta above 0 to measure the KL against it."
             preflight.reference_is_read(self.reference, self.needs_reference, wants)
+            preflight.say_unread(data, data.columns, self.columns_read(data.columns), sees=self.model.sees)
         if longest := data.longest_val_prompt:
             group = "sampling" if self.evaluation.max_new_tokens is None else "eval"
             self._fits(longest, self.evaluation.sampling(self.sampling), f"{group}.max_new_tokens")
+        preflight.evaluation_is_used(self.evaluation, self.trainer, data.val_names, stage)
         preflight.bind_validation(self.reward_functions, data, episodes)
         preflight.values_are_scored(self.reward_functions, data, episodes)
+
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        """Those of the columns that may be read by rewards, or by whoever else is given all of a row."""
+        asks_judge = not isinstance(self.judge, RewardJudge)
+        given_all = asks_judge or self.env is not None or hasattr(self.groups, "score")
+        return {*columns} if given_all else self.reward_functions.reads(columns)
 
     def check_processes(self, data: Any, trainer: Any) -> None:
         weights_are_copied(self.generator, trainer)
@@ -456,6 +466,16 @@ class OnPolicyModule(GeneratingModule, ABC):
     @property
     def _slices_by_hand(self) -> int:
         return 1 if isinstance(self.split_groups, str) else self.split_groups
+
+    @property
+    def parts_of_step(self) -> int:
+        """What a rank's prompts of a rollout are a multiple of, as the user cuts a rollout and its groups."""
+        slices, size = self._slices_by_hand, self.micro_batch_size
+        parts = self.accumulation_by_hand
+        if isinstance(size, int):
+            parts, left = divmod(max(1, size), max(1, self.group_size // slices))
+            parts = 1 if left or not parts else parts  # a part of a group, or refused with the batches
+        return self.minibatches * (parts // math.gcd(parts, slices))
 
     def _slices(self) -> Sequence[int]:
         """Into how many slices the memory plan may cut a group."""

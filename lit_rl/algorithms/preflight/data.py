@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.errors import ConfigError, did_you_mean, in_range
 from lit_rl.generation.base import Generator
+from lit_rl.images import COLUMNS as IMAGES
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.reference.base import Auto, Reference
 from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Sampling
+from lit_rl.videos import COLUMNS as VIDEOS
 
 
 def rollout_data(trainer: Any) -> Any:
@@ -122,6 +125,48 @@ def values_are_scored(rewards: Rewards, data: Any, also: Sequence[str] = ()) -> 
     """Let rewards that look at the values of columns refuse them, of the training and of every validation set."""
     for columns in data.columns_of_sets():
         rewards.check(columns, also)
+
+
+def say_unread(data: Any, names: Sequence[str], read: Collection[str], *, sees: bool) -> None:
+    """Tell the user which columns of their rows nothing reads; a task of ours has what it has.
+
+    Args:
+        data: The data module.
+        names: Of the columns that rows have beside what is learned from, or answered.
+        read: Those that a reward may read.
+        sees: Whether the policy is a model over images, which reads their columns.
+    """
+    known = {*read, "tools", "chat_template_kwargs", *((*IMAGES, *VIDEOS) if sees else ())}
+    unread = [name for name in names if name not in known]
+    if unread and getattr(data, "task", None) is None:
+        rank_zero_info(f"Columns that nothing reads: {', '.join(unread)}.")
+
+
+def evaluation_is_used(evaluation: Evaluation, trainer: Any, sets: Collection[str], stage: str) -> None:
+    """Warn of settings of validation that change nothing.
+
+    Args:
+        evaluation: The settings.
+        trainer: Of the run.
+        sets: Names of the validation sets that have prompts.
+        stage: `fit`, or another one, which always validates.
+    """
+    chosen = {each.name: getattr(evaluation, each.name) for each in fields(evaluation)}
+    chosen = {name: value for name, value in chosen.items() if value != getattr(Evaluation, name)}
+    if stage == "fit" and chosen and (not sets or not trainer.limit_val_batches):
+        why = "trainer.limit_val_batches=0" if sets else "there are no validation prompts"
+        rank_zero_warn(f"{_keys_of(chosen)} changes nothing in this training: {why}.")
+    elif evaluation.temperature == 0:
+        cut = {name: value for name, value in chosen.items() if name in ("top_p", "top_k", "group_size")}
+        if cut:
+            rank_zero_warn(
+                f"{_keys_of(cut)} changes nothing with eval.temperature=0: decoding is greedy, and all completions "
+                "of a prompt are equal. Set eval.temperature above 0."
+            )
+
+
+def _keys_of(chosen: Mapping[str, Any]) -> str:
+    return ", ".join(f"eval.{name}={value}" for name, value in chosen.items())
 
 
 def monitors(

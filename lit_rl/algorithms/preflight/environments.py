@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.algorithms.evaluation.validation import Evaluation
+from lit_rl.data.message_forms import told_of
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.journal import Journal
@@ -124,6 +125,7 @@ def source_of(env: Interactive, model: LanguageModel, data: Any, journal: Journa
         longest = max(getattr(data, "longest_prompt", 0), data.longest_val_prompt)
         return RolloutCalls(env, model.tokenizer, data.options.chat_template_kwargs, longest)
     assert isinstance(env, EnvironmentFactory)
+    _say_other_tools(env, data)
     return Interaction(
         env,
         model.tokenizer,
@@ -134,6 +136,22 @@ def source_of(env: Interactive, model: LanguageModel, data: Any, journal: Journa
         processor=model.processor,
         max_image_pixels=data.options.max_image_pixels,
     )
+
+
+def _say_other_tools(env: EnvironmentFactory, data: Any) -> None:
+    """Say where rows tell of tools, and prompts are told of others, or nobody answers to these."""
+    for columns in data.columns_of_sets():
+        for row, tools in enumerate(columns.get("tools", ())):
+            if not (of_row := told_of(tools)):
+                continue
+            kind = env.kinds[env.kind_of({name: values[row] for name, values in columns.items()})]
+            own = [] if kind.toolbox is None else kind.toolbox.schemas
+            if of_row["tools"] == own:
+                continue
+            names = ", ".join(tool["function"]["name"] for tool in own)
+            what = f"prompts are told of those of env= alone ({names})" if own else "env= answers no calls of them"
+            rank_zero_warn(f"The rows have a column tools (the first is row {row}), and {what}.")
+            return
 
 
 def shortened(

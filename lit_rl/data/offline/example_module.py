@@ -194,6 +194,22 @@ class ExampleDataModule(SourcedDataModule):
             return self._sets
         return replace(self._sets, train=self._windows.at(self._windows.start).data)
 
+    def unread_columns(self, *, margins: bool) -> list[str]:
+        """Names of the columns that rows have beside those that examples are made of; rewards may read them.
+
+        Args:
+            margins: Whether the method reads margins of pairs.
+        """
+        corpus = self.corpus
+        names = {
+            name: None for each in corpus.train.examples for name, value in each.columns.items() if value is not None
+        }
+        if self._kind == "texts" and any(name.startswith("preference (") for name in corpus.formats):
+            names["rejected"] = None
+        if not margins and any(each.margin is not None for each in corpus.train.examples):
+            names["margin"] = None
+        return [*names]
+
     @property
     def _sets(self) -> ExampleCorpus:
         """Everything that was read; without the training rows, where they are a stream."""

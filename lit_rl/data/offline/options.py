@@ -71,6 +71,11 @@ class ExampleOptions:
         one_of("data.on_bad_row", self.on_bad_row, ON_BAD_ROW)
         one_of("data.learn", self.learn, LEARN)
         one_of("data.packing", self.packing, PACKING)
+        if self.keep != "start" and self.overlong != "truncate":
+            raise ConfigError(
+                f"data.keep={self.keep} says what is left of a text that is cut, and data.overlong={self.overlong} "
+                "cuts none: leave data.keep at start, or set data.overlong to truncate."
+            )
         if self.packing != "none" and self.max_length is None:
             raise ConfigError(f"data.packing={self.packing} needs data.max_length, the tokens of a row, which is null.")
         check_template_kwargs(self.chat_template_kwargs)

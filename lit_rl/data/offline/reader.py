@@ -46,6 +46,7 @@ class Reader:
         options = self.options
         row, images = self.rows.read(row, where, "prompt", "messages", without=COMPLETIONS)
         record = read_record(row, where, self.kind, system_prompt=options.system_prompt, learn=options.learn)
+        self.rows.note_system(record.prompt, options.system_prompt, where)
         record = replace(record, images=images) if images else record
         if self.kind == "texts" and record.format.startswith("preference ("):
             return replace(record, completions=record.completions[:1])

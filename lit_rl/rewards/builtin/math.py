@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from lit_rl.rewards.builtin.text import compares_answers, golden_answers
+from lit_rl.rewards.builtin.text import answer_text, golden_answers, refuse_empty_answers, say_missing_answers
 from lit_rl.rewards.completion import Completion, text_of
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -17,17 +18,25 @@ _UNSIGNED = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
 _RATIO = re.compile(rf"([-+]?{_UNSIGNED})(?:/({_UNSIGNED}))?")
 _FRAC = re.compile(rf"([-+]?)(\d*)\\frac\{{([-+]?{_UNSIGNED})\}}\{{([-+]?{_UNSIGNED})\}}")
 
+_VULGAR = "[¼-¾⅐-⅞↉]"
+"""Fractions that are one character."""
+
+_MIXED = r"(?<!\d)\d{1,2} \d{1,2}/\d{1,3}(?!\d)"
+"""A mixed number such as 2 1/2; 1999 1/2 is a year and a half."""
+
 # In running text a minus after a word, a digit or a bracket is a dash or a subtraction; a final point ends a sentence.
 _IN_TEXT = re.compile(
     r"(?:(?<![\w)\]}])[-−])?"
-    r"(?:\\[dt]?frac\{\d+\}\{\d+\}"
+    rf"(?:\\[dtc]?frac\{{\d+\}}\{{\d+\}}|\d*{_VULGAR}|{_MIXED}"
     r"|\$?(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?(?:/\d+)?)"
 )
 
 _TEXT = r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}"
 _RULES = [
-    (re.compile(r"\\[$%!,;: ]|\\(?:left|right)(?![a-zA-Z])|\^\{?\\circ\}?|[$%°~]"), ""),
-    (re.compile(r"\\[dt]frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\\[$%!,;: ]|\\(?:left|right)(?![a-zA-Z])|\^\{?\\circ\}?|[$€£¥%°~]"), ""),
+    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(_VULGAR), lambda one: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", one[0]).split("⁄"))),
+    (re.compile(r"^\s*([-+−]?\d+)\s+(\d+)/(\d+)\s*$"), r"\1\\frac{\2}{\3}"),
     (re.compile(r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))"), r"\\frac{\1\2}{\3\4}"),
     (re.compile("−"), "-"),
     (re.compile(rf"(?<=\S)\s*{_TEXT}(?:\^\{{?\d\}}?)?[\s.]*$"), ""),  # a unit; an answer that is only a word stays
@@ -70,7 +79,8 @@ def final_answer(text: str) -> str | None:
 
 def normalise(text: str) -> str:
     r"""One spelling for answers that differ in layout only: spaces, ``$``, ``%``, degrees, thousands separators,
-    ``\left``, ``\dfrac``, a trailing ``\text{unit}``, a leading ``x =``, a final point."""
+    ``\left``, ``\dfrac``, ``½``, a mixed number such as ``2 1/2``, a trailing ``\text{unit}``, a
+    leading ``x =``, a final point."""
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
     return text
@@ -108,13 +118,14 @@ def golden_part(answer: str) -> str:
     return (answer if box is None else box).strip()
 
 
-@compares_answers
 def math_answer(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
     """1 where the final answer of the completion equals the `answer` column (see `golden_part`); else 0.
 
     0 also where the completion has neither box nor number; None where the answer is None or NaN.
+
+    Before a run begins, it is said which answers are no numbers: those a completion has to put in a box.
 
     Raises:
         RewardError: an answer is empty.
@@ -126,3 +137,36 @@ def math_answer(
 def _score(text: str, gold: str) -> float:
     given = final_answer(text)
     return float(given is not None and same_answer(given, golden_part(gold)))
+
+
+def _check_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
+    """Refuse empty answers, and say which are right in a box alone, and which never; see `LooksAtData`.
+
+    Raises:
+        RewardError: an answer is empty, or is no text and no number.
+    """
+    from lightning.pytorch.utilities import rank_zero_warn  # workers do without it
+
+    refuse_empty_answers(columns, given)
+    say_missing_answers(columns)
+    answers = [answer_text(answer) for answer in columns.get("answer", ())]
+    needs = {text: _needs(text) for text in dict.fromkeys(answers) if text is not None}
+    for what in dict.fromkeys(filter(None, needs.values())):
+        rows = [row for row, text in enumerate(answers) if text is not None and needs[text] == what]
+        rank_zero_warn(
+            f"math_answer: {what} {len(rows)} of {len(answers)} answers; the first is {answers[rows[0]]!r:.80} of row "
+            f"{rows[0]}."
+        )
+
+
+def _needs(answer: str) -> str:
+    """Say what a completion that gives an answer word for word needs besides; empty where it needs nothing."""
+    part = golden_part(answer)
+    if _score(f": {part}.", answer):
+        return ""
+    if _score(rf"\boxed{{{part}}}", answer):
+        return "only the same text in \\boxed{...} equals"
+    return "no completion can equal"
+
+
+math_answer.check_columns = _check_answers  # pyright: ignore[reportFunctionMemberAccess]

@@ -8,11 +8,11 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_rl.errors import BackendError, in_range
-from lit_rl.rewards.builtin.math import boxed, normalise
+from lit_rl.rewards.builtin.math import boxed, golden_part, normalise
 from lit_rl.rewards.builtin.text import answer_text
 from lit_rl.rewards.completion import Completion, text_of
 
@@ -20,6 +20,8 @@ _PERCENT = re.compile(r"(?<!\\)%")
 _ANCHOR = re.compile(r"\$|\\boxed|\\\[|\\\(")
 _COMMAND = re.compile(r"\\(?:text[a-z]*|begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+")
 _WORD = re.compile(r"[A-Za-z]{3,}")
+_LOOKED_AT = 50
+"""Answers that are parsed before a run begins, at up to a tenth of a second each."""
 
 
 class MathAccuracy:
@@ -65,6 +67,20 @@ class MathAccuracy:
                 golds[gold] = _gold(gold, limit)
             scores.append(_compare(golds[gold], text_of(completion), limit))
         return scores
+
+    def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
+        """Say which of the first answers are not right themselves, in a box; see `LooksAtData`."""
+        from lightning.pytorch.utilities import rank_zero_warn  # workers do without it
+
+        texts = dict.fromkeys(filter(None, map(answer_text, columns.get("answer", ()))))
+        looked_at = [*texts][:_LOOKED_AT]
+        limit = self._limit()
+        boxes = {text: rf"\boxed{{{golden_part(text)}}}" for text in looked_at}
+        if lost := [text for text, box in boxes.items() if not _compare(_gold(text, limit), box, limit)]:
+            rank_zero_warn(
+                f"MathAccuracy: {len(lost)} of the first {len(looked_at)} answers do not earn 1 themselves, in a box: "
+                f"math-verify cannot read them, or reads them as something else. The first is {lost[0]!r:.80}."
+            )
 
     def _limit(self) -> Any:
         if threading.current_thread() is threading.main_thread():
@@ -136,3 +152,10 @@ def math_accuracy(
 ) -> list[float | None]:
     """`MathAccuracy` with its defaults, to be named by path: in a worker process, nothing can hold up the training."""
     return _shared()(prompts, completions, answer)
+
+
+def _check_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
+    _shared().check_columns(columns, given)
+
+
+math_accuracy.check_columns = _check_answers  # pyright: ignore[reportFunctionMemberAccess]

@@ -77,9 +77,27 @@ def refuse_empty_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[s
         )
 
 
+def say_missing_answers(columns: Mapping[str, Sequence[Any]]) -> None:
+    """Tell the user how many rows have no answer, so that rewards which compare with it do not score them."""
+    from lightning.pytorch.utilities import rank_zero_warn  # workers do without it
+
+    answers = columns.get("answer", ())
+    missing = [row for row, answer in enumerate(answers) if answer is None or answer != answer]
+    if missing:
+        rank_zero_warn(
+            f"The column 'answer' holds nothing in {len(missing)} of {len(answers)} rows, the first of which is row "
+            f"{missing[0]}: rewards that compare with it do not score them."
+        )
+
+
+def _look(columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
+    refuse_empty_answers(columns, given)
+    say_missing_answers(columns)
+
+
 def compares_answers(function: _Function) -> _Function:
     """Let a reward function that compares with the `answer` column look at the data before a run begins."""
-    function.check_columns = refuse_empty_answers  # pyright: ignore[reportFunctionMemberAccess]
+    function.check_columns = _look  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
 

@@ -140,6 +140,14 @@ def keywords(name: str, function: Function, columns: Iterable[str]) -> list[str]
     return [argument for argument in offered if argument in by_keyword]
 
 
+def columns_read(name: str, function: Function, columns: Iterable[str]) -> set[str]:
+    """The columns that a function may read: all where it takes ``**kwargs``, less those it passes over in ``**_``."""
+    parameters = _parameters(name, function)
+    if any(parameter.kind is parameter.VAR_KEYWORD and parameter.name != "_" for parameter in parameters):
+        return {*columns}
+    return {*columns} & {parameter.name for parameter in parameters}
+
+
 def _check_parameter(name: str, parameter: inspect.Parameter, standard: Sequence[str], columns: Sequence[str]) -> None:
     variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     if variadic or parameter.default is not parameter.empty:

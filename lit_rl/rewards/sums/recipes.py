@@ -70,6 +70,9 @@ class RewardRecipes(Rewards):
                 f"{', '.join(columns) or 'none'}.{did_you_mean(self.column, columns)} Set column, or add it."
             )
 
+    def reads(self, columns: Sequence[str]) -> set[str]:
+        return super().reads(columns) | {self.column}
+
     def _seen_by(self, name: str, columns: Mapping[str, Sequence[Any]]) -> Mapping[str, Sequence[Any]]:
         rows = self._rows_for(columns)[name]
         return {column: [values[row] for row in rows] for column, values in columns.items()}

@@ -22,7 +22,7 @@ from lit_rl.rewards.execution.caller import Caller, Early
 from lit_rl.rewards.execution.result import FunctionScores
 from lit_rl.rewards.execution.settings import CallSettings
 from lit_rl.rewards.functions.by_path import FunctionFromPath
-from lit_rl.rewards.functions.contract import LooksAtData, Part
+from lit_rl.rewards.functions.contract import LooksAtData, Part, columns_read
 from lit_rl.rewards.functions.names import check_columns
 from lit_rl.rewards.scorers.classifier import Classifier
 from lit_rl.rewards.sums.begun import BegunRewards
@@ -165,6 +165,11 @@ class Rewards:
         """
         for caller in self._callers.values():
             caller.bind(columns)
+
+    def reads(self, columns: Sequence[str]) -> set[str]:
+        """Those of the columns that a function may read."""
+        by_function = (columns_read(name, function, columns) for name, function in self.functions.items())
+        return set[str]().union(*by_function)
 
     def check(self, columns: Mapping[str, Sequence[Any]], also: Sequence[str] = ()) -> None:
         """Let those functions refuse the data that look at its values, before anything expensive is loaded.
