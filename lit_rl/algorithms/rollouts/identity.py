@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.algorithms.rollouts.user_code import digest, is_mark, named, read_by
+from lit_rl.by_path import named_by
+from lit_rl.environments.source import Interactive
 from lit_rl.errors import StorageError
 from lit_rl.models.policy.language_model import LanguageModel
 
@@ -117,6 +119,17 @@ def _adapter(config: Any) -> Record:
             short = listed if isinstance(listed, int | float) else text if len(text) <= 200 else digest(text)
             plain[f"model.lora.{_OF_ADAPTERS.get(name, name)}"] = short
     return plain
+
+
+def _at_path(given: Any) -> Any:
+    """Functions and classes in the place of their paths, which were loaded already."""
+    if isinstance(given, list | tuple):
+        return [_at_path(each) for each in given]
+    if not isinstance(given, str) or not re.fullmatch(r"[^\s:]+:[A-Za-z_]\w*", given):
+        return given
+    with contextlib.suppress(Exception):  # it is a text of another kind
+        return named_by(given, "env").value
+    return given
 
 
 class Word(str):
@@ -231,6 +244,8 @@ def _settings_of(value: Any) -> dict[str, Any]:
                 break
     settings = vars(value).get("settings") if hasattr(value, "__dict__") else None
     fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
+    if isinstance(value, Interactive):
+        held |= {name: _at_path(each) for name, each in value.given.items()}
     held = with_choices(type(value), held)
     return held | {field.name: getattr(settings, field.name) for field in fields}
 
