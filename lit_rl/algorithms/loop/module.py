@@ -346,9 +346,12 @@ class PolicyModule(L.LightningModule, given.Arguments):
             self.model = self.model.held_in("bfloat16")
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Bring along what saves a run that an error ends, where the Trainer has nothing of that kind."""
+        """Bring along what saves a run that an error ends, where the Trainer has nothing of that kind. It comes first:
+        a callback that raises in `on_exception` keeps those behind it from being told."""
         callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        return [] if any(isinstance(each, SaveOnError) for each in callbacks) else [SaveOnError()]
+        if not any(isinstance(each, SaveOnError) for each in callbacks):
+            callbacks.insert(0, SaveOnError())
+        return []
 
     def check_length(self, data: Any) -> None:
         """Refuse what does not fit the length of the run, once the batches are planned and before weights are loaded.
