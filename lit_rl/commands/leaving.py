@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_rl.callbacks.graceful_stop import signals_of
 from lit_rl.callbacks.slurm import requeue_signal
 from lit_rl.callbacks.terminal import Terminal, let_go_of_the_terminal
-from lit_rl.errors import INTERRUPTED, SIGNALLED, TERMINATED, LitRLError
+from lit_rl.errors import INTERRUPTED, SIGNALLED, TERMINATED, BackendError
 
 
 class Left(KeyboardInterrupt):
@@ -86,7 +86,7 @@ def exits_are_errors(trainer: L.Trainer) -> Iterator[None]:
     nobody but Lightning has caught. A run that did not come to its end must not end with 0.
 
     Raises:
-        LitRLError: with the exit code that was asked for; 1 where that was none or 0.
+        BackendError: with the exit code that was asked for; 1 where that was none or 0.
     """
     try:
         yield
@@ -94,10 +94,11 @@ def exits_are_errors(trainer: L.Trainer) -> Iterator[None]:
         begun = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if not begun:  # Slurm takes a job back before it trains
             raise
-        interrupted, terminated = isinstance(left.__context__, KeyboardInterrupt), isinstance(left, SIGTERMException)
-        frame = traceback.extract_tb((left.__context__ if interrupted else left).__traceback__)[-1]
+        by = left.__context__ if isinstance(left.__context__, KeyboardInterrupt) else left
+        interrupted, terminated = by is not left, isinstance(left, SIGTERMException)
+        frame = traceback.extract_tb(by.__traceback__)[-1]
         what = "KeyboardInterrupt" if interrupted else f"{type(left).__name__}({left.code!r})"
-        ended = LitRLError(
+        ended = BackendError(
             f"The training ended at step {trainer.global_step} by {what}, raised in {frame.filename}:{frame.lineno}. "
             "To end a run early and in order, a callback sets trainer.should_stop = True."
         )

@@ -312,6 +312,25 @@ class Scorer:
     pays = __call__
 
 
+class Odd:
+    """Raises whatever it is asked."""
+
+    def __len__(self) -> int:
+        raise RuntimeError("not now")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("never")
+
+
+def test_what_a_function_reads_may_be_anything(tmp_path: Path) -> None:
+    odd, scalar = Odd(), torch.tensor(2.0)
+
+    def pays(completions: list[str], **_: Any) -> list[float]:
+        return [float(scalar) if odd else 0.0 for _ in completions]
+
+    assert "reward.scalar" in made(reward=pays)._settings()
+
+
 READ: dict[str, tuple[Any, Any, str]] = {
     "a closure's value": (enclosing(1.0), enclosing(2.0), "reward.threshold 1 -> 2"),
     "an argument": (partial(worth, 1.0), partial(worth, 2.0), "reward.0 1 -> 2"),

@@ -26,7 +26,7 @@ from lit_rl.commands import train as train_command
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_page import status_of
 from lit_rl.durable import PARTIAL
-from lit_rl.errors import BackendError, LitRLError
+from lit_rl.errors import BackendError
 
 pytestmark = pytest.mark.all
 
@@ -328,7 +328,7 @@ def test_in_python_too_a_run_goes_on_from_where_an_error_ended_it(
 ) -> None:
     """With a Trainer of Lightning's alone: the module brings along what saves. A StopIteration is told, too."""
     step = 0 if hook == "on_train_epoch_start" else 1
-    ends = {"StopIteration": LitRLError, "KeyboardInterrupt": SystemExit}.get(error) or getattr(builtins, error)
+    ends = {"StopIteration": RuntimeError, "KeyboardInterrupt": SystemExit}.get(error, getattr(builtins, error))
     first = [Failing("on_train_batch_start", 1)] if hook == "on_exception" else []
     with pytest.raises(ends):
         fitted(tmp_path / "run", Failing(hook, step, error), *first)

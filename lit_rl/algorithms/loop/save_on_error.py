@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_rl.algorithms.rollouts.state import rng_state, set_rng_state
-from lit_rl.errors import GenerationError, LitRLError, NumericError, StorageError
+from lit_rl.errors import GenerationError, NumericError, StorageError
 
 Saved = TypeVar("Saved")
 _LIBRARIES = ("lit_rl", "lightning", "pytorch_lightning")
@@ -183,8 +183,8 @@ def _refuse_swallowed(batches: Any, what: str, where: str) -> None:
         raise _swallowed(what, where)
 
 
-def _swallowed(what: str, where: str) -> LitRLError:
-    return LitRLError(
+def _swallowed(what: str, where: str) -> RuntimeError:
+    return RuntimeError(
         f"A function that {what} calls (a callback, a loss, a logger) raised StopIteration {where}, and what comes "
         "then would be left out without a word: next(iterator) raises it where nothing is left. Give it a default, "
         "next(iterator, None), or a new iterator."

@@ -222,10 +222,12 @@ def _flat_object(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
 def _flat_read(function: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
     """What code of the user's reads beside its own text; a container as one value."""
     for name, value in read_by(function):
-        if isinstance(value, Mapping):
-            yield f"{key}.{name}", digest(repr(sorted(_flat(value, "", depth + 1), key=repr)))
-        else:
-            yield from _flat(value, f"{key}.{name}", depth + 1)
+        with contextlib.suppress(Exception):  # objects of others may raise whatever they are asked
+            if isinstance(value, Mapping):
+                found = {"": digest(repr(sorted(_flat(value, "", depth + 1), key=repr)))}
+            else:
+                found = dict(_flat(value, "", depth + 1))
+            yield from ((f"{key}.{name}{part and '.'}{part.removeprefix('.')}", each) for part, each in found.items())
 
 
 def _settings_of(value: Any) -> dict[str, Any]:

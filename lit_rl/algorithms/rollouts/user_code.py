@@ -6,12 +6,13 @@ that it calls, a constant of its module or the threshold of a closure is another
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -64,8 +65,9 @@ def read_by(function: Any) -> Iterator[tuple[str, Any]]:
     """
     seen: set[int] = set()
     found: dict[str, Any] = {}
-    for name, value in _reads(inspect.unwrap(getattr(function, "function", function)), seen):
-        found.setdefault(name, value)
+    with contextlib.suppress(Exception):  # objects of others may raise whatever they are asked, and no run ends by that
+        for name, value in _reads(inspect.unwrap(getattr(function, "function", function)), seen):
+            found.setdefault(name, value)
     yield from found.items()
 
 
@@ -89,10 +91,12 @@ def _reads(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, ModuleType) or inspect.isclass(value) or isinstance(value, FunctionType):
             yield from _other(value, function.__module__, seen)
-        elif not hasattr(value, "__len__") or len(value) <= _MOST:
-            yield name, value
         else:
-            yield name, len(value)
+            yield name, len(value) if _is_long(value) else value
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple | set | frozenset) and len(value) > _MOST
 
 
 def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -133,16 +137,16 @@ class _Text(str):
     """A mark that stands for what it was made of."""
 
 
-def _files(module: ModuleType, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _files(file: ModuleType, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """A mark of a module's file, and of those that it imports."""
-    if id(module) in seen or not is_users(module):
+    if id(file) in seen or not is_users(file):
         return
-    seen.add(id(module))
+    seen.add(id(file))
     try:
-        yield module.__name__, _Text(f"{module.__name__} {digest(Path(str(module.__file__)).read_bytes())}")
+        yield file.__name__, _Text(f"{file.__name__} {digest(Path(str(file.__file__)).read_bytes())}")
     except OSError:
         return
-    for value in list(vars(module).values()):
+    for value in list(vars(file).values()):
         other = value if isinstance(value, ModuleType) else sys.modules.get(str(getattr(value, "__module__", "")))
         if other is not None and isinstance(value, ModuleType | FunctionType | type):
             yield from _files(other, seen)
@@ -154,9 +158,9 @@ def _installed() -> tuple[str, ...]:
     return tuple(f"{Path(paths[name]).resolve()}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-def is_users(module: str | ModuleType | None) -> bool:
+def is_users(owner: str | ModuleType | None) -> bool:
     """Whether a module is neither installed nor this package's: a script, a notebook, a file beside them."""
-    found = module if isinstance(module, ModuleType) else sys.modules.get(str(module))
+    found = owner if isinstance(owner, ModuleType) else sys.modules.get(str(owner))
     name = getattr(found, "__name__", "lit_rl")
     if f"{name}.".startswith(_OURS) or name in sys.builtin_module_names:
         return False
