@@ -162,6 +162,7 @@ OWN_SIGNATURES = {
     ),
     *("lit_rl/cli/lightning_app.py", "lit_rl/environments/user_class.py", "lit_rl/generation/rollout_function.py"),
     *("lit_rl/algorithms/rollouts/identity.py", "lit_rl/environments/tools.py"),
+    *("lit_rl/algorithms/rollouts/user_code.py", "lit_rl/environments/source.py"),
     *("lit_rl/rewards/builtin/lengths.py", "lit_rl/rewards/functions/contract.py"),
 }
 """Files that read signatures of lit_rl's own functions, or of the user's."""

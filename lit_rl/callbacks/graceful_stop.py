@@ -5,10 +5,7 @@ An optimizer step that has begun is finished. A rollout, its rewards and a valid
 from them, and the run that goes on makes them anew (`lit_rl.interruption`). A signal to one rank reaches the others by
 `SignalWatch`.
 
-An error ends the run too, of a generator, an environment, a reward or somebody's callback: what was learned until then
-is saved.
-
-A checkpoint that is written between an optimizer step and a validation that is due says so, whoever writes it.
+An error ends the run too: see `algorithms.loop.save_on_error`.
 """
 
 from __future__ import annotations
@@ -27,13 +24,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lit_rl import interruption
-from lit_rl.algorithms.rollouts.state import rng_state, set_rng_state
+from lit_rl.algorithms.loop.save_on_error import SaveOnError, folder_of, validates_next
 from lit_rl.callbacks.checkpoint_files import is_whole
 from lit_rl.callbacks.signal_watch import SignalWatch
 from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.terminal import let_go_of_the_terminal
 from lit_rl.callbacks.timed_checkpoint import save_step
-from lit_rl.errors import GenerationError, NumericError
 
 
 def _say(text: str) -> None:
@@ -42,19 +38,17 @@ def _say(text: str) -> None:
     _thread.start_new_thread(rank_zero_info, (text,))
 
 
-class GracefulStop(L.Callback):
+class GracefulStop(SaveOnError):
     """Replaces Lightning's handler, which broadcasts inside the signal handler: with one rank generating and another
     waiting, that hangs. Here the handler sets a flag, on which all ranks agree between two optimizer steps; where it
     comes in work that may be given up, it ends that work, on which they agree behind it.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.signum: int | None = None
         """The signal that came; None while none has."""
         self._before: dict[int, Any] = {}
-        self._place: dict[str, Any] | None = None
-        self._validated = False
-        self._failed = False
         self.gave_up = False
         """Whether it came in work that was given up."""
         self.saved: Path | None = None
@@ -65,7 +59,8 @@ class GracefulStop(L.Callback):
         on."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.signum, self._place, self._failed, self.gave_up, self.saved = None, None, False, False, None
+        super().on_train_start(trainer, pl_module)
+        self.signum, self.gave_up, self.saved = None, False, None
         if threading.current_thread() is not threading.main_thread():
             return
         interruption.listen(lambda: self._give_up(trainer), several=trainer.world_size > 1)
@@ -87,7 +82,7 @@ class GracefulStop(L.Callback):
         if number == signal.SIGHUP:
             let_go_of_the_terminal()
         self._watch.begin()
-        what = "stopping and saving" if _folder_of(trainer) else "stopping; nothing is saved, as checkpoints are off"
+        what = "stopping and saving" if folder_of(trainer) else "stopping; nothing is saved, as checkpoints are off"
         with contextlib.suppress(RuntimeError):  # no thread is to be had: it stops without a word
             _say(f"{signal.Signals(number).name}: {what}. Once more to stop at once.")
         interruption.ask()
@@ -95,14 +90,12 @@ class GracefulStop(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Only where every rank stands at the end of an optimizer step: no half-accumulated gradient has to be saved.
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if trainer.fit_loop._should_accumulate():
-            self._place = None
             return
-        self._take_down(trainer)
         # Where a validation is due it is begun, and ends before its first batch: the next start makes it then.
-        if self._is_to_end(trainer) and not _validates_next(trainer):
-            folder = _folder_of(trainer)
+        if self._is_to_end(trainer) and not validates_next(trainer):
+            folder = folder_of(trainer)
             if folder is not None:
                 self.saved = folder / f"step_{trainer.global_step:08d}.ckpt"
                 save_step(trainer, self.saved)
@@ -125,7 +118,7 @@ class GracefulStop(L.Callback):
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._validated = False
+        super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
         # Every rank has as many batches, so all of them ask. Half a validation is none: the next start makes it anew.
         if self._place is not None and self._is_to_end(trainer):
             self._give_up(trainer)
@@ -142,81 +135,29 @@ class GracefulStop(L.Callback):
         raise _TunerExitException  # the one way out of a loop that Lightning takes for a good end
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._place is None:
-            return
-        self._take_down(trainer)
-        self._validated = True
-        if self._is_to_end(trainer):
+        super().on_validation_end(trainer, pl_module)
+        if self._place is not None and self._is_to_end(trainer):
             self.saved = self._save_place(trainer, in_validation=False)
             trainer.should_stop = True
             self._requeue(trainer)
 
-    def _take_down(self, trainer: L.Trainer) -> None:
-        """Where the loops and the data stand: a rollout that cannot be drawn begins by moving them on. And torch's
-        random generators, of which a reward function may draw."""
-        self._place = {
-            "epoch": trainer.current_epoch,
-            "fit_loop": trainer.fit_loop.state_dict(),
-            "rng": rng_state(),
-        }
-
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._place = None
+        super().on_train_end(trainer, pl_module)
         self._restore()
+
+    def saves_after(self, exception: BaseException) -> bool:
+        again = isinstance(exception, KeyboardInterrupt) and self.signum is not None
+        return super().saves_after(exception) and not again
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._restore()
-        together = trainer.world_size == 1 or (isinstance(exception, GenerationError) and exception.on_every_rank)
-        lost = _in_a_step(trainer) and not isinstance(exception, GenerationError)
-        if lost or not isinstance(exception, Exception) or isinstance(exception, NumericError):
-            return
-        try:
-            path = self._save_place(
-                trainer, in_validation=trainer.validating and not self._validated, alone=not together
-            )
-        except Exception as error:  # a disk that is full, or a callback that fails to save
-            return exception.add_note(f"(What was learned could not be saved: {type(error).__name__}: {error})")
-        if path is not None:
-            what = "The rollout failed." if isinstance(exception, GenerationError) else "The run ends with an error."
-            rank_zero_info(f"{what} Everything up to optimizer step {trainer.global_step} is saved: {path}")
+        super().on_exception(trainer, pl_module, exception)
 
-    def _save_place(
-        self, trainer: L.Trainer, *, in_validation: bool, alone: bool = False, anew: bool = False
-    ) -> Path | None:
-        """Save the run as it was after its last optimizer step, or validation; nothing that was learned is lost.
+    def is_saved(self, path: Path) -> bool:
+        return is_whole(path)
 
-        Args:
-            in_validation: One has begun and not ended.
-            alone: The other ranks do not come here.
-            anew: In place of a checkpoint of this step, which may not know of the validation.
-
-        Returns:
-            The checkpoint; None where none can be saved.
-        """
-        if _ends_step(trainer):  # as any callback saves here
-            self._place, anew, failed = {"rng": rng_state()}, False, False
-        else:
-            failed = True
-        if self._place is not None and in_validation:
-            rng = self._place["rng"]
-            self._take_down(trainer)
-            self._place = {**self._place, "fit_loop": _before_validation(self._place["fit_loop"]), "rng": rng}
-        folder = _folder_of(trainer)
-        if self._place is None or folder is None or alone:  # saving takes every rank
-            return None
-        path = folder / f"step_{trainer.global_step:08d}.ckpt"
-        if anew or not trainer.strategy.broadcast(is_whole(path)):
-            self._failed = failed
-            set_rng_state(self._place["rng"])
-            save_step(trainer, path)
-        return path
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._failed and self._place is not None:
-            checkpoint["epoch"] = self._place["epoch"]
-            checkpoint["loops"]["fit_loop"] = self._place["fit_loop"]
-        elif _between_step_and_validation(trainer):
-            checkpoint["loops"]["fit_loop"] = _validation_to_begin(checkpoint["loops"]["fit_loop"])
+    def save(self, trainer: L.Trainer, path: Path) -> None:
+        save_step(trainer, path)
 
     def _restore(self, leaves: int | None = None) -> None:
         interruption.forget()
@@ -234,76 +175,3 @@ def signals_of(trainer: L.Trainer) -> list[int]:
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     asked = requeue_signal(trainer)
     return [signal.SIGINT, signal.SIGTERM, *hangup, *([] if asked is None else [asked])]
-
-
-def _in_a_step(trainer: L.Trainer) -> bool:
-    """Tell whether a step has begun and not ended, so that what the module counts is of no place of the loop."""
-    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-    return getattr(trainer.lightning_module, "in_a_step", steps.ready > steps.completed)
-
-
-def _ends_step(trainer: L.Trainer) -> bool:
-    """Tell whether callbacks are being told that the last micro-batch of an optimizer step is over."""
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    at_end = trainer.training and batches.processed == batches.ready == batches.completed + 1
-    return at_end and not trainer.fit_loop._should_accumulate()
-
-
-def _folder_of(trainer: L.Trainer) -> Path | None:
-    """Where checkpoints are written; None where none are."""
-    folder = getattr(trainer.checkpoint_callback, "dirpath", None)
-    return None if folder is None else Path(folder)
-
-
-def _validates_next(trainer: L.Trainer) -> bool:
-    """Whether Lightning validates after this optimizer step, whatever has come."""
-    epoch_loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-    batches = sum(epoch_loop.val_loop.max_batches)
-    return fetcher is not None and batches > 0 and epoch_loop._should_check_val_fx(fetcher)
-
-
-def _between_step_and_validation(trainer: L.Trainer) -> bool:
-    """Whether a callback saves at the end of an optimizer step, and a validation is due in the middle of an epoch.
-
-    Lightning takes it for made where such a checkpoint is resumed, unless the checkpoint says that it has begun. (At
-    the end of an epoch it makes it by itself.)
-    """
-    fit_loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
-    current: Any = progress.current
-    ends_batch = trainer.training and current.processed == current.completed + 1
-    if not ends_batch or progress.is_last_batch or fit_loop._should_accumulate():
-        return False
-    if trainer._val_check_time_interval is not None:  # pyright: ignore  # by the clock, which begins anew
-        return False
-    return _validates_next(trainer)
-
-
-def _validation_to_begin(fit_loop: dict[str, Any]) -> dict[str, Any]:
-    """Loops at the end of a batch, as if in the first batch of the validation behind it."""
-    train, validation = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"
-    done = {part: {**fit_loop[train][part]} for part in ("total", "current")}
-    for counts in done.values():
-        counts["completed"] += 1
-    begun = {
-        "total": _before_a_batch(fit_loop[validation]["total"]["completed"]),
-        "current": _before_a_batch(0),
-        "is_last_batch": False,
-    }
-    return {
-        **fit_loop,
-        train: {**fit_loop[train], **done},
-        validation: {**fit_loop[validation], **begun},
-    }
-
-
-def _before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
-    """Loops that stopped in a validation, as if in its first batch: half of its numbers would be lost otherwise."""
-    key = "epoch_loop.val_loop.batch_progress"
-    done = fit_loop[key]["current"]["completed"]
-    counts = {part: _before_a_batch(fit_loop[key][part]["completed"] - done) for part in ("total", "current")}
-    return {**fit_loop, key: {**fit_loop[key], **counts, "is_last_batch": False}}
-
-
-def _before_a_batch(done: int) -> dict[str, int]:
-    """Lightning's counts where so many batches are done and the next one has begun."""
-    return {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}

@@ -50,7 +50,7 @@ from lit_rl.cli.micro_batches import Accumulation, cut_by
 from lit_rl.cli.precision import Asked, for_trainer, settle
 from lit_rl.cli.schemas import PYTHON_ONLY, parameters
 from lit_rl.cli.targets import find_here
-from lit_rl.commands import evaluate, folder_state, report, run_report, train
+from lit_rl.commands import evaluate, folder_state, leaving, report, run_report, train
 from lit_rl.commands.export import for_readers
 from lit_rl.commands.other_ranks import (
     end_those_started,
@@ -379,7 +379,8 @@ class CommandLine(LightningCLI):
         with report.told_what_is_missing(self.trainer):
             try:
                 told = told_of_memory(self.model) if isinstance(self.model, PolicyModule) else contextlib.nullcontext()
-                with watching_those_started(self.trainer, self._give_up), told:
+                exits = leaving.exits_are_errors(self.trainer) if subcommand == "fit" else contextlib.nullcontext()
+                with watching_those_started(self.trainer, self._give_up), exits, told:
                     super()._run_subcommand(subcommand)
                 wait_for_those_started(self.trainer.strategy.launcher)
             except Exception as error:

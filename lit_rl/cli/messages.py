@@ -64,7 +64,8 @@ def reported(function: Callable[[], int | None]) -> int:
             traceback.print_exc()
         from lit_rl.callbacks.text import visible
 
-        notes = "".join(f" {note}" for note in getattr(ours, "__notes__", ()))
+        said = [*getattr(ours, "__notes__", ()), *(getattr(error, "__notes__", ()) if ours is not error else ())]
+        notes = "".join(f" {note}" for note in said)
         sys.stderr.write(visible(f"{type(ours).__name__}: {ours}{notes}") + "\n")
         return ours.exit_code
 

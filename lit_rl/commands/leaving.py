@@ -6,15 +6,17 @@ import contextlib
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_rl.callbacks.graceful_stop import signals_of
 from lit_rl.callbacks.slurm import requeue_signal
 from lit_rl.callbacks.terminal import Terminal, let_go_of_the_terminal
-from lit_rl.errors import SIGNALLED
+from lit_rl.errors import INTERRUPTED, SIGNALLED, TERMINATED, BackendError
 
 
 class Left(KeyboardInterrupt):
@@ -76,6 +78,33 @@ def at_once(trainer: L.Trainer, then: Callable[[int], None]) -> Iterator[None]:
         sys.stdout, sys.stderr = streams
     if came:
         raise SystemExit(SIGNALLED + came[0])
+
+
+@contextlib.contextmanager
+def exits_are_errors(trainer: L.Trainer) -> Iterator[None]:
+    """Turn an exit in the middle of a training into an error: of a callback that calls `sys.exit`, or of a Ctrl-C that
+    nobody but Lightning has caught. A run that did not come to its end must not end with 0.
+
+    Raises:
+        BackendError: with the exit code that was asked for; 1 where that was none or 0.
+    """
+    try:
+        yield
+    except SystemExit as left:
+        begun = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if not begun:  # Slurm takes a job back before it trains
+            raise
+        by = left.__context__ if isinstance(left.__context__, KeyboardInterrupt) else left
+        interrupted, terminated = by is not left, isinstance(left, SIGTERMException)
+        frame = traceback.extract_tb(by.__traceback__)[-1]
+        what = "KeyboardInterrupt" if interrupted else f"{type(left).__name__}({left.code!r})"
+        ended = BackendError(
+            f"The training ended at step {trainer.global_step} by {what}, raised in {frame.filename}:{frame.lineno}. "
+            "To end a run early and in order, a callback sets trainer.should_stop = True."
+        )
+        asked = left.code if isinstance(left.code, int) and left.code else 1
+        ended.exit_code = INTERRUPTED if interrupted else TERMINATED if terminated else asked
+        raise ended from left
 
 
 def _pass_on(launcher: Any, number: int) -> None:

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
+from lit_rl.algorithms.loop.save_on_error import without_others
 from lit_rl.algorithms.preflight.data import monitors
 from lit_rl.callbacks.alarms.base import Alarm
 from lit_rl.callbacks.checkpoint_files import is_whole, step_of
@@ -112,7 +113,7 @@ def train(run: Run) -> int:
             _save(run, summary | {"status": "running"})
         elif summary.get("status") != "running" and not run.dry:  # it goes on
             _save(run, summary | {"status": "running"})
-        with _kept(run, summary):
+        with _kept(run, summary), leaving.exits_are_errors(run.trainer):
             try:
                 with told_of_memory(run.module):
                     run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
@@ -158,15 +159,20 @@ def keep(run: Run, summary: dict[str, Any], error: Exception) -> None:
     ended = trainer.should_stop or step >= run.module.total_steps
     target = run.run_dir.checkpoints / f"step_{step:08d}.ckpt"
     if ended:
-        with contextlib.suppress(Exception):  # of a callback that fails to save, which may be what ended it
-            _save_last_step(run)
+        with contextlib.suppress(Exception, SystemExit):  # of a callback that fails to save, which may have ended it
+            without_others(trainer, lambda: _save_last_step(run))
     saved = target.exists() and is_whole(target)
     if saved and not ended:
         return
     if summary.get("hf_step") != step:
         export(run, summary)
-    kept = [*([f"the checkpoint {target}"] if saved else []), f"the model {run.run_dir.hf}"]
-    error.add_note(f"Nothing that was learned in {step} steps is lost: {' and '.join(kept)}.")
+    if saved:
+        kept = (
+            f"Nothing that was learned in {step} steps is lost: the checkpoint {target} and the model {run.run_dir.hf}."
+        )
+    else:
+        kept = f"The weights of {step} steps are kept as the model {run.run_dir.hf}; no checkpoint of that step is."
+    error.add_note(kept)
 
 
 def note_failure(run: Run, code: int) -> None:

@@ -156,7 +156,7 @@ class RolloutDataModule(SourcedDataModule):
         trainer, (rank, world_size) = self.trainer_of_run(), self.rank()
         generator = getattr(trainer.lightning_module, "generator", None)  # a module of yours may have none
         lag = 0 if generator is None else generator.lag
-        return RolloutLoader(
+        loader = RolloutLoader(
             self._prepared().train,
             self._order(self.shuffles()),
             repeat=self.module_attribute("slots_per_rollout"),
@@ -168,6 +168,8 @@ class RolloutDataModule(SourcedDataModule):
             limit=trainer.limit_train_batches,
             allow_changed=self.allow_changed,
         )
+        loader.given = self.made_by(self.options, self._tokenizer)
+        return loader
 
     def _length(self) -> tuple[float, float]:
         """Rollouts and epochs after which the run ends, infinite where it does not."""

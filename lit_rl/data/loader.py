@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
+
+from lightning.pytorch.utilities import rank_zero_info
 
 from lit_rl.data.order import RolloutOrder, count_occurrences
 from lit_rl.data.prompt_set import PromptSet
@@ -72,6 +77,10 @@ class SlottedLoader(ABC, Generic[Batch]):
         self._position = 0
         self._continues = False
 
+    given: Mapping[str, Any] = MappingProxyType({})
+    """Settings that made the rows, by name, as plain values. The data module sets them: they name the cause where a
+    checkpoint's rows were others."""
+
     @abstractmethod
     def batches(self, rows: list[int], number: int) -> Sequence[Batch]:
         """This rank's batches of one step, one for each slot.
@@ -116,7 +125,8 @@ class SlottedLoader(ABC, Generic[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         cut = {"slots": self.slots, "world_size": self.world_size}
-        return {"position": self._position, "epoch": self._epoch, "fingerprint": self.fingerprint, **cut}
+        where = {"position": self._position, "epoch": self._epoch}
+        return where | {"fingerprint": self.fingerprint, "made_by": self.made_by(self.slots), **cut}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the saved loader was.
@@ -131,17 +141,27 @@ class SlottedLoader(ABC, Generic[Batch]):
             )
         other = other_world(state, self.world_size)
         slots = state["slots"] if other else self.slots
-        if state["fingerprint"] != self.fingerprint_of(slots) and not self.allow_changed:
-            raise DataError(
-                "The data is not the checkpoint's: the rows, their order (data.seed, data.shuffle, weights, "
-                f"{self.size_key}) or the micro-batches of a step ({self.cut_keys}) changed, so the run cannot go on "
-                "exactly. Restore them, or accept it with data.allow_changed=true."
-            )
+        if state["fingerprint"] != self.fingerprint_of(slots):
+            go_on_with_others(self, state, slots, allowed=self.allow_changed)
         position = state["position"]
         self._position = whole_steps(position, slots) * self.slots if other else position
         self._epoch, self._continues = state["epoch"], True
         if self._position >= self._last:
             self._position, self._epoch = 0, self._epoch + 1
+
+    def made_by(self, slots: int) -> dict[str, Any]:
+        """What decides which row is in which batch, by the names of settings, as plain values."""
+        order = self.order
+        weights = None if order.weights is None else ", ".join(map(str, order.weights))
+        return {
+            **self.given,
+            "rows": sum(order.sizes),
+            "data.seed": order.seed,
+            "data.shuffle": order.shuffle,
+            self.size_key: order.prompts_per_rollout,
+            "the weights of data.sources": weights,
+            f"the micro-batches of a step ({self.cut_keys})": f"{slots}{self.dealt(slots)}",
+        }
 
     @property
     def fingerprint(self) -> str:
@@ -152,6 +172,59 @@ class SlottedLoader(ABC, Generic[Batch]):
         """What it would be with this number of slots."""
         text = f"{self._data}{self.dealt(slots)} {self.order} {slots}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def go_on_with_others(loader: SlottedLoader[Any], state: Mapping[str, Any], slots: int, *, allowed: bool) -> None:
+    """Refuse data that are not the checkpoint's, or say what is other about them.
+
+    Args:
+        loader: Of this run.
+        state: That a loader of the checkpoint's run left.
+        slots: Of the checkpoint's run.
+        allowed: `data.allow_changed`.
+
+    Raises:
+        DataError: names the settings that changed; where none did, the rows themselves.
+    """
+    before, now = state.get("made_by", {}), loader.made_by(slots)
+    changed = [name for name in now if name in before and name != "rows" and before[name] != now[name]]
+    said = [f"{name} {_in_words(before[name], now[name])}" for name in changed]
+    if not said and before:
+        counts = [before["rows"], now["rows"]]
+        said = [f"the rows themselves, {counts[0]} -> {counts[1]} of them" if counts[0] != counts[1] else _SAME_COUNT]
+    if not said:
+        said = [f"the rows, their order or the micro-batches of a step ({loader.cut_keys}) changed"]
+    if not allowed:
+        raise DataError(
+            f"The data is not the checkpoint's: {', '.join(said)}. So the run cannot go on exactly. Restore "
+            f"{'it' if len(said) == 1 else 'them'}, or accept it with data.allow_changed=true."
+        )
+    rank_zero_info(f"Going on with other data than the checkpoint's run (data.allow_changed=true): {', '.join(said)}.")
+
+
+_SAME_COUNT = "the rows themselves (as many as before: their texts, their columns or their order in the file)"
+
+
+def _in_words(before: Any, now: Any) -> str:
+    """Of strings a mark is noted, so that no secret is in a checkpoint."""
+    marked = any(isinstance(each, str) and each.startswith("#") for each in (before, now))
+    return "changed" if marked else f"{before} -> {now}"
+
+
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as a checkpoint notes them: numbers as they are, of all else a mark."""
+    found = {}
+    for name, value in settings.items():
+        if value is None or isinstance(value, bool | int | float):
+            found[name] = value
+            continue
+        text = repr(value)
+        if callable(value):
+            with contextlib.suppress(OSError, TypeError):  # of a shell, or made by `exec`
+                text = inspect.getsource(value)
+            text = text if "at 0x" not in text else getattr(value, "__qualname__", type(value).__qualname__)
+        found[name] = f"#{hashlib.blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=6).hexdigest()}"
+    return found
 
 
 def other_world(state: Mapping[str, Any], world_size: int) -> bool:

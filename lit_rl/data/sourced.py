@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from lit_rl.data.hub import GivenRows, is_data_set
 from lit_rl.data.image_prompts import Processor
 from lit_rl.data.images import MAX_IMAGE_PIXELS
 from lit_rl.data.jsonl import OnBadRow
+from lit_rl.data.loader import plain_settings
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.small_sets import DEFAULT, fitting
 from lit_rl.data.sources import Rows
@@ -152,6 +154,27 @@ class SourcedDataModule(L.LightningDataModule):
             return {name: source.load(self.on_bad_row) for name, source in self.val_sources.items()}
         rows = self.task.val()
         return {"": named_rows("data.task.val()", rows)} if rows else {}
+
+    def made_by(self, options: Any, tokenizer: Any) -> dict[str, Any]:
+        """What makes the training rows, by the names of settings: for a checkpoint, see `SlottedLoader`.
+
+        Args:
+            options: `PromptOptions` or `ExampleOptions`.
+            tokenizer: Of the policy.
+        """
+        named = {f"data.{each.name}": getattr(options, each.name) for each in dataclasses.fields(options)}
+        places = [(source.path, source.split, source.name) for source in self.sources]
+        task = (
+            None
+            if self.task is None
+            else (type(self.task).__qualname__, sorted(plain_settings(vars(self.task)).items()))
+        )
+        template = getattr(tokenizer, "chat_template", None)
+        return plain_settings(
+            named
+            | {"data.path, data.split or data.name": places, "data.task": task, "data.val_fraction": self.val_fraction}
+            | {"the chat template (model.chat_template, or the tokenizer's)": template}
+        )
 
     @property
     def streamable(self) -> list[Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, Protocol, Self, TypeVar
 
 from lit_rl.errors import ConfigError
 from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
@@ -59,6 +61,13 @@ class Interactive:
     """Whether replies are written down for a run that is killed in the middle of a rollout; or in which folder."""
     columns: tuple[str, ...] = ("episodes",)
     """What rewards get by name, beside the columns of the data."""
+    given: Mapping[str, Any] = MappingProxyType({})
+    """What the constructor was given, by name: a part of a run's identity."""
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        made = super().__new__(cls)
+        made.given = dict(zip(inspect.signature(cls).parameters, arguments, strict=False)) | named
+        return made
 
     def check_columns(self, columns: Mapping[str, Sequence[Any]] | Sequence[str]) -> None:
         """Refuse data that it does not go with.

@@ -350,8 +350,17 @@ def test_resuming_on_other_data_is_refused(tmp_path):
     small = RolloutDataModule(rows=make_rows(17), prompts_per_rollout=5, val_fraction=0)
     trainer(tmp_path, callbacks=[keep], enable_checkpointing=True, max_steps=2).fit(Recorder(), datamodule=small)
     other: dict[str, Any] = dict(rows=make_rows(18), prompts_per_rollout=5, val_fraction=0)
-    with pytest.raises(DataError, match=r"data\.allow_changed=true"):
-        trainer(tmp_path).fit(Recorder(), datamodule=RolloutDataModule(**other), ckpt_path=tmp_path / "last.ckpt")
+    causes: dict[str, dict[str, Any]] = {
+        "the rows themselves, 17 -> 18 of them": other,
+        "data.system_prompt changed": {"rows": make_rows(17), "system_prompt": "Be brief."},
+        "data.map_row changed": {"rows": make_rows(17), "map_row": lambda row: {**row, "prompt": row["prompt"] + "!"}},
+        "data.val_fraction 0 -> 0.2": {"rows": make_rows(17), "val_fraction": 0.2},
+    }
+    for cause, settings in causes.items():
+        changed = RolloutDataModule(**{"prompts_per_rollout": 5, "val_fraction": 0, **settings})
+        with pytest.raises(DataError, match=r"data\.allow_changed=true") as caught:
+            trainer(tmp_path).fit(Recorder(), datamodule=changed, ckpt_path=tmp_path / "last.ckpt")
+        assert f"not the checkpoint's: {cause}. So" in str(caught.value)
     allowed = Recorder()
     module = RolloutDataModule(**other, allow_changed=True)
     trainer(tmp_path).fit(allowed, datamodule=module, ckpt_path=tmp_path / "last.ckpt")

@@ -110,7 +110,7 @@ def test_a_state_is_the_same_on_every_rank_and_loads_into_another_number_of_rank
             pass
     states = [loader.state_dict() for loader in loaders]
     assert states[0] == states[1]
-    assert set(states[0]) == {"position", "epoch", "fingerprint", "slots", "world_size"}
+    assert set(states[0]) == {"position", "epoch", "fingerprint", "made_by", "slots", "world_size"}
     alone, fresh = make(24, 4, repeat=2), make(24, 4, repeat=2)
     alone.load_state_dict(states[0])
     assert list(alone) == list(fresh)[states[0]["position"] :]
@@ -134,11 +134,18 @@ def test_another_number_of_ranks_goes_on_with_the_next_whole_rollout(done):
 def test_a_changed_order_or_data_is_refused_unless_allowed():
     state = make().state_dict()
     make().load_state_dict(state)
-    changed = [make(seed=1), make(prompts=5), make(repeat=2), make(22), make(sizes=(11, 12), weights=(1.0, 2.0))]
-    changed.append(RolloutLoader(data(23, offset=1), RolloutOrder((23,), 4)))
-    for loader in changed:
+    changed = {
+        "data.seed 0 -> 1": make(seed=1),
+        "data.prompts_per_rollout 4 -> 5": make(prompts=5),
+        "the micro-batches of a step (trainer.accumulate_grad_batches) 1 -> 2": make(repeat=2),
+        "the rows themselves, 23 -> 22 of them": make(22),
+        "the weights of data.sources None -> 1.0, 2.0": make(sizes=(11, 12), weights=(1.0, 2.0)),
+        "the rows themselves (as many as before": RolloutLoader(data(23, offset=1), RolloutOrder((23,), 4)),
+    }
+    for cause, loader in changed.items():
         with pytest.raises(DataError, match=r"data\.allow_changed=true") as caught:
             loader.load_state_dict(state)
+        assert f"not the checkpoint's: {cause}" in str(caught.value)
         assert caught.value.exit_code == 3
         loader.allow_changed = True
         loader.load_state_dict({**state, "position": 3})

@@ -172,7 +172,7 @@ def test_every_position_resumes_with_the_batch_that_would_have_come():
 
 def test_a_state_of_other_data_or_of_another_cut_is_refused():
     state = loader(verdicts(20), accumulate=2).state_dict()
-    with pytest.raises(DataError, match=r"data\.batch_size.*data\.allow_changed"):
+    with pytest.raises(DataError, match=r"the rows themselves, 20 -> 21 .*data\.allow_changed"):
         loader(verdicts(21), accumulate=2).load_state_dict(state)
     with pytest.raises(DataError, match="micro-batches"):
         loader(verdicts(20), accumulate=4).load_state_dict(state)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import builtins
+
 import lightning as L
 
 
 class Failing(L.Callback):
     """Raises in one hook of a fit, from an optimizer step on."""
 
-    def __init__(self, hook: str, step: int = 0) -> None:
-        self.hook, self.step = hook, step
+    def __init__(self, hook: str, step: int = 0, error: str = "ValueError") -> None:
+        self.hook, self.step, self.error = hook, step, error
 
 
 def _failing(name: str):
     def hook(self: Failing, trainer: L.Trainer, *_: object, **__: object) -> None:
         if name == self.hook and trainer.global_step >= self.step and trainer.state.fn == "fit":
-            raise ValueError(f"mine in {name}")
+            raise getattr(builtins, self.error)(*([] if self.error == "SystemExit" else [f"mine in {name}"]))
 
     return hook
 
@@ -23,6 +25,7 @@ def _failing(name: str):
 for _name in (
     *("on_train_end", "on_fit_end", "teardown", "on_save_checkpoint", "on_train_epoch_end", "on_validation_end"),
     *("on_train_batch_end", "on_train_batch_start", "on_before_optimizer_step"),
+    *("on_validation_batch_end", "on_train_epoch_start", "on_exception"),
 ):
     setattr(Failing, _name, _failing(_name))
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import linecache
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_rl import GRPO, SFT, AdamW, Constant, Cosine, LanguageModel, Lora, RolloutDataModule, Sampling
+from lit_rl import GRPO, SFT, AdamW, Constant, Cosine, FunctionTools, LanguageModel, Lora, RolloutDataModule, Sampling
 from lit_rl.algorithms.loop import module as loop
 from lit_rl.algorithms.rollouts import identity
 from lit_rl.errors import StorageError
@@ -34,10 +38,35 @@ def another(completions: list[str], **columns: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
-def made(lora: Any = None, model: dict[str, Any] | None = None, reward: Any = score, **settings: Any) -> GRPO:
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def another_tool(a: int) -> int:
+    """Add one.
+
+    Args:
+        a: The number.
+    """
+    return a + 1
+
+
+class Mine(GRPO):
+    """As GRPO, by another name."""
+
+
+def made(
+    lora: Any = None, model: dict[str, Any] | None = None, reward: Any = score, kind: Any = GRPO, **settings: Any
+) -> GRPO:
     settings = {"sampling": Sampling(max_new_tokens=3), "optimizer": AdamW(lr=0.01), "beta": 0.0} | settings
     described = {"name": "tiny", "lora": Lora(r=2, targets=["q_proj"]) if lora is None else lora} | (model or {})
-    return GRPO(LanguageModel(**described), reward, group_size=2, **settings)
+    return kind(LanguageModel(**described), reward, group_size=2, **settings)
 
 
 def fitted(module: Any, folder: Path, steps: int, resume: Path | None = None, **trainer: Any) -> Path:
@@ -176,7 +205,13 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"lora": Lora(r=2, targets=["q_proj"], dropout=0.1)}, "model.lora.dropout 0 -> 0.1"),
     "template": ({"model": {"chat_template": "{{ messages[0].content }}"}}, "model.chat_template changed"),
     "end": ({"model": {"pad_token": "<|endoftext|>"}}, "model.pad_token changed"),
-    "dtype": ({"model": {"dtype": "bfloat16"}}, "model.dtype changed"),
+    "dtype": ({"model": {"dtype": "bfloat16"}}, "model.dtype float32 -> bfloat16"),
+    "attention": (
+        {"model": {"attn_implementation": "eager"}},
+        "model.attn_implementation (not set) -> eager",
+    ),
+    "a choice": ({"env": FunctionTools([add], seed="sample")}, "env.seed (not set) -> sample"),
+    "a class of yours": ({"kind": Mine}, "algo (Mine) changed"),
     "overrides": (
         {"model": {"init_kwargs": {"attention_dropout": 0.1}}},
         "model.init_kwargs.attention_dropout (not set) -> 0.1",
@@ -254,6 +289,144 @@ def test_a_function_of_a_file_is_another_where_its_text_is(tmp_path: Path) -> No
         noted.append(made(reward=from_paths(f"{file}:pays"))._settings())
     assert identity.differences(noted[0], noted[1]) == []
     assert identity.differences(noted[0], noted[2]) == ["reward.functions.pays (pays) changed"]
+
+
+def enclosing(threshold: float) -> Any:
+    def pays(completions: list[str], **_: Any) -> list[float]:
+        return [threshold for _ in completions]
+
+    return pays
+
+
+def worth(share: float, completions: list[str], **_: Any) -> list[float]:
+    return [share for _ in completions]
+
+
+class Scorer:
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return [self._limit for _ in completions]
+
+    pays = __call__
+
+
+class Odd:
+    """Raises whatever it is asked."""
+
+    def __len__(self) -> int:
+        raise RuntimeError("not now")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("never")
+
+
+def test_what_a_function_reads_may_be_anything(tmp_path: Path) -> None:
+    odd, scalar = Odd(), torch.tensor(2.0)
+
+    def pays(completions: list[str], **_: Any) -> list[float]:
+        return [float(scalar) if odd else 0.0 for _ in completions]
+
+    assert "reward.scalar" in made(reward=pays)._settings()
+
+
+READ: dict[str, tuple[Any, Any, str]] = {
+    "a closure's value": (enclosing(1.0), enclosing(2.0), "reward.threshold 1 -> 2"),
+    "an argument": (partial(worth, 1.0), partial(worth, 2.0), "reward.0 1 -> 2"),
+    "an object": (Scorer(1.0), Scorer(2.0), "reward.limit 1 -> 2"),
+    "a method": (Scorer(1.0).pays, Scorer(2.0).pays, "reward.limit 1 -> 2"),
+    "a lambda": (
+        lambda completions, **_: [1.0 for _ in completions],
+        lambda completions, **_: [2.0 for _ in completions],
+        "reward (<lambda>) changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("part", READ)
+def test_what_a_reward_holds_is_part_of_it(part: str) -> None:
+    before, now, said = READ[part]
+    first = made(reward=before)._settings()
+    assert identity.differences(first, made(reward=now)._settings()) == [said]
+    assert identity.differences(first, made(reward=before)._settings()) == []
+
+
+USES = "import re\nimport helper_of_rewards\nFLOOR = {}\nWORD = re.compile('{}')\n"
+USES += "def lowest():\n    return FLOOR if WORD else 0\n"
+USES += "def pays(completions, **_):\n    return [helper_of_rewards.one() + lowest() for _ in completions]\n"
+
+
+@pytest.mark.parametrize(
+    ("helper", "floor", "word", "said"),
+    [
+        ("1.0", 0, "a", []),
+        ("2.0", 0, "a", ["reward.constants_of_rewards (constants_of_rewards) changed"]),
+        ("1.0", 3, "a", ["reward.FLOOR 0 -> 3"]),
+        ("1.0", 0, "b", ["reward.WORD.pattern changed"]),
+    ],
+)
+def test_what_a_reward_reads_from_elsewhere_is_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: str, floor: int, word: str, said: list[str]
+) -> None:
+    """Globals of its module, and modules of the user's that it imports, also by way of each other."""
+    noted, names = [], ("constants_of_rewards", "helper_of_rewards", "module_of_rewards")
+    for number, (one, low, pattern) in enumerate([("1.0", 0, "a"), (helper, floor, word)]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "constants_of_rewards.py").write_text(f"ONE = {one}\n")
+        text = "import constants_of_rewards\ndef one():\n    return constants_of_rewards.ONE\n"
+        (folder / "helper_of_rewards.py").write_text(text)
+        (folder / "module_of_rewards.py").write_text(USES.format(low, pattern))
+        with monkeypatch.context() as there:
+            there.syspath_prepend(folder)
+            for name in names:
+                there.delitem(sys.modules, name, raising=False)
+            noted.append(made(reward=importlib.import_module("module_of_rewards").pays)._settings())
+            for name in names:
+                sys.modules.pop(name)
+    assert identity.differences(*noted) == said
+
+
+def test_a_file_that_is_edited_while_the_run_goes_on_is_noted_as_it_was(tmp_path: Path, begun: Path) -> None:
+    """A checkpoint tells what its run used, and not what lies there when it is written."""
+    file = tmp_path / "edited_of_rewards.py"
+    file.write_text("def pays(completions, **_):\n    return [float(len(set(text))) for text in completions]\n")
+    spec = importlib.util.spec_from_file_location("edited_of_rewards", file)
+    assert spec is not None and spec.loader is not None
+    sys.modules["edited_of_rewards"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    run = made(reward=module.pays)
+    run._began_with = run._settings()
+    file.write_text("def pays(completions, **_):\n    return [0.0 for text in completions]\n")
+    linecache.checkcache()
+    assert run._identity()["settings"] == run._began_with != run._settings()
+    assert torch.load(begun, weights_only=True)["run"]["settings"]["trainer.max_steps"] == 1
+    del sys.modules["edited_of_rewards"]
+
+
+def test_one_row_of_a_large_tensor_is_seen() -> None:
+    """Such as the embedding of a token that a tokenizer was given anew."""
+    base = torch.randn(20_000, 40)
+    other = base.clone()
+    other[12_345] += 1
+    assert identity.weights_digest({"embed": base}) != identity.weights_digest({"embed": other})
+    assert identity.weights_digest({"embed": base}) == identity.weights_digest({"embed": base.to(torch.bfloat16)})
+
+
+def test_tools_and_limits_of_an_environment_are_part_of_a_run(tmp_path: Path) -> None:
+    def tools(**settings: Any) -> dict[str, Any]:
+        return made(env=FunctionTools(**{"functions": [add], "max_turns": 3, **settings}))._settings()
+
+    assert identity.differences(tools(), tools(max_turns=2)) == ["env.max_turns 3 -> 2"]
+    assert identity.differences(tools(), tools(functions=[add, another_tool])) == ["env.functions changed"]
+    noted, text = [], '    """Add.\n\n    Args:\n        a: One.\n    """\n    return a + {}\n'
+    for number in (1, 1, 2):
+        (tmp_path / "mine.py").write_text("def more(a: int) -> int:\n" + text.format(number))
+        linecache.checkcache()
+        noted.append(tools(functions=[f"{tmp_path / 'mine.py'}:more"]))
+    assert identity.differences(noted[0], noted[1]) == []
+    assert identity.differences(noted[0], noted[2]) == ["env.functions changed"]
 
 
 def test_a_property_that_raises_keeps_no_checkpoint_from_being_written() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import json
 import mmap
@@ -10,11 +11,14 @@ import re
 import resource
 from pathlib import Path
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
+from failing_callbacks import Failing
 from runs_helpers import SMALL, newest, rows
 
+from lit_rl import GRPO, AdamW, RolloutDataModule, Sampling
 from lit_rl.algorithms.optim.broken_steps import LIMIT
 from lit_rl.cli.messages import exit_code_of, translated
 from lit_rl.commands import run_files
@@ -229,7 +233,7 @@ STEPS = ["trainer.max_steps=4", "trainer.val_check_interval=2"]
     "hook", ["on_train_end", "on_fit_end", "teardown", "on_save_checkpoint", "the last validation"]
 )
 def test_what_was_learned_outlives_an_error_behind_the_last_step(train, tmp_path, capsys, hook) -> None:
-    """Of a callback of the user's: the model is written, and the checkpoint unless it is what cannot be saved."""
+    """Of a callback of the user's: the model is written, and the checkpoint, if need be without that callback."""
     folder = tmp_path / "run"
     bad = [*FAILS, f"+callbacks.bad.hook={hook}"]
     if hook == "the last validation":
@@ -237,9 +241,7 @@ def test_what_was_learned_outlives_an_error_behind_the_last_step(train, tmp_path
     assert train(*SMALL, *STEPS, *bad, f"run_dir={folder}") == 1
     said = capsys.readouterr().err
     assert "ValueError: mine in" in said and "Nothing that was learned in 4 steps is lost" in said
-    assert [path.name for path in (folder / "checkpoints").glob("*.ckpt")] == (
-        [] if hook == "on_save_checkpoint" else ["step_00000004.ckpt"]
-    )
+    assert [path.name for path in (folder / "checkpoints").glob("*.ckpt")] == ["step_00000004.ckpt"]
     assert json.loads((folder / "summary.json").read_text())["hf_step"] == 4
     if hook == "on_train_end":
         kept = (folder / "hf" / "model.safetensors").read_bytes()
@@ -267,8 +269,74 @@ def test_the_model_is_kept_where_a_callback_fails_within_a_step(train, tmp_path,
     """What is counted within a step belongs to no checkpoint; the weights are those of the steps before."""
     bad = [*FAILS, "+callbacks.bad.hook=on_before_optimizer_step", "+callbacks.bad.step=2"]
     assert train(*SMALL, *STEPS, *bad, f"run_dir={tmp_path / 'run'}") == 1
-    assert "in 2 steps is lost: the model" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "The weights of 2 steps are kept as the model" in said and "no checkpoint of that step is" in said
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["hf_step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("hook", "error", "said"),
+    [
+        ("on_train_batch_end", "SystemExit", "The training ended at step 2 by SystemExit(None), raised in"),
+        ("on_train_batch_end", "KeyboardInterrupt", "The training ended at step 2 by KeyboardInterrupt, raised in"),
+        ("on_train_batch_start", "StopIteration", "that the training calls (a callback, a loss, a logger) raised Stop"),
+    ],
+)
+def test_an_exit_in_the_middle_is_an_error_and_is_saved(train, tmp_path, capsys, hook, error, said) -> None:
+    """Lightning ends an epoch at a StopIteration as if there were no more data, and `sys.exit()` would end with 0."""
+    bad = [*FAILS, f"+callbacks.bad.hook={hook}", "+callbacks.bad.step=2", f"+callbacks.bad.error={error}"]
+    folder, every = tmp_path / "run", "callbacks.checkpoint.every_seconds=1000"
+    assert train(*SMALL, *STEPS, *bad, every, f"run_dir={folder}") == (130 if error == "KeyboardInterrupt" else 1)
+    assert said in capsys.readouterr().err
+    assert [path.name for path in (folder / "checkpoints").glob("*.ckpt")] == ["step_00000002.ckpt"]
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    assert (folder / "error.json").exists()
+
+
+def fitted(folder: Path, *callbacks: L.Callback, resume: Path | None = None) -> dict[str, torch.Tensor]:
+    """The weights that a Trainer leaves which has nothing of ours."""
+    module = GRPO("tiny", lambda completions, **_: [float(len(set(text))) for text in completions], group_size=2,
+                  sampling=Sampling(max_new_tokens=3), optimizer=AdamW(lr=0.01))  # fmt: skip
+    rows = [{"prompt": f"{n}+1="} for n in range(8)]
+    how = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = L.Trainer(max_steps=3, default_root_dir=folder, val_check_interval=1, callbacks=[*callbacks], **how)
+    data = RolloutDataModule(rows=rows, prompts_per_rollout=2, val_fraction=0.2)
+    trainer.fit(module, data, ckpt_path=resume)
+    return {name: tensor.clone() for name, tensor in module.policy.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return fitted(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [
+        ("on_train_batch_start", "ValueError"),
+        ("on_train_batch_end", "SystemExit"),
+        ("on_validation_end", "KeyboardInterrupt"),
+        ("on_validation_batch_end", "StopIteration"),
+        ("on_save_checkpoint", "ValueError"),
+        ("on_train_end", "ValueError"),
+        ("on_exception", "ValueError"),
+        ("on_train_epoch_start", "StopIteration"),
+    ],
+)
+def test_in_python_too_a_run_goes_on_from_where_an_error_ended_it(
+    undisturbed: dict[str, torch.Tensor], tmp_path: Path, hook: str, error: str
+) -> None:
+    """With a Trainer of Lightning's alone: the module brings along what saves. A StopIteration is told, too."""
+    step = 0 if hook == "on_train_epoch_start" else 1
+    ends = {"StopIteration": RuntimeError, "KeyboardInterrupt": SystemExit}.get(error, getattr(builtins, error))
+    first = [Failing("on_train_batch_start", 1)] if hook == "on_exception" else []
+    with pytest.raises(ends):
+        fitted(tmp_path / "run", Failing(hook, step, error), *first)
+    if not step:
+        return
+    (path,) = (tmp_path / "run").rglob("step_*.ckpt")
+    again = fitted(tmp_path / "again", resume=path)
+    assert all(torch.equal(again[name], tensor) for name, tensor in undisturbed.items())
 
 
 def test_weights_that_may_be_half_moved_are_not_saved(train, tmp_path, monkeypatch) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from lit_rl.algorithms.loop.save_on_error import SaveOnError
 from lit_rl.algorithms.optim import going_on
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
 from lit_rl.algorithms.optim.fixed_order import fixed_order
@@ -100,7 +101,13 @@ _OF_THE_MODEL = (
     *("dtype", "attn_implementation", "freeze", "disable_dropout", "lm_head_fp32", "use_liger_kernel", "quantization"),
     *("init_kwargs", "eos_token", "pad_token"),
 )
-_OF_THE_TRAINER = ("max_steps", "max_epochs", "precision", "gradient_clip_val", "gradient_clip_algorithm")
+_OF_THE_TRAINER = (
+    *("max_steps", "max_epochs", "precision", "gradient_clip_val", "gradient_clip_algorithm", "overfit_batches"),
+    *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch"),
+)
+
+_WORDS_OF_THE_MODEL = ("dtype", "attn_implementation", "quantization")
+"""Strings that are no secret, and are noted as they are."""
 
 IN_BAR = {
     "train/reward": "reward",
@@ -110,6 +117,10 @@ IN_BAR = {
     "train/loss": "loss",
 }
 """What Lightning's progress bar shows of the metrics of a training, and under which name."""
+
+
+def _word(value: Any) -> Any:
+    return identity.Word(value) if isinstance(value, str) else value
 
 
 class _Resumed(NamedTuple):
@@ -178,6 +189,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self._resumed_rng: dict[str, Any] | None = None
         self._stands_on: identity.Record = {}
         """What the weights stand on, see `identity.model_record`; empty until the policy is loaded."""
+        self._began_with: identity.Record = {}
+        """`_settings` as they were when the fit began: files of functions may be edited while it runs."""
         self._optimizer_as_made: identity.Record = {}
         self._resumed: _Resumed | None = None
         self._other_world = False
@@ -331,6 +344,14 @@ class PolicyModule(L.LightningModule, given.Arguments):
             liger.check_device(strategy.root_device)
         if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
             self.model = self.model.held_in("bfloat16")
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        """Bring along what saves a run that an error ends, where the Trainer has nothing of that kind. It comes first:
+        a callback that raises in `on_exception` keeps those behind it from being told."""
+        callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if not any(isinstance(each, SaveOnError) for each in callbacks):
+            callbacks.insert(0, SaveOnError())
+        return []
 
     def check_length(self, data: Any) -> None:
         """Refuse what does not fit the length of the run, once the batches are planned and before weights are loaded.
@@ -528,6 +549,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     def configure_model(self) -> None:
         """Load the policy, and the reference if a term needs it. Lightning calls it; by hand, call it once."""
+        if self._fitting:
+            self._began_with = self._settings()
         if self.policy is not None:
             return
         if self.model.sees:
@@ -956,21 +979,28 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     def _identity(self) -> dict[str, identity.Record]:
         """Return what a checkpoint notes of the run, see `lit_rl.algorithms.rollouts.identity`."""
-        found = {"model": self._stands_on, "settings": self._settings()}
+        found = {"model": self._stands_on, "settings": self._began_with or self._settings()}
         return found | ({"optimizer": self._optimizer_as_made} if self._optimizer_as_made else {})
 
     def _settings(self) -> identity.Record:
         """Those of constructors and of the Trainer that change what a run learns or logs, but for the optimizer's."""
-        given: dict[str, Any] = {"model": {name: getattr(self.model, name) for name in _OF_THE_MODEL}}
+        held = {name: getattr(self.model, name) for name in _OF_THE_MODEL}
+        given: dict[str, Any] = {"model": held | {name: _word(held[name]) for name in _WORDS_OF_THE_MODEL}}
         given["model"]["chat_template"] = getattr(self.model.tokenizer, "chat_template", None)
         given["model"]["lora.dropout"] = getattr(self.model.lora, "dropout", None)
-        for name, value in self._arguments.items():
+        given["algo"] = type(self)
+        for name, value in identity.with_choices(type(self), self._arguments).items():
             if name in _GROUPS:
                 given[_GROUPS[name]] = getattr(self, name, value) if value is None else value
             elif name not in ("optimizer", "micro_batch_size"):
                 given[f"algo.{name}"] = value
         if (trainer := self.trainer_or_none) is not None:
-            given["trainer"] = {name: getattr(trainer, name) for name in _OF_THE_TRAINER}
+            given["trainer"] = {name: _word(getattr(trainer, name)) for name in _OF_THE_TRAINER}
+            for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+                name = getattr(callback, "choice", "") or getattr(callback, "key", "") or type(callback).__name__
+                given[f"callbacks.{name}"] = identity.numbers_of(callback)
+            given["trainer"]["strategy"] = _word(type(trainer.strategy).__name__)
+            given["trainer"]["accelerator"] = _word(trainer.strategy.root_device.type)
         return identity.settings_record(given)
 
     def _check_identity(self, checkpoint: Mapping[str, Any]) -> None:
@@ -988,7 +1018,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if not self._fitting:
             return
         if noted:
-            said += identity.differences(noted["settings"], self._settings())
+            said += identity.differences(noted["settings"], self._began_with or self._settings())
         else:
             rank_zero_info(
                 "The checkpoint is of an earlier version of lit_rl, which did not note base, adapter and settings: "

@@ -17,12 +17,17 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import re
+import typing
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lit_rl.algorithms.rollouts.user_code import digest, is_mark, named, read_by
+from lit_rl.by_path import named_by
+from lit_rl.environments.source import Interactive
 from lit_rl.errors import StorageError
 from lit_rl.models.policy.language_model import LanguageModel
 
@@ -30,7 +35,7 @@ Record = dict[str, Any]
 """Names of parts, as users know them, and plain values."""
 
 _SAMPLED = 1 << 14
-"""Numbers of each tensor that are looked at."""
+"""Numbers of each tensor that are looked at, at least."""
 _DEEPEST = 6
 
 _OF_ADAPTERS = {
@@ -78,21 +83,22 @@ def _in_the_base(name: str) -> str:
 
 
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
-    """Equal for equal weights, of whatever floating type they are held in; other where a tensor differs in more than a
-    few places: some numbers of each are looked at."""
-    digest = hashlib.blake2b(digest_size=16)
+    """Equal for equal weights, of whatever floating type they are held in; other where a row of a tensor is another, or
+    many numbers are: one of each row is looked at, each in the next column, and 16,384 of the whole at least."""
+    made = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(weights.items()):
         held = tensor.detach().reshape(-1)
-        some = held[:: max(1, held.numel() // _SAMPLED)].cpu()
+        columns = tensor.shape[-1] if tensor.dim() else 1
+        some = held[:: max(1, min(held.numel() // _SAMPLED, columns - 1))].cpu()
         if some.is_floating_point():
             some = some.to(torch.bfloat16)
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(some.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        made.update(f"{name} {tuple(tensor.shape)}".encode())
+        made.update(some.contiguous().view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
 
 
 def _tokenizer(tokenizer: Any) -> str:
-    return _digest(repr((sorted(tokenizer.get_vocab().items()), tokenizer.encode("naïve 日本語 🙂 2+2=4\n\t x  y"))))
+    return digest(repr((sorted(tokenizer.get_vocab().items()), tokenizer.encode("naïve 日本語 🙂 2+2=4\n\t x  y"))))
 
 
 def _adapter(config: Any) -> Record:
@@ -110,9 +116,56 @@ def _adapter(config: Any) -> Record:
             listed = sorted({path.rpartition(".")[2] for path in listed})
         text = str(getattr(listed, "value", listed)) if listed not in (None, {}, []) else None
         if text is not None:
-            short = listed if isinstance(listed, int | float) else text if len(text) <= 200 else _digest(text)
+            short = listed if isinstance(listed, int | float) else text if len(text) <= 200 else digest(text)
             plain[f"model.lora.{_OF_ADAPTERS.get(name, name)}"] = short
     return plain
+
+
+def _at_path(given: Any) -> Any:
+    """Functions and classes in the place of their paths, which were loaded already."""
+    if isinstance(given, list | tuple):
+        return [_at_path(each) for each in given]
+    if not isinstance(given, str) or not re.fullmatch(r"[^\s:]+:[A-Za-z_]\w*", given):
+        return given
+    with contextlib.suppress(Exception):  # it is a text of another kind
+        return named_by(given, "env").value
+    return given
+
+
+class Word(str):
+    """A word of a fixed list, which is no secret, and so is noted as it is."""
+
+
+def with_choices(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a constructor was given, less the choices: strings that its annotations list become `Word`."""
+    listed = _listed(kind)
+    return {
+        name: Word(value) if isinstance(value, str) and value in listed.get(name, ()) else value
+        for name, value in given.items()
+    }
+
+
+@functools.cache
+def _listed(kind: type) -> dict[str, set[Any]]:
+    found: dict[str, set[Any]] = {}
+    for each in reversed(kind.__mro__):
+        if "__init__" in vars(each):
+            with contextlib.suppress(Exception):  # names that are imported for type checkers alone
+                hints = typing.get_type_hints(each.__init__)
+                found |= {name: choices for name, hint in hints.items() if (choices := _choices(hint))}
+    return found
+
+
+def _choices(hint: Any) -> set[Any]:
+    """The strings of every `Literal` in an annotation."""
+    if typing.get_origin(hint) is Literal:
+        return {each for each in typing.get_args(hint) if isinstance(each, str)}
+    return set().union(*(_choices(each) for each in typing.get_args(hint)))
+
+
+def numbers_of(value: Any) -> dict[str, Any]:
+    """Return the numbers and switches among what an object's constructor was given."""
+    return {name: held for name, held in _settings_of(value).items() if isinstance(held, bool | int | float)}
 
 
 def settings_record(given: Mapping[str, Any]) -> Record:
@@ -127,26 +180,54 @@ def settings_record(given: Mapping[str, Any]) -> Record:
 
 
 def _flat(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if depth > _DEEPEST or isinstance(value, Tensor | nn.Module):
+    if depth > _DEEPEST:
         return
     if value is None or isinstance(value, bool | int | float):
         yield key, value
+    elif isinstance(value, Word) or is_mark(value):
+        yield key, str(value)
     elif isinstance(value, str | bytes):
-        yield key, _digest(value)
+        yield key, digest(value)
     elif isinstance(value, Mapping):
         for name, each in value.items():
             yield from _flat(each, f"{key}.{name}" if key else str(name), depth + 1)
     elif isinstance(value, list | tuple | set | frozenset):
         parts = [dict(_flat(each, "", depth + 1)) for each in value]
-        yield key, _digest(repr(sorted(map(repr, parts)) if isinstance(value, set | frozenset) else parts))
+        yield key, digest(repr(sorted(map(repr, parts)) if isinstance(value, set | frozenset) else parts))
+    elif isinstance(value, Tensor):
+        yield key, f"Tensor #{weights_digest({'': value})}"
     elif isinstance(value, functools.partial) or hasattr(value, "func"):
         yield from _flat(value.func, key, depth + 1)
+        yield from _flat(dict(enumerate(getattr(value, "args", ()))), key, depth + 1)
         yield from _flat(getattr(value, "keywords", {}), key, depth + 1)
+    elif inspect.ismethod(value) and not inspect.isclass(value.__self__):
+        yield key, named(value)
+        yield from _flat_object(value.__self__, key, depth)
     elif callable(value) and (inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, "__wrapped__")):
-        yield key, _named(value)
+        yield key, named(value)
+        yield from _flat_read(value, key, depth)
     else:
-        yield key, _named(type(value))
-        yield from _flat(_settings_of(value), key, depth + 1)
+        yield key, named(type(value))
+        yield from _flat_object(value, key, depth)
+
+
+def _flat_object(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        yield f"{key}.weights", f"{type(value).__name__} #{weights_digest(dict(value.named_parameters()))}"
+        return
+    yield from _flat(_settings_of(value), key, depth + 1)
+    yield from _flat_read(type(value), key, depth)
+
+
+def _flat_read(function: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """What code of the user's reads beside its own text; a container as one value."""
+    for name, value in read_by(function):
+        with contextlib.suppress(Exception):  # objects of others may raise whatever they are asked
+            if isinstance(value, Mapping):
+                found = {"": digest(repr(sorted(_flat(value, "", depth + 1), key=repr)))}
+            else:
+                found = dict(_flat(value, "", depth + 1))
+            yield from ((f"{key}.{name}{part and '.'}{part.removeprefix('.')}", each) for part, each in found.items())
 
 
 def _settings_of(value: Any) -> dict[str, Any]:
@@ -155,33 +236,20 @@ def _settings_of(value: Any) -> dict[str, Any]:
         names = inspect.signature(type(value)).parameters
     except (TypeError, ValueError):
         return {}
+    if isinstance(value, re.Pattern):
+        return {"pattern": value.pattern, "flags": value.flags}
     held: dict[str, Any] = {}
     for name in names:
-        with contextlib.suppress(Exception):  # a property of the user's may raise anything, and a checkpoint is written
-            held[name] = getattr(value, name)
+        for attribute in (name, f"_{name}"):
+            with contextlib.suppress(Exception):  # a property of the user's may raise anything
+                held[name] = getattr(value, attribute)
+                break
     settings = vars(value).get("settings") if hasattr(value, "__dict__") else None
     fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
+    if isinstance(value, Interactive):
+        held |= {name: _at_path(each) for name, each in value.given.items()}
+    held = with_choices(type(value), held)
     return held | {field.name: getattr(settings, field.name) for field in fields}
-
-
-def _named(function: Any) -> str:
-    """Its name; of code that is not this package's also a digest of its text."""
-    plain = inspect.unwrap(function)
-    name = f"{getattr(plain, '__module__', '')}.{getattr(plain, '__qualname__', type(plain).__name__)}"
-    if name.startswith(("lit_rl.", "torch.")):
-        return name
-    text = getattr(function, "text", None)  # of a function in a file: the bytes that were read
-    if not isinstance(text, str | bytes):
-        try:
-            text = inspect.getsource(plain)
-        except (OSError, TypeError):
-            text = ""
-    return f"{name.rpartition('.')[2]} {_digest(text)}"
-
-
-def _digest(text: str | bytes) -> str:
-    plain = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-    return f"#{hashlib.blake2b(plain, digest_size=6).hexdigest()}"
 
 
 def check_model(before: Record, now: Record, *, allowed: bool) -> list[str]:
@@ -213,8 +281,11 @@ def check_model(before: Record, now: Record, *, allowed: bool) -> list[str]:
 
 
 def differences(before: Record, now: Record) -> list[str]:
-    """Return what changed, in words: `sampling.temperature 1.0 -> 0.7`."""
-    keys = sorted(key for key in before.keys() | now.keys() if _value(before, key) != _value(now, key))
+    """Return what changed, in words: `sampling.temperature 1.0 -> 0.7`. Of callbacks that both runs have: a door adds
+    some of its own."""
+    both = before.keys() & now.keys()
+    compared = {key for key in before.keys() | now.keys() if key in both or not key.startswith("callbacks.")}
+    keys = sorted(key for key in compared if _value(before, key) != _value(now, key))
     return [_words(key, _value(before, key), _value(now, key)) for key in keys]
 
 

@@ -284,15 +284,20 @@ class ExampleDataModule(SourcedDataModule):
             "allow_changed": self.allow_changed,
         }
         if self._windows is None:
-            return ExampleLoader(self.corpus.train, self._order(self.shuffles()), epoch=trainer.current_epoch, **place)
-        return StreamLoader(
-            self._windows,
-            length=trainer.max_steps * trainer.accumulate_grad_batches,
-            seed=self.seed,
-            shuffle=self.shuffles(),
-            overfit=bool(getattr(trainer, "overfit_batches", 0)),
-            **place,
-        )
+            order, epoch = self._order(self.shuffles()), trainer.current_epoch
+            loader: ExampleLoader | StreamLoader = ExampleLoader(self.corpus.train, order, epoch=epoch, **place)
+        else:
+            loader = StreamLoader(
+                self._windows,
+                length=trainer.max_steps * trainer.accumulate_grad_batches,
+                seed=self.seed,
+                shuffle=self.shuffles(),
+                overfit=bool(getattr(trainer, "overfit_batches", 0)),
+                **place,
+            )
+        made_by = self.made_by(self.options, self.module_attribute("tokenizer"))
+        loader.given = made_by | {"data.stream_buffer": self.stream_buffer}
+        return loader
 
     def val_dataloader(self) -> list[EvalLoader | ExampleEvalLoader]:
         return [*self._prompt_loaders(), *self._example_loaders()]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lit_rl.data.loader import other_world, whole_steps
+from lit_rl.data.loader import go_on_with_others, other_world, whole_steps
 from lit_rl.data.offline.loader import ExampleLoader
 from lit_rl.data.offline.stream import Place, Windows
 from lit_rl.errors import DataError
@@ -53,6 +53,8 @@ class StreamLoader:
         self._position = 0  # batches of the window that were taken
         self._taken = 0  # batches of the epoch
         self._continues = False
+        self.given: Mapping[str, Any] = {}
+        """See `SlottedLoader.given`."""
 
     def __len__(self) -> int:
         """Batches of the run on this rank."""
@@ -91,7 +93,9 @@ class StreamLoader:
         """Of the window at hand."""
         window = self._windows.at(self._place)
         order = window.order(self._windows.batch_size, self._seed, self._shuffle)
-        return ExampleLoader(window.data, order, accumulate=self._slots, **self._part)
+        loader = ExampleLoader(window.data, order, accumulate=self._slots, **self._part)
+        loader.given = self.given
+        return loader
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -99,6 +103,7 @@ class StreamLoader:
             "position": self._position,
             "taken": self._taken,
             "fingerprint": self.fingerprint,
+            "made_by": self._loader().made_by(self._slots),
             "slots": self._slots,
             "world_size": self._part.get("world_size", 1),
         }
@@ -118,13 +123,9 @@ class StreamLoader:
         self._place = Place.of(state["place"], len(self._windows.sources))
         other = other_world(state, self._part.get("world_size", 1))
         slots = state["slots"] if other else self._slots
-        if not self._allow_changed and state["fingerprint"] != self._loader().fingerprint_of(slots):
-            raise DataError(
-                "The data is not the checkpoint's: the rows where it stopped, their order (data.seed, data.shuffle, "
-                "weights, data.batch_size, data.stream_buffer) or the micro-batches of a step "
-                f"({ExampleLoader.cut_keys}) changed, so the run cannot go on exactly. Restore them, or accept it with "
-                "data.allow_changed=true."
-            )
+        loader = self._loader()
+        if state["fingerprint"] != loader.fingerprint_of(slots):
+            go_on_with_others(loader, state, slots, allowed=self._allow_changed)
         taken = (state[name] for name in ("position", "taken"))
         self._position, self._taken = (whole_steps(n, slots) * self._slots if other else n for n in taken)
         self._continues = self._taken < self._last

@@ -1,0 +1,264 @@
+"""An error ends a run, of a generator, an environment, a reward or somebody's callback: what was learned until then is
+saved.
+
+A checkpoint that is written between an optimizer step and a validation that is due says so, whoever writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lit_rl.algorithms.rollouts.state import rng_state, set_rng_state
+from lit_rl.errors import GenerationError, NumericError, StorageError
+
+Saved = TypeVar("Saved")
+_LIBRARIES = ("lit_rl", "lightning", "pytorch_lightning")
+
+
+class SaveOnError(L.Callback):
+    """Saves the run as it was after its last optimizer step, or validation, where an error ends its training.
+
+    Every module of lit_rl brings it along (`configure_callbacks`). The file lies beside those of the Trainer's
+    checkpoint callback: `step_00000012.ckpt`. Nothing is saved where checkpoints are off, nor of an error in the middle
+    of an optimizer step, whose counts are of no place to go on from.
+    """
+
+    def __init__(self) -> None:
+        self._place: dict[str, Any] | None = None
+        self._last_place: dict[str, Any] | None = None
+        """Of a training that is over, of which a hook may still raise."""
+        self._validated = False
+        self._failed = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._place, self._last_place, self._failed = None, None, False
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Only where every rank stands at the end of an optimizer step: no half-accumulated gradient has to be saved.
+        if trainer.fit_loop._should_accumulate():
+            self._place = None
+        else:
+            self._take_down(trainer)
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._validated = False
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        alone = trainer.state.fn == TrainerFn.VALIDATING
+        loop: Any = trainer.validate_loop if alone else trainer.fit_loop.epoch_loop.val_loop
+        if alone or trainer.state.fn == TrainerFn.FITTING:
+            _refuse_swallowed(loop.batch_progress.current, "a validation", f"at optimizer step {trainer.global_step}")
+        if self._place is not None:
+            self._take_down(trainer)
+            self._validated = True
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        _refuse_swallowed(loop.batch_progress.current, "the training", f"behind optimizer step {trainer.global_step}")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        if epochs.ready > max(epochs.started, epochs.completed) or epochs.processed > epochs.completed:
+            raise _swallowed("the training", f"where an epoch begins or ends, at optimizer step {trainer.global_step}")
+        self._last_place, self._place = self._place, None
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._place = None
+
+    def _take_down(self, trainer: L.Trainer) -> None:
+        """Where the loops and the data stand: a rollout that cannot be drawn begins by moving them on. And torch's
+        random generators, of which a reward function may draw."""
+        self._place = {
+            "epoch": trainer.current_epoch,
+            "fit_loop": trainer.fit_loop.state_dict(),
+            "rng": rng_state(),
+        }
+
+    def saves_after(self, exception: BaseException) -> bool:
+        """Whether what was learned is worth saving behind this: not where it is no number, or nobody waits for it."""
+        return not isinstance(exception, NumericError)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if trainer.state.fn != TrainerFn.FITTING or not self.saves_after(exception):
+            return
+        if self._last_place is not None:  # the loops are through, and stand where they ended
+            self._place, self._last_place = {"rng": self._last_place["rng"]}, None
+        together = trainer.world_size == 1 or (isinstance(exception, GenerationError) and exception.on_every_rank)
+        if _in_a_step(trainer) and not isinstance(exception, GenerationError):
+            return
+        how = {"in_validation": trainer.validating and not self._validated, "alone": not together}
+        try:
+            path = without_others(trainer, lambda: self._save_place(trainer, **how))
+        except Exception as error:  # a disk that is full, or a module that fails to save
+            said = f"(No checkpoint of step {trainer.global_step} could be saved: {type(error).__name__}: {error})"
+            return exception.add_note(said)
+        finally:
+            self._place = None
+        if path is not None:
+            stopped = not isinstance(exception, Exception)
+            what = "The rollout failed." if isinstance(exception, GenerationError) else "The run ends with an error."
+            what = f"{type(exception).__name__}." if stopped else what
+            rank_zero_info(f"{what} Everything up to optimizer step {trainer.global_step} is saved: {path}")
+
+    def _save_place(
+        self, trainer: L.Trainer, *, in_validation: bool, alone: bool = False, anew: bool = False
+    ) -> Path | None:
+        """Save the run as it was after its last optimizer step, or validation; nothing that was learned is lost.
+
+        Args:
+            in_validation: One has begun and not ended.
+            alone: The other ranks do not come here.
+            anew: In place of a checkpoint of this step, which may not know of the validation.
+
+        Returns:
+            The checkpoint; None where none can be saved.
+        """
+        if _ends_step(trainer):  # as any callback saves here
+            self._place, anew = {"rng": rng_state()}, False
+        if self._place is not None and in_validation:
+            rng = self._place["rng"]
+            self._take_down(trainer)
+            self._place = {**self._place, "fit_loop": _before_validation(self._place["fit_loop"]), "rng": rng}
+        folder = folder_of(trainer)
+        if self._place is None or folder is None or alone:  # saving takes every rank
+            return None
+        path = folder / f"step_{trainer.global_step:08d}.ckpt"
+        if anew or not trainer.strategy.broadcast(self.is_saved(path)):
+            self._failed = "fit_loop" in self._place
+            set_rng_state(self._place["rng"])
+            self.save(trainer, path)
+        return path
+
+    def is_saved(self, path: Path) -> bool:
+        """Whether a checkpoint that can be used is there."""
+        return path.exists()
+
+    def save(self, trainer: L.Trainer, path: Path) -> None:
+        """Write one. Of a run whose checkpoints keep weights alone, which ends with an error, it keeps all."""
+        trainer.save_checkpoint(path, weights_only=False)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if "loops" not in checkpoint:
+            return  # weights alone
+        if self._failed and self._place is not None:
+            checkpoint["epoch"] = self._place["epoch"]
+            checkpoint["loops"]["fit_loop"] = self._place["fit_loop"]
+        elif _between_step_and_validation(trainer):
+            checkpoint["loops"]["fit_loop"] = _validation_to_begin(checkpoint["loops"]["fit_loop"])
+
+
+def without_others(trainer: L.Trainer, save: Callable[[], Saved]) -> Saved:
+    """Save; where that fails, once more without the state of the user's own callbacks, of which one may be why."""
+    callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    known = [each for each in callbacks if type(each).__module__.partition(".")[0] in _LIBRARIES]
+    try:
+        return save()
+    except (Exception, SystemExit) as error:
+        if len(known) == len(callbacks) or isinstance(error, OSError | StorageError):
+            raise
+        trainer.callbacks = known  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            saved = save()
+        finally:
+            trainer.callbacks = callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        others = ", ".join(type(each).__name__ for each in callbacks if each not in known)
+        rank_zero_warn(f"Saved without the state of {others}: {type(error).__name__}: {error}")
+        return saved
+
+
+def _refuse_swallowed(batches: Any, what: str, where: str) -> None:
+    """Raise an error where somebody's StopIteration has cut a loop of Lightning's, which takes it for the end of the
+    data: a batch was begun, and is not over. One that a hook leaves out by returning -1 is not begun."""
+    if batches.processed < batches.ready or batches.completed < batches.started:
+        raise _swallowed(what, where)
+
+
+def _swallowed(what: str, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"A function that {what} calls (a callback, a loss, a logger) raised StopIteration {where}, and what comes "
+        "then would be left out without a word: next(iterator) raises it where nothing is left. Give it a default, "
+        "next(iterator, None), or a new iterator."
+    )
+
+
+def _in_a_step(trainer: L.Trainer) -> bool:
+    """Tell whether a step has begun and not ended, so that what the module counts is of no place of the loop."""
+    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    return getattr(trainer.lightning_module, "in_a_step", steps.ready > steps.completed)
+
+
+def _ends_step(trainer: L.Trainer) -> bool:
+    """Tell whether callbacks are being told that the last micro-batch of an optimizer step is over."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    at_end = trainer.training and batches.processed == batches.ready == batches.completed + 1
+    return at_end and not trainer.fit_loop._should_accumulate()
+
+
+def folder_of(trainer: L.Trainer) -> Path | None:
+    """Where checkpoints are written; None where none are."""
+    folder = None if trainer.fast_dev_run else getattr(trainer.checkpoint_callback, "dirpath", None)  # pyright: ignore
+    return None if folder is None else Path(folder)
+
+
+def validates_next(trainer: L.Trainer) -> bool:
+    """Whether Lightning validates after this optimizer step, whatever has come."""
+    epoch_loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    batches = sum(epoch_loop.val_loop.max_batches)
+    return fetcher is not None and batches > 0 and epoch_loop._should_check_val_fx(fetcher)
+
+
+def _between_step_and_validation(trainer: L.Trainer) -> bool:
+    """Whether a callback saves at the end of an optimizer step, and a validation is due in the middle of an epoch.
+
+    Lightning takes it for made where such a checkpoint is resumed, unless the checkpoint says that it has begun. (At
+    the end of an epoch it makes it by itself.)
+    """
+    fit_loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
+    current: Any = progress.current
+    ends_batch = trainer.training and current.processed == current.completed + 1
+    if not ends_batch or progress.is_last_batch or fit_loop._should_accumulate():
+        return False
+    if trainer._val_check_time_interval is not None:  # pyright: ignore  # by the clock, which begins anew
+        return False
+    return validates_next(trainer)
+
+
+def _validation_to_begin(fit_loop: dict[str, Any]) -> dict[str, Any]:
+    """Loops at the end of a batch, as if in the first batch of the validation behind it."""
+    train, validation = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"
+    done = {part: {**fit_loop[train][part]} for part in ("total", "current")}
+    for counts in done.values():
+        counts["completed"] += 1
+    begun = {
+        "total": _before_a_batch(fit_loop[validation]["total"]["completed"]),
+        "current": _before_a_batch(0),
+        "is_last_batch": False,
+    }
+    return {
+        **fit_loop,
+        train: {**fit_loop[train], **done},
+        validation: {**fit_loop[validation], **begun},
+    }
+
+
+def _before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
+    """Loops that stopped in a validation, as if in its first batch: half of its numbers would be lost otherwise."""
+    key = "epoch_loop.val_loop.batch_progress"
+    done = fit_loop[key]["current"]["completed"]
+    counts = {part: _before_a_batch(fit_loop[key][part]["completed"] - done) for part in ("total", "current")}
+    return {**fit_loop, key: {**fit_loop[key], **counts, "is_last_batch": False}}
+
+
+def _before_a_batch(done: int) -> dict[str, int]:
+    """Lightning's counts where so many batches are done and the next one has begun."""
+    return {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}

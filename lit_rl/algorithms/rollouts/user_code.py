@@ -1,0 +1,178 @@
+"""The code of a user's function, and what it reads: other functions, modules of theirs, values that it encloses.
+
+A function that is passed to a constructor is its text; but a run that goes on also has another reward where a helper
+that it calls, a constant of its module or the threshold of a closure is another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+_OURS = ("lit_rl.", "torch.")
+_MOST = 10_000
+"""Things in a container whose values are looked at; of more of them their number."""
+
+
+def digest(text: str | bytes) -> str:
+    """A short mark, equal for equal texts."""
+    plain = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    return f"#{hashlib.blake2b(plain, digest_size=6).hexdigest()}"
+
+
+def named(function: Any) -> str:
+    """The name of a function or class; of code that is not this package's also a mark of its text."""
+    plain = inspect.unwrap(function)
+    name = f"{getattr(plain, '__module__', '')}.{getattr(plain, '__qualname__', type(plain).__name__)}"
+    if name.startswith(_OURS):
+        return name
+    return f"{name.rpartition('.')[2]} {digest(_text(function, plain))}"
+
+
+def _text(function: Any, plain: Any) -> str | bytes:
+    text = getattr(function, "text", None)  # of a function in a file: the bytes that were read
+    if isinstance(text, str | bytes):
+        return text
+    code = getattr(plain, "__code__", None)
+    if code is not None and plain.__name__ == "<lambda>":  # its source is the whole line around it
+        return _instructions(code)
+    try:
+        return inspect.getsource(plain)
+    except (OSError, TypeError):  # typed into a shell, or made by `exec`
+        return _instructions(code) if code is not None else ""
+
+
+def _instructions(code: CodeType) -> str:
+    """What a code object does, wherever it stands."""
+    constants = [_instructions(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
+
+
+def read_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a user's function or class reads, by name; nothing of code that is installed.
+
+    Values it encloses, defaults of its parameters and globals that it names are yielded as they are, functions and
+    classes of its own file too, each once; of a module of the user's, or what comes from one, the module and those
+    that it imports in turn, as marks of their files.
+    """
+    seen: set[int] = set()
+    found: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # objects of others may raise whatever they are asked, and no run ends by that
+        for name, value in _reads(inspect.unwrap(getattr(function, "function", function)), seen):
+            found.setdefault(name, value)
+    yield from found.items()
+
+
+def _reads(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if id(function) in seen or not is_users(getattr(function, "__module__", None)):
+        return
+    seen.add(id(function))
+    if inspect.isclass(function):
+        for each in [*vars(function).values(), *function.__bases__]:
+            plain = getattr(each, "__func__", getattr(each, "fget", each))
+            if isinstance(plain, FunctionType) or (inspect.isclass(plain) and plain is not function):
+                yield from _other(plain, function.__module__, seen)
+        return
+    if not isinstance(function, FunctionType):
+        return
+    yield from _defaults(function)
+    enclosed = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    values = {name: cell.cell_contents for name, cell in enclosed if _is_filled(cell)}
+    names = dict.fromkeys(_names(function.__code__))
+    values |= {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for name, value in values.items():
+        if isinstance(value, ModuleType) or inspect.isclass(value) or isinstance(value, FunctionType):
+            yield from _other(value, function.__module__, seen)
+        else:
+            yield name, len(value) if _is_long(value) else value
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple | set | frozenset) and len(value) > _MOST
+
+
+def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Of parameters: their text may name what has another value."""
+    for name, parameter in inspect.signature(function).parameters.items():
+        if isinstance(parameter.default, bool | int | float | str) and parameter.default is not parameter.empty:
+            yield name, parameter.default
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # of a name that is not bound yet
+        return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names(each)
+
+
+def _other(value: Any, home: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """A module, or a function or class, that somebody's code in the module `home` names."""
+    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+    if not isinstance(module, ModuleType) or not is_users(module):
+        return
+    if module.__name__ != home:
+        yield from _files(module, seen)
+        return
+    if id(value) not in seen:
+        yield value.__name__, _Text(named(value))
+    yield from _reads(value, seen)
+
+
+class _Text(str):
+    """A mark that stands for what it was made of."""
+
+
+def _files(file: ModuleType, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """A mark of a module's file, and of those that it imports."""
+    if id(file) in seen or not is_users(file):
+        return
+    seen.add(id(file))
+    try:
+        yield file.__name__, _Text(f"{file.__name__} {digest(Path(str(file.__file__)).read_bytes())}")
+    except OSError:
+        return
+    for value in list(vars(file).values()):
+        other = value if isinstance(value, ModuleType) else sys.modules.get(str(getattr(value, "__module__", "")))
+        if other is not None and isinstance(value, ModuleType | FunctionType | type):
+            yield from _files(other, seen)
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple(f"{Path(paths[name]).resolve()}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def is_users(owner: str | ModuleType | None) -> bool:
+    """Whether a module is neither installed nor this package's: a script, a notebook, a file beside them."""
+    found = owner if isinstance(owner, ModuleType) else sys.modules.get(str(owner))
+    name = getattr(found, "__name__", "lit_rl")
+    if f"{name}.".startswith(_OURS) or name in sys.builtin_module_names:
+        return False
+    if name == "__main__":
+        return True
+    file = getattr(found, "__file__", None)
+    if file is None:
+        return False
+    path = Path(file)
+    return not ({"site-packages", "dist-packages"} & {*path.parts}) and not str(path.resolve()).startswith(_installed())
+
+
+def is_mark(value: Any) -> bool:
+    """Whether it is a name with a mark, which `read_by` made."""
+    return isinstance(value, _Text)
