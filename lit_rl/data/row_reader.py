@@ -62,10 +62,6 @@ class RowReader:
         self._columns.update(dict.fromkeys(read.came))
         shown, images = self._images.read(read.row, where, *keys, without=without)
         notes = list(read.notes)
-        if read.row.get("chat_template_kwargs"):
-            notes.append(
-                "the column chat_template_kwargs is not read: every row is rendered with data.chat_template_kwargs"
-            )
         for key in keys:
             if isinstance(read.row.get(key), str):
                 became = isinstance(shown.get(key), list)

@@ -109,9 +109,10 @@ def text_of(tokenizer: Any, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def check_reply(tokenizer: Any, ends: frozenset[int], text: Any, prompt: list[Any], reply: Any, tools: Any) -> None:
+def check_reply(
+    tokenizer: Any, ends: frozenset[int], text: Any, prompt: list[Any], reply: Any, how: dict[str, Any]
+) -> None:
     """What is learned is the reply as the template writes it, up to one token at which generation ends."""
-    how = {"tools": tools} if tools else {}
     begin = encode_prompt(tokenizer, prompt, chat_template_kwargs=how)
     assert text.ids[: text.prompt_tokens] == begin, "the prompt's tokens are those that generation sees"
     places = [i for i, flag in enumerate(text.learned) if flag]
@@ -164,7 +165,7 @@ def missing_of(messages: list[dict[str, Any]], tools: Any, text: str) -> set[str
 KINDS = ("texts", "pairs", "verdicts", "messages")
 
 
-def law(kind: str, name: str, tokens: str, prompt: Any, sides: list[Any], tools: Any) -> str:
+def law(kind: str, name: str, tokens: str, prompt: Any, sides: list[Any], tools: Any, own: Any = None) -> str:
     tokenizer, ends = model(name, tokens)
     row: dict[str, Any] = {"prompt": prompt, "completion": [sides[0]]}
     if kind == "pairs":
@@ -174,6 +175,8 @@ def law(kind: str, name: str, tokens: str, prompt: Any, sides: list[Any], tools:
     elif kind == "messages":
         row = {"messages": [*prompt, sides[0]]}
     row |= {"tools": tools} if tools else {}
+    row |= {"chat_template_kwargs": own} if own else {}
+    how = {**({"tools": tools} if tools else {}), **(own or {})}
     before = copy.deepcopy(row)
     encoder = Encoder(tokenizer, eos_ids=ends)
     options = ExampleOptions(max_length=None, max_dropped=1)
@@ -190,11 +193,12 @@ def law(kind: str, name: str, tokens: str, prompt: Any, sides: list[Any], tools:
         return "equal"
     report = "\n".join(str(each.message) for each in heard)
     for text, side in zip(examples[0].texts, sides):
-        check_reply(tokenizer, ends, text, prompt, side, tools)
+        check_reply(tokenizer, ends, text, prompt, side, how)
         whole = text_of(tokenizer, text.ids)
         for lost in missing_of([*prompt, side], tools, whole):
             assert lost in report, report
-    seen, _ = read_prompts(Rows("f", [{"prompt": prompt}]), tokenizer, PromptOptions(max_prompt_tokens=10**6))
+    asked = {"prompt": prompt, **({"chat_template_kwargs": own} if own else {})}
+    seen, _ = read_prompts(Rows("f", [asked]), tokenizer, PromptOptions(max_prompt_tokens=10**6))
     if not tools:
         assert seen[0].prompt_ids == examples[0].texts[0].ids[: examples[0].texts[0].prompt_tokens]
     return "kept"
@@ -213,9 +217,10 @@ def test_what_is_learned_is_the_reply_and_an_end_of_generation(examples):
         prompt=conversations(),
         sides=st.lists(replies(), min_size=2, max_size=2),
         tools=st.sampled_from([None, None, [SCHEMA]]),
+        own=st.sampled_from([None, None, {"enable_thinking": False}, {"enable_thinking": True}]),
     )
-    def holds(name, tokens, prompt, sides, tools):
-        kept.update(law(kind, name, tokens, prompt, sides, tools) == "kept" for kind in KINDS)
+    def holds(name, tokens, prompt, sides, tools, own):
+        kept.update(law(kind, name, tokens, prompt, sides, tools, own) == "kept" for kind in KINDS)
 
     holds()
     assert kept[True] > kept.total() / 4, "most conversations are learned from"

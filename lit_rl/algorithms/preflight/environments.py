@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.algorithms.evaluation.validation import Evaluation
+from lit_rl.data.templates import OF_ROWS
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.journal import Journal
@@ -124,7 +125,7 @@ def source_of(env: Interactive, model: LanguageModel, data: Any, journal: Journa
         longest = max(getattr(data, "longest_prompt", 0), data.longest_val_prompt)
         return RolloutCalls(env, model.tokenizer, data.options.chat_template_kwargs, longest)
     assert isinstance(env, EnvironmentFactory)
-    return Interaction(
+    made = Interaction(
         env,
         model.tokenizer,
         eos_ids=model.eos_ids,
@@ -134,6 +135,11 @@ def source_of(env: Interactive, model: LanguageModel, data: Any, journal: Journa
         processor=model.processor,
         max_image_pixels=data.options.max_image_pixels,
     )
+    for columns in data.columns_of_sets():  # now: arguments of a row by which nothing can be rendered
+        for number, own in enumerate(columns.get(OF_ROWS) or ()):
+            if own:
+                made.ready_for({name: values[number] for name, values in columns.items()})
+    return made
 
 
 def shortened(

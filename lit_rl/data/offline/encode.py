@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -115,6 +116,15 @@ class Encoder:
         self.spaces: dict[int, bool] = {}
         self.latest: tuple[str, list[int]] = ("", [])
         """A string prompt and its tokens: those of a pair ask for them twice."""
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> Encoder:
+        """The encoder of a row with its own arguments of the chat template; what it finds left out, this one says."""
+        if not kwargs:
+            return self
+        own = copy(self)
+        own.template_kwargs = {**self.template_kwargs, **kwargs}
+        own.__dict__.pop("turn_end", None)  # of other arguments
+        return own
 
     def encode(
         self,
@@ -276,7 +286,7 @@ class Encoder:
         check_prefix(begin, whole, where)
         every = every_turn and self.learn != "completion"
         replies = (0, 0) if every else (len(prompt), len(begin))
-        self.left_out.look(messages, whole, where, tools=tools, replies=replies)
+        self.left_out.look(messages, whole, where, kwargs, replies=replies)
         closes = self.closes and messages[-1]["role"] == "assistant"
         if closes and self.turn_end.isspace() and whole.endswith(self.turn_end, len(begin)):
             whole = whole[: -len(self.turn_end)]
