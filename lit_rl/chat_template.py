@@ -37,7 +37,8 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> 
 
     Arguments of tool calls that are the JSON text of an object, as the APIs of servers write them, are handed over as
     that object: a template that writes objects as JSON would write such a text as a string of JSON. Where the template
-    refuses objects (DeepSeek-V3's), it gets all arguments as JSON text.
+    refuses objects (DeepSeek-V3's), it gets all arguments as JSON text. Where it reads no text but in parts (of models
+    over images, such as SmolVLM), every content is handed over as a list of parts.
 
     Args:
         tokenizer: Of transformers, with a chat template.
@@ -51,7 +52,7 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> 
     main = threading.current_thread() is threading.main_thread()
     try:
         with time_limit(LIMIT, "chat template") if main else _watch.limit(LIMIT):
-            text = _with_calls(tokenizer, messages, how)
+            text = _with_calls(tokenizer, _in_parts(messages) if _wants_parts(tokenizer) else messages, how)
     except TookTooLong:
         raise ConfigError(
             f"The chat template of {_place(tokenizer)} still ran after {LIMIT:g} s on one conversation of "
@@ -92,6 +93,38 @@ def call_arguments(arguments: Any) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return read if isinstance(read, dict) else arguments
+
+
+_PROBE = "qqpartsqq"
+_wanting_parts: dict[str, bool] = {}
+"""Of each template that was met: whether it reads texts in parts alone."""
+
+
+def _wants_parts(tokenizer: Any) -> bool:
+    """Tell whether the template loses a text by itself, and writes one that stands in a part."""
+    template = str(tokenizer.chat_template)
+    if template not in _wanting_parts:
+        asked = [{"role": "user", "content": _PROBE}]
+        _wanting_parts[template] = not _writes(tokenizer, asked) and _writes(tokenizer, _in_parts(asked))
+    return _wanting_parts[template]
+
+
+def _writes(tokenizer: Any, messages: Sequence[Any]) -> bool:
+    try:
+        return _PROBE in str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except (TookTooLong, MemoryError):
+        raise
+    except Exception:  # a template is a program, and may raise anything
+        return False
+
+
+def _in_parts(messages: Sequence[Any]) -> list[Any]:
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message, Mapping) and isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def _with_calls(tokenizer: Any, messages: Sequence[Any], how: dict[str, Any]) -> Any:

@@ -305,13 +305,13 @@ def test_of_a_completion_of_several_messages_the_assistants_are_learned(tokenize
     assert chosen == text and learned(rejected, tokenizer) == "3<|im_end|>"
 
 
-def test_where_the_turns_of_others_cannot_be_told_it_is_said():
+def test_a_turn_that_ends_otherwise_where_the_conversation_goes_on_is_told_from_those_of_others():
     last = CHATML.replace("<|im_end|>", "{% if loop.last or m.role == 'user' %}<|im_end|>{% else %}<|pad|>{% endif %}")
     tokenizer = make_tokenizer(template=last)
     encoder = Encoder(tokenizer)
     text = encoder.encode([user("a")], [assistant("b"), user("c"), assistant("d")], "f")
-    assert "user\nc" in learned(text, tokenizer)
-    assert any("those of the user and of tools are learned too" in line for line in said(encoder.left_out.say))
+    assert learned(text, tokenizer) == "bd<|im_end|>"
+    assert any("and no token at which generation ends" in line for line in said(encoder.left_out.say))
 
 
 def test_chosen_that_thinks_and_rejected_that_does_not_differ_from_their_first_word():

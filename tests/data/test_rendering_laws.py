@@ -11,6 +11,7 @@ import re
 import warnings
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import AutoTokenizer
 from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.read import read_examples
+from lit_rl.data.offline.rendering import GENERATION
 from lit_rl.data.prompt_set import PromptOptions
 from lit_rl.data.prompt_set import read_examples as read_prompts
 from lit_rl.data.sources import Rows
@@ -61,7 +63,7 @@ def model(name: str, kind: str) -> tuple[Any, frozenset[int]]:
     marks: list[str] = []
     for reply in ({"content": "ANSWER"}, {"content": "", "tool_calls": [CALL]}):
         try:
-            text = str(tokenizer.apply_chat_template([*ASKED, {"role": "assistant", **reply}], tokenize=False))
+            text = rendered(tokenizer, [*ASKED, {"role": "assistant", **reply}])
         except Exception:
             continue
         if found := re.search(r"(?:ANSWER|zwei)(?!.*(?:ANSWER|zwei))(.*)$", text, re.DOTALL):
@@ -109,6 +111,16 @@ def text_of(tokenizer: Any, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
+IN_PARTS = {FILES[name].read_text() for name in FILES if name.startswith(("idefics3", "smolvlm", "llava_next"))}
+"""Templates that read texts in parts alone."""
+
+
+def rendered(tokenizer: Any, messages: list[Any], **how: Any) -> str:
+    if tokenizer.chat_template in IN_PARTS:
+        messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, **how))
+
+
 def check_reply(
     tokenizer: Any, ends: frozenset[int], text: Any, prompt: list[Any], reply: Any, how: dict[str, Any]
 ) -> None:
@@ -127,12 +139,10 @@ def check_reply(
             each["function"]["arguments"] = json.loads(each["function"]["arguments"])
     said = {**reply, **({"tool_calls": calls} if calls else {})}
     try:
-        whole = tokenizer.apply_chat_template([*prompt, said], tokenize=False, **how)
+        whole = rendered(tokenizer, [*prompt, said], **how)
     except TypeError:  # DeepSeek's, which wants text
-        whole = tokenizer.apply_chat_template(
-            [*prompt, {**reply, "tool_calls": [_as_text(each) for each in calls]}], tokenize=False, **how
-        )
-    rest = whole[len(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **how)) :]
+        whole = rendered(tokenizer, [*prompt, {**reply, "tool_calls": [_as_text(each) for each in calls]}], **how)
+    rest = whole[len(rendered(tokenizer, prompt, add_generation_prompt=True, **how)) :]
     written = text_of(tokenizer, text.ids[: stop - 1])[len(text_of(tokenizer, begin)) :]
     assert rest.startswith(written)
     marks = "|".join(re.escape(str(token)) for token in tokenizer.convert_ids_to_tokens(sorted(ends)))
@@ -234,3 +244,97 @@ def test_most_templates_are_learned_with(reply):
     fates = Counter(law("texts", name, "bytes", ASKED, [side, side], None) for name in FILES)
     assert len(FILES) == sum(fates.values()) >= 72
     assert fates["kept"] >= {"words": 54, "call": 36}[reply], fates
+
+
+# ------------------------------------------------------------------------------------------- several turns are learned
+
+SECOND_CALL = {**CALL, "id": "call00001", "function": {"name": "add", "arguments": {"left": 2, "word": "drei"}}}
+TURNS: dict[str, tuple[list[dict[str, Any]], Any]] = {
+    "talk": (
+        [
+            *ASKED,
+            {"role": "assistant", "content": "FIRST"},
+            {"role": "user", "content": "AGAIN"},
+            {"role": "assistant", "content": "SECOND"},
+            {"role": "user", "content": "MORE"},
+            {"role": "assistant", "content": "THIRD"},
+        ],
+        None,
+    ),
+    "tools": (
+        [
+            *ASKED,
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "content": "RESULT", "name": "add", "tool_call_id": "call00000"},
+            {"role": "assistant", "content": "", "tool_calls": [SECOND_CALL]},
+            {"role": "tool", "content": "OUTCOME", "name": "add", "tool_call_id": "call00001"},
+            {"role": "assistant", "content": "THIRD"},
+        ],
+        [SCHEMA],
+    ),
+}
+TURNS["thoughts"] = (
+    [{**each, "reasoning_content": "hm"} if each["role"] == "assistant" else each for each in TURNS["talk"][0]],
+    None,
+)
+SAYS = {"talk": ["FIRST", "SECOND", "THIRD"], "tools": ["zwei", "drei", "THIRD"]}
+SAYS["thoughts"] = SAYS["talk"]
+HEARD = ("QUESTION", "AGAIN", "MORE", "RESULT", "OUTCOME")
+FURTHER_ENDS = {"glm4moe": ["<|user|>", "<|observation|>"], "phi3": ["<|end|>"], "phi3_5": ["<|end|>"]}
+"""At which generation ends by the model's generation_config.json, beside what ends a conversation."""
+
+
+def turns_learned(name: str, talk: str, learn: Any) -> str:
+    """The fate of a conversation whose turns are all learned, of which nothing but these is."""
+    base_tokenizer, ends = model(name, "bytes")
+    tokenizer = copy.deepcopy(base_tokenizer)
+    further = FURTHER_ENDS.get(name.removesuffix("_training"), [])
+    tokenizer.add_tokens(further, special_tokens=True)
+    encoder = Encoder(tokenizer, learn=learn, eos_ids={*ends, *tokenizer.convert_tokens_to_ids(further)})
+    messages, tools = TURNS[talk]
+    first = 1 if learn == "completion" else len(messages) - 1
+    try:
+        text = encoder.encode(messages[:first], messages[first:], "f", tools=tools, every_turn=learn == "assistant")
+    except DataError as error:
+        return str(error)
+    runs = re.findall("1+", "".join(str(int(flag)) for flag in text.learned))
+    assert len(runs) == 3, "a turn each"
+    stops = [i for i, (flag, next_) in enumerate(pairwise([*text.learned, False]), 1) if flag and not next_]
+    for stop, run, says in zip(stops, runs, SAYS[talk]):
+        turn = text_of(tokenizer, text.ids[stop - len(run) : stop])
+        assert says in turn and not any(words in turn for words in HEARD)
+        assert not set(text.ids[stop - len(run) : stop - 1]) & encoder.ends, "generation has not ended before"
+    open_ = [stop for stop in stops if text.ids[stop - 1] not in encoder.ends]
+    assert stops[-1] not in open_
+    return "open" if open_ else "kept"
+
+
+@pytest.mark.parametrize("talk", TURNS)
+@pytest.mark.parametrize("learn, least", [("completion", 40), ("assistant", 12)])
+def test_of_several_turns_only_the_assistants_are_learned_each_with_its_end(talk, learn, least):
+    """Templates that write a turn otherwise where the conversation goes on too: Qwen3's, Phi-3's, gpt-oss'."""
+    names = [name for name in FILES if learn == "completion" or GENERATION.search(FILES[name].read_text())]
+    fates = {name: turns_learned(name, talk, learn) for name in names}
+    assert Counter(fates.values())["kept"] >= {"talk": least, "tools": least - 6, "thoughts": least - 12}[talk], fates
+    assert not [fate for fate in fates.values() if "from those of the user" in fate]
+    wanted = {"qwen3", "glm4moe", "phi3"} if talk == "talk" and learn == "completion" else set()
+    assert all(fates[name] == "kept" for name in wanted), fates
+    assert fates.get("gptoss", "open") == "open" or talk != "talk", "its earlier turns end with <|end|>"
+
+
+def test_a_turn_without_an_end_is_said_and_turns_that_nobody_can_tell_are_refused():
+    tokenizer, ends = model("gptoss", "bytes")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<|end|>"], special_tokens=True)
+    encoder = Encoder(tokenizer, eos_ids=ends)
+    messages, _ = TURNS["talk"]
+    encoder.encode(messages[:1], messages[1:], "f")
+    with pytest.warns(UserWarning, match=r"writes '.*ST<\|end\|>' where a reply ends .* model\.eos_token='<\|end\|>'"):
+        encoder.left_out.say()
+    counting = copy.deepcopy(base("bytes"))
+    counting.chat_template = (
+        "{% for m in messages %}{{ loop.revindex if m.role == 'user' and not loop.first }}{{ m.content }}<|im_end|>"
+        "{% endfor %}"
+    )
+    with pytest.raises(DataError, match="^f: the chat template renders a conversation otherwise .*on_bad_row=skip"):
+        Encoder(counting).encode(messages[:1], messages[1:], "f")
