@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lit_rl.chat_template import THOUGHTS
 from lit_rl.data.checks import excerpt
 from lit_rl.data.raw_rows import ARGUMENTS
 from lit_rl.errors import DataError
@@ -19,9 +20,6 @@ ROLES = {
     "developer": "developer",
 }
 """What other programs call a role, and the role that it is."""
-
-_THOUGHT = "reasoning_content"
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 _A_CALL = '"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]'
 
@@ -157,9 +155,9 @@ def _spoken(message: Mapping[str, Any], parts: Sequence[Any], where: str) -> Any
         return message
     keys = {key: item for key, item in message.items() if key != "content" or item is None}
     if thoughts:
-        if any(message.get(key) for key in _THOUGHTS):
+        if any(message.get(key) for key in THOUGHTS):
             raise DataError(f"{where} has thoughts in its content and in a key of its own: leave one of them out.")
-        keys[_THOUGHT] = "\n".join(thoughts)
+        keys[THOUGHTS[0]] = "\n".join(thoughts)
     if calls:
         if message.get("tool_calls"):
             raise DataError(f"{where} has calls in its content and in tool_calls: leave one of them out.")

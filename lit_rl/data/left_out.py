@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.chat_template import apply_chat_template, arguments_of_rendering, call_arguments
+from lit_rl.chat_template import THOUGHTS, apply_chat_template, arguments_of_rendering, call_arguments
 from lit_rl.data.checks import excerpt
 from lit_rl.data.image_parts import text_of
 from lit_rl.errors import ConfigError, DataError, did_you_mean
@@ -17,9 +17,6 @@ from lit_rl.rollout import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of messages in which data sets keep what the assistant thinks before it answers."""
 
 _SAYS_WHAT_IS_LEARNED = ("weight", "train", "training", "loss", "loss_mask", "mask")
 """Keys by which other programs choose the turns that are learned."""
