@@ -155,7 +155,9 @@ def _thinking_apart(message: Mapping[str, Any], takes: _Thinking) -> Mapping[str
     given = next((key for key in THOUGHTS if isinstance(message.get(key), str) and message[key]), None)
     if given is not None:
         return {**{key: item for key, item in message.items() if key != given}, takes.keys[0]: message[given]}
-    found = _SPLITS.fullmatch(content) if isinstance(content, str) else None
+    if not isinstance(content, str):
+        return message
+    found = _SPLITS.fullmatch(content)
     if found is None or not takes.apart[0 if content.lstrip().startswith(_OPENS) else 1]:
         return message
     return {**message, takes.keys[0]: found[1].strip("\n"), "content": found[2].lstrip("\n")}

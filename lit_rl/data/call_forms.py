@@ -24,6 +24,10 @@ ROLES = {
 _A_CALL = '"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]'
 
 
+def _unclear(where: str, what: str) -> DataError:
+    return DataError(f"{where} {what} Or make messages of role and content of such rows with data.map_row.")
+
+
 def with_our_calls(messages: Sequence[Any], where: str) -> list[Any]:
     """Return the messages with their calls in ``tool_calls``, answers of the role tool, thoughts in a key of their own.
 
@@ -68,9 +72,7 @@ def read_calls(value: Any, where: str) -> list[Any]:
     calls = literal_of(value) if isinstance(value, str) else value
     calls = [calls] if isinstance(calls, Mapping) else calls
     if not isinstance(calls, list):
-        raise DataError(
-            f"{where} has calls of tools that are no JSON of calls: {excerpt(str(value))}. Write {_A_CALL}."
-        )
+        raise _unclear(where, f"has calls of tools that are no JSON of calls: {excerpt(str(value))}. Write {_A_CALL}.")
     return [_call(literal_of(call) if isinstance(call, str) else call, where) for call in calls]
 
 
@@ -89,7 +91,7 @@ def _with_listed_calls(message: Mapping[str, Any], where: str) -> Any:
     given, older = message.get("tool_calls"), message.get("function_call")
     if older:
         if given:
-            raise DataError(f"{where} has calls in function_call and in tool_calls: leave one of them out.")
+            raise _unclear(where, "has calls in function_call and in tool_calls: leave one of them out.")
         message, given = {key: item for key, item in message.items() if key != "function_call"}, older
     elif given is None or (isinstance(given, str) and not given.strip()):
         return message if not given else {key: item for key, item in message.items() if key != "tool_calls"}
@@ -118,7 +120,7 @@ def _call(call: Any, where: str) -> Any:
         return call
     given = [key for key in ARGUMENTS if inner.get(key) is not None]
     if len(given) > 1:
-        raise DataError(f"{where} has a call with {' and '.join(given)}: keep the one that holds its arguments.")
+        raise _unclear(where, f"has a call with {' and '.join(given)}: keep the one that holds its arguments.")
     if not isinstance(inner.get("name"), str) or (rest is call and "arguments" in inner and not given):
         return call  # arguments of None are read where they are rendered
     arguments = inner[given[0]] if given else {}
@@ -130,24 +132,26 @@ def _spoken(message: Mapping[str, Any], parts: Sequence[Any], where: str) -> Any
     """The assistant's message with the thoughts and calls of its parts in keys."""
     kinds = [str(part.get("type")) if isinstance(part, Mapping) else "" for part in parts]
     if "redacted_thinking" in kinds:
-        raise DataError(f"{where} has a thought that is encrypted (redacted_thinking): leave the part out.")
+        raise _unclear(where, "has a thought that is encrypted (redacted_thinking): leave the part out.")
     rest: list[Any] = []
     thoughts: list[str] = []
     calls: list[Any] = []
     for kind, part in zip(kinds, parts):
         if kind in ("thinking", "reasoning"):
             if rest or calls:
-                raise DataError(
-                    f"{where} thinks behind what it says, and chat templates write thoughts first: divide it into "
-                    "messages, or write all of it as one text."
+                raise _unclear(
+                    where,
+                    "thinks behind what it says, and chat templates write thoughts first: divide it into "
+                    "messages, or write all of it as one text.",
                 )
             thoughts.append(_thought(part, where))
         elif kind == "tool_use":
             calls += read_calls({key: item for key, item in part.items() if key != "type"}, where)
         elif calls and not _is_blank(part):
-            raise DataError(
-                f"{where} says something behind a call (tool_use), and chat templates write calls last: divide it into "
-                "messages, or write all of it as one text."
+            raise _unclear(
+                where,
+                "says something behind a call (tool_use), and chat templates write calls last: divide it into "
+                "messages, or write all of it as one text.",
             )
         else:
             rest.append({**part, "type": "text"} if kind == "output_text" else part)
@@ -156,11 +160,11 @@ def _spoken(message: Mapping[str, Any], parts: Sequence[Any], where: str) -> Any
     keys = {key: item for key, item in message.items() if key != "content" or item is None}
     if thoughts:
         if any(message.get(key) for key in THOUGHTS):
-            raise DataError(f"{where} has thoughts in its content and in a key of its own: leave one of them out.")
+            raise _unclear(where, "has thoughts in its content and in a key of its own: leave one of them out.")
         keys[THOUGHTS[0]] = "\n".join(thoughts)
     if calls:
         if message.get("tool_calls"):
-            raise DataError(f"{where} has calls in its content and in tool_calls: leave one of them out.")
+            raise _unclear(where, "has calls in its content and in tool_calls: leave one of them out.")
         keys["tool_calls"] = calls
     return {**keys, "content": rest if rest else ""}
 
@@ -170,7 +174,7 @@ def _thought(part: Mapping[str, Any], where: str) -> str:
     if isinstance(given, list) and all(isinstance(each, Mapping) for each in given):
         given = "".join(str(each.get("text") or "") for each in given)
     if not isinstance(given, str):
-        raise DataError(f"{where} has a thought without text: {excerpt(repr(part))}.")
+        raise _unclear(where, f"has a thought without text: {excerpt(repr(part))}.")
     return given
 
 

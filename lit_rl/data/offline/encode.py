@@ -363,7 +363,7 @@ class Encoder:
         known = end_marks(self.tokenizer, "")
         mark = next((token for token in (ids[stop - 1], ids[stop]) if token in known), None)
         if mark is not None or self.learn == "completion":  # else what the template marks may go on in the turn
-            shown = self.tokenizer.decode(ids[max(start, stop - 3) : stop + 1])
+            shown = self.tokenizer.decode(list(ids[max(start, stop - 3) : stop + 1]))
             self.left_out.note(
                 "ends",
                 f"The chat template writes {shown!r} where a reply ends and the conversation goes on, and no token at "
