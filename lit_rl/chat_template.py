@@ -10,10 +10,12 @@ import ctypes
 import inspect
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,10 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> 
 
     Arguments of tool calls that are the JSON text of an object, as the APIs of servers write them, are handed over as
     that object: a template that writes objects as JSON would write such a text as a string of JSON. Where the template
-    refuses objects (DeepSeek-V3's), it gets all arguments as JSON text.
+    refuses objects (DeepSeek-V3's), it gets all arguments as JSON text. Where it reads no text but in parts (of models
+    over images, such as SmolVLM), every content is handed over as a list of parts. What the assistant thinks is handed
+    over by the key that the template reads (`THOUGHTS`); also what stands between `<think>` and `</think>` in a content
+    of which the template would make an empty thought and words.
 
     Args:
         tokenizer: Of transformers, with a chat template.
@@ -51,7 +56,7 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> 
     main = threading.current_thread() is threading.main_thread()
     try:
         with time_limit(LIMIT, "chat template") if main else _watch.limit(LIMIT):
-            text = _with_calls(tokenizer, messages, how)
+            text = _rendered(tokenizer, messages, how)
     except TookTooLong:
         raise ConfigError(
             f"The chat template of {_place(tokenizer)} still ran after {LIMIT:g} s on one conversation of "
@@ -92,6 +97,131 @@ def call_arguments(arguments: Any) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return read if isinstance(read, dict) else arguments
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Any], how: dict[str, Any]) -> Any:
+    """The rendering, with thoughts and words as the template takes them."""
+    placed = _in_parts if _wants_parts(tokenizer) else list[Any]
+    told = _with_thoughts(tokenizer, messages)
+    try:
+        return _with_calls(tokenizer, placed(told), how)
+    except (TookTooLong, MemoryError):
+        raise
+    except Exception:  # gpt-oss' takes no thoughts beside words and calls: they are left out, which is said
+        if told == messages:
+            raise
+        return _with_calls(tokenizer, placed(messages), how)
+
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of messages in which data sets keep what the assistant thinks before it answers."""
+
+_OPENS, _CLOSES = "<think>", "</think>"
+_SPLITS = re.compile(rf"\s*(?:{_OPENS})?(.*?){_CLOSES}(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class _Thinking:
+    """How a template takes thoughts."""
+
+    keys: tuple[str, ...]
+    """Of `THOUGHTS`, those that it reads."""
+    apart: tuple[bool, bool]
+    """Whether thoughts in a content are to be handed over by the key: between both marks, and before the second."""
+
+
+_thinking: dict[str, _Thinking] = {}
+"""Of each template that was met."""
+
+
+def _with_thoughts(tokenizer: Any, messages: Sequence[Any]) -> Sequence[Any]:
+    """The messages with thoughts by the key that the template reads."""
+
+    def thinks(message: Any) -> bool:
+        return isinstance(message, Mapping) and (
+            any(message.get(key) for key in THOUGHTS) or _CLOSES in str(message.get("content"))
+        )
+
+    if not any(map(thinks, messages)):
+        return messages
+    takes = _takes_thoughts(tokenizer)
+    return [_thinking_apart(message, takes) if thinks(message) else message for message in messages]
+
+
+def _thinking_apart(message: Mapping[str, Any], takes: _Thinking) -> Mapping[str, Any]:
+    if not takes.keys or message.get("role") != "assistant" or any(message.get(key) for key in takes.keys):
+        return message
+    content = message.get("content")
+    given = next((key for key in THOUGHTS if isinstance(message.get(key), str) and message[key]), None)
+    if given is not None:
+        return {**{key: item for key, item in message.items() if key != given}, takes.keys[0]: message[given]}
+    if not isinstance(content, str):
+        return message
+    found = _SPLITS.fullmatch(content)
+    if found is None or not takes.apart[0 if content.lstrip().startswith(_OPENS) else 1]:
+        return message
+    return {**message, takes.keys[0]: found[1].strip("\n"), "content": found[2].lstrip("\n")}
+
+
+def _takes_thoughts(tokenizer: Any) -> _Thinking:
+    template = tokenizer.chat_template
+    source = "\n".join(template.values()) if isinstance(template, dict) else str(template)
+    if source not in _thinking:
+        keys = tuple(key for key in THOUGHTS if re.search(rf"\.{key}\b|['\"]{key}['\"]", source))
+        apart = (False, False)
+        if keys and _thinks_once(tokenizer, {keys[0]: _THOUGHT, "content": _SAID}):
+            both, closed = f"{_OPENS}\n{_THOUGHT}\n{_CLOSES}\n\n{_SAID}", f"{_THOUGHT}\n{_CLOSES}\n\n{_SAID}"
+            apart = not _thinks_once(tokenizer, {"content": both}), not _thinks_once(tokenizer, {"content": closed})
+        _thinking[source] = _Thinking(keys, apart)
+    return _thinking[source]
+
+
+_THOUGHT, _SAID = "qqthoughtqq", "qqsaidqq"
+
+
+def _thinks_once(tokenizer: Any, reply: Mapping[str, Any]) -> bool:
+    """Tell whether the template writes one thought before what a reply says, and the reply's own."""
+    asked = [{"role": "user", "content": _PROBE}, {"role": "assistant", **reply}]
+    try:
+        text = str(tokenizer.apply_chat_template(asked, tokenize=False))
+    except (TookTooLong, MemoryError):
+        raise
+    except Exception:  # a template is a program, and may raise anything
+        return False
+    turn = text.rpartition(_PROBE)[2].partition(_SAID)[0]
+    return all(turn.count(words) == 1 for words in (_THOUGHT, _OPENS, _CLOSES))
+
+
+_PROBE = "qqpartsqq"
+_wanting_parts: dict[str, bool] = {}
+"""Of each template that was met: whether it reads texts in parts alone."""
+
+
+def _wants_parts(tokenizer: Any) -> bool:
+    """Tell whether the template loses a text by itself, and writes one that stands in a part."""
+    template = str(tokenizer.chat_template)
+    if template not in _wanting_parts:
+        asked = [{"role": "user", "content": _PROBE}]
+        _wanting_parts[template] = not _writes(tokenizer, asked) and _writes(tokenizer, _in_parts(asked))
+    return _wanting_parts[template]
+
+
+def _writes(tokenizer: Any, messages: Sequence[Any]) -> bool:
+    try:
+        return _PROBE in str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except (TookTooLong, MemoryError):
+        raise
+    except Exception:  # a template is a program, and may raise anything
+        return False
+
+
+def _in_parts(messages: Sequence[Any]) -> list[Any]:
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message, Mapping) and isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def _with_calls(tokenizer: Any, messages: Sequence[Any], how: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
 _ANCHORS = ("\n", ".", "a", "1")
 """Texts to tokenise a continuation behind, where the tokenizer marks the start of a text."""
+
+_FEW = 3
+"""Parts that are not worth a look for what is settled: those of a prompt and its completion."""
 
 
 def joined(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> tuple[list[int], list[int]]:
@@ -23,22 +26,47 @@ def joined(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> tuple[li
     some other text, which is left out again; if each of these binds to it, the token that straddles is the later
     part's.
     """
-    ids: list[int] = []  # of the parts before `text`
+    ids: list[int] = []  # of what stands before `text`
     held: list[int] = []  # of `text`
     ends: list[int] = []
-    text = ""
+    text, inside = "", False  # whether `text` has the tokens of a text inside another one
+    control = _control(tokenizer) if len(parts) > _FEW else {}
     for part in parts:
-        whole = _after(tokenizer, text + part) if ids else _plain(tokenizer, text + part)
+        whole = _after(tokenizer, text + part) if inside else _plain(tokenizer, text + part)
         apart = None if whole is not None and whole[: len(held)] == held else _after(tokenizer, part)
         if apart is not None:
-            ids, held, text = [*ids, *held], apart, part
+            ids += held
+            held, text, inside = apart, part, bool(ids)
         else:
             whole = _plain(tokenizer, text + part) if whole is None else whole
             common = shared(held, whole)
             ends = [min(end, len(ids) + common) for end in ends]
             held, text = whole, text + part
         ends.append(len(ids) + len(held))
+        if len(ends) == len(parts) or len(parts) <= _FEW:
+            continue
+        place, begin = _settled(tokenizer, text, held, control)
+        if place:  # so that a part is not tokenised anew for each that follows
+            ids += held[:place]
+            held, text, inside = held[place:], text[begin:], False
     return [*ids, *held], ends
+
+
+def _control(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The texts of the control tokens."""
+    return {number: str(token.content) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def _settled(
+    tokenizer: PreTrainedTokenizerBase, text: str, held: Sequence[int], control: Mapping[int, str]
+) -> tuple[int, int]:
+    """Return how many tokens and characters of a text stand before its last control token; 0 where that is unsafe.
+
+    Tokenizers look for control tokens before all else, so what follows one has no influence on what stands before it.
+    """
+    place = next((i for i in range(len(held) - 1, 0, -1) if held[i] in control), 0)
+    begin = text.rfind(control[held[place]]) if place else 0
+    return (place, begin) if begin > 0 and _plain(tokenizer, text[begin:]) == list(held[place:]) else (0, 0)
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:

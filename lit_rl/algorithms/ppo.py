@@ -32,6 +32,7 @@ from lit_rl.algorithms.rollouts.micro_batches import without_gradient
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import arguments_for
 from lit_rl.algorithms.terms.credit import Credit, turns_of
+from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.supervised import SupervisedText
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.models.policy.forward import TokenScores
@@ -230,7 +231,7 @@ class PPO(PolicyGradient):
         assert self.ptx is not None and self.plan is not None
         shares = self.plan.accumulate * self.plan.world_size
         part = slot % self.plan.accumulate * self.plan.world_size + self.data_rank
-        texts = self.ptx.batch(self.tokenizer, self.global_step, self.seed)
+        texts = self.ptx.batch(self._encoder, self.global_step, self.seed)
         total = texts.learned.sum().clamp(min=1)
         mine = texts.take(slice(part, None, shares)).to(self.device)
         if not len(mine):
@@ -239,6 +240,13 @@ class PPO(PolicyGradient):
         scores = score_texts(self.policy, mine, options=self.forward_options)
         loss = -masked_sum(scores.logprobs, mine.learned)
         return loss / total.to(loss.device) * shares, {"ptx_loss": (loss.detach(), mine.learned.sum())}
+
+    @property
+    def _encoder(self) -> Encoder:
+        """Makes tokens of the supervised text, rendered as the prompts of the run are."""
+        options = getattr(getattr(self.trainer_or_none, "datamodule", None), "options", None)  # a data module of yours
+        kwargs = getattr(options, "chat_template_kwargs", {})
+        return Encoder(self.tokenizer, kwargs, eos_ids=self.model.eos_ids)
 
     # ------------------------------------------------------------------ two parameter groups
 
@@ -276,7 +284,9 @@ class PPO(PolicyGradient):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if self.ptx is not None and stage == "fit":
-            self.ptx.check(self.model.processor)  # now: a bad file ends the run before any weight is loaded
+            self.ptx.check(
+                self._encoder, self.model.processor
+            )  # now: a bad file ends the run before any weight is loaded
 
     @property
     def unproven_with_zero(self) -> Mapping[str, Any]:

@@ -186,12 +186,6 @@ def checked_message(message: Any, where: str) -> Message:
     extras = {key: value for key, value in message.items() if value is not None and key not in ("role", "content")}
     if "tool_calls" in extras:
         _check_calls(extras["tool_calls"], where)
-    if extras.get("function_call"):
-        raise DataError(
-            f"{where} has the key function_call, the older form of tool_calls, which chat templates do not read: make "
-            'it "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}], for example '
-            "with data.map_row."
-        )
     if content is None and extras.get("tool_calls"):
         content = ""
     if isinstance(content, list):
@@ -206,7 +200,7 @@ def checked_message(message: Any, where: str) -> Message:
 def _check_calls(calls: Any, where: str) -> None:
     """What is no list of named calls a chat template writes as something else, or leaves out."""
     for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function") or call if isinstance(call, Mapping) else None  # some write the name at the top
+        function = call.get("function") if isinstance(call, Mapping) and isinstance(calls, list) else None
         if (
             not isinstance(function, Mapping)
             or not isinstance(function.get("name"), str)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.chat_template import apply_chat_template, arguments_of_rendering, call_arguments
+from lit_rl.chat_template import THOUGHTS, apply_chat_template, arguments_of_rendering, call_arguments
 from lit_rl.data.checks import excerpt
 from lit_rl.data.image_parts import text_of
 from lit_rl.errors import ConfigError, DataError, did_you_mean
@@ -17,9 +17,6 @@ from lit_rl.rollout import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of messages in which data sets keep what the assistant thinks before it answers."""
 
 _SAYS_WHAT_IS_LEARNED = ("weight", "train", "training", "loss", "loss_mask", "mask")
 """Keys by which other programs choose the turns that are learned."""
@@ -40,6 +37,8 @@ class LeftOut:
         self._source = template_source(tokenizer)
         self._words: dict[str, str] = {}
         """What is missing, and an example of it."""
+        self._of_rows: dict[str, None] = {}
+        """Names of the arguments that rows bring themselves."""
         self._keys: dict[str, None] = {}
         """Keys of messages that the template does not read."""
         self._notes: dict[str, str] = {}
@@ -52,8 +51,8 @@ class LeftOut:
         messages: Sequence[Message],
         text: str,
         where: str,
+        kwargs: Mapping[str, Any] | None = None,
         *,
-        tools: Sequence[Any] | None = None,
         replies: tuple[int, int] | None = None,
     ) -> None:
         """Compare the messages of a row with their rendering.
@@ -62,13 +61,15 @@ class LeftOut:
             messages: All that were rendered.
             text: The rendering.
             where: The row, for messages.
-            tools: Schemas that were rendered with them.
+            kwargs: Of the template for this row, those of the run among them; `tools` are the schemas.
             replies: The number of the first message that is learned, and where in the text it begins. None: none is.
 
         Raises:
             DataError: a call of a reply that is learned is not in the text, or nothing of what it says.
         """
         self._look_at_template(messages)
+        kwargs = kwargs or {}
+        self._of_rows.update(dict.fromkeys(name for name in kwargs if name != "tools" and name not in self._kwargs))
         first, place = replies or (len(messages), len(text))
         reply = text[place:]
         for number, message in enumerate(messages):
@@ -77,7 +78,7 @@ class LeftOut:
                 if learned and what in ("tool_calls", "words"):
                     raise DataError(_lost(f"{where}: message {number} (assistant)", what, words))
                 self._words.setdefault(f"{what} of the {message['role']}", words)
-        for tool in tools or ():
+        for tool in kwargs.get("tools") or ():
             name = str((tool.get("function") or tool).get("name") or "") if isinstance(tool, Mapping) else ""
             if not _is_in(name, text):
                 self._words.setdefault("tools", name)
@@ -156,16 +157,17 @@ class LeftOut:
         return re.search(rf"\.{name}\b|['\"]{name}['\"]", self._source) is not None
 
     def _lines_of_kwargs(self) -> dict[str, str]:
-        names = [f"data.chat_template_kwargs.{name}" for name in self._kwargs]
+        names = {f"data.chat_template_kwargs.{name}": name for name in self._kwargs}
+        if names and not self._looked:
+            return {"kwargs": f"{', '.join(names)} does nothing: no row is rendered by a chat template."}
+        names |= {f"{name} of the rows' chat_template_kwargs": name for name in self._of_rows}
         if not names:
             return {}
-        if not self._looked:
-            return {"kwargs": f"{', '.join(names)} does nothing: no row is rendered by a chat template."}
         read = variables(self._source)
         known = {*(read or ()), *arguments_of_rendering(self._tokenizer)}
         return {
             key: f"{key} does nothing: the chat template reads no such name.{did_you_mean(name, known)}"
-            for key, name in zip(names, self._kwargs)
+            for key, name in names.items()
             if read is not None and name not in known
         }
 

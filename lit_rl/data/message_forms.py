@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lit_rl.data.call_forms import ROLES, literal_of, read_calls, with_our_calls
 from lit_rl.data.checks import excerpt
 from lit_rl.data.raw_rows import without_none
 from lit_rl.errors import DataError
@@ -18,13 +17,8 @@ MESSAGES = ("prompt", "messages", "completion", "chosen", "rejected")
 SHAREGPT = "conversations"
 """What ShareGPT, and what was made for its readers, calls the column of messages."""
 
-_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bot"), "assistant"),
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
-    "system": "system",
-}
-"""ShareGPT's `from`, and the role that it is."""
+_CALL = "function_call"
+"""Of whom a message of ShareGPT is whose value is the JSON text of a call, or of a list of calls."""
 
 _BEGINS = re.compile(r"""\s*"?\s*\[?\s*"?\{\s*\\?["']\w+\\?["']\s*:""")
 """A text that may be an object, or a list of objects."""
@@ -99,13 +93,8 @@ def told_of(tools: Any) -> dict[str, Any]:
 
 def literal(text: str) -> Any:
     """The value that a text writes out, as JSON or as Python does; the text itself where it is neither."""
-    for read in (json.loads, ast.literal_eval):
-        try:
-            value = read(text.strip())
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            continue
-        return literal(value) if isinstance(value, str) and _BEGINS.match(value) else value
-    return text
+    value = literal_of(text)
+    return literal(value) if isinstance(value, str) and value is not text and _BEGINS.match(value) else value
 
 
 def list_of(value: Any) -> Any:
@@ -148,6 +137,7 @@ def _messages_of(value: Any, where: str) -> Any:
     if isinstance(value, str) and not any(map(_speaks, each)):  # an object to be written, such as a payment's
         return value
     found = [_renamed(message, f"{where}: message {i}") for i, message in enumerate(each)]
+    found = with_our_calls(found, where)
     return value if found == value and isinstance(value, list) else found
 
 
@@ -155,24 +145,28 @@ def _is_message(value: Any) -> bool:
     """Tell whether it is one of ours, or one of ShareGPT's."""
     if not isinstance(value, Mapping):
         return False
-    return ("role" in value and ("content" in value or "tool_calls" in value)) or {"from", "value"} <= value.keys()
+    spoken = ("content", "tool_calls", "function_call")
+    return ("role" in value and any(key in value for key in spoken)) or {"from", "value"} <= value.keys()
 
 
 def _speaks(message: Mapping[str, Any]) -> bool:
     """Tell whether a message is of somebody who is known."""
-    return str(message.get("role")) in {*_ROLES.values(), "developer"} or str(message.get("from")).lower() in _ROLES
+    return str(message.get("role")).lower() in ROLES or str(message.get("from")).lower() in (*ROLES, _CALL)
 
 
 def _renamed(message: Mapping[str, Any], where: str) -> Any:
     if message.get("role") is not None or "from" not in message:
         return message
-    role = _ROLES.get(str(message["from"]).strip().lower())
+    said_by = str(message["from"]).strip().lower()
+    rest = {key: item for key, item in message.items() if key not in ("from", "value", "role", "content")}
+    if said_by == _CALL:  # of LLaMA-Factory
+        return {"role": "assistant", "content": "", **rest, "tool_calls": read_calls(message["value"], where)}
+    role = ROLES.get(said_by)
     if role is None:
         raise DataError(
-            f"{where} is from {excerpt(repr(message['from']))}; known are {', '.join(_ROLES)}. Make messages of role "
-            "and content of such rows with data.map_row."
+            f"{where} is from {excerpt(repr(message['from']))}; known are {', '.join((*ROLES, _CALL))}. Make messages "
+            "of role and content of such rows with data.map_row."
         )
-    rest = {key: item for key, item in message.items() if key not in ("from", "value", "role", "content")}
     return {"role": role, "content": message["value"], **rest}
 
 

@@ -21,7 +21,14 @@ from lit_rl.data.message_forms import read_tools
 from lit_rl.data.row_reader import RowReader
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import prompt_key
-from lit_rl.data.templates import check_template_kwargs, control_tokens, encode_prompt, render_prompt
+from lit_rl.data.templates import (
+    OF_ROWS,
+    check_template_kwargs,
+    control_tokens,
+    encode_prompt,
+    kwargs_of_row,
+    render_prompt,
+)
 from lit_rl.errors import ConfigError, DataError, in_range
 from lit_rl.long_waits import counted
 from lit_rl.rollout import Prompt, PromptBatch
@@ -247,7 +254,13 @@ class _Reader:
             return None
         self.rows.note_system(prompt, options.system_prompt, where)
         prompt = add_system_prompt(prompt, options.system_prompt)
-        kwargs = options.chat_template_kwargs
+        own = kwargs_of_row(columns, where)
+        if own and isinstance(prompt, str):
+            self.rows.note(
+                f"the column {OF_ROWS} does nothing: the prompt is plain text, without a chat template", where
+            )
+        columns |= {OF_ROWS: own or None} if OF_ROWS in columns else {}
+        kwargs = {**options.chat_template_kwargs, **own}
         if tools := self._tools(prompt, columns.get("tools"), where):
             columns["tools"], kwargs = tools, {**kwargs, "tools": tools}
         if images and self.processor is not None and not isinstance(prompt, str):

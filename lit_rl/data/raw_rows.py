@@ -68,6 +68,10 @@ def rows_of_parquet(path: Path, skip: int = 0) -> Iterator[RawRow]:
     return _each(_records(path, skip), (pyarrow.ArrowException, OSError), refusal)
 
 
+ARGUMENTS = ("arguments", "args", "input", "parameters")
+"""Keys of a call in which programs write its arguments."""
+
+
 def row_of_table(row: dict[str, Any]) -> dict[str, Any]:
     """The row of a columnar file with the tool calls of its messages as they were before they became columns.
 
@@ -79,20 +83,24 @@ def row_of_table(row: dict[str, Any]) -> dict[str, Any]:
 
 def _of_messages(value: list[Any]) -> list[Any]:
     return [
-        {**each, "tool_calls": _in_arguments(each["tool_calls"])}
-        if isinstance(each, dict) and each.get("tool_calls") and "role" in each
+        {key: _in_arguments(item) if key in _CALLS else item for key, item in each.items()}
+        if isinstance(each, dict) and ("role" in each or "from" in each)
         else each
         for each in value
     ]
 
 
+_CALLS = ("tool_calls", "function_call", "content")
+"""Keys of a message that may hold calls; `content` in its parts."""
+
+
 def _in_arguments(value: Any) -> Any:
-    """The value with no key of None in any object that is called ``arguments``."""
+    """The value with no key of None in any object that holds the arguments of a call."""
     if isinstance(value, list):
         return [_in_arguments(item) for item in value]
     if not isinstance(value, dict):
         return value
-    return {key: without_none(item) if key == "arguments" else _in_arguments(item) for key, item in value.items()}
+    return {key: without_none(item) if key in ARGUMENTS else _in_arguments(item) for key, item in value.items()}
 
 
 def without_none(value: Any) -> Any:

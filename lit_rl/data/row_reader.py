@@ -62,10 +62,6 @@ class RowReader:
         self._columns.update(dict.fromkeys(read.came))
         shown, images = self._images.read(read.row, where, *keys, without=without)
         notes = list(read.notes)
-        if read.row.get("chat_template_kwargs"):
-            notes.append(
-                "the column chat_template_kwargs is not read: every row is rendered with data.chat_template_kwargs"
-            )
         if unread := _unread_keys_of_parts(read.row.get(key) for key in keys):
             notes.append(f"parts of messages have keys that are not read: {', '.join(unread)}")
         for key in keys:

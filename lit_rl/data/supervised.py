@@ -4,32 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from lit_rl.data.checks import excerpt
 from lit_rl.data.formats import split_prompt
 from lit_rl.data.image_parts import images_in
 from lit_rl.data.image_prompts import Processor, refuse_reserved
-from lit_rl.data.message_forms import in_our_form
+from lit_rl.data.message_forms import in_our_form, read_tools
+from lit_rl.data.offline.encode import Encoder
+from lit_rl.data.offline.example import Encoded
+from lit_rl.data.offline.example_set import token_batch
 from lit_rl.data.sources import Rows, load_rows
-from lit_rl.data.templates import encode_prompt
+from lit_rl.data.templates import kwargs_of_row
 from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
 from lit_rl.examples import TokenBatch
 from lit_rl.rollout import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
 class SupervisedText:
     """An endless source of texts. What a step gets is a function of its number and the seed: nothing to checkpoint.
 
-    Every text comes once before any comes again. A text ends with EOS, unless `max_tokens` cuts it. A prompt is
-    rendered like those of the training; one that fills `max_tokens` alone leaves nothing to learn, and counts nothing.
+    Every text comes once before any comes again. A text ends with EOS, unless `max_tokens` cuts it. Behind a prompt of
+    messages it is the assistant's reply, in the chat template, with the row's `tools` and `chat_template_kwargs`. A
+    prompt that fills `max_tokens` alone leaves nothing to learn, and counts nothing.
 
     Args:
         path: A file, a folder or a hub id, as `data.path`.
@@ -72,42 +71,41 @@ class SupervisedText:
             self._parts(rows, index)
         return rows
 
-    def check(self, processor: Processor | None) -> None:
-        """Read the rows, and look at what a policy that sees could take for an image.
+    def check(self, encoder: Encoder, processor: Processor | None) -> None:
+        """Read the rows, render those of messages, and look at what a policy that sees could take for an image.
+
+        What a chat template leaves out is said.
 
         Args:
+            encoder: As of `batch`.
             processor: Of the policy; None: it reads text.
 
         Raises:
-            DataError: as `rows`; or a text holds a placeholder of images.
+            DataError: as `rows`; a text holds a placeholder of images; or messages cannot be rendered.
         """
         rows = self.rows
-        if processor is None:
-            return
         for index in range(len(rows)):
-            refuse_reserved(processor, self._parts(rows, index)[1], rows.where(index))
+            prompt, text = self._parts(rows, index)
+            if processor is not None:
+                refuse_reserved(processor, text, rows.where(index))
+            if isinstance(prompt, list):
+                self._encode(encoder, index)
+        encoder.left_out.say()
 
-    def batch(self, tokenizer: PreTrainedTokenizerBase, index: int, seed: int) -> TokenBatch:
+    def batch(self, encoder: Encoder, index: int, seed: int) -> TokenBatch:
         """The texts of one optimizer step, the same on every rank: each micro-batch of each rank takes its rows of it.
 
         Args:
-            tokenizer: The policy's.
+            encoder: With the policy's tokenizer.
             index: Number of the optimizer step, from 0.
             seed: Of the order of the texts.
 
         Raises:
             DataError: a row cannot be read or tokenised.
         """
-        texts = [self._encode(tokenizer, row) for row in self._drawn(index, seed)]
-        assert isinstance(tokenizer.pad_token_id, int)
-        shape = (len(texts), max(2, *(len(ids) for ids, _ in texts)))
-        input_ids = torch.full(shape, tokenizer.pad_token_id)
-        attended, learned = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-        for row, (ids, first) in enumerate(texts):
-            input_ids[row, : len(ids)] = torch.tensor(ids)
-            attended[row, : len(ids)] = True
-            learned[row, first : len(ids)] = True
-        return TokenBatch(input_ids, attended, learned)
+        texts = [[self._encode(encoder, row)] for row in self._drawn(index, seed)]
+        assert isinstance(encoder.tokenizer.pad_token_id, int)
+        return token_batch(texts, encoder.tokenizer.pad_token_id)
 
     def _drawn(self, index: int, seed: int) -> list[int]:
         """Row indices of a step: one permutation of all rows after another."""
@@ -117,18 +115,18 @@ class SupervisedText:
         orders = [np.random.default_rng([seed, cycle]).permutation(size) for cycle in cycles]
         return np.concatenate(orders)[start - cycles[0] * size :][: self.batch_size].tolist()
 
-    def _encode(self, tokenizer: PreTrainedTokenizerBase, index: int) -> tuple[list[int], int]:
-        """Token ids of a row, and how many of them are not learned."""
-        where = self.rows.where(index)
+    def _encode(self, encoder: Encoder, index: int) -> Encoded:
+        """A row as tokens."""
+        row, where = self.rows[index], self.rows.where(index)
         prompt, text = self._parts(self.rows, index)
-        if prompt is None:
-            ids, first = encode_prompt(tokenizer, text, where=where), 0
+        if isinstance(prompt, list):
+            own, tools = encoder.with_kwargs(kwargs_of_row(row, where)), read_tools(row.get("tools"), where)
+            whole = own.encode(prompt, [{"role": "assistant", "content": text}], where, tools=tools)
         else:
-            ids = encode_prompt(tokenizer, prompt, where=where)
-            first = len(ids)
-            ids = ids + list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        assert isinstance(tokenizer.eos_token_id, int)
-        return [*ids, tokenizer.eos_token_id][: self.max_tokens], max(1, first)
+            whole = encoder.encode(prompt, text, where)
+        end = max(i for i, flag in enumerate(whole.learned) if flag) + 1  # white space behind it teaches nothing
+        kept = slice(min(end, self.max_tokens))
+        return Encoded(whole.ids[kept], whole.learned[kept], min(whole.prompt_tokens, self.max_tokens))
 
     def _parts(self, rows: Rows, index: int) -> tuple[Prompt | None, str]:
         """Prompt and text of a row."""

@@ -10,6 +10,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_rl.chat_template import apply_chat_template
 from lit_rl.data.checks import excerpt
 from lit_rl.data.left_out import LeftOut, strings_in, template_source
+from lit_rl.data.message_forms import literal
+from lit_rl.data.raw_rows import without_none
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.rollout import Message, Prompt
 
@@ -21,6 +23,9 @@ _WORDS = "qqalphaqq"
 
 OURS = ("add_generation_prompt", "continue_final_message", "conversation", "return_dict", "return_tensors", "tokenize")
 """Arguments of `apply_chat_template` that a prompt's rendering fixes."""
+
+OF_ROWS = "chat_template_kwargs"
+"""The column of a row's own arguments of the chat template, as TRL has it."""
 
 
 def render_prompt(
@@ -50,7 +55,7 @@ def render_prompt(
     except Exception as error:  # a template is a program: whatever it raises, this row cannot be rendered by it
         raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
     if left_out is not None:
-        left_out.look(messages, text, where, tools=kwargs.get("tools"))
+        left_out.look(messages, text, where, kwargs)
     return text
 
 
@@ -110,6 +115,36 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     taken = [key for key in kwargs if key in OURS]
     if taken:
         raise ConfigError(f"data.chat_template_kwargs: {', '.join(taken)} cannot be set; prompts fix it: remove it.")
+
+
+def kwargs_of_row(columns: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a row's own arguments of the chat template, which go before those of the run; empty where it has none.
+
+    Keys that hold None are left out: tables fill the absent keys of a struct with it.
+
+    Args:
+        columns: Of the row: `OF_ROWS` may be an object or the text of one.
+        where: The row, for messages.
+
+    Raises:
+        DataError: it is neither, or sets what prompts fix, the template, or the tools, which have a column.
+    """
+    given = columns.get(OF_ROWS)
+    read = literal(given) if isinstance(given, str) and given.strip() else given
+    if not read:
+        return {}
+    if not isinstance(read, Mapping) or not all(isinstance(key, str) for key in read):
+        raise DataError(
+            f"{where}: {OF_ROWS} is {excerpt(repr(given))}; an object of arguments of the chat template is needed, "
+            'such as {"enable_thinking": false}.'
+        )
+    taken = [key for key in without_none(read) if key in (*OURS, "chat_template", "tools")]
+    if taken:
+        raise DataError(
+            f"{where}: {OF_ROWS} of a row cannot set {', '.join(taken)}: a template is given with "
+            "model.chat_template=FILE, tools in the column tools, and the rest prompts fix."
+        )
+    return without_none(read)
 
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from lit_rl.data.checks import excerpt
 from lit_rl.data.image_prompts import Processor
 from lit_rl.data.images import MAX_IMAGE_PIXELS
 from lit_rl.data.message_forms import told_of
-from lit_rl.data.templates import encode_prompt
+from lit_rl.data.templates import encode_prompt, kwargs_of_row
 from lit_rl.environments.base import Environment, Opening
 from lit_rl.environments.channels import said_and_thought, speaks_on_channels
 from lit_rl.environments.conversation import Conversations, Reading, Row
@@ -77,7 +78,10 @@ class Interaction(EpisodeSource):
         self._processor = processor
         self.journal = journal
         self.factory, self._tokenizer, self._eos_ids = factory, tokenizer, tuple(eos_ids)
-        self._ready = {name: self._made_ready(kind, chat, template_kwargs) for name, kind in factory.kinds.items()}
+        self._chat, self._template_kwargs = chat, dict(template_kwargs)
+        self._ready = {name: self._made_ready(kind, {}) for name, kind in factory.kinds.items()}
+        self._ready_of_rows: dict[tuple[str, str], _Ready] = {}
+        """Of rows with arguments of the chat template of their own, by the kind and these."""
         self._reading = Reading(
             self._text,
             self._thought,
@@ -121,7 +125,7 @@ class Interaction(EpisodeSource):
         opens = any(ready.kind.opens for ready in self._ready.values())
         return {
             "the longest prompt": longest,
-            "the tools": max(map(self._tool_tokens, self._ready.values())),
+            "the tools": max(map(self._tool_tokens, [*self._ready.values(), *self._ready_of_rows.values()])),
             "env.max_observation_tokens": self.factory.max_observation_tokens if opens else 0,
             "env.max_tokens": self.factory.max_tokens,
         }
@@ -227,7 +231,7 @@ class Interaction(EpisodeSource):
 
     def _row(self, batch: PromptBatch, number: int, seed: int, journal: EpisodeJournal | None) -> Row:
         columns = {"prompt": batch.prompts[number], **{name: of[number] for name, of in batch.columns.items()}}
-        ready = self._ready[self.factory.kind_of(columns)]
+        ready = self.ready_for(columns)
         make: Callable[[], Environment] = partial(ready.kind.make, ready.parser)
         if self.factory.pool is not None or journal is not None:
             make = partial(RememberedEnvironment, make, has_state=ready.kind.has_state, journal=journal)
@@ -250,7 +254,7 @@ class Interaction(EpisodeSource):
                 f"{excerpt(repr(differing[0]))}: completions of a group answer the same prompt. Let reset depend on "
                 f"nothing but its arguments and its seed, and take env.seed=group (it is {self.factory.seed})."
             )
-        ready = self._ready[self.factory.kind_of(rows[0].columns)]
+        ready = self.ready_for(rows[0].columns)
         kwargs = {**told_of(rows[0].columns.get("tools")), **ready.template_kwargs}
         where = f"the prompt of row {batch.rows[number]}"
         opened = self._opener.told(OpenedPrompt(batch.prompts[number], batch.prompt_ids[number], seen), where, kwargs)
@@ -266,7 +270,22 @@ class Interaction(EpisodeSource):
 
     # ------------------------------------------------------------------ the tokenizer
 
-    def _made_ready(self, kind: EnvironmentKind, chat: bool, template_kwargs: Mapping[str, Any]) -> _Ready:
+    def ready_for(self, columns: Mapping[str, Any]) -> _Ready:
+        """Return the kind of environment of a row, made ready for its own arguments of the chat template.
+
+        Raises:
+            ConfigError: with these the template cannot render what answers the policy.
+        """
+        kind, own = self.factory.kind_of(columns), kwargs_of_row(columns, "a row of env=") if self._chat else {}
+        if not own:
+            return self._ready[kind]
+        key = kind, json.dumps(own, sort_keys=True, default=str)
+        if key not in self._ready_of_rows:
+            self._ready_of_rows[key] = self._made_ready(self.factory.kinds[kind], own)
+        return self._ready_of_rows[key]
+
+    def _made_ready(self, kind: EnvironmentKind, own: Mapping[str, Any]) -> _Ready:
+        chat, template_kwargs = self._chat, {**self._template_kwargs, **own}
         tools = kind.toolbox.schemas if kind.toolbox is not None else None
         parser = None
         if tools is not None:

@@ -17,6 +17,7 @@ from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.supervised import SupervisedText
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError, DataError
@@ -306,7 +307,7 @@ def test_supervised_text_adds_its_cross_entropy_however_the_step_is_cut(accumula
 
     policy = ppo()
     policy.configure_model()
-    batch = text.batch(policy.tokenizer, 0, policy.seed)
+    batch = text.batch(Encoder(policy.tokenizer), 0, policy.seed)
     ids, attention, learned = batch.input_ids, batch.attention_mask, batch.loss_mask
     loss = torch.zeros(())
     for row in range(len(ids)):  # one text at a time, without padding

@@ -39,9 +39,9 @@ def test_text_parts_are_joined_and_absent_keys_of_tables_are_dropped():
 
 
 def test_an_assistant_that_calls_a_tool_may_say_nothing():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     prompt, _ = split_prompt({"prompt": [USER, call, {"role": "tool", "content": "7"}]}, "f:1")
-    assert prompt[1] == {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+    assert prompt[1] == {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
 
 
 BAD: dict[str, tuple[Any, str]] = {
@@ -75,10 +75,6 @@ BAD: dict[str, tuple[Any, str]] = {
             USER,
         ],
         r"f:7: message 0 has the tool call {'type.*is a list of calls such as {\"type",
-    ),
-    "older form of calls": (
-        [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, USER],
-        'f:7: message 0 has the key function_call, the older form.*make it "tool_calls"',
     ),
     "NUL": ("a\0b", "f:7 holds a NUL"),
     "NUL in a message": ([{"role": "user", "content": "a\0b"}], "f:7: message 0 holds a NUL"),

@@ -7,13 +7,16 @@ import json
 
 import numpy as np
 import pytest
+from datasets import Dataset as Table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.kinds import kind_of
 from lit_rl.data.message_forms import MESSAGES, in_our_form, read_tools
+from lit_rl.data.offline.conversations import conversation
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.raw_rows import row_of_table
 from lit_rl.errors import DataError
 from lit_rl.models import LanguageModel
 
@@ -116,8 +119,8 @@ def test_conversations_are_messages_or_the_prompt_of_a_pair():
 
 
 def test_somebody_unknown_in_sharegpt_is_named():
-    with pytest.raises(DataError, match="conversations: message 0 is from 'function_call'; known are human, user, gpt"):
-        in_our_form({"conversations": [{"from": "function_call", "value": "{}"}]}, "f:1")
+    with pytest.raises(DataError, match="conversations: message 0 is from 'critic'; known are human, user, gpt"):
+        in_our_form({"conversations": [{"from": "critic", "value": "{}"}]}, "f:1")
 
 
 @pytest.mark.parametrize("form", [json.dumps, repr, lambda tools: [json.dumps(tool) for tool in tools], list])
@@ -200,3 +203,133 @@ def test_columns_in_place_of_rows_are_told_how_to_become_rows(rows, words):
         rows = pytest.importorskip("pandas").DataFrame({"prompt": ["a"]})
     with pytest.raises(DataError, match=f"takes a list of dicts.*{words}"):
         RolloutDataModule(rows=rows).train_rows()
+
+
+# ---------------------------------------------------------------------------------- calls, answers and thoughts
+
+
+ARGUMENTS = {"city": "Zürich", "trip": {"days": 2, "from": None}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+OF_OURS = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
+NAMED = {**CALL, "id": "c1"}
+
+
+def _calling(calls, **keys):
+    return {"role": "assistant", "content": "I look.", "tool_calls": calls, **keys}
+
+
+CALLS = {
+    "text": _calling(json.dumps([CALL])),
+    "text of Python": _calling(repr([CALL])),
+    "text of each": _calling([json.dumps(CALL)]),
+    "text of the function": _calling([{"type": "function", "function": json.dumps(CALL["function"])}]),
+    "one": _calling(CALL),
+    "name at the top": _calling([{"name": "weather", "arguments": ARGUMENTS}]),
+    "name at the top, as text": _calling(json.dumps([{"name": "weather", "arguments": ARGUMENTS}])),
+    "of LangChain": _calling([{"name": "weather", "args": ARGUMENTS, "id": None, "type": "tool_call"}]),
+    "of Llama": _calling([{"name": "weather", "parameters": ARGUMENTS}]),
+    "parameters in the function": _calling([{"type": "function", "function": {"name": "weather", "args": ARGUMENTS}}]),
+    "function is a name": _calling([{"function": "weather", "arguments": ARGUMENTS}]),
+    "older API": {"role": "assistant", "content": "I look.", "tool_calls": None, "function_call": CALL["function"]},
+    "role of Gemini": _calling([CALL]) | {"role": "model"},
+    "capital": _calling([CALL]) | {"role": "Assistant"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", CALLS.values(), ids=[*CALLS])
+def test_every_form_of_a_call_is_ours(message):
+    before = json.dumps(message)
+    row, notes = in_our_form({"messages": [*ASK, message]}, "f:1")
+    assert row["messages"][1] == OF_OURS and row["messages"][0] is ASK[0] and len(notes) == 1
+    assert json.dumps(message) == before, "the row keeps its own"
+    assert in_our_form({"messages": [*ASK, OF_OURS]}, "f:1")[0]["messages"][1] is OF_OURS
+
+
+ANTHROPIC = [
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "They ask for weather.", "signature": "EqQB"},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "c1", "name": "weather", "input": ARGUMENTS},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "Rain."}]},
+            {"type": "text", "text": "And?"},
+        ],
+    },
+    {"role": "assistant", "content": [{"type": "text", "text": "Take a coat."}]},
+]
+OPENAI = [
+    ANTHROPIC[0],
+    {"role": "assistant", "reasoning_content": "They ask for weather.", "content": "I look.", "tool_calls": [NAMED]},
+    {"role": "tool", "content": "Rain.", "tool_call_id": "c1", "name": "weather"},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "Take a coat."},
+]
+
+
+def in_parts(message):
+    return (
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message["content"], str)
+        else message
+    )
+
+
+@pytest.mark.parametrize("form", ["list", "text", "table"])
+def test_a_talk_of_anthropics_api_is_that_of_openais(form):
+    """Also as a column of a table, which fills the keys that a part or a call does not have with None."""
+    given = json.dumps(ANTHROPIC) if form == "text" else ANTHROPIC
+    ours = json.loads(json.dumps(OPENAI))
+    if form == "table":
+        given = row_of_table(Table.from_list([{"messages": [*map(in_parts, ANTHROPIC)]}])[0])["messages"]
+        del ours[1]["tool_calls"][0]["function"]["arguments"]["trip"]["from"]  # its null is one of the table's
+    assert conversation(in_our_form({"messages": given}, "f:1")[0]["messages"], "f:1") == ours
+
+
+def test_the_older_api_and_llama_factory_answer_a_call_with_a_message_of_the_tool():
+    function = json.dumps({"name": "weather", "arguments": ARGUMENTS})
+    talk = [
+        {"from": "human", "value": "Weather?"},
+        {"from": "function_call", "value": function},
+        {"from": "observation", "value": "Rain."},
+    ]
+    older = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "function_call": json.loads(function)},
+        {"role": "function", "content": "Rain."},
+    ]
+    calling, answer = {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "Rain."}
+    for column, form in (("conversations", talk), ("messages", older)):
+        found = in_our_form({column: form}, "f:1")[0]["messages"]
+        assert conversation(found, "f:1") == [ANTHROPIC[0], calling, answer]
+
+
+UNCLEAR = {
+    "two names": (_calling([{"name": "f", "arguments": {}, "parameters": {"a": 1}}]), "arguments and parameters: keep"),
+    "two keys": (_calling([CALL], function_call=CALL["function"]), "function_call and in tool_calls"),
+    "text": (_calling("f(1)"), "calls of tools that are no JSON"),
+    "words behind a call": (
+        {"role": "assistant", "content": [*ANTHROPIC[1]["content"], {"type": "text", "text": "Wait."}]},
+        "says something behind a call",
+    ),
+    "thoughts behind words": (
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]},
+        "thinks behind what it says",
+    ),
+    "encrypted": ({"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}, "encrypted"),
+    "two thoughts": ({**ANTHROPIC[1], "reasoning": "hm"}, "thoughts in its content and in a key of its own"),
+    "two places": ({**ANTHROPIC[1], "tool_calls": [CALL]}, "calls in its content and in tool_calls"),
+    "no text": ({"role": "assistant", "content": [{"type": "thinking", "thinking": 3}]}, "a thought without text"),
+}
+
+
+@pytest.mark.parametrize("message, words", UNCLEAR.values(), ids=[*UNCLEAR])
+def test_what_was_said_in_an_order_that_no_template_writes_is_refused(message, words):
+    with pytest.raises(DataError, match=f"^f:1: messages: message 1 .*{words}"):
+        in_our_form({"messages": [*ASK, message]}, "f:1")

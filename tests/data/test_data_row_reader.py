@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 
 from lit_rl.commands.first_row import first_row
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.digits import Digits
 from lit_rl.data.formats import row_function
 from lit_rl.data.kinds import is_verdict, kind_of
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
 from lit_rl.data.recipes import gsm8k
 from lit_rl.data.splits import parse_sources
+from lit_rl.data.templates import OF_ROWS
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.models import LanguageModel
 
@@ -127,13 +131,69 @@ def test_tools_that_no_prompt_shows_stay_a_column_and_that_is_said_once(told, sa
     assert len([line for line in said() if "the column tools" in line and word in line]) == 1
 
 
-def test_template_keywords_of_a_row_are_a_column_and_that_is_said_once(told, said):
-    row = {"prompt": ASK, "chat_template_kwargs": {"enable_thinking": False}}
-    asked = RolloutDataModule([row] * 3, val_fraction=0)
-    asked.prepare(told)
-    SupervisedDataModule([row | {"completion": REPLY}] * 3, val_fraction=0).prepare(told)
-    lines = [line for line in said() if "the column chat_template_kwargs is not read" in line]
-    assert len(lines) == 2 and asked.peek(1).columns["chat_template_kwargs"] == [{"enable_thinking": False}]
+# ---------------------------------------------------------------------- arguments of the chat template
+
+QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+OTHER = [{"role": "assistant", "content": "3"}]
+ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "prompts": (RolloutDataModule, {}),
+    "prompt-completion": (SupervisedDataModule, {"completion": REPLY}),
+    "messages": (SupervisedDataModule, {"prompt": None, "messages": ASK + REPLY}),
+    "pairs": (PreferenceDataModule, {"chosen": REPLY, "rejected": OTHER}),
+    "implicit pairs": (PreferenceDataModule, {"prompt": None, "chosen": ASK + REPLY, "rejected": ASK + OTHER}),
+    "verdicts": (PreferenceDataModule, {"completion": REPLY, "label": True}),
+    "stepwise": (StepwiseDataModule, {"completions": ["2"], "labels": [True]}),
+}
+
+
+def tokens_of(data: Any) -> list[Any]:
+    if isinstance(data, RolloutDataModule):
+        return data.peek(9).prompt_ids
+    return [(text.ids, text.learned, text.prompt_tokens) for e in data.corpus.train.examples for text in e.texts]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_rows_own_arguments_of_the_template_are_those_of_the_run_for_this_row_alone(told, kind):
+    told.chat_template = QWEN3
+    module, columns = ROWS[kind]
+
+    def tokens(*own: Any, **run: Any) -> list[Any]:
+        rows = [{"prompt": ASK, **columns, **({} if each is None else {OF_ROWS: each})} for each in own]
+        rows = [{key: value for key, value in row.items() if value is not None} for row in rows]
+        data = module(rows, val_fraction=0, **run)
+        data.prepare(told, **({"kind": "verdicts"} if kind == "verdicts" else {}))
+        return tokens_of(data)
+
+    off, on = {"enable_thinking": False}, {"enable_thinking": True}
+    plain, quiet = tokens(None), tokens(None, chat_template_kwargs=off)
+    assert kind == "implicit pairs" or plain != quiet, "the template reads it"
+    assert tokens(off, None, json.dumps(off), repr(off), {"other": None}) == quiet + plain + quiet + quiet + plain
+    assert tokens(on, None, chat_template_kwargs=off) == plain + quiet, "a row's goes before the run's"
+    with pytest.raises(
+        DataError, match=r"chat_template_kwargs of a row cannot set chat_template: .*model\.chat_template"
+    ):
+        tokens({"chat_template": "{{ 1 }}"})
+    with pytest.raises(DataError, match="chat_template_kwargs is 'no'; an object of arguments"):
+        tokens("no")
+
+
+def test_a_prompt_with_arguments_of_its_own_has_the_text_that_trl_gives_it(told):
+    told.chat_template = QWEN3
+    row = {"prompt": ASK, OF_ROWS: {"enable_thinking": False}}
+    data = RolloutDataModule([row], val_fraction=0)
+    data.prepare(told)
+    assert told.decode(data.peek(1).prompt_ids[0]) == trl.apply_chat_template(row, told)["prompt"]
+    assert data.peek(1).columns[OF_ROWS] == [row[OF_ROWS]], "a column too, as its tools are"
+
+
+def test_arguments_of_rows_that_no_template_reads_are_said(told, said):
+    row = {"prompt": "1+1=", OF_ROWS: {"enable_thinking": False}}
+    RolloutDataModule([row] * 3, val_fraction=0).prepare(told)
+    SupervisedDataModule([row | {"completion": "2"}] * 3, val_fraction=0).prepare(told)
+    assert len([line for line in said() if "the column chat_template_kwargs does nothing: " in line]) == 2
+    for module, columns in ((RolloutDataModule, {}), (SupervisedDataModule, {"completion": REPLY})):
+        with pytest.warns(UserWarning, match="^think of the rows' chat_template_kwargs does nothing: "):
+            module([{"prompt": ASK, OF_ROWS: {"think": 1}, **columns}] * 3, val_fraction=0).prepare(told)
 
 
 def test_another_template_is_another_fingerprint_so_stored_log_probs_are_not_taken_for_its_own(told):

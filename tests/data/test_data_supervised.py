@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from byte_tokenizers import make_tokenizer
+from byte_tokenizers import CHATML, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from merging_tokenizers import make_llama_like_tokenizer, make_merging_tokenizer
 
+from lit_rl.data.offline.datamodule import SupervisedDataModule
+from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.supervised import SupervisedText
 from lit_rl.errors import ConfigError, DataError
 
 TOKENIZER = make_tokenizer()
 END = TOKENIZER.eos_token_id
+ENCODER = Encoder(TOKENIZER)
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -40,7 +44,7 @@ def decoded(batch) -> list[str]:
 
 def test_every_token_of_a_text_but_the_first_is_learned(tmp_path):
     source = SupervisedText(write(tmp_path / "a.jsonl", [{"text": "abc"}]), batch_size=1)
-    ids, attended, learned = parts(source.batch(TOKENIZER, 0, seed=0))
+    ids, attended, learned = parts(source.batch(ENCODER, 0, seed=0))
     assert ids.tolist() == [[*TOKENIZER("abc").input_ids, END]]
     assert attended.all() and learned.tolist() == [[False, True, True, True]]
 
@@ -48,7 +52,7 @@ def test_every_token_of_a_text_but_the_first_is_learned(tmp_path):
 def test_with_a_bos_the_first_token_of_the_text_is_learned_and_there_is_one_end(tmp_path):
     source = SupervisedText(write(tmp_path / "a.jsonl", [{"text": "abc"}]), batch_size=1)
     wraps = make_tokenizer(wraps=True)
-    ids, _, learned = parts(source.batch(wraps, 0, seed=0))
+    ids, _, learned = parts(source.batch(Encoder(wraps), 0, seed=0))
     assert ids[0].tolist() == [wraps.bos_token_id, *TOKENIZER("abc").input_ids, END]
     assert learned.tolist() == [[False, True, True, True, True]]
 
@@ -57,22 +61,57 @@ def test_with_a_bos_the_first_token_of_the_text_is_learned_and_there_is_one_end(
 def test_of_a_prompt_nothing_is_learned(tmp_path, prompt):
     path = write(tmp_path / "a.jsonl", [{"question": prompt, "answer": "cd"}])
     source = SupervisedText(path, batch_size=1, text_key="answer", prompt_key="question")
-    batch = source.batch(TOKENIZER, 0, seed=0)
+    batch = source.batch(ENCODER, 0, seed=0)
     assert TOKENIZER.decode(batch.input_ids[batch.loss_mask]) == "cd<|im_end|>"
     before = TOKENIZER.decode(batch.input_ids[~batch.loss_mask])
     assert before == ("ab" if isinstance(prompt, str) else "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n")
 
 
+@pytest.mark.parametrize("make", [make_tokenizer, make_merging_tokenizer, make_llama_like_tokenizer])
+@pytest.mark.parametrize("prompt", [None, "the c", "hello", [{"role": "user", "content": "ab"}]])
+def test_a_text_has_the_tokens_and_the_end_that_sft_gives_it(tmp_path, make, prompt):
+    """Also where a tokenizer marks the start of a text (Llama's), or its end is written."""
+    tokenizer = make()
+    rows = [{"text": text, **({"prompt": prompt} if prompt else {})} for text in ("the cat", " at", "ab")]
+    source = SupervisedText(write(tmp_path / "a.jsonl", rows), batch_size=3, prompt_key=prompt and "prompt")
+    batch = source.batch(Encoder(tokenizer), 0, seed=0)
+    found = {tuple(ids[mask].tolist()) for ids, mask in zip(batch.input_ids, batch.attention_mask)}
+    learned = {tokenizer.decode(ids[mask]) for ids, mask in zip(batch.input_ids, batch.loss_mask)}
+    key = "completion" if prompt else "text"
+    data = SupervisedDataModule([{key: row.pop("text"), **row} for row in rows], val_fraction=0)
+    data.prepare(tokenizer)
+    texts = [example.texts[0] for example in data.corpus.train.examples]
+    assert found == {tuple(text.ids[: len(text) - text.learned[::-1].index(True)]) for text in texts}
+    assert learned == {tokenizer.decode([i for i, flag in zip(text.ids, text.learned) if flag]) for text in texts}
+    written = SupervisedText(write(tmp_path / "b.jsonl", [{"text": "ab<|im_end|>"}]), batch_size=1)
+    assert written.batch(Encoder(tokenizer), 0, seed=0).input_ids[0].tolist().count(tokenizer.eos_token_id) == 1
+
+
+def test_a_prompt_of_messages_is_rendered_as_the_run_renders_its_own_and_checked_before_a_step(tmp_path):
+    asks = [{"role": "user", "content": "ab"}]
+    template = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ mood }}{{ (tools or [{}])[0].name }}")
+    encoder = Encoder(make_tokenizer(template=template), {"mood": "!"})
+    own = {"chat_template_kwargs": {"mood": "?"}, "tools": [{"name": "add"}]}
+    rows = [{"prompt": asks, "text": "cd"}, {"prompt": asks, "text": "cd", **own}]
+    source = SupervisedText(write(tmp_path / "a.jsonl", rows), batch_size=2, prompt_key="prompt")
+    source.check(encoder, None)
+    texts = {encoder.tokenizer.decode(ids[mask]) for ids, mask in zip(*parts(source.batch(encoder, 0, 0))[:2])}
+    assert {text.partition("user\n")[2].partition("<|")[0] for text in texts} == {"ab!", "ab?add"}
+    bad = SupervisedText(write(tmp_path / "b.jsonl", [{"prompt": asks, "text": "cd<|im_end|>"}]), prompt_key="prompt")
+    with pytest.raises(DataError, match=r"b\.jsonl:1: message 1 \(assistant\) holds the text '<\|im_end\|>'"):
+        bad.check(encoder, None)
+
+
 def test_long_texts_are_cut_at_the_end(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"p": "abc", "text": "defg"}])
-    cut = SupervisedText(path, batch_size=1, max_tokens=5, prompt_key="p").batch(TOKENIZER, 0, seed=0)
+    cut = SupervisedText(path, batch_size=1, max_tokens=5, prompt_key="p").batch(ENCODER, 0, seed=0)
     assert decoded(cut) == ["abcde"] and int(cut.loss_mask.sum()) == 2
     prompt_alone = SupervisedText(path, batch_size=1, max_tokens=2, prompt_key="p")
-    assert not prompt_alone.batch(TOKENIZER, 0, seed=0).loss_mask.any()
+    assert not prompt_alone.batch(ENCODER, 0, seed=0).loss_mask.any()
 
 
 def test_padding_is_neither_attended_nor_learned(texts):
-    batch = SupervisedText(texts, batch_size=7).batch(TOKENIZER, 0, seed=0)
+    batch = SupervisedText(texts, batch_size=7).batch(ENCODER, 0, seed=0)
     lengths = batch.attention_mask.sum(1)
     assert sorted(lengths.tolist()) == list(range(2, 9))
     assert torch.equal(batch.attention_mask, torch.arange(8) < lengths[:, None])
@@ -84,7 +123,7 @@ def test_padding_is_neither_attended_nor_learned(texts):
 @given(seed=st.integers(0, 2**31), batch_size=st.integers(1, 20), steps=st.integers(1, 6))
 def test_every_text_comes_once_before_any_comes_again(texts, seed, batch_size, steps):
     source = SupervisedText(texts, batch_size=batch_size)
-    seen = [text for step in range(steps) for text in decoded(source.batch(TOKENIZER, step, seed))]
+    seen = [text for step in range(steps) for text in decoded(source.batch(ENCODER, step, seed))]
     assert len(seen) == batch_size * steps
     for start in range(0, len(seen), 7):
         assert max(Counter(seen[start : start + 7]).values()) == 1
@@ -92,8 +131,8 @@ def test_every_text_comes_once_before_any_comes_again(texts, seed, batch_size, s
 
 def test_a_step_is_a_function_of_its_number_and_the_seed(texts):
     first, second = (SupervisedText(texts, batch_size=3) for _ in range(2))
-    assert decoded(first.batch(TOKENIZER, 5, seed=1)) == decoded(second.batch(TOKENIZER, 5, seed=1))
-    orders = [[decoded(first.batch(TOKENIZER, i, seed)) for i in range(4)] for seed in (1, 2)]
+    assert decoded(first.batch(ENCODER, 5, seed=1)) == decoded(second.batch(ENCODER, 5, seed=1))
+    orders = [[decoded(first.batch(ENCODER, i, seed)) for i in range(4)] for seed in (1, 2)]
     assert orders[0] != orders[1]
 
 
@@ -132,7 +171,7 @@ class TestBadRows:
 
         pyarrow.parquet.write_table(pyarrow.table({"text": ["ab", "cd"]}), tmp_path / "a.parquet")
         source = SupervisedText(str(tmp_path / "a.parquet"), batch_size=2)
-        assert sorted(decoded(source.batch(TOKENIZER, 0, seed=0))) == ["ab<|im_end|>", "cd<|im_end|>"]
+        assert sorted(decoded(source.batch(ENCODER, 0, seed=0))) == ["ab<|im_end|>", "cd<|im_end|>"]
 
     @pytest.mark.parametrize("setting", [{"batch_size": 0}, {"max_tokens": 1}, {"prompt_key": "text"}])
     def test_settings_are_checked(self, setting):

@@ -244,5 +244,5 @@ def test_implicit_prompts_of_messages():
 def test_blank_texts():
     assert is_blank(" \n") and is_blank([]) and is_blank([assistant(" ")])
     assert is_blank([{"role": "system", "content": "s"}])
-    assert not is_blank([{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}])
+    assert not is_blank([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}])
     assert conversation([], "f") == [] and conversation("", "f", prompt=True) == ""

@@ -7,12 +7,16 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import trl
 from byte_tokenizers import CHATML, make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from merging_tokenizers import MARKED, make_llama_like_tokenizer, make_merging_tokenizer
 
+from lit_rl import continuation
 from lit_rl.chat_template import apply_chat_template
 from lit_rl.continuation import joined, marks_start
 from lit_rl.data.hub import rows_of_object
@@ -133,8 +137,8 @@ def _start() -> Any:
 def test_a_table_gives_calls_the_arguments_that_they_had(kind, tmp_path):
     """It fills the arguments of other rows' functions with None, at every depth."""
     found = rows_of(kind, tmp_path)
-    for row, given in zip(found, CALLS, strict=True):
-        (call,), (wanted,) = (each["messages"][1]["tool_calls"] for each in (row, given))
+    for row, before in zip(found, CALLS, strict=True):
+        (call,), (wanted,) = (each["messages"][1]["tool_calls"] for each in (row, before))
         assert call["function"]["arguments"] == wanted["function"]["arguments"]
 
 
@@ -301,13 +305,13 @@ def test_of_a_completion_of_several_messages_the_assistants_are_learned(tokenize
     assert chosen == text and learned(rejected, tokenizer) == "3<|im_end|>"
 
 
-def test_where_the_turns_of_others_cannot_be_told_it_is_said():
+def test_a_turn_that_ends_otherwise_where_the_conversation_goes_on_is_told_from_those_of_others():
     last = CHATML.replace("<|im_end|>", "{% if loop.last or m.role == 'user' %}<|im_end|>{% else %}<|pad|>{% endif %}")
     tokenizer = make_tokenizer(template=last)
     encoder = Encoder(tokenizer)
     text = encoder.encode([user("a")], [assistant("b"), user("c"), assistant("d")], "f")
-    assert "user\nc" in learned(text, tokenizer)
-    assert any("those of the user and of tools are learned too" in line for line in said(encoder.left_out.say))
+    assert learned(text, tokenizer) == "bd<|im_end|>"
+    assert any("and no token at which generation ends" in line for line in said(encoder.left_out.say))
 
 
 def test_chosen_that_thinks_and_rejected_that_does_not_differ_from_their_first_word():
@@ -347,6 +351,29 @@ def test_parts_keep_their_tokens_and_are_one_text():
     ids, ends = joined(tokenizer, ["ab", "cabc", "", "abc the cat"])
     assert tokenizer.decode(ids) == "abcabcabc the cat" and ends[-1] == len(ids)
     assert ids[: ends[0]] == tokenizer("ab")["input_ids"] and ends[1] == ends[2]
+
+
+MARKS = ["<|im_start|>user\n", "<|im_end|>\n", "<|im_end|>", "<|im_end|>\n<|im_start|>assistant\n"]
+PIECES = [*MARKS, *MARKS, "the", " cat", "ab", "c", " ", "\n", "6", "::", "<|im_", "end|>"]
+PARTS = st.lists(st.lists(st.sampled_from(PIECES), max_size=4).map("".join), min_size=4, max_size=9)
+MERGING = [make_merging_tokenizer(), make_merging_tokenizer(metaspace=True), make_llama_like_tokenizer()]
+
+
+@settings(deadline=None, max_examples=150)
+@given(tokenizer=st.sampled_from(MERGING), parts=PARTS)
+def test_what_is_settled_behind_a_control_token_has_the_tokens_that_the_whole_text_gives_it(tokenizer, parts):
+    with mock.patch("lit_rl.continuation._settled", return_value=(0, 0)):
+        whole = joined(tokenizer, parts)
+    assert joined(tokenizer, parts) == whole
+
+
+@pytest.mark.parametrize("tokenizer", MERGING, ids=["bytes", "metaspace", "llama"])
+def test_parts_of_a_long_talk_are_tokenised_a_few_times_each(tokenizer):
+    parts = ["<|im_start|>user\n" + "the cat " * 30, "<|im_end|>\n<|im_start|>assistant\nhello world"] * 40
+    with mock.patch("lit_rl.continuation._plain", side_effect=continuation._plain) as asked:
+        ids, ends = joined(tokenizer, parts)
+    assert len(ends) == 80 and tokenizer.decode(ids).count("hello world") == 40
+    assert sum(len(call.args[1]) for call in asked.call_args_list) < 6 * len("".join(parts))
 
 
 def test_ends_of_generation_reach_the_rows_of_a_run():

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from hypothesis import strategies as st
 from merging_tokenizers import make_llama_like_tokenizer, make_merging_tokenizer
 from transformers import AutoTokenizer
 
+from lit_rl.chat_template import THOUGHTS
 from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.read import read_examples
+from lit_rl.data.offline.rendering import GENERATION
 from lit_rl.data.prompt_set import PromptOptions
 from lit_rl.data.prompt_set import read_examples as read_prompts
 from lit_rl.data.sources import Rows
@@ -61,7 +64,7 @@ def model(name: str, kind: str) -> tuple[Any, frozenset[int]]:
     marks: list[str] = []
     for reply in ({"content": "ANSWER"}, {"content": "", "tool_calls": [CALL]}):
         try:
-            text = str(tokenizer.apply_chat_template([*ASKED, {"role": "assistant", **reply}], tokenize=False))
+            text = rendered(tokenizer, [*ASKED, {"role": "assistant", **reply}])
         except Exception:
             continue
         if found := re.search(r"(?:ANSWER|zwei)(?!.*(?:ANSWER|zwei))(.*)$", text, re.DOTALL):
@@ -109,9 +112,20 @@ def text_of(tokenizer: Any, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def check_reply(tokenizer: Any, ends: frozenset[int], text: Any, prompt: list[Any], reply: Any, tools: Any) -> None:
+IN_PARTS = {FILES[name].read_text() for name in FILES if name.startswith(("idefics3", "smolvlm", "llava_next"))}
+"""Templates that read texts in parts alone."""
+
+
+def rendered(tokenizer: Any, messages: list[Any], **how: Any) -> str:
+    if tokenizer.chat_template in IN_PARTS:
+        messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, **how))
+
+
+def check_reply(
+    tokenizer: Any, ends: frozenset[int], text: Any, prompt: list[Any], reply: Any, how: dict[str, Any]
+) -> None:
     """What is learned is the reply as the template writes it, up to one token at which generation ends."""
-    how = {"tools": tools} if tools else {}
     begin = encode_prompt(tokenizer, prompt, chat_template_kwargs=how)
     assert text.ids[: text.prompt_tokens] == begin, "the prompt's tokens are those that generation sees"
     places = [i for i, flag in enumerate(text.learned) if flag]
@@ -125,18 +139,32 @@ def check_reply(tokenizer: Any, ends: frozenset[int], text: Any, prompt: list[An
         if isinstance(each["function"]["arguments"], str):
             each["function"]["arguments"] = json.loads(each["function"]["arguments"])
     said = {**reply, **({"tool_calls": calls} if calls else {})}
-    try:
-        whole = tokenizer.apply_chat_template([*prompt, said], tokenize=False, **how)
-    except TypeError:  # DeepSeek's, which wants text
-        whole = tokenizer.apply_chat_template(
-            [*prompt, {**reply, "tool_calls": [_as_text(each) for each in calls]}], tokenize=False, **how
-        )
-    rest = whole[len(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **how)) :]
+    prefix = len(rendered(tokenizer, prompt, add_generation_prompt=True, **how))
+    rests = [whole[prefix:] for whole in _wholes(tokenizer, prompt, said, how)]
     written = text_of(tokenizer, text.ids[: stop - 1])[len(text_of(tokenizer, begin)) :]
-    assert rest.startswith(written)
+    rest = next((rest for rest in rests if rest.startswith(written)), None)
+    assert rest is not None
     marks = "|".join(re.escape(str(token)) for token in tokenizer.convert_ids_to_tokens(sorted(ends)))
     assert re.fullmatch(rf"(\s|{marks})*", rest[len(written) :]), "no word is left behind"
     assert squeezed(reply["content"]) in squeezed(written)
+
+
+def _wholes(tokenizer: Any, prompt: list[Any], said: Any, how: dict[str, Any]) -> list[str]:
+    """The renderings of a conversation with the thought of its reply under each key, the one that is read first."""
+    thought = next((said[key] for key in THOUGHTS if key in said), None)
+    bare = {key: item for key, item in said.items() if key not in THOUGHTS}
+    wholes = []
+    for form in [{**bare, key: thought} for key in THOUGHTS] if thought else [said]:
+        for calls in (said.get("tool_calls"), [_as_text(each) for each in said.get("tool_calls", ())]):
+            try:  # DeepSeek's wants arguments as text
+                wholes.append(
+                    rendered(tokenizer, [*prompt, {**form, **({"tool_calls": calls} if calls else {})}], **how)
+                )
+                break
+            except Exception:
+                continue
+    thoughtful = [whole for whole in wholes if thought and squeezed(thought) in squeezed(whole)]
+    return thoughtful or wholes
 
 
 def _as_text(call: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +192,7 @@ def missing_of(messages: list[dict[str, Any]], tools: Any, text: str) -> set[str
 KINDS = ("texts", "pairs", "verdicts", "messages")
 
 
-def law(kind: str, name: str, tokens: str, prompt: Any, sides: list[Any], tools: Any) -> str:
+def law(kind: str, name: str, tokens: str, prompt: Any, sides: list[Any], tools: Any, own: Any = None) -> str:
     tokenizer, ends = model(name, tokens)
     row: dict[str, Any] = {"prompt": prompt, "completion": [sides[0]]}
     if kind == "pairs":
@@ -174,6 +202,8 @@ def law(kind: str, name: str, tokens: str, prompt: Any, sides: list[Any], tools:
     elif kind == "messages":
         row = {"messages": [*prompt, sides[0]]}
     row |= {"tools": tools} if tools else {}
+    row |= {"chat_template_kwargs": own} if own else {}
+    how = {**({"tools": tools} if tools else {}), **(own or {})}
     before = copy.deepcopy(row)
     encoder = Encoder(tokenizer, eos_ids=ends)
     options = ExampleOptions(max_length=None, max_dropped=1)
@@ -190,11 +220,12 @@ def law(kind: str, name: str, tokens: str, prompt: Any, sides: list[Any], tools:
         return "equal"
     report = "\n".join(str(each.message) for each in heard)
     for text, side in zip(examples[0].texts, sides):
-        check_reply(tokenizer, ends, text, prompt, side, tools)
+        check_reply(tokenizer, ends, text, prompt, side, how)
         whole = text_of(tokenizer, text.ids)
         for lost in missing_of([*prompt, side], tools, whole):
             assert lost in report, report
-    seen, _ = read_prompts(Rows("f", [{"prompt": prompt}]), tokenizer, PromptOptions(max_prompt_tokens=10**6))
+    asked = {"prompt": prompt, **({"chat_template_kwargs": own} if own else {})}
+    seen, _ = read_prompts(Rows("f", [asked]), tokenizer, PromptOptions(max_prompt_tokens=10**6))
     if not tools:
         assert seen[0].prompt_ids == examples[0].texts[0].ids[: examples[0].texts[0].prompt_tokens]
     return "kept"
@@ -213,9 +244,10 @@ def test_what_is_learned_is_the_reply_and_an_end_of_generation(examples):
         prompt=conversations(),
         sides=st.lists(replies(), min_size=2, max_size=2),
         tools=st.sampled_from([None, None, [SCHEMA]]),
+        own=st.sampled_from([None, None, {"enable_thinking": False}, {"enable_thinking": True}]),
     )
-    def holds(name, tokens, prompt, sides, tools):
-        kept.update(law(kind, name, tokens, prompt, sides, tools) == "kept" for kind in KINDS)
+    def holds(name, tokens, prompt, sides, tools, own):
+        kept.update(law(kind, name, tokens, prompt, sides, tools, own) == "kept" for kind in KINDS)
 
     holds()
     assert kept[True] > kept.total() / 4, "most conversations are learned from"
@@ -229,3 +261,145 @@ def test_most_templates_are_learned_with(reply):
     fates = Counter(law("texts", name, "bytes", ASKED, [side, side], None) for name in FILES)
     assert len(FILES) == sum(fates.values()) >= 72
     assert fates["kept"] >= {"words": 54, "call": 36}[reply], fates
+
+
+# ------------------------------------------------------------------------------------------- several turns are learned
+
+SECOND_CALL = {**CALL, "id": "call00001", "function": {"name": "add", "arguments": {"left": 2, "word": "drei"}}}
+TURNS: dict[str, tuple[list[dict[str, Any]], Any]] = {
+    "talk": (
+        [
+            *ASKED,
+            {"role": "assistant", "content": "FIRST"},
+            {"role": "user", "content": "AGAIN"},
+            {"role": "assistant", "content": "SECOND"},
+            {"role": "user", "content": "MORE"},
+            {"role": "assistant", "content": "THIRD"},
+        ],
+        None,
+    ),
+    "tools": (
+        [
+            *ASKED,
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "content": "RESULT", "name": "add", "tool_call_id": "call00000"},
+            {"role": "assistant", "content": "", "tool_calls": [SECOND_CALL]},
+            {"role": "tool", "content": "OUTCOME", "name": "add", "tool_call_id": "call00001"},
+            {"role": "assistant", "content": "THIRD"},
+        ],
+        [SCHEMA],
+    ),
+}
+TURNS["thoughts"] = (
+    [{**each, "reasoning_content": "hm"} if each["role"] == "assistant" else each for each in TURNS["talk"][0]],
+    None,
+)
+SAYS = {"talk": ["FIRST", "SECOND", "THIRD"], "tools": ["zwei", "drei", "THIRD"]}
+SAYS["thoughts"] = SAYS["talk"]
+HEARD = ("QUESTION", "AGAIN", "MORE", "RESULT", "OUTCOME")
+FURTHER_ENDS = {"glm4moe": ["<|user|>", "<|observation|>"], "phi3": ["<|end|>"], "phi3_5": ["<|end|>"]}
+"""At which generation ends by the model's generation_config.json, beside what ends a conversation."""
+
+
+def turns_learned(name: str, talk: str, learn: Any) -> str:
+    """The fate of a conversation whose turns are all learned, of which nothing but these is."""
+    base_tokenizer, ends = model(name, "bytes")
+    tokenizer = copy.deepcopy(base_tokenizer)
+    further = FURTHER_ENDS.get(name.removesuffix("_training"), [])
+    tokenizer.add_tokens(further, special_tokens=True)
+    encoder = Encoder(tokenizer, learn=learn, eos_ids={*ends, *tokenizer.convert_tokens_to_ids(further)})
+    messages, tools = TURNS[talk]
+    first = 1 if learn == "completion" else len(messages) - 1
+    try:
+        text = encoder.encode(messages[:first], messages[first:], "f", tools=tools, every_turn=learn == "assistant")
+    except DataError as error:
+        return str(error)
+    runs = re.findall("1+", "".join(str(int(flag)) for flag in text.learned))
+    assert len(runs) == 3, "a turn each"
+    stops = [i for i, (flag, next_) in enumerate(pairwise([*text.learned, False]), 1) if flag and not next_]
+    for stop, run, says in zip(stops, runs, SAYS[talk]):
+        turn = text_of(tokenizer, text.ids[stop - len(run) : stop])
+        assert says in turn and not any(words in turn for words in HEARD)
+        assert not set(text.ids[stop - len(run) : stop - 1]) & encoder.ends, "generation has not ended before"
+    open_ = [stop for stop in stops if text.ids[stop - 1] not in encoder.ends]
+    assert stops[-1] not in open_
+    return "open" if open_ else "kept"
+
+
+@pytest.mark.parametrize("talk", TURNS)
+@pytest.mark.parametrize("learn, least", [("completion", 40), ("assistant", 12)])
+def test_of_several_turns_only_the_assistants_are_learned_each_with_its_end(talk, learn, least):
+    """Templates that write a turn otherwise where the conversation goes on too: Qwen3's, Phi-3's, gpt-oss'."""
+    names = [name for name in FILES if learn == "completion" or GENERATION.search(FILES[name].read_text())]
+    fates = {name: turns_learned(name, talk, learn) for name in names}
+    assert Counter(fates.values())["kept"] >= {"talk": least, "tools": least - 6, "thoughts": least - 12}[talk], fates
+    refused = {name for name, fate in fates.items() if "from those of the user" in fate}
+    assert refused <= ({"gptoss", "gptoss_training"} if talk == "thoughts" else set()), (
+        "it drops the thought and its end"
+    )
+    wanted = {"qwen3", "glm4moe", "phi3"} if talk == "talk" and learn == "completion" else set()
+    assert all(fates[name] == "kept" for name in wanted), fates
+    assert fates.get("gptoss", "open") == "open" or talk != "talk", "its earlier turns end with <|end|>"
+
+
+def test_a_turn_without_an_end_is_said_and_turns_that_nobody_can_tell_are_refused():
+    tokenizer, ends = model("gptoss", "bytes")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<|end|>"], special_tokens=True)
+    encoder = Encoder(tokenizer, eos_ids=ends)
+    messages, _ = TURNS["talk"]
+    encoder.encode(messages[:1], messages[1:], "f")
+    with pytest.warns(UserWarning, match=r"writes '.*ST<\|end\|>' where a reply ends .* model\.eos_token='<\|end\|>'"):
+        encoder.left_out.say()
+    counting = copy.deepcopy(base("bytes"))
+    counting.chat_template = (
+        "{% for m in messages %}{{ loop.revindex if m.role == 'user' and not loop.first }}{{ m.content }}<|im_end|>"
+        "{% endfor %}"
+    )
+    with pytest.raises(DataError, match="^f: the chat template renders a conversation otherwise .*on_bad_row=skip"):
+        Encoder(counting).encode(messages[:1], messages[1:], "f")
+
+
+# ------------------------------------------------------------------------------------------------------------ thoughts
+
+
+def learned_of(name: str, **reply: Any) -> tuple[str, str] | None:
+    """What stands behind the question, and what is said of it; None: the template refuses the row."""
+    tokenizer, ends = model(name, "bytes")
+    encoder = Encoder(tokenizer, eos_ids=ends)
+    try:
+        text = encoder.encode(ASKED, [{"role": "assistant", **reply}], "f")
+    except DataError:
+        return None
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        encoder.left_out.say()
+    return text_of(tokenizer, text.ids).rpartition("QUESTION")[2], str([str(each.message) for each in heard])
+
+
+def test_thoughts_are_learned_once_under_whatever_key_or_between_whatever_marks_they_come():
+    """Also where the generation prompt has opened the thought, so that a response holds its end alone (TRL #6361)."""
+    read = 0
+    for name in FILES:
+        keys = [learned_of(name, content="42", **{key: "hm"}) for key in THOUGHTS]
+        texts = {found and found[0] for found in keys}
+        assert len(texts) == 1, name
+        for found in filter(None, keys):
+            assert ("hm" in found[0]) != ("of the assistant: hm" in found[1]), name
+        told = keys[0] is not None and "hm" in keys[0][0] and "</think>" in keys[0][0]
+        read += told
+        for content in ("<think>\nhm\n</think>\n\n42", "hm\n</think>\n\n42"):
+            if (found := learned_of(name, content=content)) is not None:
+                assert found[0].count("</think>") == 1 or "</think>" not in keys[0][0], (name, found)
+                assert not told or found[0].count("<think>") == 1, (name, found)
+    assert read >= 15
+
+
+def test_a_template_that_takes_no_thought_beside_a_call_leaves_it_out_and_that_is_said():
+    tokenizer, ends = model("gptoss", "bytes")
+    encoder = Encoder(tokenizer, eos_ids=ends)
+    reply = {"role": "assistant", "content": "So.", "reasoning_content": "hm", "tool_calls": [CALL]}
+    text = encoder.encode(ASKED, [reply], "f", tools=[SCHEMA])
+    assert "zwei" in text_of(tokenizer, text.ids)
+    with pytest.warns(UserWarning, match="reasoning_content of the assistant: hm"):
+        encoder.left_out.say()

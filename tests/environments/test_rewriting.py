@@ -90,6 +90,12 @@ def test_thinking_that_is_kept_between_calls_is_not_told_of() -> None:
     assert looked_at(chats(tools(), "qwen3"), said) == ({NAME: (0, 1)}, [])
 
 
+def test_a_thought_that_the_prompt_has_opened_is_rendered_anew_as_it_was_sampled() -> None:
+    """Its template makes an empty thought of a response that holds one, and reads it by a key."""
+    said = [f"double it\n</think>\n\n{calling(21)}", f"and again\n</think>\n\n{calling(42)}", "x\n</think>\n\n84"]
+    assert looked_at(chats(tools(), "qwen3_8"), said) == ({NAME: (0, 1)}, [])
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "qwen3_6"])
 def test_parallel_calls_over_three_turns_have_the_tokens_of_the_whole_conversation(name: str) -> None:
     """The last turn too: with what it writes between calls and between their answers, and behind each turn."""

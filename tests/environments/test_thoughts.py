@@ -196,7 +196,9 @@ def test_an_episode_runs_no_call_of_a_thought_that_the_template_began() -> None:
     assert thinking.heard(0, f"I could {call} but wait") is None
     (episode,) = thinking.over()
     assert (episode.calls, episode.end) == (0, "answered")
-    for each, said in ((talk(), f"hm</think>\n\n{call}"), (talk(enable_thinking=False), call)):
+    batch = asked([{"role": "user", "content": "hi"}], chat_template_kwargs=[{"enable_thinking": False}])
+    of_a_row = Talk(talk()._interaction, batch, [0])
+    for each, said in ((of_a_row, call), (talk(), f"hm</think>\n\n{call}"), (talk(enable_thinking=False), call)):
         assert "</think> a" in (each.heard(0, said) or "")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.data.message_forms import told_of
-from lit_rl.data.templates import control_tokens, encode_prompt
+from lit_rl.data.templates import control_tokens, encode_prompt, kwargs_of_row
 from lit_rl.errors import ConfigError, LitRLError
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.models.policy.language_model import LanguageModel
@@ -173,11 +173,12 @@ def _prompt_ids(tokenizer: Any, batch: PromptBatch, against: str, options: Any) 
     """The prompts as tokens of another model."""
     settings: dict[str, Any] = {"where": f"eval.win_rate_against={against}", "control": control_tokens(tokenizer)}
     given = dict(getattr(options, "chat_template_kwargs", None) or {})
-    columns = batch.columns.get("tools") or [None] * len(batch)  # which the policy reads too, where they are schemas
-    return [
-        encode_prompt(tokenizer, prompt, chat_template_kwargs=given | told_of(tools), **settings)
-        for prompt, tools in zip(batch.prompts, columns)
-    ]
+    found = []
+    for number, prompt in enumerate(batch.prompts):  # the policy reads the row's tools and arguments too
+        columns = {name: values[number] for name, values in batch.columns.items()}
+        kwargs = given | kwargs_of_row(columns, settings["where"]) | told_of(columns.get("tools"))
+        found.append(encode_prompt(tokenizer, prompt, chat_template_kwargs=kwargs, **settings))
+    return found
 
 
 def _seats(ours: Sequence[Any], theirs: Sequence[Any], turned: Sequence[bool]) -> tuple[list[Any], list[Any]]:

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.data.message_forms import told_of
+from lit_rl.data.templates import OF_ROWS
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.journal import Journal
@@ -126,7 +127,7 @@ def source_of(env: Interactive, model: LanguageModel, data: Any, journal: Journa
         return RolloutCalls(env, model.tokenizer, data.options.chat_template_kwargs, longest)
     assert isinstance(env, EnvironmentFactory)
     _say_other_tools(env, data)
-    return Interaction(
+    made = Interaction(
         env,
         model.tokenizer,
         eos_ids=model.eos_ids,
@@ -136,6 +137,11 @@ def source_of(env: Interactive, model: LanguageModel, data: Any, journal: Journa
         processor=model.processor,
         max_image_pixels=data.options.max_image_pixels,
     )
+    for columns in data.columns_of_sets():  # now: arguments of a row by which nothing can be rendered
+        for number, own in enumerate(columns.get(OF_ROWS) or ()):
+            if own:
+                made.ready_for({name: values[number] for name, values in columns.items()})
+    return made
 
 
 def _say_other_tools(env: EnvironmentFactory, data: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -43,8 +44,10 @@ LEARN = ("completion", "assistant", "all")
 
 
 _UNSPLIT = (
-    "The chat template renders a conversation otherwise where it goes on, so of completions of several messages those "
-    "of the user and of tools are learned too."
+    "the chat template renders a conversation otherwise where it goes on, so nobody can tell the assistant's words "
+    "from those of the user and of tools in a completion of several messages. Give a template that only appends with "
+    "model.chat_template=FILE, put all but the last reply into the prompt, or leave such rows out with "
+    "data.on_bad_row=skip."
 )
 
 
@@ -115,6 +118,15 @@ class Encoder:
         self.spaces: dict[int, bool] = {}
         self.latest: tuple[str, list[int]] = ("", [])
         """A string prompt and its tokens: those of a pair ask for them twice."""
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> Encoder:
+        """The encoder of a row with its own arguments of the chat template; what it finds left out, this one says."""
+        if not kwargs:
+            return self
+        own = copy(self)
+        own.template_kwargs = {**self.template_kwargs, **kwargs}
+        own.__dict__.pop("turn_end", None)  # of other arguments
+        return own
 
     def encode(
         self,
@@ -276,16 +288,21 @@ class Encoder:
         check_prefix(begin, whole, where)
         every = every_turn and self.learn != "completion"
         replies = (0, 0) if every else (len(prompt), len(begin))
-        self.left_out.look(messages, whole, where, tools=tools, replies=replies)
+        self.left_out.look(messages, whole, where, kwargs, replies=replies)
         closes = self.closes and messages[-1]["role"] == "assistant"
         if closes and self.turn_end.isspace() and whole.endswith(self.turn_end, len(begin)):
             whole = whole[: -len(self.turn_end)]
         borders = [len(begin)]
         if self.learn == "completion" and any(message["role"] != "assistant" for message in completion):
-            others = borders_of_turns(self.tokenizer, prompt, completion, whole, where, kwargs)
+            ends = [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.ends))]
+
+            def again(part: list[Message], **how: Any) -> str:
+                return render(self.tokenizer, part, where, kwargs, **how)
+
+            others = borders_of_turns(again, messages, len(prompt), whole, self.control, ends)
             if others is None:
-                self.left_out.note("turns", _UNSPLIT)
-            borders += others or []
+                raise DataError(f"{where}: {_UNSPLIT}")
+            borders += others
         return _Rendered(whole, borders, closes)
 
     @cached_property
@@ -337,7 +354,22 @@ class Encoder:
                 learned[end:stop] = [False] * (stop - end)
             elif stop < len(ids) and ids[stop] in self.ends:  # the template writes it as part of what follows
                 learned[stop] = True
+            elif True in text.learned[stop:]:
+                self._note_open(ids, start, stop)
         return learned
+
+    def _note_open(self, ids: Sequence[int], start: int, stop: int) -> None:
+        """Note a turn in the middle that ends with no token at which generation ends."""
+        known = end_marks(self.tokenizer, "")
+        mark = next((token for token in (ids[stop - 1], ids[stop]) if token in known), None)
+        if mark is not None or self.learn == "completion":  # else what the template marks may go on in the turn
+            shown = self.tokenizer.decode(list(ids[max(start, stop - 3) : stop + 1]))
+            self.left_out.note(
+                "ends",
+                f"The chat template writes {shown!r} where a reply ends and the conversation goes on, and no token at "
+                "which generation ends: the policy does not learn to stop there."
+                + ("" if mark is None else f" Should it end there, {unknown_end(self.tokenizer, mark)}"),
+            )
 
     def _end(self, ids: Sequence[int], start: int, stop: int) -> int | None:
         """The place after the first of the ends that stand at the end of a turn, white space aside; None: none does."""
@@ -366,7 +398,8 @@ class Encoder:
                 f"{unknown_end(self.tokenizer, mark)}"
             )
         eos: Any = self.tokenizer.eos_token_id
-        return replace(text, ids=[*text.ids, eos], learned=[*text.learned, True])
+        keep = last + 1 if all(map(self._blank, text.ids[last + 1 :])) else len(text)
+        return replace(text, ids=[*text.ids[:keep], eos], learned=[*text.learned[:keep], True])
 
     def _blank(self, token: int) -> bool:
         """Tell whether a token is white space."""

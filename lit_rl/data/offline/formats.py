@@ -22,6 +22,7 @@ from lit_rl.data.offline.conversations import (
     with_system,
 )
 from lit_rl.data.offline.tokenised import masked_tokens
+from lit_rl.data.templates import OF_ROWS, kwargs_of_row
 from lit_rl.errors import DataError, did_you_mean
 from lit_rl.rollout import Prompt
 from lit_rl.videos import Visual
@@ -41,6 +42,8 @@ class Record:
     string where the prompt is a string, messages where it is messages; a whole text where the prompt is None."""
     columns: dict[str, Any] = field(default_factory=dict)
     tools: list[Any] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """The row's own arguments of the chat template."""
     margin: float | None = None
     desirable: bool | None = None
     labels: tuple[bool, ...] = ()
@@ -70,12 +73,14 @@ def read_record(
     """
     found = {name: value for name, value in row.items() if value is not None}
     name = _recognised(found, where, kind)
+    own = kwargs_of_row(found, where)
     if name == "tokenised":
         tokens = masked_tokens(found, where, learn)
-        return Record(name, columns=_rest(row, "input_ids", *OTHER_MASKS), tokens=tokens)
+        return Record(name, columns=_rest(row, "input_ids", *OTHER_MASKS), tokens=tokens, template_kwargs=own)
     tools = read_tools(found.get("tools"), where)
     columns = {**_rest(row, *COLUMNS[name], "prompt"), **({"tools": tools} if "tools" in row else {})}
-    more: dict[str, Any] = {"columns": columns, "tools": tools}
+    columns |= {OF_ROWS: own or None} if OF_ROWS in row else {}
+    more: dict[str, Any] = {"columns": columns, "tools": tools, "template_kwargs": own}
     if name == "preference":
         if kind == "pairs":
             more["margin"] = _margin(columns.pop("margin", None), f"{where}: margin")

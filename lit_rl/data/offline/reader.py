@@ -14,6 +14,7 @@ from lit_rl.data.offline.formats import Record, read_record
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.truncation import cut, cut_labels, windows
 from lit_rl.data.row_reader import RowReader
+from lit_rl.data.templates import OF_ROWS
 from lit_rl.errors import ConfigError, DataError
 
 COMPLETIONS = ("completion", "chosen", "rejected", "completions")
@@ -56,19 +57,22 @@ class Reader:
         """The tokens of a record that has something to learn from, not cut yet."""
         self.formats.setdefault(record.format, where)
         self.margins.setdefault(record.margin is not None, where)
+        if record.template_kwargs and not record.conversational:
+            self.rows.note(f"the column {OF_ROWS} does nothing: no chat template renders the row", where)
         if record.tokens is not None:
             return (self._tokenised(record.tokens[0], record.tokens[1], where),)
         self.videos.check(record.images, where)
         prompt, parts, tools = record.prompt, record.completions, record.tools
+        encoder = self.encoder.with_kwargs(record.template_kwargs)
         if self.kind == "stepwise":
             assert prompt is not None
             if record.images:
                 raise ConfigError(f"{where}: the row has images, and labelled steps are learned from text alone.")
             steps = [str(step) for step in parts]
-            return (self.encoder.steps(prompt, steps, self.options.separator, where, tools=tools),)
+            return (encoder.steps(prompt, steps, self.options.separator, where, tools=tools),)
         if self.kind != "texts" and len(parts) == 2:
             assert prompt is not None
-            return self.encoder.pair(prompt, parts, where, tools=tools, images=record.images)
+            return encoder.pair(prompt, parts, where, tools=tools, images=record.images)
         whole = record.format.startswith("language")
         if whole and self.options.learn == "completion" and not _closed(parts[0]):
             raise DataError(
@@ -76,7 +80,7 @@ class Reader:
                 "set data.learn to assistant or all, or leave such rows out with data.on_bad_row=skip."
             )
         images = record.images
-        return (self.encoder.encode(prompt, parts[0], where, tools=tools, every_turn=whole, images=images),)
+        return (encoder.encode(prompt, parts[0], where, tools=tools, every_turn=whole, images=images),)
 
     def examples(self, record: Record, texts: tuple[Encoded, ...], where: str) -> tuple[str, list[Example]]:
         """What becomes of the row, as its counts say, and the examples that it gives."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.chat_template import apply_chat_template
 from lit_rl.data.checks import excerpt
+from lit_rl.data.image_parts import text_of
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.rollout import Message
 
@@ -87,31 +88,61 @@ def tokens_with_places(
 
 
 def borders_of_turns(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: list[Message],
-    completion: list[Message],
+    render_whole: Callable[..., str],
+    messages: Sequence[Message],
+    first: int,
     whole: str,
-    where: str,
-    kwargs: Mapping[str, Any],
+    control: Sequence[str],
+    ends: Sequence[str],
 ) -> list[int] | None:
     """Return where in a rendering the assistant's turns of a completion end and the next one begins, by turns.
 
-    None: the template does not only append, so nobody can tell.
+    A turn begins where the generation prompt of what stands before it ends. It ends where the template ends the
+    conversation up to there. Templates write the last turn otherwise than others: with another control token, before
+    which it ends then; or with a thought, and then it ends with its first control token at which generation ends.
+
+    Args:
+        render_whole: Renders messages, by the template and its arguments.
+        messages: Of the prompt and the completion.
+        first: The number of the completion's first message, the assistant's.
+        whole: Their rendering.
+        control: The texts of control tokens.
+        ends: Those of them at which generation ends.
+
+    Returns:
+        None: a turn is written otherwise where the conversation goes on, so nobody can tell.
     """
+    speakers = ["assistant" if message["role"] == "assistant" else "" for message in messages]
+    turns = [i for i in range(first + 1, len(messages)) if speakers[i] != speakers[i - 1]]
     borders: list[int] = []
-    speaks = True
-    for i, message in enumerate(completion):
-        if (message["role"] == "assistant") == speaks:
-            continue
-        speaks = not speaks
+    at = len(render_whole(messages[:first], add_generation_prompt=True)) if first else 0
+    for over, again in zip(turns[::2], [*turns[1::2], None]):
         try:
-            text = render(tokenizer, [*prompt, *completion[:i]], where, kwargs, add_generation_prompt=speaks)
+            alone = render_whole(messages[:over])
+            begin = whole if again is None else render_whole(messages[:again], add_generation_prompt=True)
         except DataError:  # it refuses what would be a conversation that is not over yet
             return None
-        if not whole.startswith(text) or (borders and len(text) < borders[-1]):
+        if not whole.startswith(begin) or len(begin) < at:
             return None
-        borders.append(len(text))
+        end = _end_of_turn(alone, whole[: len(begin)], at, control, ends)
+        heard = text_of(messages[over]["content"]).strip()
+        if end is None or (heard and heard in whole[at:end] and heard not in alone[at:]):
+            return None
+        borders += [end] if again is None else [end, len(begin)]
+        at = len(begin)
     return borders
+
+
+def _end_of_turn(alone: str, text: str, at: int, control: Sequence[str], ends: Sequence[str]) -> int | None:
+    """The place where a turn ends that begins at a place of a text: see `borders_of_turns`."""
+    if text.startswith(alone) and len(alone) >= at:
+        return len(alone)
+    while mark := next((each for each in control if alone.rstrip().endswith(each)), ""):
+        alone = alone.rstrip().removesuffix(mark)
+        if text.startswith(alone) and len(alone) > at:
+            return len(alone)
+    places = [text.find(end, at) + len(end) for end in ends if text.find(end, at) >= 0]
+    return min(places, default=None)
 
 
 def check_prefix(begin: str, whole: str, where: str) -> None:

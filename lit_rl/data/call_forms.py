@@ -1,0 +1,207 @@
+"""Calls of tools, their answers and thoughts in messages, as other APIs and programs write them, in one form."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lit_rl.chat_template import THOUGHTS
+from lit_rl.data.checks import excerpt
+from lit_rl.data.raw_rows import ARGUMENTS
+from lit_rl.errors import DataError
+
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response", "tool_response", "ipython"), "tool"),
+    "system": "system",
+    "developer": "developer",
+}
+"""What other programs call a role, and the role that it is."""
+
+_A_CALL = '"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]'
+
+
+def _unclear(where: str, what: str) -> DataError:
+    return DataError(f"{where} {what} Or make messages of role and content of such rows with data.map_row.")
+
+
+def with_our_calls(messages: Sequence[Any], where: str) -> list[Any]:
+    """Return the messages with their calls in ``tool_calls``, answers of the role tool, thoughts in a key of their own.
+
+    Read are: ``tool_calls`` that are JSON text, a single call, or calls with their name at the top and the arguments in
+    ``arguments``, ``args``, ``input`` or ``parameters``; ``function_call`` and the role ``function`` of OpenAI's older
+    API; the parts ``tool_use``, ``tool_result`` and ``thinking`` of Anthropic's; the parts ``input_text`` and
+    ``output_text``. A message with answers of tools becomes several.
+
+    Args:
+        messages: Each with a role. None of them is changed; one that is in our form already is itself.
+        where: The column, for messages of errors.
+
+    Raises:
+        DataError: it is not clear what was said in which order, or what a call is.
+    """
+    names: dict[str, str] = {}
+    found: list[Any] = []
+    for number, message in enumerate(messages):
+        place = f"{where}: message {number}"
+        role = ROLES.get(str(message.get("role")).strip().lower(), message.get("role"))
+        message = message if role == message.get("role") else {**message, "role": role}
+        message = _with_listed_calls(message, place)
+        content = message.get("content")
+        if role == "assistant" and isinstance(content, list):
+            message = _spoken(message, content, place)
+        for call in message.get("tool_calls") or ():
+            if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+                names[str(call.get("id"))] = str(call["function"].get("name"))
+        if role == "user" and isinstance(content, list):
+            found += _answered(message, content, names)
+        else:
+            found.append(message)
+    return found
+
+
+def read_calls(value: Any, where: str) -> list[Any]:
+    """The calls that a value writes out: a list, a single one, or the text of either; each in our form.
+
+    Raises:
+        DataError: it is a text of anything else, or a call has its arguments twice.
+    """
+    calls = literal_of(value) if isinstance(value, str) else value
+    calls = [calls] if isinstance(calls, Mapping) else calls
+    if not isinstance(calls, list):
+        raise _unclear(where, f"has calls of tools that are no JSON of calls: {excerpt(str(value))}. Write {_A_CALL}.")
+    return [_call(literal_of(call) if isinstance(call, str) else call, where) for call in calls]
+
+
+def literal_of(text: str) -> Any:
+    """The value that a text writes out, as JSON or as Python does; the text itself where it is neither."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text.strip())
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+    return text
+
+
+def _with_listed_calls(message: Mapping[str, Any], where: str) -> Any:
+    """The message with its calls as a list in our form."""
+    given, older = message.get("tool_calls"), message.get("function_call")
+    if older:
+        if given:
+            raise _unclear(where, "has calls in function_call and in tool_calls: leave one of them out.")
+        message, given = {key: item for key, item in message.items() if key != "function_call"}, older
+    elif given is None or (isinstance(given, str) and not given.strip()):
+        return message if not given else {key: item for key, item in message.items() if key != "tool_calls"}
+    if not isinstance(given, str | Mapping | list):
+        return message
+    calls = read_calls(given, where)
+    return message if not older and calls == given else {"content": None, **message, "tool_calls": calls}
+
+
+def _call(call: Any, where: str) -> Any:
+    """A call with its function in a mapping; what is none is left to who checks messages."""
+    if not isinstance(call, Mapping):
+        return call
+    function = call.get("function")
+    function = literal_of(function) if isinstance(function, str) else function
+    if isinstance(function, Mapping):
+        rest, inner = call, function
+    elif isinstance(function, str) or isinstance(call.get("name"), str):
+        inner = {key: call[key] for key in ("name", *ARGUMENTS) if key in call}
+        inner = inner if function is None else {**inner, "name": function}
+        rest = {key: item for key, item in call.items() if key not in inner}
+        if rest.get("id") is None and (known := rest.get("call_id") or rest.get("tool_call_id")):
+            rest = {key: item for key, item in rest.items() if key not in ("call_id", "tool_call_id")} | {"id": known}
+        rest = {key: item for key, item in rest.items() if item is not None} | {"type": "function"}
+    else:
+        return call
+    given = [key for key in ARGUMENTS if inner.get(key) is not None]
+    if len(given) > 1:
+        raise _unclear(where, f"has a call with {' and '.join(given)}: keep the one that holds its arguments.")
+    if not isinstance(inner.get("name"), str) or (rest is call and "arguments" in inner and not given):
+        return call  # arguments of None are read where they are rendered
+    arguments = inner[given[0]] if given else {}
+    others = {key: item for key, item in inner.items() if key not in ARGUMENTS}
+    return {**rest, "function": {**others, "arguments": arguments}}
+
+
+def _spoken(message: Mapping[str, Any], parts: Sequence[Any], where: str) -> Any:
+    """The assistant's message with the thoughts and calls of its parts in keys."""
+    kinds = [str(part.get("type")) if isinstance(part, Mapping) else "" for part in parts]
+    if "redacted_thinking" in kinds:
+        raise _unclear(where, "has a thought that is encrypted (redacted_thinking): leave the part out.")
+    rest: list[Any] = []
+    thoughts: list[str] = []
+    calls: list[Any] = []
+    for kind, part in zip(kinds, parts):
+        if kind in ("thinking", "reasoning"):
+            if rest or calls:
+                raise _unclear(
+                    where,
+                    "thinks behind what it says, and chat templates write thoughts first: divide it into "
+                    "messages, or write all of it as one text.",
+                )
+            thoughts.append(_thought(part, where))
+        elif kind == "tool_use":
+            calls += read_calls({key: item for key, item in part.items() if key != "type"}, where)
+        elif calls and not _is_blank(part):
+            raise _unclear(
+                where,
+                "says something behind a call (tool_use), and chat templates write calls last: divide it into "
+                "messages, or write all of it as one text.",
+            )
+        else:
+            rest.append({**part, "type": "text"} if kind == "output_text" else part)
+    if rest == list(parts):
+        return message
+    keys = {key: item for key, item in message.items() if key != "content" or item is None}
+    if thoughts:
+        if any(message.get(key) for key in THOUGHTS):
+            raise _unclear(where, "has thoughts in its content and in a key of its own: leave one of them out.")
+        keys[THOUGHTS[0]] = "\n".join(thoughts)
+    if calls:
+        if message.get("tool_calls"):
+            raise _unclear(where, "has calls in its content and in tool_calls: leave one of them out.")
+        keys["tool_calls"] = calls
+    return {**keys, "content": rest if rest else ""}
+
+
+def _thought(part: Mapping[str, Any], where: str) -> str:
+    given = next((part[key] for key in ("thinking", "reasoning", "text") if part.get(key) is not None), None)
+    if isinstance(given, list) and all(isinstance(each, Mapping) for each in given):
+        given = "".join(str(each.get("text") or "") for each in given)
+    if not isinstance(given, str):
+        raise _unclear(where, f"has a thought without text: {excerpt(repr(part))}.")
+    return given
+
+
+def _answered(message: Mapping[str, Any], parts: Sequence[Any], names: Mapping[str, str]) -> list[Any]:
+    """The user's message, with the answers of tools among its parts as messages of their own, in their order."""
+    found: list[Any] = []
+    changed = False
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "tool_result":
+            known = str(part.get("tool_use_id"))
+            answer = {"role": "tool", "content": "" if part.get("content") is None else part["content"]}
+            answer |= {"tool_call_id": known} if part.get("tool_use_id") is not None else {}
+            answer |= {"name": names[known]} if known in names else {}
+            answer |= {"is_error": True} if part.get("is_error") else {}
+            found.append(answer)
+            changed = True
+            continue
+        if kind == "input_text":
+            part, changed = {**part, "type": "text"}, True
+        if not found or found[-1]["role"] == "tool":
+            found.append({**message, "content": []})
+        found[-1]["content"].append(part)
+    return found if changed else [message]
+
+
+def _is_blank(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping) and part.get("type") in ("text", "output_text") and not str(part.get("text")).strip()
+    )
