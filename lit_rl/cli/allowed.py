@@ -112,7 +112,7 @@ def _names_code(tree: Any) -> bool:
 def _check(value: Any, asked: list[dict[str, Any]]) -> None:
     for call in asked:
         if "allowed" in call:
-            if isinstance(value, (str, int)) and not isinstance(value, bool):
+            if isinstance(value, (str, int, float)) and not isinstance(value, bool):
                 word = str(value).lower() if call["key"] == "trainer.strategy" else str(value)  # as Lightning reads it
                 one_of(call["key"], word, call["allowed"])
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -126,7 +126,7 @@ def _check_length(trainer: Mapping[str, Any]) -> None:
         if isinstance(value, int) and value < -1:
             raise ConfigError(f"trainer.{name}={value} must be a non-negative integer or -1 ({endless}).")
     time = trainer.get("max_time")
-    if isinstance(time, str) and not _DURATION.fullmatch(time.strip()):
+    if isinstance(time, (str, int, float)) and not _DURATION.fullmatch(str(time).strip()):
         raise ConfigError(
             f"trainer.max_time={time!r} is not a valid duration: expected is a text of the form DD:HH:MM:SS, such as "
             "00:01:00:00 for one hour."
@@ -157,6 +157,12 @@ def _check_numbers(trainer: Mapping[str, Any]) -> None:
         if isinstance(value := trainer.get(name), str):
             in_range(f"trainer.{name}", value, low=0)  # pyright: ignore (it says that this is no number)
     _check_interval(trainer.get("val_check_interval"))
+    fast = trainer.get("fast_dev_run")
+    if not isinstance(fast, int | None) or fast < 0:
+        raise ConfigError(f"trainer.fast_dev_run={fast!r}: allowed is true, false, or how many steps, such as 3.")
+    profiler = trainer.get("profiler")
+    if isinstance(profiler, str | int | float):
+        one_of("trainer.profiler", str(profiler), ("simple", "advanced", "pytorch", "xla"))
     lows = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1, "num_nodes": 1}
     for name, low in lows.items():
         if isinstance(value := trainer.get(name), int):
@@ -200,6 +206,11 @@ def check_accumulation(accumulate: Any) -> None:
 def _check_devices(trainer: Mapping[str, Any]) -> None:
     """Lightning takes a number, a list of numbers, or a text of them."""
     devices = trainer.get("devices")
+    if devices in (0, "0", "", [], False) or (isinstance(devices, int) and devices < -1):
+        raise ConfigError(
+            f"trainer.devices={devices!r}: a run takes one device at least. Allowed is auto, how many (2), or which "
+            "(trainer.devices=[0,2]). Their kind is trainer.accelerator: trainer.accelerator=cpu takes no GPU."
+        )
     words = devices if isinstance(devices, list) else [devices]
     if any(isinstance(word, str) and word != "auto" and not _NUMBERS.fullmatch(word) for word in words):
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import lightning as L
@@ -9,8 +10,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record, let_loggers_fail
 from lit_rl.cli.build import build, check_trainer
+from lit_rl.cli.listing import some_keys
+from lit_rl.cli.other_words import meaning, no_key
 from lit_rl.commands.run_dir import RunDir
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, did_you_mean
 
 
 def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
@@ -53,9 +56,14 @@ def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
     settings["logger"] = loggers or False
     settings["default_root_dir"] = settings["default_root_dir"] or str(run_dir.path)
     settings["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in settings["callbacks"])
+    known = [*inspect.signature(L.Trainer).parameters]
+    if unknown := [name for name in settings if name not in known]:
+        name = unknown[0]
+        told = meaning(name) or did_you_mean(name, known) + some_keys("trainer", name, known)
+        raise no_key(f"trainer.{name}", told)
     try:
         trainer = L.Trainer(**settings)
-    except (TypeError, ValueError) as error:  # it checks settings one by one, and names the one that it refuses
+    except (TypeError, ValueError, AttributeError) as error:  # it checks settings one by one, and names what it refuses
         raise ConfigError(f"trainer: {error}") from error
     check_trainer(trainer, settings["precision"])
     return let_loggers_fail(trainer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import math
@@ -101,8 +102,9 @@ class FunctionTool(Tool):
 
     Args:
         function: With a type and a line in its docstring's ``Args:`` for every argument, as transformers'
-            ``get_json_schema`` reads them. It may be ``async def``. What it returns is answered as text, as JSON, or
-            as images beside texts: see `content_of`.
+            ``get_json_schema`` reads them. It may be ``async def``, an object with such a ``__call__``, or a
+            ``functools.partial`` of one of these: what it has set is no argument that the policy sees. What it returns
+            is answered as text, as JSON, or as images beside texts: see `content_of`.
 
     Raises:
         ConfigError: a type or a line of the docstring is missing, or no JSON can be given to an argument; names it.
@@ -112,16 +114,14 @@ class FunctionTool(Tool):
         from transformers.utils.chat_template_utils import get_json_schema
 
         self.function = function
-        name = getattr(function, "__name__", type(function).__name__)
+        name = _name_of(function)
         try:
-            schema = get_json_schema(function)
+            told = _told(function, name)
+            schema = get_json_schema(told)
         except Exception as error:  # whatever the reader of docstrings makes of this one
-            raise ConfigError(
-                f"The tool {name!r} cannot be described to the policy: {error} Every argument takes a type, and a line "
-                "under `Args:` in the docstring, which begins with what the tool does."
-            ) from error
+            raise ConfigError(f"The tool {name!r} {_why_not(function, error)}") from error
         strict = _strict(schema["function"]["parameters"])
-        for argument in _arguments(function, name):
+        for argument in _arguments(told, name):
             if argument.default is None and argument.name in strict.get("properties", {}):
                 strict["properties"][argument.name] = {"anyOf": [strict["properties"][argument.name], {"type": "null"}]}
         super().__init__(schema, Draft202012Validator(strict))
@@ -130,7 +130,8 @@ class FunctionTool(Tool):
 
     @property
     def is_async(self) -> bool:
-        return any(inspect.iscoroutinefunction(part) for part in (self.function, type(self.function).__call__))
+        function = _inner(self.function)
+        return any(inspect.iscoroutinefunction(part) for part in (function, type(function).__call__))
 
     def of(self, made: Any) -> FunctionTool:
         """The same method of another object."""
@@ -225,6 +226,74 @@ def _add(tools: dict[str, Tool], tool: Tool) -> None:
     tools[tool.name] = tool
 
 
+def _inner(function: Any) -> Any:
+    """Return what a partial calls; all else as it is."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _name_of(function: Any) -> str:
+    """Return the name that the policy calls it by: its own, that of the function in a partial, or that of its class."""
+    inner = _inner(function)
+    return getattr(function, "__name__", None) or getattr(inner, "__name__", type(inner).__name__)
+
+
+def _told(function: Any, name: str) -> Callable[..., Any]:
+    """Return a function whose name, docstring and arguments are those of a partial or of an object that is called.
+
+    Functions and methods are returned as they are. What a partial has set by keyword is left out: the user has said it,
+    and the policy could say something else.
+    """
+    if inspect.isroutine(function) or isinstance(function, type) or not callable(function):
+        return function
+    inner, said = function, set[str]()
+    while isinstance(inner, functools.partial):
+        said |= {*inner.keywords}
+        inner = inner.func
+    inner = inspect.unwrap(inner)
+    source = inner if inspect.isroutine(inner) else type(inner).__call__
+    signature, types = inspect.signature(function), get_type_hints(source)
+    arguments = [argument for argument in signature.parameters.values() if argument.name not in said]
+
+    def told() -> None: ...
+
+    own = vars(function).get("__doc__") if isinstance(function, functools.partial) else None
+    told.__name__, told.__doc__ = name, own or inspect.getdoc(source) or inspect.getdoc(inner)
+    told.__signature__ = signature.replace(parameters=arguments)  # pyright: ignore[reportFunctionMemberAccess]
+    told.__annotations__ = {
+        key: types[key] for key in [*(argument.name for argument in arguments), "return"] if key in types
+    }
+    return told
+
+
+def _why_not(function: Any, error: Exception) -> str:
+    """Say why something cannot be a tool.
+
+    Args:
+        function: As it was given.
+        error: Of the reader of docstrings.
+    """
+    inner = _inner(function)
+    if isinstance(inner, type):
+        return f"is a class. Give an object of it, made by {inner.__name__}(...), or one of its methods."
+    if not callable(inner):
+        return f"is {inner!r:.80}, which cannot be called: give a function."
+    if getattr(inner, "__name__", "") == "<lambda>":
+        return (
+            "is a lambda, which has no types and no docstring to describe it to the policy by: write a def with both."
+        )
+    if inspect.isbuiltin(inner):
+        return (
+            "is built in, and has no types to describe it to the policy by: write a def around it, with a type for "
+            "every argument and a docstring."
+        )
+    return (
+        f"cannot be described to the policy: {error} Every argument takes a type, and a line under `Args:` in the "
+        "docstring, which begins with what the tool does."
+    )
+
+
 def _arguments(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
     """Return what a function takes by name.
 
@@ -232,7 +301,7 @@ def _arguments(function: Callable[..., Any], name: str) -> list[inspect.Paramete
         ConfigError: it takes something that no JSON object can give it.
     """
     arguments = list(inspect.signature(function).parameters.values())
-    types = get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
+    types = get_type_hints(function)
     for argument in arguments:
         if argument.kind not in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY):
             raise ConfigError(
