@@ -101,7 +101,7 @@ def line_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     others = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     users = [f for f in others if not f.filename.startswith(_LIBRARIES) and not _INSTALLED.search(f.filename)]
-    frame = next(iter(users[-1:] or others[:1] or frames[-1:]), None)
+    frame = next(iter(users[-1:] or others[:1] or frames[1:][-1:]), None)  # the first of ours is the call
     return "" if frame is None else f"line {frame.lineno} of {frame.filename}"
 
 

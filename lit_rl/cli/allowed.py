@@ -70,12 +70,45 @@ def check(config: DictConfig, *, whole: bool) -> None:
                 value = node.get(key.partition(".")[2])
                 if value is not None and str(node.get("_target_")).startswith(built):
                     check_list(key, value)
+    _check_commands(config)
     trainer = plain(config, "trainer")
     if isinstance(trainer, dict):
         _check_devices(trainer)
         if whole:
             _check_length(trainer)
             _check_numbers(trainer)
+
+
+_COMMANDS: dict[str, dict[str, type]] = {
+    "plan": {"memory_gb": float, "probe": bool},
+    "reward_test": {"rows": int},
+    "data_check": {"rows": int},
+    "env_check": {},
+    "chat": {"plain": bool},
+    "serve": {"port": int, "startup_timeout": float},
+    "doctor": {"prompts": int, "completions": int},
+    "transcripts": {"rollouts": int, "episodes": int, "tokens": int},
+    "export": {"private": bool},
+    "replay": {},
+}
+"""The keys of commands that are numbers or switches: they are in no constructor, so no schema checks them."""
+
+
+def _check_commands(config: DictConfig) -> None:
+    """Refuse a command's keys of another type, and a value in the place of all of them."""
+    for command, types in _COMMANDS.items():
+        keys = config.get(command)
+        if not OmegaConf.is_dict(keys):
+            names = ", ".join(f"{command}.{name}" for name in types) or f"{command}.KEY"
+            raise ConfigError(f"{command}={keys} stands for no settings: type one of them, {names}=...")
+        for name, kind in types.items():
+            value = keys.get(name)
+            if value is not None and kind is bool and not isinstance(value, bool):
+                raise ConfigError(f"{command}.{name}={value} is no switch: type true or false.")
+            if kind is int and isinstance(value, float | bool):
+                raise ConfigError(f"{command}.{name}={value} is no whole number, such as {command}.{name}=4.")
+            if kind is float and value is not None:
+                in_range(f"{command}.{name}", value, low=0, open_low=True)
 
 
 def _may_be_registered(value: Any, asked: list[dict[str, Any]], config: DictConfig) -> bool:

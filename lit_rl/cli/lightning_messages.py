@@ -65,7 +65,7 @@ def _explained(text: str, factories: Factories) -> ConfigError:
     lines = [re.sub(_ECHO, "", line).strip(" -") for line in text.splitlines()]
     said = [line for line in lines if line]
     reasons = dict.fromkeys([line for line in said if not re.match(_OTHERS, line)] or said)
-    if text.endswith("the following arguments are required: fit.model"):
+    if re.search(r"the following arguments are required: \w+\.model$", text):
         return ConfigError(
             "There is no model: --model GRPO (or another class of lit_rl), or a --config FILE that has one."
         )

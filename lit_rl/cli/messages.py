@@ -37,8 +37,9 @@ def usage(words: Sequence[str], commands: Sequence[str]) -> int:
     check_spaces(words)
     word = words[0]
     if not commands:
-        folder = f" Did you mean run_dir={word}?" if Path(word).is_dir() else ""
-        raise ConfigError(f"{word!r} is no setting: settings are written key=value.{folder}")
+        key = "run_dir" if Path(word).is_dir() else "data.path" if Path(word).is_file() else ""
+        meant = f" Did you mean {key}={word}?" if key else ""
+        raise ConfigError(f"{word!r} is no setting: settings are written key=value.{meant}")
     near = did_you_mean(word, commands)
     raise ConfigError(f"{word!r} is neither a command nor key=value.{near} Commands: {', '.join(commands)}.")
 

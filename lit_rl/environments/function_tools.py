@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lit_rl.by_path import named_by
@@ -62,6 +62,8 @@ def toolbox_of(functions: Functions, key: str, pool: Pool | None = None) -> Tool
         ConfigError: see `Toolbox`; or a function is to run in a worker and was given as an object.
     """
     listed = [functions] if isinstance(functions, str) or callable(functions) else functions
+    if not isinstance(listed, Iterable) or isinstance(listed, Mapping):
+        raise ConfigError(f"{key}={functions!r:.80}: give a function, its path, or a list of these.")
     if pool is None:
         return Toolbox(
             [_with_its_object(named_by(each, key).value if isinstance(each, str) else each) for each in listed]

@@ -205,6 +205,13 @@ def test_options_with_dashes_say_how_settings_are_written(typed, meant):
         ),
         (["optimizer.lr", "=1e-5"], "write optimizer.lr=1e-5, without spaces."),
         (["seed=1", "optimizer.lr"], "optimizer.lr alone says nothing: write optimizer.lr=..."),
+        (["optimizer.lr", "1e-5", "seed=1"], "optimizer.lr alone says nothing: write optimizer.lr=1e-5"),
+        (["optimizer.lr:1e-5"], "optimizer.lr:1e-5 alone says nothing: write optimizer.lr=1e-5"),
+        (["trainer/max_steps=5"], "A key in trainer is written with a point: trainer.max_steps=5."),
+        (["trainer[max_steps]=5"], "A key in trainer is written with a point: trainer.max_steps=5."),
+        (["run_dir="], "run_dir= has nothing behind the =; a shell's variable that is not set looks so."),
+        (["data="], "data= has nothing behind the =; a shell's variable that is not set looks so. Type data=VALUE"),
+        (["-m", "seed=1,"], "seed=1, ends with a comma, behind which a value is missing: type seed=1."),
         (["~reward"], "~reward takes the whole group away, and others refer to it. Choose another: reward=NAME."),
     ],
 )
