@@ -97,6 +97,8 @@ _COMMANDS: dict[str, dict[str, type]] = {
 def _check_commands(config: DictConfig) -> None:
     """Refuse a command's keys of another type, and a value in the place of all of them."""
     for command, types in _COMMANDS.items():
+        if command not in config:
+            continue
         keys = config.get(command)
         if not OmegaConf.is_dict(keys):
             names = ", ".join(f"{command}.{name}" for name in types) or f"{command}.KEY"
@@ -191,8 +193,10 @@ def _check_numbers(trainer: Mapping[str, Any]) -> None:
             in_range(f"trainer.{name}", value, low=0)  # pyright: ignore (it says that this is no number)
     _check_interval(trainer.get("val_check_interval"))
     fast = trainer.get("fast_dev_run")
-    if not isinstance(fast, int | None) or fast < 0:
+    if fast is not None and (not isinstance(fast, int) or fast < 0):
         raise ConfigError(f"trainer.fast_dev_run={fast!r}: allowed is true, false, or how many steps, such as 3.")
+    if (fixed := trainer.get("deterministic")) not in (None, True, False, "warn"):
+        raise ConfigError(f"trainer.deterministic={fixed!r}: allowed is true, false or warn.")
     profiler = trainer.get("profiler")
     if isinstance(profiler, str | int | float):
         one_of("trainer.profiler", str(profiler), ("simple", "advanced", "pytorch", "xla"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import socket
 import sys
 import traceback
@@ -42,6 +43,12 @@ def usage(words: Sequence[str], commands: Sequence[str]) -> int:
         raise ConfigError(f"{word!r} is no setting: settings are written key=value.{meant}")
     near = did_you_mean(word, commands)
     raise ConfigError(f"{word!r} is neither a command nor key=value.{near} Commands: {', '.join(commands)}.")
+
+
+def command_stands_first(command: str, words: Sequence[str]) -> int:
+    """Refuse a command behind its options."""
+    rest = shlex.join(word for word in words if word != command)
+    raise ConfigError(f"{command} is a command, which stands before its options: lit-rl {command} {rest}")
 
 
 def reported(function: Callable[[], int | None]) -> int:

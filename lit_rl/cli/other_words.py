@@ -164,6 +164,11 @@ def check_spaces(words: Sequence[str]) -> None:
         ConfigError: says what to type.
     """
     for before, word, after in zip(["", *words], words, [*words[1:], ""]):
+        if word.endswith("\r"):
+            raise ConfigError(
+                f"{word!r} ends with the line end of Windows: the script has these. Save it with those of Unix "
+                "(sed -i 's/\\r$//' FILE)."
+            )
         if before.startswith("-") or word.startswith(("-", "~")):
             continue
         if word.endswith("=") and after and "=" not in after and not after.startswith(("-", "~")):

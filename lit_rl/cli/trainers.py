@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,7 +15,7 @@ from lit_rl.cli.build import build, check_trainer
 from lit_rl.cli.listing import some_keys
 from lit_rl.cli.other_words import meaning, no_key
 from lit_rl.commands.run_dir import RunDir
-from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.errors import ConfigError, StorageError, did_you_mean
 
 
 def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
@@ -50,6 +52,8 @@ def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
         callbacks.insert(0, Record(run_dir.path))  # its cut is what others find when training starts
         loggers = [JsonlLogger(run_dir.metrics), *(build(node) for node in (tree.get("logger") or {}).values() if node)]
 
+    if (root := settings["default_root_dir"]) and not dry:
+        _check_root(Path(str(root)).expanduser())
     settings["callbacks"] = callbacks + _as_list(settings["callbacks"])
     if wrong := [callback for callback in settings["callbacks"] if not isinstance(callback, L.Callback)]:
         raise ConfigError(f"{wrong[0]!r} is no callback: callbacks and trainer.callbacks are those of Lightning.")
@@ -67,6 +71,19 @@ def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
         raise ConfigError(f"trainer: {error}") from error
     check_trainer(trainer, settings["precision"])
     return let_loggers_fail(trainer)
+
+
+def _check_root(folder: Path) -> None:
+    """Refuse a folder of the Trainer's that cannot be made or written: every sample of the run would be lost there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writes = os.access(folder, os.W_OK)
+    except OSError:
+        writes = False
+    if not writes:
+        raise StorageError(
+            f"trainer.default_root_dir={folder} cannot be written. Leave it out: what a run writes is in run_dir then."
+        )
 
 
 def _check_nodes(tree: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ from lit_rl.named import check_can_be_read, check_function
 from lit_rl.rewards.functions.by_path import load_function
 
 REFUSED = {
-    "optimizer.lr=fast": (2, "optimizer.lr=fast is no number: type one, such as optimizer.lr=0.001."),
+    "optimizer.lr=fast": (2, "optimizer.lr=fast is no number: type one, such as optimizer.lr=0.0005."),
     "algo.group_size=two": (2, "algo.group_size=two is no whole number: type one, such as algo.group_size=8."),
     "trainer.max_steps=few": (2, "trainer.max_steps=few is no whole number"),
     "trainer.max_steps=1e3": (2, "without a point or an exponent. Type trainer.max_steps=1000."),
@@ -69,6 +69,9 @@ REFUSED = {
     "trainer.max_time=5": (2, "trainer.max_time=5 is not a valid duration: expected is a text of the form DD:HH:MM:SS"),
     "trainer.profiler=foo": (2, "trainer.profiler='foo' is unknown: allowed is simple, advanced, pytorch, xla."),
     "trainer.fast_dev_run=si": (2, "trainer.fast_dev_run='si': allowed is true, false, or how many steps"),
+    "allow_targets=mine": (2, "allow_targets=mine is no list of packages: type 'allow_targets=[mine]'."),
+    "allow_targets=[5]": (2, "allow_targets=[5] is no list of packages: type 'allow_targets=[my_package]'."),
+    "trainer.deterministic=si": (2, "trainer.deterministic='si': allowed is true, false or warn."),
     "plan plan=5": (2, "plan=5 stands for no settings: type one of them, plan.memory_gb, plan.probe=..."),
     "plan plan.probe=si": (2, "plan.probe=si is no switch: type true or false."),
     "reward-test reward_test.rows=1.5": (2, "reward_test.rows=1.5 is no whole number, such as reward_test.rows=4."),
