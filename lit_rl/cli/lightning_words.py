@@ -37,20 +37,21 @@ def check(words: Sequence[str]) -> None:
 
 def _check_bare(word: str) -> None:
     """Refuse what is neither an option nor the value of one."""
-    if word.startswith("-"):
-        if re.match(r"-[a-z]\w+", word):
-            raise ConfigError(f"{word}: an option begins with two dashes: -{word}.")
-        return
     command = next((each for each in sys.argv[1:] if each in ("fit", "validate", "test", "predict")), "fit")
-    if "=" in word:
-        raise ConfigError(
-            f"{word}: an option of lit-rl {command} begins with two dashes: --{word}. Settings without them, and the "
-            f"groups of `lit-rl list`, are those of lit-rl train: lit-rl train {word}."
+    if re.match(r"-[a-z]\w+", word):
+        told = f"an option begins with two dashes: -{word}."
+    elif word.startswith("-") or word == command:
+        return
+    elif "=" in word:
+        told = (
+            f"an option of lit-rl {command} begins with two dashes: --{word}. Settings without them, and the groups of "
+            f"`lit-rl list`, are those of lit-rl train: lit-rl train {word}."
         )
-    if word.endswith((".yaml", ".yml", ".json")):
-        raise ConfigError(f"{word}: a config file is --config {word}.")
-    if word != command:
-        raise ConfigError(f"{word!r} is no option of lit-rl {command}: they are --KEY VALUE, such as --config FILE.")
+    elif word.endswith((".yaml", ".yml", ".json")):
+        told = f"a config file is --config {word}."
+    else:
+        told = f"it is no option of lit-rl {command}: they are --KEY VALUE, such as --config FILE."
+    raise ConfigError(f"{word}: {told}")
 
 
 def _check_secret(key: str, value: str) -> None:

@@ -144,10 +144,8 @@ def _hydra(error: BaseException) -> LitRLError | None:
         )
     if isinstance(error, ValueError) and str(error).startswith("Unable to configure"):  # logging, of its own factories
         error = next((link for link in chain if isinstance(link, HydraException)), error)
-    if isinstance(error, ValueError) and (
-        flag := re.match(r"The (--\w+) flag can only be used .* with (.*)", str(error))
-    ):
-        return ConfigError(f"{flag[1]} is an option of {flag[2]}: type --cfg job {flag[1]}.")
+    if isinstance(error, ValueError) and str(error).startswith("The --resolve flag"):
+        return _of_words(str(error))
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         ours = _user_yaml(chain)
         said = next((str(link) for link in chain if str(link)), type(error).__name__)
@@ -167,6 +165,7 @@ _SAID = {
     r"Could not override '@?([\w/]+)@?'.*No match in the defaults.*use \+(?:@\w|\w+@)": (
         "A choice is typed without an @: {0}=NAME."
     ),
+    r"The (--\w+) flag can only be used": "{0} is an option of --cfg: type --cfg job {0}.",
     r"Could not override ''": "A word begins with =: settings are written key=value, without a space before the =.",
     r"Could not append to config\. An item is already at '([^']+)'": (
         "+{0}=... would add a key, and {0} is there already. Type {0}=..., without the +."

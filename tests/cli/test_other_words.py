@@ -363,7 +363,7 @@ def test_a_home_is_found_behind_the_equals_sign(monkeypatch: pytest.MonkeyPatch)
         (["fit", "optimizer.lr=1"], "an option of lit-rl fit begins with two dashes: --optimizer.lr=1."),
         (["fit", "mine.yaml"], "mine.yaml: a config file is --config mine.yaml."),
         (["fit", "-trainer.max_steps=3"], "an option begins with two dashes: --trainer.max_steps=3."),
-        (["fit", "--trainer.max_steps", "3", "foo"], "'foo' is no option of lit-rl fit"),
+        (["fit", "--trainer.max_steps", "3", "foo"], "foo: it is no option of lit-rl fit"),
         (["--config", "mine.yaml", "fit"], "stands before its options: lit-rl fit --config mine.yaml"),
     ],
 )
