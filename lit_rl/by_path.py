@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lit_rl.errors import ConfigError, LitRLError, RewardError, did_you_mean
+from lit_rl.errors import ConfigError, LitRLError, RewardError, did_you_mean, with_its_line
 from lit_rl.import_source import is_file, load_file
 from lit_rl.named import FUNCTION_FORM, check_file, no_function
 from lit_rl.process_state import process_kept, raised_by_itself
@@ -64,7 +64,7 @@ def _load_file(path: Path, text: bytes, key: str, failed: type[LitRLError]) -> M
     except BaseException as error:
         if not raised_by_itself(error):
             raise
-        raise failed(f"{key}: importing {path} failed with {type(error).__name__}: {error}.") from error
+        raise failed(f"{key}: importing {path} failed with {with_its_line(error)}.") from error
 
 
 def _load_module(name: str, key: str, failed: type[LitRLError]) -> ModuleType:
@@ -76,7 +76,7 @@ def _load_module(name: str, key: str, failed: type[LitRLError]) -> ModuleType:
             raise
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{name}.".startswith(f"{missing}."):
-            raise failed(f"{key}: importing {name} failed with {type(error).__name__}: {error}.") from error
+            raise failed(f"{key}: importing {name} failed with {with_its_line(error)}.") from error
         if Path(f"{name}.py").is_file():
             hint = f" A file is given as './{name}.py:name'."
         else:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable
 
 
@@ -83,6 +85,30 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LIBRARIES = (os.path.dirname(os.path.abspath(os.__file__)) + os.sep, "<frozen ")
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+
+
+def line_of(error: BaseException) -> str:
+    """Return ``line 3 of FILE``: where the user's own code raised, or called what did.
+
+    Where none of the lines is of the user's, it is the first one outside of this package. A user's line is the last one
+    that stands neither in this package, nor in Python's library, nor in an installed package.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    others = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    users = [f for f in others if not f.filename.startswith(_LIBRARIES) and not _INSTALLED.search(f.filename)]
+    frame = next(iter(users[-1:] or others[:1] or frames[1:][-1:]), None)  # the first of ours is the call
+    return "" if frame is None else f"line {frame.lineno} of {frame.filename}"
+
+
+def with_its_line(error: BaseException) -> str:
+    """Return the kind, the text and the line of what the user's own code raised. A text on bad syntax has its line."""
+    line = "" if isinstance(error, SyntaxError) else line_of(error)
+    return f"{type(error).__name__}: {error}" + (f" ({line})" if line else "")
 
 
 _SHORT = 6

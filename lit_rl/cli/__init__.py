@@ -58,8 +58,10 @@ def run(arguments: list[str]) -> int:
     if said := _said(command, rest):
         sys.stdout.write(said)
         return 0
-    from lit_rl.cli.messages import reported, usage
+    from lit_rl.cli.messages import command_stands_first, reported, usage
 
+    if not command and (late := next((word for word in rest if word in LIGHTNING), None)):
+        return reported(lambda: command_stands_first(late, rest))
     if command in LIGHT:
         return reported(lambda: _light(command, rest, commands))
     if rest and not rest[0].startswith(("-", "~")) and "=" not in rest[0]:

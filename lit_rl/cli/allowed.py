@@ -70,12 +70,47 @@ def check(config: DictConfig, *, whole: bool) -> None:
                 value = node.get(key.partition(".")[2])
                 if value is not None and str(node.get("_target_")).startswith(built):
                     check_list(key, value)
+    _check_commands(config)
     trainer = plain(config, "trainer")
     if isinstance(trainer, dict):
         _check_devices(trainer)
         if whole:
             _check_length(trainer)
             _check_numbers(trainer)
+
+
+_COMMANDS: dict[str, dict[str, type]] = {
+    "plan": {"memory_gb": float, "probe": bool},
+    "reward_test": {"rows": int},
+    "data_check": {"rows": int},
+    "env_check": {},
+    "chat": {"plain": bool},
+    "serve": {"port": int, "startup_timeout": float},
+    "doctor": {"prompts": int, "completions": int},
+    "transcripts": {"rollouts": int, "episodes": int, "tokens": int},
+    "export": {"private": bool},
+    "replay": {},
+}
+"""The keys of commands that are numbers or switches: they are in no constructor, so no schema checks them."""
+
+
+def _check_commands(config: DictConfig) -> None:
+    """Refuse a command's keys of another type, and a value in the place of all of them."""
+    for command, types in _COMMANDS.items():
+        if command not in config:
+            continue
+        keys = config.get(command)
+        if not OmegaConf.is_dict(keys):
+            names = ", ".join(f"{command}.{name}" for name in types) or f"{command}.KEY"
+            raise ConfigError(f"{command}={keys} stands for no settings: type one of them, {names}=...")
+        for name, kind in types.items():
+            value = keys.get(name)
+            if value is not None and kind is bool and not isinstance(value, bool):
+                raise ConfigError(f"{command}.{name}={value} is no switch: type true or false.")
+            if kind is int and isinstance(value, float | bool):
+                raise ConfigError(f"{command}.{name}={value} is no whole number, such as {command}.{name}=4.")
+            if kind is float and value is not None:
+                in_range(f"{command}.{name}", value, low=0, open_low=True)
 
 
 def _may_be_registered(value: Any, asked: list[dict[str, Any]], config: DictConfig) -> bool:
@@ -112,7 +147,7 @@ def _names_code(tree: Any) -> bool:
 def _check(value: Any, asked: list[dict[str, Any]]) -> None:
     for call in asked:
         if "allowed" in call:
-            if isinstance(value, (str, int)) and not isinstance(value, bool):
+            if isinstance(value, (str, int, float)) and not isinstance(value, bool):
                 word = str(value).lower() if call["key"] == "trainer.strategy" else str(value)  # as Lightning reads it
                 one_of(call["key"], word, call["allowed"])
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -126,7 +161,7 @@ def _check_length(trainer: Mapping[str, Any]) -> None:
         if isinstance(value, int) and value < -1:
             raise ConfigError(f"trainer.{name}={value} must be a non-negative integer or -1 ({endless}).")
     time = trainer.get("max_time")
-    if isinstance(time, str) and not _DURATION.fullmatch(time.strip()):
+    if isinstance(time, (str, int, float)) and not _DURATION.fullmatch(str(time).strip()):
         raise ConfigError(
             f"trainer.max_time={time!r} is not a valid duration: expected is a text of the form DD:HH:MM:SS, such as "
             "00:01:00:00 for one hour."
@@ -157,6 +192,14 @@ def _check_numbers(trainer: Mapping[str, Any]) -> None:
         if isinstance(value := trainer.get(name), str):
             in_range(f"trainer.{name}", value, low=0)  # pyright: ignore (it says that this is no number)
     _check_interval(trainer.get("val_check_interval"))
+    fast = trainer.get("fast_dev_run")
+    if fast is not None and (not isinstance(fast, int) or fast < 0):
+        raise ConfigError(f"trainer.fast_dev_run={fast!r}: allowed is true, false, or how many steps, such as 3.")
+    if (fixed := trainer.get("deterministic")) not in (None, True, False, "warn"):
+        raise ConfigError(f"trainer.deterministic={fixed!r}: allowed is true, false or warn.")
+    profiler = trainer.get("profiler")
+    if isinstance(profiler, str | int | float):
+        one_of("trainer.profiler", str(profiler), ("simple", "advanced", "pytorch", "xla"))
     lows = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1, "num_nodes": 1}
     for name, low in lows.items():
         if isinstance(value := trainer.get(name), int):
@@ -200,6 +243,11 @@ def check_accumulation(accumulate: Any) -> None:
 def _check_devices(trainer: Mapping[str, Any]) -> None:
     """Lightning takes a number, a list of numbers, or a text of them."""
     devices = trainer.get("devices")
+    if devices in (0, "0", "", [], False) or (isinstance(devices, int) and devices < -1):
+        raise ConfigError(
+            f"trainer.devices={devices!r}: a run takes one device at least. Allowed is auto, how many (2), or which "
+            "(trainer.devices=[0,2]). Their kind is trainer.accelerator: trainer.accelerator=cpu takes no GPU."
+        )
     words = devices if isinstance(devices, list) else [devices]
     if any(isinstance(word, str) and word != "auto" and not _NUMBERS.fullmatch(word) for word in words):
         raise ConfigError(

@@ -64,6 +64,9 @@ def check(config: DictConfig, overrides: Sequence[str]) -> None:
     if (hydra := config.get("hydra")) is None:
         return
     mine = config.get("allow_targets") if typed(overrides, "allow_targets") else None
+    if mine is not None and not (OmegaConf.is_list(mine) and all(isinstance(name, str) for name in mine)):
+        names = mine if isinstance(mine, str) else "my_package"
+        raise ConfigError(f"allow_targets={mine} is no list of packages: type 'allow_targets=[{names}]'.")
     allowed = (*ALLOWED, *_PLUGINS, *(f"{name}." for name in mine or ()))
     for name in (*_BUILT, *_LOGGING):
         node = _followed(hydra, name, f"hydra.{name}")

@@ -189,9 +189,11 @@ def _check(config: DictConfig) -> None:
     choices.check(config)
     if config.task == "fit":
         allowed.check_warmup(config, own_keys.typed())
-    if isinstance(config.seed, int):  # here, because data and algorithm take it by names of their own
+    if isinstance(config.seed, int) and not isinstance(
+        config.seed, bool
+    ):  # here, because data and algorithm take it by names of their own
         seed_in_range("seed", config.seed)
-    elif isinstance(config.seed, str):
+    elif isinstance(config.seed, str | float | bool):
         raise ConfigError(f"seed={config.seed!r} is no whole number, such as seed=1.")
 
 

@@ -65,8 +65,33 @@ def _explained(text: str, factories: Factories) -> ConfigError:
     lines = [re.sub(_ECHO, "", line).strip(" -") for line in text.splitlines()]
     said = [line for line in lines if line]
     reasons = dict.fromkeys([line for line in said if not re.match(_OTHERS, line)] or said)
+    if re.search(r"the following arguments are required: \w+\.model$", text):
+        return ConfigError(
+            "There is no model: --model GRPO (or another class of lit_rl), or a --config FILE that has one."
+        )
+    if path := re.search(r"Unexpected import path format: (\S+\.py:\w+)", text):
+        return ConfigError(
+            f"{key}={path[1]}: a function in a file is --{key}=lit_rl.rewards.from_paths --{key}.fn={path[1]}; in a "
+            f"module that can be imported --{key}=MODULE.NAME."
+        )
     what = _without_classes("; ".join(reasons)) + _what_came(text, reasons)
+    if key and (kinds := _kinds(what)):
+        return ConfigError(f"{key}={what.partition('Got value: ')[2]}: allowed is {', or '.join(kinds)}.")
     return ConfigError(f"{key}: {what}"[:1000] if key else what[:1000])
+
+
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+
+
+def _kinds(what: str) -> list[str]:
+    """Return what a key of plain types takes, in words; nothing where it takes an object too."""
+    said, _, came = what.partition("Got value: ")
+    if not came:
+        return []
+    found = [re.fullmatch(r"Expected a (?:(\w+)|typing\.Literal\[(.*)\])[. ]*", part) for part in said.split("; ")]
+    if not all(each and (each[2] or each[1] in _KINDS) for each in found):
+        return []
+    return [_KINDS[each[1]] if each[1] else each[2].replace("'", "") for each in found if each]
 
 
 def _keys(text: str) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +23,9 @@ def check(words: Sequence[str]) -> None:
     Raises:
         ConfigError: of files and keys as jsonargparse's is told: it would say the same.
     """
+    for before, word in zip(["", *words], words):
+        if not before.startswith("-") or "=" in before:
+            _check_bare(word)
     for name, value in _options(words):
         _check_secret(name.lstrip("-"), value)
         if name in _CONFIG and value.endswith((".yaml", ".yml", ".json")) and not Path(value).expanduser().exists():
@@ -28,6 +33,25 @@ def check(words: Sequence[str]) -> None:
             raise ConfigError(f"config: File does not exist: {value!r}.{did_you_mean(value, near)}")
         if name.startswith(_TRAINER):
             _check_key(name.removeprefix(_TRAINER))
+
+
+def _check_bare(word: str) -> None:
+    """Refuse what is neither an option nor the value of one."""
+    command = next((each for each in sys.argv[1:] if each in ("fit", "validate", "test", "predict")), "fit")
+    if re.match(r"-[a-z]\w+", word):
+        told = f"an option begins with two dashes: -{word}."
+    elif word.startswith("-") or word == command:
+        return
+    elif "=" in word:
+        told = (
+            f"an option of lit-rl {command} begins with two dashes: --{word}. Settings without them, and the groups of "
+            f"`lit-rl list`, are those of lit-rl train: lit-rl train {word}."
+        )
+    elif word.endswith((".yaml", ".yml", ".json")):
+        told = f"a config file is --config {word}."
+    else:
+        told = f"it is no option of lit-rl {command}: they are --KEY VALUE, such as --config FILE."
+    raise ConfigError(f"{word}: {told}")
 
 
 def _check_secret(key: str, value: str) -> None:

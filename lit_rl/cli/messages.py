@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import socket
 import sys
 import traceback
@@ -37,10 +38,17 @@ def usage(words: Sequence[str], commands: Sequence[str]) -> int:
     check_spaces(words)
     word = words[0]
     if not commands:
-        folder = f" Did you mean run_dir={word}?" if Path(word).is_dir() else ""
-        raise ConfigError(f"{word!r} is no setting: settings are written key=value.{folder}")
+        key = "run_dir" if Path(word).is_dir() else "data.path" if Path(word).is_file() else ""
+        meant = f" Did you mean {key}={word}?" if key else ""
+        raise ConfigError(f"{word!r} is no setting: settings are written key=value.{meant}")
     near = did_you_mean(word, commands)
     raise ConfigError(f"{word!r} is neither a command nor key=value.{near} Commands: {', '.join(commands)}.")
+
+
+def command_stands_first(command: str, words: Sequence[str]) -> int:
+    """Refuse a command behind its options."""
+    rest = shlex.join(word for word in words if word != command)
+    raise ConfigError(f"{command} is a command, which stands before its options: lit-rl {command} {rest}")
 
 
 def reported(function: Callable[[], int | None]) -> int:
@@ -103,7 +111,8 @@ def _yaml(error: BaseException) -> LitRLError | None:
     import yaml
 
     if isinstance(error, yaml.YAMLError):
-        return ConfigError(f"A config file is not plain YAML (tags that make objects are refused): {error}")
+        tab = " YAML takes spaces in front of a line, and no tab." if "'\\t' that cannot start" in str(error) else ""
+        return ConfigError(f"A config file is not plain YAML (tags that make objects are refused): {error}{tab}")
     return None
 
 
@@ -125,7 +134,7 @@ def _hydra(error: BaseException) -> LitRLError | None:
             reason = str(link).split("\n")[0]
             if link.full_key == "data.path" and "'list'" in reason:
                 return ConfigError(SEVERAL_PATHS)
-            return ConfigError(f"{link.full_key}: {reason}. See its type in: python train.py --cfg job")
+            return _of_its_type(link, reason)
         if isinstance(link, MissingConfigException) and link.options:
             wrong = re.search(r"Could not find '([^']+)'", str(link))
             group, _, choice = (wrong.group(1) if wrong else "").rpartition("/")
@@ -136,10 +145,113 @@ def _hydra(error: BaseException) -> LitRLError | None:
         )
     if isinstance(error, ValueError) and str(error).startswith("Unable to configure"):  # logging, of its own factories
         error = next((link for link in chain if isinstance(link, HydraException)), error)
+    if isinstance(error, ValueError) and str(error).startswith("The --resolve flag"):
+        return _of_words(str(error))
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         ours = _user_yaml(chain)
-        return _of_words(str(error).split("\nfull_key")[0]) if ours is None else ConfigError(str(ours))
+        said = next((str(link) for link in chain if str(link)), type(error).__name__)
+        return _of_words(said) if ours is None else ConfigError(str(ours))
     return None
+
+
+_SAID = {
+    r"In '([^']+)': Could not override '([^'@]+)@[^']+'": (
+        "{0}.yaml: its first line has to be `# @package _global_`, for its keys and `override /{1}` to be those of the "
+        "whole config."
+    ),
+    r"In 'experiment/([^']+)': Could not find 'experiment/([^'/]+)/([^']+)'": (
+        "experiment/{0}.yaml: its list of defaults names {1}: {2} as a file of its own. To choose another {1} write "
+        "`- override /{1}: {2}`."
+    ),
+    r"Could not override '@?([\w/]+)@?'.*No match in the defaults.*use \+(?:@\w|\w+@)": (
+        "A choice is typed without an @: {0}=NAME."
+    ),
+    r"The (--\w+) flag can only be used": "{0} is an option of --cfg: type --cfg job {0}.",
+    r"Could not override ''": "A word begins with =: settings are written key=value, without a space before the =.",
+    r"Could not append to config\. An item is already at '([^']+)'": (
+        "+{0}=... would add a key, and {0} is there already. Type {0}=..., without the +."
+    ),
+    r"Interpolation key '([^']+)' not found.*full_key: (\S+)": (
+        "{1} refers to ${{{0}}}, and there is no key {0}. Write the whole key, such as ${{data.path}}."
+    ),
+    r"Interpolation key '([^']+)' not found": "A value refers to ${{{0}}}, and there is no key {0}.",
+    r"Environment variable '([^']+)' not found.*full_key: (\S+)": (
+        "{1} refers to the environment variable {0}, which is not set. Type export {0}=VALUE before the command, or "
+        "give a default: ${{oc.env:{0},DEFAULT}}."
+    ),
+    r"Environment variable '([^']+)' not found": (
+        "A value refers to the environment variable {0}, which is not set. Type export {0}=VALUE before the command, "
+        "or give a default: ${{oc.env:{0},DEFAULT}}."
+    ),
+    r"Error merging override ([^=\s]+)='(.*\$\{.*)'": (
+        "{0}={1}: ${{ begins a reference, such as ${{data.path}}, and this one does not end or cannot be read. A $ "
+        "that is text is written \\$."
+    ),
+    r"(no viable alternative at input '\$\{{?.*?')\s+full_key: (\S+)": (
+        "{1} begins a reference, ${{...}}, that does not end or cannot be read ({0}). A $ that is text is written \\$."
+    ),
+    r"^((?:mismatched|extraneous|missing|no viable|token recognition)[^\n]*)": (
+        "A word of the command line cannot be read as key=value ({0}). A value with other signs than letters, digits "
+        "and ./:- stands in quotes: 'key=\"a text\"'."
+    ),
+    r"Cannot find primary config '([^']+)'": (
+        "--config-name {0}: there is no config of this name beside those of the package. A file {0}.yaml of your own "
+        "is --config-dir FOLDER experiment={0}, with the file in FOLDER/experiment/."
+    ),
+    r"Primary config module '\S+' not found": (
+        "--config-path takes the place of the whole config. A folder of your own beside it is --config-dir FOLDER."
+    ),
+    r"Additional config directory '([^']+)' not found": (
+        "--config-dir: there is no folder {0}. It takes one with groups in it, such as FOLDER/experiment/mine.yaml."
+    ),
+}
+"""What Hydra and OmegaConf say, and what is said in its place, with the parts that the pattern has found."""
+
+
+_KINDS = {"Integer": ("whole number", "1"), "Float": ("number", "0.1"), "bool": ("switch", "true")}
+"""What OmegaConf calls the type of a key, what people call it, and one of its values."""
+
+
+def _of_its_type(error: Any, reason: str) -> ConfigError:
+    """Answer a value of another type than its key has: with the key, what came, and what to type.
+
+    Args:
+        error: Of OmegaConf, which knows the key and what stands there.
+        reason: The first line that it says.
+    """
+    followed = re.match(r"While dereferencing interpolation '\$\{([\w.]+)\}': (.*)", reason, re.DOTALL)
+    key, reason = (followed[1], followed[2]) if followed else (str(error.full_key), reason)
+    name, group, default = key.rpartition(".")[2], error.parent_node, None
+    if not followed and group is not None and (node := group._get_node(name)) is not None:
+        default = node._value()
+    nothing = re.search(r"is not Optional|Incompatible value 'None'", reason)
+    wrong = re.search(
+        r"Value '(.*)' (?:of type '(\w+)' could not be converted to (Integer|Float)|is not a valid (bool))",
+        reason,
+        re.DOTALL,
+    )
+    if nothing:
+        shown = "" if default is None else f": its default is {default!s:.80}"
+        return ConfigError(f"{key}=null: it cannot be nothing{shown}. Type {key}=VALUE, or leave the word out.")
+    if wrong is None:
+        return ConfigError(f"{key}: {reason}.")
+    value, came, kind = wrong[1], wrong[2], wrong[3] or wrong[4]
+    what, such = _KINDS[kind]
+    value = next((word.partition("=")[2] for word in sys.argv if word.lstrip("+").startswith(f"{key}=")), value)
+    example = such if default is None or isinstance(default, str) else str(default).lower()
+    if not value:
+        return ConfigError(
+            f"{key}= has nothing behind the =. It takes a {what}: type {key}={example}, or leave the word out for its "
+            "default."
+        )
+    if kind == "Integer" and came == "float" and float(wrong[1]).is_integer():
+        whole = int(float(wrong[1]))
+        return ConfigError(
+            f"{key}={value}: it takes a whole number, without a point or an exponent. Type {key}={whole}."
+        )
+    nothing = f" Nothing is {key}=null." if value.lower() in ("none", "nil", "~") else ""
+    one = "true or false" if kind == "bool" else f"one, such as {key}={example}"
+    return ConfigError(f"{key}={value} is no {what}: type {one}.{nothing}")
 
 
 def _of_words(text: str) -> ConfigError:
@@ -152,13 +264,16 @@ def _of_words(text: str) -> ConfigError:
             f"~{key} takes {key} away, and that is a setting that is always there. Leave the word out for its default, "
             f"or type {key}=VALUE ({key}=null where it may be nothing)."
         )
+    for pattern, said in _SAID.items():
+        if found := re.search(pattern, text, re.DOTALL):
+            return ConfigError(said.format(*found.groups()))
     if wrong := re.match(r"Could not override '(?:.*@)?([^'@]+)/([^'/@]+)'.*No match in the defaults", text, re.DOTALL):
         group, part = wrong.groups()
         return ConfigError(
             f"{group}/{part} chooses nothing here: the {group} of this run has no {part}. Leave it out, or take "
             f"another {group}."
         )
-    return ConfigError(text)
+    return ConfigError(re.split(r"\n\s*(?:full_key|object_type|Config search path)\b|\nSee https", text)[0].strip())
 
 
 def _user_yaml(chain: Iterable[BaseException]) -> LitRLError | None:
@@ -224,7 +339,11 @@ def _long_name(error: BaseException) -> LitRLError | None:
 def _lightning(error: BaseException) -> LitRLError | None:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    text = str(error)
+    text = re.sub(r"`Trainer\((\w+)='?(.*?)'?\)`(?: value)?", r"trainer.\1=\2", str(error))
+    if timer := re.match(r"`Timer\(duration='?(.*?)'?\)`(.*)", text):
+        text = f"trainer.max_time={timer[1]}{timer[2]}"
+    if text.startswith("When passing string value for the `profiler`"):
+        text = f"trainer.profiler: allowed is {text.partition('[')[2].strip(']')}."
     if "selected an invalid" in text and _from_lightning(error):  # a word that no machine knows
         return ConfigError(text)
     if isinstance(error, RuntimeError) and "conditioned on metric" in text:  # EarlyStopping's own class of error

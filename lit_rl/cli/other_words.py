@@ -77,6 +77,8 @@ AMBIGUOUS = {
 """Names of TRL and others that are more than one key here, or another unit, with what to type: those of which the table
 of `other_names.yaml`, which answers every other name of TRL, has no row or says less."""
 
+_NEVER_EMPTY = ("run_dir", "ckpt_path", "data.path", "data.val_path", "model.name", "seed", "reward.fn", *MEANS)
+"""Keys, beside the groups, of which an empty text is no value: it would be the current folder, or nothing."""
 _FEW = 4
 """Choices of which one says that they have a key."""
 _MAY_BE_REMOVED = ("callbacks", "logger", "debug", "experiment")
@@ -135,6 +137,11 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if not equals or word.startswith("-"):
             out.append(word)
             continue
+        if not value and (key in found or key in _NEVER_EMPTY):
+            raise ConfigError(
+                f"{key}= has nothing behind the =; a shell's variable that is not set looks so. Type {key}=VALUE, or "
+                "leave the word out for its default."
+            )
         if value == "~" or value.startswith("~/"):  # which shells leave as it is behind a `=`, and Hydra cannot read
             value = quoted(str(Path(value).expanduser()))
         if key in AMBIGUOUS:
@@ -157,6 +164,11 @@ def check_spaces(words: Sequence[str]) -> None:
         ConfigError: says what to type.
     """
     for before, word, after in zip(["", *words], words, [*words[1:], ""]):
+        if word.endswith("\r"):
+            raise ConfigError(
+                f"{word!r} ends with the line end of Windows: the script has these. Save it with those of Unix "
+                "(sed -i 's/\\r$//' FILE)."
+            )
         if before.startswith("-") or word.startswith(("-", "~")):
             continue
         if word.endswith("=") and after and "=" not in after and not after.startswith(("-", "~")):
@@ -165,7 +177,10 @@ def check_spaces(words: Sequence[str]) -> None:
             rest = after[1:] or next(iter(words[words.index(after) + 1 :]), "...")
             raise ConfigError(f"{word} {after} has a space before the =: write {word}={rest}, without spaces.")
         if "=" not in word and (word.partition(".")[0] in {*groups([conf_folder()]), *MEANS, *keys()}):
-            raise ConfigError(f"{word} alone says nothing: write {word}=...")
+            key, colon, value = word.partition(":")
+            if not colon and after and "=" not in after and not after.startswith(("-", "~", "+")):
+                value = after  # key value, as other tools have it
+            raise ConfigError(f"{word} alone says nothing: write {key}={value or '...'}")
 
 
 def _check_removed(key: str, found: Mapping[str, Mapping[str, str]]) -> None:
@@ -227,6 +242,9 @@ def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices
     for word in value[1:-1].split(",") if key in found and re.fullmatch(r"\[[\w,. -]+\]", value) else ():
         if word.strip() not in found[key]:
             raise ConfigError(no_choice(key, word.strip(), list(found[key])))
+    part = re.fullmatch(r"(\w+)[/\[](\w+)\]?", key)
+    if part and part[1] in found and f"{part[1]}/{part[2]}" not in found:
+        raise no_key(key, f" A key in {part[1]} is written with a point: {part[1]}.{part[2]}={value}.")
     head, dot, rest = key.partition(".")
     tops = {group for group in found if "/" not in group}
     known = {*tops, *keys()} - {"hydra"}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -9,8 +12,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record, let_loggers_fail
 from lit_rl.cli.build import build, check_trainer
+from lit_rl.cli.listing import some_keys
+from lit_rl.cli.other_words import meaning, no_key
 from lit_rl.commands.run_dir import RunDir
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, StorageError, did_you_mean
 
 
 def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
@@ -47,18 +52,38 @@ def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
         callbacks.insert(0, Record(run_dir.path))  # its cut is what others find when training starts
         loggers = [JsonlLogger(run_dir.metrics), *(build(node) for node in (tree.get("logger") or {}).values() if node)]
 
+    if (root := settings["default_root_dir"]) and not dry:
+        _check_root(Path(str(root)).expanduser())
     settings["callbacks"] = callbacks + _as_list(settings["callbacks"])
     if wrong := [callback for callback in settings["callbacks"] if not isinstance(callback, L.Callback)]:
         raise ConfigError(f"{wrong[0]!r} is no callback: callbacks and trainer.callbacks are those of Lightning.")
     settings["logger"] = loggers or False
     settings["default_root_dir"] = settings["default_root_dir"] or str(run_dir.path)
     settings["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in settings["callbacks"])
+    known = [*inspect.signature(L.Trainer).parameters]
+    if unknown := [name for name in settings if name not in known]:
+        name = unknown[0]
+        told = meaning(name) or did_you_mean(name, known) + some_keys("trainer", name, known)
+        raise no_key(f"trainer.{name}", told)
     try:
         trainer = L.Trainer(**settings)
-    except (TypeError, ValueError) as error:  # it checks settings one by one, and names the one that it refuses
+    except (TypeError, ValueError, AttributeError) as error:  # it checks settings one by one, and names what it refuses
         raise ConfigError(f"trainer: {error}") from error
     check_trainer(trainer, settings["precision"])
     return let_loggers_fail(trainer)
+
+
+def _check_root(folder: Path) -> None:
+    """Refuse a folder of the Trainer's that cannot be made or written: every sample of the run would be lost there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writes = os.access(folder, os.W_OK)
+    except OSError:
+        writes = False
+    if not writes:
+        raise StorageError(
+            f"trainer.default_root_dir={folder} cannot be written. Leave it out: what a run writes is in run_dir then."
+        )
 
 
 def _check_nodes(tree: dict[str, Any]) -> None:

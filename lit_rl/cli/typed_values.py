@@ -39,6 +39,8 @@ def readable(word: str, *, sweeps: bool = False) -> str:
         raise ConfigError(f"{word} takes a setting away, so it has no value: type {key} alone.")
     if (members := re.fullmatch(r"\[([^][{}'\"]*)\]", value)) and members[1].strip(" ,"):
         return f"{key}=[{','.join(_member(each.strip(' ')) for each in members[1].split(','))}]"
+    if sweeps and value.endswith(",") and not set(value) & set("[]{}'\""):
+        raise ConfigError(f"{word} ends with a comma, behind which a value is missing: type {key}={value.rstrip(',')}.")
     if sweeps and "," in value and not set(value) & set("[]{}'\""):
         return f"{key}={','.join(map(_member, value.split(',')))}"
     if value[0] in "[{'\"" or value.partition("(")[0] in _TOLD_BY_HYDRA:
@@ -53,9 +55,14 @@ def ambiguous(word: str) -> ConfigError:
         word: As Hydra has it.
     """
     key, _, value = word.partition("=")
+    number = ""
+    if parts := re.fullmatch(r"(-?\d+),(\d+)(e-?\d+)?", value):
+        whole, digits, exponent = parts[1], parts[2], parts[3] or ""
+        number = f" A number has a point, and nothing between thousands: {key}={whole}.{digits}{exponent}"
+        number += f" or {key}={whole}{digits}." if len(digits) == 3 and not exponent else "."
     return ConfigError(
         f"{word!r} has a comma, which stands between the values of a sweep. Type {typed(key, value)} for one text, "
-        f"{shlex.quote(f'{key}=[{value}]')} for a list, or add -m for a run of each."
+        f"{shlex.quote(f'{key}=[{value}]')} for a list, or add -m for a run of each.{number}"
     )
 
 

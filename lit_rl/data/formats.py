@@ -11,7 +11,7 @@ from lit_rl.data.checks import excerpt
 from lit_rl.data.image_parts import sound_parts, text_of
 from lit_rl.data.message_forms import in_our_form, plain
 from lit_rl.episodes import Message, Prompt
-from lit_rl.errors import ConfigError, DataError, LitRLError, did_you_mean
+from lit_rl.errors import ConfigError, DataError, LitRLError, did_you_mean, with_its_line
 from lit_rl.import_source import is_file
 from lit_rl.named import FUNCTION_FORM
 from lit_rl.process_state import mixed, raised_by_itself, seeded_apart
@@ -103,7 +103,7 @@ def mapped_row(map_row: RowFunction, row: dict[str, Any], where: str, key: str =
     except BaseException as error:  # the user's function may raise anything
         if not raised_by_itself(error):
             raise
-        raise DataError(f"{where}: {key}={name} raised {type(error).__name__}: {error}") from error
+        raise DataError(f"{where}: {key}={name} raised {with_its_line(error)}") from error
     if not isinstance(mapped, dict):
         raise DataError(f"{where}: {key}={name} returned {excerpt(repr(mapped))}; it must return a dict.")
     return mapped

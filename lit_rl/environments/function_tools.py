@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lit_rl.by_path import named_by
@@ -12,6 +13,7 @@ from lit_rl.environments.parsers import Parser
 from lit_rl.environments.pool import Pool, target_of
 from lit_rl.environments.tools import FunctionTool, Toolbox
 from lit_rl.environments.with_tools import ToolEnvironment
+from lit_rl.errors import ConfigError
 
 
 class FunctionTools(EnvironmentFactory):
@@ -60,11 +62,28 @@ def toolbox_of(functions: Functions, key: str, pool: Pool | None = None) -> Tool
         ConfigError: see `Toolbox`; or a function is to run in a worker and was given as an object.
     """
     listed = [functions] if isinstance(functions, str) or callable(functions) else functions
+    if not isinstance(listed, Iterable) or isinstance(listed, Mapping):
+        raise ConfigError(f"{key}={functions!r:.80}: give a function, its path, or a list of these.")
     if pool is None:
-        return Toolbox([named_by(each, key).value if isinstance(each, str) else each for each in listed])
+        return Toolbox(
+            [_with_its_object(named_by(each, key).value if isinstance(each, str) else each) for each in listed]
+        )
     return Toolbox([_in_worker(each, key, pool) for each in listed])
 
 
 def _in_worker(function: str | Callable[..., Any], key: str, pool: Pool) -> FunctionTool:
     named, target = target_of(function, key)
-    return FunctionTool(named.value).by(pool.function(target))
+    return FunctionTool(_with_its_object(named.value)).by(pool.function(target))
+
+
+def _with_its_object(function: Any) -> Any:
+    """Return a tool as it is.
+
+    Raises:
+        ConfigError: it is a method that has no object.
+    """
+    if inspect.isfunction(function) and next(iter(inspect.signature(function).parameters), None) == "self":
+        owner, _, name = function.__qualname__.rpartition(".")
+        made = f"{owner or 'CLASS'}(...).{name}"
+        raise ConfigError(f"The tool {name!r} is a method without its object: give one of an object, {made}.")
+    return function

@@ -118,12 +118,15 @@ class FunctionTool(Tool):
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         name = name_of(function)
-        described, bound = _described(function)
+        try:
+            described, bound = _described(function)
+            schema = _schema(name, described, bound)
+        except Exception as error:  # whatever the reader of docstrings makes of this one
+            raise ConfigError(f"The tool {name!r} {_why_not(function, error)}") from error
         if inspect.isgeneratorfunction(described) or inspect.isasyncgenfunction(described):
             raise ConfigError(
                 f"The tool {name!r} is a generator, and a call has one answer: return it, and do not yield."
             )
-        schema = _schema(name, described, bound)
         strict = _strict(schema["function"]["parameters"])
         for argument in _arguments(described, name, bound):
             if argument.default is argument.empty and argument.name not in strict.get("properties", {}):
@@ -139,7 +142,7 @@ class FunctionTool(Tool):
 
     @property
     def is_async(self) -> bool:
-        return any(inspect.iscoroutinefunction(part) for part in (self.function, type(self.function).__call__))
+        return inspect.iscoroutinefunction(_described(self.function)[0])
 
     def of(self, made: Any) -> FunctionTool:
         """The same method of another object."""
@@ -248,26 +251,44 @@ def _described(function: Callable[..., Any]) -> tuple[Callable[..., Any], frozen
 
 
 def _schema(name: str, described: Callable[..., Any], bound: Collection[str]) -> dict[str, Any]:
-    """Return what the chat template tells of a function, without the arguments that are bound.
-
-    Raises:
-        ConfigError: a type or a line of the docstring is missing.
-    """
+    """Return what the chat template tells of a function, without the arguments that are bound."""
     from transformers.utils.chat_template_utils import get_json_schema
 
-    try:
-        schema = get_json_schema(described)
-    except Exception as error:  # whatever the reader of docstrings makes of this one
-        raise ConfigError(
-            f"The tool {name!r} cannot be described to the policy: {error} Every argument takes a type, and a line "
-            "under `Args:` in the docstring, which begins with what the tool does."
-        ) from error
+    schema = get_json_schema(described)
     schema["function"]["name"] = name
     parameters = schema["function"]["parameters"]
     if bound:
         parameters["properties"] = {key: one for key, one in parameters["properties"].items() if key not in bound}
         parameters["required"] = [key for key in parameters.get("required", ()) if key not in bound]
     return schema
+
+
+def _why_not(function: Any, error: Exception) -> str:
+    """Return why something cannot be a tool.
+
+    Args:
+        function: As it was given.
+        error: Of the reader of docstrings.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, type):
+        return f"is a class. Give an object of it, made by {function.__name__}(...), or one of its methods."
+    if not callable(function):
+        return f"is {function!r:.80}, which cannot be called: give a function."
+    if getattr(function, "__name__", "") == "<lambda>":
+        return (
+            "is a lambda, which has no types and no docstring to describe it to the policy by: write a def with both."
+        )
+    if inspect.isbuiltin(function):
+        return (
+            "is built in, and has no types to describe it to the policy by: write a def around it, with a type for "
+            "every argument and a docstring."
+        )
+    return (
+        f"cannot be described to the policy: {error} Every argument takes a type, and a line under `Args:` in the "
+        "docstring, which begins with what the tool does."
+    )
 
 
 def _arguments(function: Callable[..., Any], name: str, bound: Collection[str]) -> list[inspect.Parameter]:

@@ -16,7 +16,7 @@ from lit_rl.data.checks import excerpt
 from lit_rl.environments.base import Opening
 from lit_rl.environments.observations import as_text, content_of, shows, writable
 from lit_rl.environments.tools import Toolbox
-from lit_rl.errors import ConfigError, RewardError, one_of
+from lit_rl.errors import ConfigError, RewardError, one_of, with_its_line
 from lit_rl.process_state import process_kept, raised_by_itself
 from lit_rl.rewards.execution.event_loops import BackgroundLoop
 from lit_rl.rollout import Message
@@ -85,7 +85,7 @@ class UserClass:
             if not raised_by_itself(error):
                 raise
             raise ConfigError(
-                f"env: {self.name}() raised {type(error).__name__}: {error}. It is called without arguments."
+                f"env: {self.name}() raised {with_its_line(error)}. It is called without arguments."
             ) from error
 
     def _style(self, style: Style, public: Sequence[str], *, has_step: bool) -> Style:

@@ -23,7 +23,7 @@ from lit_rl.by_path import named_by
 from lit_rl.data.templates import encode_prompt
 from lit_rl.environments.source import EpisodeRequest, EpisodeSource, Interactive
 from lit_rl.episodes import End, Episode
-from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range
+from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range, with_its_line
 from lit_rl.generation.batches import assemble
 from lit_rl.generation.returned import Returned, ReturnedRow
 from lit_rl.generation.returned_messages import decoded_messages
@@ -166,7 +166,7 @@ class RolloutCalls(EpisodeSource):
         except BaseException as error:
             if not raised_by_itself(error):
                 raise
-            raise GenerationError(f"env.path={self._settings.name} raised {type(error).__name__}: {error}") from error
+            raise GenerationError(f"env.path={self._settings.name} raised {with_its_line(error)}") from error
 
     def _episode(self, row: ReturnedRow, prompt: Prompt, ended: bool, extra: dict[str, Any], seconds: float) -> Episode:
         messages = row.messages

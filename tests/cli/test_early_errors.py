@@ -40,9 +40,43 @@ from lit_rl.named import check_can_be_read, check_function
 from lit_rl.rewards.functions.by_path import load_function
 
 REFUSED = {
-    "optimizer.lr=fast": (2, "optimizer.lr: Value 'fast' of type 'str' could not be converted to Float"),
-    "algo.group_size=two": (2, "algo.group_size: Value 'two' of type 'str' could not be converted to Integer"),
-    "trainer.max_steps=few": (2, "trainer.max_steps: Value 'few'"),
+    "optimizer.lr=fast": (2, "optimizer.lr=fast is no number: type one, such as optimizer.lr=0.0005."),
+    "algo.group_size=two": (2, "algo.group_size=two is no whole number: type one, such as algo.group_size=8."),
+    "trainer.max_steps=few": (2, "trainer.max_steps=few is no whole number"),
+    "trainer.max_steps=1e3": (2, "without a point or an exponent. Type trainer.max_steps=1000."),
+    "trainer.max_steps=": (2, "trainer.max_steps= has nothing behind the =. It takes a whole number: type trainer.max"),
+    "trainer.max_steps=null": (2, "trainer.max_steps=null: it cannot be nothing: its default is 700."),
+    "trainer.detect_anomaly=si": (2, "trainer.detect_anomaly=si is no switch: type true or false."),
+    "algo.beta=None": (2, "Nothing is algo.beta=null."),
+    "seed=1.5": (2, "seed=1.5 is no whole number, such as seed=1."),
+    "@data=x": (2, "A choice is typed without an @: data=NAME."),
+    "+seed=1": (2, "+seed=... would add a key, and seed is there already. Type seed=..., without the +."),
+    "run_dir=${nope}": (2, "there is no key nope."),
+    "run_dir=${oc.env:NO_SUCH}": (2, "the environment variable NO_SUCH, which is not set. Type export NO_SUCH=VALUE"),
+    "run_dir=${": (2, "run_dir=${: ${ begins a reference, such as ${data.path}, and this one does not end"),
+    "--config-name nope": (2, "is --config-dir FOLDER experiment=nope, with the file in FOLDER/experiment/."),
+    "--config-path own": (2, "A folder of your own beside it is --config-dir FOLDER."),
+    "--config-dir nowhere": (2, "--config-dir: there is no folder "),
+    "--resolve": (2, "type --cfg job --resolve."),
+    "--config-dir own experiment=listed": (2, "own/experiment/listed.yaml is no config: it holds a list"),
+    "--config-dir own experiment=latin": (2, "own/experiment/latin.yaml is no config: it is no text in UTF-8"),
+    "--config-dir own experiment=text": (2, "own/experiment/text.yaml: defaults has to be a list, a line each"),
+    "--config-dir own experiment=here": (2, "experiment/here.yaml: its first line has to be `# @package _global_`"),
+    "--config-dir own experiment=added": (2, "To choose another algo write `- override /algo: dpo`."),
+    "--config-dir own experiment=tab": (2, "YAML takes spaces in front of a line, and no tab."),
+    "trainer.devices=0": (2, "trainer.devices=0: a run takes one device at least."),
+    "trainer.precision=16.0": (2, "trainer.precision='16.0' is unknown: allowed is auto, 64, 32, 16,"),
+    "trainer.max_time=5": (2, "trainer.max_time=5 is not a valid duration: expected is a text of the form DD:HH:MM:SS"),
+    "trainer.profiler=foo": (2, "trainer.profiler='foo' is unknown: allowed is simple, advanced, pytorch, xla."),
+    "trainer.fast_dev_run=si": (2, "trainer.fast_dev_run='si': allowed is true, false, or how many steps"),
+    "allow_targets=mine": (2, "allow_targets=mine is no list of packages: type 'allow_targets=[mine]'."),
+    "allow_targets=[5]": (2, "allow_targets=[5] is no list of packages: type 'allow_targets=[my_package]'."),
+    "trainer.deterministic=si": (2, "trainer.deterministic='si': allowed is true, false or warn."),
+    "plan plan=5": (2, "plan=5 stands for no settings: type one of them, plan.memory_gb, plan.probe=..."),
+    "plan plan.probe=si": (2, "plan.probe=si is no switch: type true or false."),
+    "reward-test reward_test.rows=1.5": (2, "reward_test.rows=1.5 is no whole number, such as reward_test.rows=4."),
+    "chat chat.plain=si": (2, "chat.plain=si is no switch: type true or false."),
+    "plan plan.memory_gb=lots": (2, "plan.memory_gb='lots' is no number: allowed is (0, inf]."),
     "algo.loss=cispo": (2, "write algo/loss=cispo"),
     "seed=-1": (2, "seed=-1 is out of range"),
     "seed=abc": (2, "seed='abc' is no whole number"),
@@ -93,9 +127,9 @@ REFUSED = {
     "trainer.limit_val_batches=few": (2, "trainer.limit_val_batches='few' is no number: allowed is [0, inf]."),
     "algo.iterations=0": (2, "algo.iterations=0 is out of range: allowed is [1, inf]."),
     "model.lora.r=0": (2, "model.lora.r=0 is out of range: allowed is [1, inf]."),
-    "lr=abc": (2, "optimizer.lr: Value 'abc' of type 'str' could not be converted to Float."),
+    "lr=abc": (2, "optimizer.lr=abc is no number: type one, such as optimizer.lr="),
     "optimizer.lr=-1": (2, "optimizer.lr=-1.0 is out of range: allowed is (0, 1]."),
-    "temperature=hot": (2, "sampling.temperature: Value 'hot' of type 'str' could not be converted to Float."),
+    "temperature=hot": (2, "sampling.temperature=hot is no number: type one, such as sampling.temperature=1.0."),
     "sampling.temperature=0": (2, "sampling.temperature=0 draws one and the same completion for a whole group"),
     "trainer.max_steps=-5": (2, "trainer.max_steps=-5 must be a non-negative integer or -1 (infinite steps)."),
     "trainer.max_epochs=-2": (2, "trainer.max_epochs=-2 must be a non-negative integer or -1 (infinite epochs)."),
@@ -123,6 +157,16 @@ REFUSED = {
     "eval run_dir=finishd ckpt_path=last": (7, "no whole checkpoint in finishd/checkpoints. Set run_dir to the run th"),
 }
 """A command line, with its exit code and what it says."""
+
+OWN = {
+    "listed": b"# @package _global_\n- a\n",
+    "latin": b"# @package _global_\nrun_dir: \xe9\n",
+    "text": b"# @package _global_\ndefaults: algo\n",
+    "here": b"defaults:\n  - override /algo: rloo\n",
+    "added": b"# @package _global_\ndefaults:\n  - algo: dpo\n",
+    "tab": b"# @package _global_\ntrainer:\n\tmax_steps: 1\n",
+}
+"""Files of one's own, with what people get wrong in them."""
 
 WITHOUT_TORCH = """
 import io, json, sys
@@ -158,6 +202,10 @@ def test_what_needs_no_torch_is_refused_without_it(root: Path, tmp_path: Path) -
     run = dict.fromkeys(("algo", "data", "run_dir", "task", "trainer"))
     (tmp_path / "finished" / "config.yaml").write_text(json.dumps(run))
     (tmp_path / "finished" / "summary.json").write_text('{"status": "finished"}')
+    experiments = tmp_path / "own" / "experiment"
+    experiments.mkdir(parents=True)
+    for name, text in OWN.items():
+        (experiments / f"{name}.yaml").write_bytes(text)
     path = [str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "none")}
@@ -169,7 +217,7 @@ def test_what_needs_no_torch_is_refused_without_it(root: Path, tmp_path: Path) -
         assert (ended, words in said) == (code, True), f"{line}: {ended}: {said}"
         assert "composing the config ..." in said and "loading torch" not in said
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("mine.py", "nine.jsonl", "prompts.jsonl", "odd.jsonl", "finished"),
+        *("mine.py", "nine.jsonl", "prompts.jsonl", "odd.jsonl", "finished", "own"),
     }
 
 

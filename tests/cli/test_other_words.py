@@ -12,7 +12,7 @@ from cli_helpers import Command, contents, refused, write_jsonl
 from hydra._internal.utils import get_args_parser
 
 from lit_rl import cli
-from lit_rl.cli import hydra_options, other_names
+from lit_rl.cli import hydra_options, lightning_messages, other_names
 from lit_rl.cli.hydra_options import after_settings
 from lit_rl.cli.listing import conf_folder, groups, keys, some_keys
 from lit_rl.cli.other_words import AMBIGUOUS, MEANS, MERGED, of_export, translated
@@ -205,6 +205,14 @@ def test_options_with_dashes_say_how_settings_are_written(typed, meant):
         ),
         (["optimizer.lr", "=1e-5"], "write optimizer.lr=1e-5, without spaces."),
         (["seed=1", "optimizer.lr"], "optimizer.lr alone says nothing: write optimizer.lr=..."),
+        (["optimizer.lr", "1e-5", "seed=1"], "optimizer.lr alone says nothing: write optimizer.lr=1e-5"),
+        (["optimizer.lr:1e-5"], "optimizer.lr:1e-5 alone says nothing: write optimizer.lr=1e-5"),
+        (["trainer/max_steps=5"], "A key in trainer is written with a point: trainer.max_steps=5."),
+        (["trainer[max_steps]=5"], "A key in trainer is written with a point: trainer.max_steps=5."),
+        (["seed=1\r"], "'seed=1\\r' ends with the line end of Windows: the script has these."),
+        (["run_dir="], "run_dir= has nothing behind the =; a shell's variable that is not set looks so."),
+        (["data="], "data= has nothing behind the =; a shell's variable that is not set looks so. Type data=VALUE"),
+        (["-m", "seed=1,"], "seed=1, ends with a comma, behind which a value is missing: type seed=1."),
         (["~reward"], "~reward takes the whole group away, and others refer to it. Choose another: reward=NAME."),
     ],
 )
@@ -216,7 +224,7 @@ def test_what_is_no_setting_says_how_one_is_written(words, told):
 
 def test_words_that_end_in_nothing_or_follow_an_option_are_left_alone():
     removed = ["~logger", "~callbacks.samples", "logger=[csv, wandb]", "~generator", "+generator._target_=mine.Mine"]
-    for words in (["run_dir=", "seed=1"], ["--config-dir", "data", "seed=1"], removed):
+    for words in (["sampling.stop=", "seed=1"], ["--config-dir", "data", "seed=1"], removed):
         assert translated(words) == (words, [])
 
 
@@ -347,3 +355,33 @@ def test_a_home_is_found_behind_the_equals_sign(monkeypatch: pytest.MonkeyPatch)
     words, read = translated(["data.path=~/x.jsonl", "run_dir=~", "~callbacks.samples"])
     assert words == ["data.path='/home/some one/x.jsonl'", "run_dir='/home/some one'", "~callbacks.samples"]
     assert read == words[:2]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["fit", "optimizer.lr=1"], "an option of lit-rl fit begins with two dashes: --optimizer.lr=1."),
+        (["fit", "mine.yaml"], "mine.yaml: a config file is --config mine.yaml."),
+        (["fit", "-trainer.max_steps=3"], "an option begins with two dashes: --trainer.max_steps=3."),
+        (["fit", "--trainer.max_steps", "3", "foo"], "foo: it is no option of lit-rl fit"),
+        (["--config", "mine.yaml", "fit"], "stands before its options: lit-rl fit --config mine.yaml"),
+    ],
+)
+def test_a_word_that_is_no_option_of_lightnings_command_says_what_to_type(words, told, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["lit-rl", *words])
+    assert cli.run(words) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("Expected a int. Got value: 1000.0", "trainer.x=1000.0: allowed is a whole number."),
+        (
+            "Expected a int\nExpected a typing.Literal['64', 'bf16']. Got value: 16.0",
+            "trainer.x=16.0: allowed is a whole number, or 64, bf16.",
+        ),
+    ],
+)
+def test_plain_types_of_lightnings_command_are_said_in_words(said, told):
+    assert str(lightning_messages._explained(f'Parser key "trainer.x":\n  {said}', {})) == told

@@ -424,3 +424,75 @@ def test_tools_of_rows_are_told_where_the_environment_has_none_and_named_where_i
     assert [name for name in ("multiply", "weather") if name in text] == told
     lines = [str(each.message) for each in heard if "column tools" in str(each.message)]
     assert len(lines) == bool(said) and said in "".join(lines)
+
+
+class Adder:
+    def __call__(self, a: int, b: int = 1) -> int:
+        """Add.
+
+        Args:
+            a: Left.
+            b: Right.
+        """
+        return a + b
+
+
+async def later(key: str, place: int) -> str:
+    """Look up later.
+
+    Args:
+        key: What.
+        place: Where.
+    """
+    return f"{key}{place}"
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "takes", "arguments", "answer"),
+    [
+        (functools.partial(multiply, b=3), "multiply", ["a"], {"a": 2}, "6"),
+        (functools.partial(multiply, 5), "multiply", ["b"], {"b": 2}, "10"),
+        (functools.partial(functools.partial(multiply, b=3), a=4), "multiply", [], {}, "12"),
+        (Adder(), "adder", ["a", "b"], {"a": 2}, "3"),
+        (Adder().__call__, "__call__", ["a", "b"], {"a": 2, "b": 2}, "4"),
+        (functools.partial(Adder(), b=5), "adder", ["a"], {"a": 2}, "7"),
+        (functools.partial(later, place=7), "later", ["key"], {"key": "x"}, "x7"),
+        (functools.lru_cache(multiply), "multiply", ["a", "b"], {"a": 2, "b": 2}, "4"),
+    ],
+)
+def test_whatever_can_be_called_is_a_tool_and_what_a_partial_has_set_is_not_asked_for(
+    function: Any, name: str, takes: list[str], arguments: dict[str, Any], answer: str
+) -> None:
+    tool = FunctionTool(function)
+    assert (tool.name, list(tool.schema["function"]["parameters"]["properties"])) == (name, takes)
+    assert tool.schema["function"]["description"]
+    assert asyncio.run(tool.answer(arguments)) == ToolAnswer(answer)
+    assert tool.is_async == (name == "later")
+    assert asyncio.run(tool.answer({**arguments, "c": 1})).failed
+
+
+def test_what_a_partial_has_set_cannot_be_set_by_the_policy() -> None:
+    tool = FunctionTool(functools.partial(multiply, b=3))
+    assert asyncio.run(tool.answer({"a": 2, "b": 100})).failed
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda a: a, "is a lambda, which has no types and no docstring"),
+        (len, "'len' is built in, and has no types to describe it"),
+        (Adder, r"'Adder' is a class. Give an object of it, made by Adder\(...\)"),
+        (5, "is 5, which cannot be called: give a function."),
+        (Adder.__call__, r"is a method without its object: give one of an object, Adder\(...\).__call__"),
+        (functools.partial(len), "'len' is built in"),
+    ],
+)
+def test_what_is_no_tool_says_why(function: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        FunctionTools([function])
+
+
+@pytest.mark.parametrize("functions", [None, 5, {"multiply": multiply}])
+def test_what_is_no_list_of_tools_says_what_one_is(functions: Any) -> None:
+    with pytest.raises(ConfigError, match=r"env.functions=.*: give a function, its path, or a list of these"):
+        FunctionTools(functions)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import json
+import textwrap
 import time
 import warnings
 
@@ -318,3 +321,50 @@ def test_a_limit_ends_the_run():
         score(rewards)
     with pytest.raises(RewardError, match=r"returned 0.5 for every completion of 3 batches.*reward.constant_limit=3"):
         score(rewards)
+
+
+def misuses_extra(completions, log_extra):
+    log_extra("a", 1)
+
+
+def misuses_metric(completions, log_metric):
+    log_metric({"a": 1})
+
+
+def misuses_per_sample(completion, log_extra):
+    log_extra("a")
+
+
+def misuses_a_library(completions):
+    return [json.loads("x") for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (misuses_extra, "log_extra('a', ...) takes a list of 2; it got 1"),
+        (misuses_metric, "log_metric() missing 1 required positional argument: 'value'"),
+        (misuses_per_sample, "log_extra() missing 1 required positional argument: 'value'"),
+        (misuses_a_library, "raised JSONDecodeError"),
+    ],
+)
+def test_the_line_of_a_failure_is_the_users_own(function, told):
+    with pytest.raises(RewardError) as error:
+        Rewards(function).score(["a", "b"], ["x", "y"], {})
+    line = function.__code__.co_firstlineno + 1
+    assert told in str(error.value)
+    assert f"(line {line} of {__file__})" in str(error.value)
+
+
+def test_what_no_line_of_the_users_raised_names_the_line_of_its_own_library():
+    with pytest.raises(RewardError, match=r"line \d+ of .*textwrap\.py"):
+        Rewards(functools.partial(textwrap.fill, width=0)).score(["a"], ["x"], {"text": ["a b"]})
+
+
+def test_a_method_without_its_object_says_so():
+    class Scorer:
+        def score(self, completions):
+            return [0.0 for _ in completions]
+
+    with pytest.raises(RewardError, match="It is a method without its object"):
+        Rewards(Scorer.score).score(["a"], ["x"], {})

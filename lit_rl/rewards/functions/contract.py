@@ -58,6 +58,7 @@ _FIX = {
     "ground_truth the column that holds the right answer.",
     "ground_truth": "In verl that is the right answer of one row: name the column that holds it, such as answer.",
     "queries": "In OpenRLHF a query is a prompt and its response as one text: name prompts and completions here.",
+    "self": "It is a method without its object: give one of an object, CLASS(...).METHOD.",
     "episodes": "Episodes are there where something answers the policy: env=tools, or env=environment.",
     "environments": "TRL hands over its environment objects; here they are gone when rewards are asked, and may be in "
     "another process: write get_reward(self) and take reward=environment, or name episodes, which says what was said.",
@@ -155,7 +156,7 @@ def _check_parameter(name: str, parameter: inspect.Parameter, standard: Sequence
     if parameter.kind is parameter.POSITIONAL_ONLY:
         raise RewardError(
             f"reward function {name!r} takes {parameter.name!r} by position only; arguments come by keyword. "
-            "Remove the '/' from its signature."
+            "Remove the '/' from its signature, or call it in a def of your own: def f(completions, **columns)."
         )
     if parameter.name not in standard and parameter.name not in columns:
         raise RewardError(

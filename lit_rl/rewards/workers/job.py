@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.errors import ConfigError, RewardError, line_of
 from lit_rl.process_state import mixed, raised_by_itself, seed_generators
 from lit_rl.rewards.workers.plain_values import describe, number_of, own_copy, to_plain
 
@@ -114,7 +114,11 @@ class Job:
             values = dict(self.inputs)
         else:
             values = self.row(row)
-            services["log_extra"] = lambda column, value: log.row_extra(row, column, value)
+
+            def log_extra(column: str, value: Any) -> None:
+                log.row_extra(row, column, value)
+
+            services["log_extra"] = log_extra
         return {**values, **{name: services[name] for name in self.services}}
 
 
@@ -178,6 +182,9 @@ class Log:
             raise RewardError(f"log_extra({column!r}, ...) was called twice for one completion. Use two names.")
         self._given.add((column, row))
         self.extras.setdefault(column, [None] * self.rows)[row] = own_copy(value)
+
+
+Log.metric.__qualname__, Log.extra.__qualname__ = "log_metric", "log_extra"  # by which Python calls a wrong call
 
 
 def _check_name(service: str, name: Any) -> None:
@@ -266,7 +273,5 @@ def n_completions(rows: int) -> str:
 
 def failure_of(error: BaseException, row: int | None = None) -> Failure:
     """An exception as text, which crosses any border."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
     trace = "".join(traceback.format_exception(error))
-    return Failure(type(error).__name__, str(error)[:2000], place, trace[-8000:], row)
+    return Failure(type(error).__name__, str(error)[:2000], line_of(error), trace[-8000:], row)
