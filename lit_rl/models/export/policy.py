@@ -57,9 +57,13 @@ def export_policy(
             or what was written does not reload as it was, or says something else than the policy.
     """
     rebuild = partial(_rebuild, description, policy, policy_state, prompts)
-    load_base = None if isinstance(description, LoadedModel) else unquantized(description).load_base
-    probe = Probe(description, policy, policy_state, load_base)
+    probe = Probe(description, policy, policy_state, base_in_files(description, unquantized(description).load_base))
     return write_checked(folder, description, rebuild, verify_policy, card, probe)
+
+
+def base_in_files(description: LanguageModel, load: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what loads the base of an adapter anew: ``load``, or for an object the files that its config names."""
+    return description.load_named if isinstance(description, LoadedModel) else load
 
 
 def verify_policy(staged: Path, state: Mapping[str, Tensor], description: LanguageModel, probe: Probe) -> float:

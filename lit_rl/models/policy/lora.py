@@ -73,7 +73,7 @@ class Lora:
         """
         from peft import LoraConfig, PeftModel, get_peft_model
 
-        from lit_rl.models.policy.pieces import pieces_of  # which needs torch
+        from lit_rl.models.policy.pieces import check_merge  # which needs torch
 
         self._check_names(model)
         unasked = layers_unasked(model, self.targets, frozen)
@@ -96,7 +96,7 @@ class Lora:
         except ValueError as error:
             raise ConfigError(f"model.lora.targets={self.targets!r}: {error}{_modules(model)}") from error
         assert isinstance(adapted, PeftModel)
-        pieces_of(adapted, "model.lora")  # refuses an adapter that splits a tied weight
+        check_merge(adapted, "model.lora")
         return adapted
 
     def _check_reached(self, model: PreTrainedModel, unasked: Sequence[str], frozen: Sequence[str]) -> None:

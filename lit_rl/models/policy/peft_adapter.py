@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.errors import ConfigError
-from lit_rl.models.policy.adapter_kinds import check_kind
+from lit_rl.models.policy.adapter_kinds import check_kind, check_start
 from lit_rl.models.policy.lora import Lora
 from lit_rl.models.policy.vision_parts import layers_unasked
 
@@ -81,8 +81,9 @@ class PeftAdapter:
         """
         from peft import PeftModel, get_peft_model
 
-        from lit_rl.models.policy.pieces import pieces_of  # which needs torch
+        from lit_rl.models.policy.pieces import check_merge  # which needs torch
 
+        check_start("model.lora", self.config, trained=False)
         config = copy.deepcopy(self.config)
         config.task_type, config.inference_mode = task_type, False
         if new_tokens and not getattr(config, "trainable_token_indices", None):
@@ -99,7 +100,7 @@ class PeftAdapter:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"model.lora={type(config).__name__}(...) does not fit this model: {error}") from error
         assert isinstance(adapted, PeftModel)
-        pieces_of(adapted, f"model.lora={type(config).__name__}(...)")  # refuses an adapter that splits a tied weight
+        check_merge(adapted, f"model.lora={type(config).__name__}(...)")
         return adapted
 
 
