@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,8 +94,13 @@ class PeftAdapter:
                 "template without new tokens."
             )
         unasked = [*head, *layers_unasked(model, self.targets, frozen)]
-        if unasked and hasattr(config, "exclude_modules") and not isinstance(config.exclude_modules, str):
-            config.exclude_modules = [*(config.exclude_modules or ()), *unasked]
+        if unasked and hasattr(config, "exclude_modules"):
+            theirs = config.exclude_modules
+            config.exclude_modules = (
+                "|".join([f"(?:{theirs})", *(rf"(?:.*\.)?{re.escape(name)}" for name in unasked)])
+                if isinstance(theirs, str)
+                else [*(theirs or ()), *unasked]
+            )
         try:
             adapted = get_peft_model(model, config)
         except (ValueError, TypeError) as error:
