@@ -206,6 +206,69 @@ def test_the_adapter_of_an_object_is_compared_over_the_files_of_its_base(tmp_pat
     assert AutoTokenizer.from_pretrained(report.folder).padding_side == "left" and tokenizer.padding_side == "right"
 
 
+def of_peft(config: peft.PeftConfig | None = None, **how: Any) -> Any:
+    return peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(TINY), config or peft.LoraConfig(r=4, target_modules=Q), **how
+    )
+
+
+def scaled() -> Any:
+    policy = of_peft()
+    policy.base_model.model.model.layers[1].self_attn.q_proj.scaling["default"] *= 3
+    return policy
+
+
+def switched_off() -> Any:
+    policy = of_peft()
+    policy.base_model.disable_adapter_layers()
+    return policy
+
+
+def added() -> Any:
+    policy = AutoModelForCausalLM.from_pretrained(TINY)
+    policy.add_adapter(peft.LoraConfig(r=4, target_modules=Q))
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (scaled, r"scaled by 6 in \S+layers\.1\.self_attn\.q_proj, and its config says 2"),
+        (switched_off, r"switched off in .*enable_adapter_layers"),
+        (added, r"has an adapter inside \(\S+q_proj\).*PeftModel\.from_pretrained"),
+        (lambda: peft.get_peft_model(of_peft(), peft.LoraConfig(r=2, target_modules=["k_proj"])), "around a PeftModel"),
+    ],
+    ids=["scaled", "switched off", "added", "twice"],
+)
+def test_an_object_that_its_config_does_not_describe_is_refused_before_training(made: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        described(made(), AutoTokenizer.from_pretrained(TINY))
+
+
+def test_a_folder_of_a_model_with_an_adapter_in_it_is_refused(tmp_path: Path) -> None:
+    """transformers reads the base that the adapter names, puts the adapter on and says nothing."""
+    AutoModelForCausalLM.from_pretrained(TINY).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path)
+    of_peft().save_pretrained(str(tmp_path), save_embedding_layers=False)
+    for lora in (None, Lora(r=2)):
+        with pytest.raises(ConfigError, match=r"model\.name=.*adapter inside.*model\.adapter"):
+            LanguageModel(str(tmp_path), lora=lora).load()
+
+
+def test_an_adapter_of_any_name_is_exported(tmp_path: Path) -> None:
+    saved = peft.LoraConfig(r=4, target_modules=Q, modules_to_save=["norm"], trainable_token_indices=[3])
+    model = described(of_peft(saved, adapter_name="model"), AutoTokenizer.from_pretrained(TINY))
+    policy, ids = model.load(), torch.tensor([[3, 5, 7, 9]])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for each in policy.parameters():
+            each.add_(0.05 * torch.randn_like(each) if each.requires_grad else 0)
+    report = export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card="")
+    assert len(report.logits) == 2 and all(difference < 1e-4 for difference in report.logits.values())
+    going_on = LanguageModel("tiny", adapter=str(report.adapter)).load()
+    torch.testing.assert_close(logits(going_on, ids), logits(policy, ids), rtol=0, atol=1e-4)
+
+
 BESIDE = {
     "bare parameter": peft.LoraConfig(r=4, target_modules=[], target_parameters=["q_proj.weight"]),
     "biases": peft.LoraConfig(r=4, target_modules=Q, bias="all"),

@@ -213,6 +213,10 @@ def _write(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrained
         sort_names(adapter)
         # "auto", the default, would ask the hub whether the vocabulary was resized.
         rebuilt.save_pretrained(str(staged / "adapter"), save_embedding_layers=False)
+        if (named := staged / "adapter" / str(rebuilt.active_adapter)).is_dir():  # of any name but "default"
+            for file in named.iterdir():
+                file.replace(staged / "adapter" / file.name)
+            named.rmdir()
         verify_adapter(staged / "adapter", rebuilt)
         try:
             # Safe: it checks for NaN, and replaces the base's tensors, which the caller's state still points to.

@@ -100,11 +100,12 @@ def refilled(
 
     rebuilt: Any = plain
     if isinstance(model, PeftModel):
-        config = copy.deepcopy(model.peft_config[str(model.active_adapter)])
+        name = str(model.active_adapter)
+        config = copy.deepcopy(model.peft_config[name])
         if plain.device.type == "meta" and config.peft_type != PeftType.LORA:
             _give_storage(plain)
         with torch.device(plain.device):
-            rebuilt = get_peft_model(plain, config)
+            rebuilt = get_peft_model(plain, config, adapter_name=name)
     needed = dict(rebuilt.named_parameters())
     if description.quantization is not None:
         needed = {name: parameter for name, parameter in needed.items() if parameter.requires_grad}

@@ -12,7 +12,7 @@ from lit_rl.models.policy.adapter_kinds import check_kind
 from lit_rl.models.policy.checkpointing import recomputes, set_checkpointing
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.peft_adapter import PeftAdapter
-from lit_rl.models.policy.pieces import check_merge
+from lit_rl.models.policy.pieces import check_merge, refuse_hidden_adapters
 from lit_rl.models.policy.trunk import base_of, trained_of_base
 from lit_rl.models.policy.vision_parts import sees
 
@@ -78,6 +78,8 @@ class LoadedModel(LanguageModel):
         _check_base(base)
         if isinstance(model, PeftModel):
             settings["lora"] = _adapter_of(model, settings.get("lora"))
+        else:
+            refuse_hidden_adapters(base, "model")
         if recomputes(base):
             settings.setdefault("gradient_checkpointing", True)
         self.given = model
@@ -241,6 +243,7 @@ def _adapter_of(model: PeftModel, lora: Any) -> PeftAdapter:
         )
     (config,) = model.peft_config.values()
     check_kind("The adapter of model", config)
+    _check_layers(model, config)
     check_merge(model, "The adapter of model")
     if getattr(config, "bias", "none") == "none" and (beside := trained_of_base(model)):
         raise ConfigError(
@@ -249,3 +252,26 @@ def _adapter_of(model: PeftModel, lora: Any) -> PeftAdapter:
             "modules_to_save of its config, or freeze them (requires_grad_(False))."
         )
     return PeftAdapter(config)
+
+
+def _check_layers(model: PeftModel, config: Any) -> None:
+    """Raises ConfigError where the layers of an adapter were set by hand: only its config goes into an export."""
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if isinstance(base_of(model), PeftModel):
+        raise ConfigError("model is a PeftModel around a PeftModel: merge_and_unload() the inner one first.")
+    for path, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        if layer.disable_adapters:
+            raise ConfigError(f"The adapter of model is switched off in {path}: call enable_adapter_layers() on it.")
+        for name, scale in (getattr(layer, "scaling", None) or {}).items() if config.peft_type == "LORA" else ():
+            alpha, rank = (getattr(layer, each)[name] for each in ("lora_alpha", "r"))
+            said = alpha / (rank**0.5 if config.use_rslora else rank)
+            if abs(scale - said) > 1e-6 * abs(said):
+                raise ConfigError(
+                    f"The adapter of model is scaled by {scale:g} in {path}, and its config says {said:g} (lora_alpha "
+                    f"{alpha:g}, rank {rank}), which is all that an export has. Set lora_alpha of the config, or "
+                    "alpha_pattern of a layer, and make the adapter anew."
+                )

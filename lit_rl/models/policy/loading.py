@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models.policy import hub
 from lit_rl.models.policy.adapter_kinds import check_kind, check_start
-from lit_rl.models.policy.pieces import check_merge
+from lit_rl.models.policy.pieces import check_merge, refuse_hidden_adapters
 from lit_rl.models.policy.vision_parts import placeholder_ids, sees
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def load_weights(name: str, path: str, config: PreTrainedConfig, **settings: Any
             "transformers filled with random numbers. Fetch the model again, or check that config.json and "
             "model.init_kwargs belong to it."
         )
+    refuse_hidden_adapters(base, f"model.name={name!r}")
     say_what_is_tied(base)
     return base
 

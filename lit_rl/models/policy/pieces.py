@@ -60,6 +60,27 @@ def merged(layer: Any) -> nn.Module:
     return layer.get_base_layer()
 
 
+def refuse_hidden_adapters(base: nn.Module, made: str) -> None:
+    """Raise where a model that is no `PeftModel` has layers of an adapter: transformers puts one on wherever
+    a folder holds ``adapter_config.json``, and by `add_adapter`. An export has no config of it.
+
+    Args:
+        base: The model.
+        made: What the message calls it.
+
+    Raises:
+        ConfigError: it has.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if found := next((name for name, part in base.named_modules() if isinstance(part, BaseTunerLayer)), ""):
+        raise ConfigError(
+            f"{made} has an adapter inside ({found}) and is no PeftModel. transformers loads one from a folder that "
+            "holds adapter_config.json: name the plain model, and the folder in model.adapter. In Python give "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True), or merge_and_unload() of it."
+        )
+
+
 def check_merge(policy: nn.Module, made: str) -> None:
     """Raise where the merged export of a policy could not be the policy, before anything is trained.
 
