@@ -178,7 +178,9 @@ def test_a_layer_that_merges_to_another_is_refused_before_training(monkeypatch: 
     LanguageModel("tiny").load()
     merged = LoraLinear.get_delta_weight
     monkeypatch.setattr(LoraLinear, "get_delta_weight", lambda layer, adapter: 1.1 * merged(layer, adapter))
-    with pytest.raises(ConfigError, match=r"model\.lora: merged into model\.layers\.\d\.\S+, it is another layer"):
+    with pytest.raises(
+        ConfigError, match=r"model\.lora cannot be merged into model\.layers\.\d\.\S+: merged it is another layer"
+    ):
         LanguageModel("tiny", lora=Lora(r=2)).load()
     monkeypatch.undo()
     torch.set_rng_state(draws)
@@ -233,10 +235,13 @@ def added() -> Any:
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (scaled, r"scaled by 6 in \S+layers\.1\.self_attn\.q_proj, and its config says 2"),
-        (switched_off, r"switched off in .*enable_adapter_layers"),
+        (scaled, r"layers\.1\.self_attn\.q_proj is scaled by 6, .*by 2: set"),
+        (switched_off, "is switched off: call enable_adapter_layers"),
         (added, r"has an adapter inside \(\S+q_proj\).*PeftModel\.from_pretrained"),
-        (lambda: peft.get_peft_model(of_peft(), peft.LoraConfig(r=2, target_modules=["k_proj"])), "around a PeftModel"),
+        (
+            lambda: peft.get_peft_model(of_peft(), peft.LoraConfig(r=2, target_modules=["k_proj"])),
+            "stands inside another PeftModel",
+        ),
     ],
     ids=["scaled", "switched off", "added", "twice"],
 )

@@ -220,8 +220,12 @@ def _check_tokenizer(model: Any, tokenizer: Any) -> None:
 
 
 def _check_base(base: Any) -> None:
+    from peft import PeftModel
+
     why = ""
-    if sees(base.config):
+    if isinstance(base, PeftModel):
+        why = "stands inside another PeftModel, and one adapter is exported (merge_and_unload() of it is a plain model)"
+    elif sees(base.config):
         why = "sees images, and needs its processor"
     elif getattr(base, "is_quantized", False):
         why = "is quantised, and an export needs the weights as they were published"
@@ -256,22 +260,19 @@ def _adapter_of(model: PeftModel, lora: Any) -> PeftAdapter:
 
 def _check_layers(model: PeftModel, config: Any) -> None:
     """Raises ConfigError where the layers of an adapter were set by hand: only its config goes into an export."""
-    from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    if isinstance(base_of(model), PeftModel):
-        raise ConfigError("model is a PeftModel around a PeftModel: merge_and_unload() the inner one first.")
     for path, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
-        if layer.disable_adapters:
-            raise ConfigError(f"The adapter of model is switched off in {path}: call enable_adapter_layers() on it.")
+        why = "is switched off: call enable_adapter_layers() on it" if layer.disable_adapters else ""
         for name, scale in (getattr(layer, "scaling", None) or {}).items() if config.peft_type == "LORA" else ():
             alpha, rank = (getattr(layer, each)[name] for each in ("lora_alpha", "r"))
             said = alpha / (rank**0.5 if config.use_rslora else rank)
             if abs(scale - said) > 1e-6 * abs(said):
-                raise ConfigError(
-                    f"The adapter of model is scaled by {scale:g} in {path}, and its config says {said:g} (lora_alpha "
-                    f"{alpha:g}, rank {rank}), which is all that an export has. Set lora_alpha of the config, or "
-                    "alpha_pattern of a layer, and make the adapter anew."
+                why = (
+                    f"is scaled by {scale:g}, and by its config, which is all that an export has, by {said:g}: set "
+                    "lora_alpha, or alpha_pattern, and make it anew"
                 )
+        if why:
+            raise ConfigError(f"The adapter of model in {path} {why}.")

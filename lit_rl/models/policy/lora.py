@@ -42,16 +42,14 @@ class Lora:
         in_range("model.lora.r", self.r, low=1)
         in_range("model.lora.alpha", self.alpha, low=0, open_low=True)
         in_range("model.lora.dropout", self.dropout, low=0, high=0.99)
+        why = "names no layer" if not self.targets or (not isinstance(self.targets, str) and "" in self.targets) else ""
         if isinstance(self.targets, str):
             try:
                 re.compile(self.targets)
             except re.error as error:
-                raise ConfigError(
-                    f"model.lora.targets={self.targets!r} is a text, which is read as a regular expression, and is "
-                    f'none: {error}. Allowed are "all-linear", a list of layer names, or a regular expression.'
-                ) from error
-        if not self.targets or (not isinstance(self.targets, str) and "" in self.targets):
-            raise ConfigError(f'model.lora.targets={self.targets!r} names no layer. Use "all-linear", or layer names.')
+                why = f"is no regular expression: {error}"
+        if why:
+            raise ConfigError(f'model.lora.targets={self.targets!r} {why}. Use "all-linear", or layer names.')
 
     @property
     def engine_rank(self) -> int | None:

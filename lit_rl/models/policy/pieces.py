@@ -103,18 +103,16 @@ def check_merge(policy: nn.Module, made: str) -> None:
         if kind not in kinds or _size(layer) < _size(kinds[kind][1]):
             kinds[kind] = (path.rstrip("."), layer)  # pyright: ignore
     for path, layer in kinds.values():
+        why = None
         try:
-            apart = _merge_is_off_by(layer)
+            if (apart := _merge_is_off_by(layer)) > _MERGE_LIMIT:
+                why = f"merged it is another layer, off by {apart:.2g} of its output."
         except (ValueError, NotImplementedError, RuntimeError, AttributeError) as error:
             why = " ".join(str(error).split())
+        if why is not None:
             raise ConfigError(
                 f"{made} cannot be merged into {path}: {why} Leave this layer, or the setting, out: every export is "
                 "merged."
-            ) from error
-        if apart > _MERGE_LIMIT:
-            raise ConfigError(
-                f"{made}: merged into {path}, it is another layer (off by {apart:.2g} of its output), so that no "
-                "export would be the policy. Leave this layer, or the setting of the adapter, out."
             )
 
 
