@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,21 @@ from omegaconf import DictConfig
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
+from lit_rl.algorithms.optim.precision import BF16
 from lit_rl.algorithms.reward_model import RewardModeling
 from lit_rl.callbacks.checkpoint_files import step_of
 from lit_rl.cli import data_choice, own_keys, run_trust
 from lit_rl.cli.build import ALLOWED, build, check_target, plain
+from lit_rl.cli.precision import precision_of
 from lit_rl.cli.replays import checkpoint_of, config_of
 from lit_rl.commands.export import Export, card_facts, export
 from lit_rl.commands.run_dir import HF_STEPS, RunDir
 from lit_rl.commands.sigterm import sigterm_ends
-from lit_rl.errors import ConfigError
+from lit_rl.errors import BackendError, ConfigError, StorageError
+from lit_rl.models.policy.language_model import LanguageModel
 
-KEYS = ("run_dir", "ckpt_path", "export", "trust_run")
-"""What may be set on the command line; everything else is the run's."""
+KEYS = ("run_dir", "ckpt_path", "export", "trust_run", "model.name")
+"""What may be set on the command line; everything else is the run's. A base model may have moved since."""
 
 
 def run(config: DictConfig) -> int:
@@ -30,7 +35,11 @@ def run(config: DictConfig) -> int:
     run_dir = RunDir(Path(str(config.run_dir)).expanduser())
     tree = config_of(run_dir)
     checkpoint = checkpoint_of(config, run_dir)
-    module = _module(tree["algo"], config)
+    if "model.name" in own_keys.typed():
+        tree["algo"]["model"]["name"] = str(config.model.name)
+    with _told_where_the_base_was(str(tree["algo"]["model"].get("name"))):
+        module = _module(tree["algo"], config)
+    module.model = _held(module.model, checkpoint, tree["trainer"])
     algorithm = str(tree["algo"]["_target_"]).rpartition(".")[2].lower()
     summary = run_dir.read_summary()
     ended = checkpoint == run_dir.last_checkpoint()
@@ -40,8 +49,28 @@ def run(config: DictConfig) -> int:
     default = run_dir.hf if ended else run_dir.path / HF_STEPS / f"step_{step_of(checkpoint):08d}"
     folder = Path(own.pop("folder") or default).expanduser()
     facts = card_facts(module.model.name, algorithm, data_choice.name_of(tree["data"]), summary)
-    with sigterm_ends():  # what is half written goes
+    with sigterm_ends(), _told_where_the_base_was(module.model.name):  # what is half written goes
         return export(Export(module, checkpoint, folder, facts, **own))
+
+
+def _held(model: LanguageModel, checkpoint: Path, trainer: Mapping[str, Any]) -> LanguageModel:
+    """The model in the type that the run held its weights in, as the run's own export has them."""
+    shards = "fsdp" in str(trainer.get("strategy")).lower()  # held in float32, whatever they compute in
+    return model.held_in("bfloat16") if precision_of(checkpoint) == BF16 and not shards else model
+
+
+@contextlib.contextmanager
+def _told_where_the_base_was(name: str) -> Iterator[None]:
+    """A checkpoint of an adapter does not hold the base, which may have moved since."""
+    try:
+        yield
+    except (ConfigError, BackendError, StorageError) as error:
+        if str(error).startswith("model.name"):
+            error.add_note(
+                f"(the run was trained on {name!r}, and its checkpoint is whole without it: set model.name to where "
+                "that model is now; another one is refused)"
+            )
+        raise
 
 
 def _module(algo: dict[str, Any], config: DictConfig) -> PolicyModule:

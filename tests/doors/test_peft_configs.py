@@ -10,6 +10,7 @@ import lightning as L
 import peft
 import pytest
 import torch
+from peft.tuners.lora import Linear as LoraLinear
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_rl import GRPO, AdamW, Constant, LanguageModel, Lora, RolloutDataModule, Sampling
@@ -18,6 +19,7 @@ from lit_rl.generation.vllm.settings import adapter_rank
 from lit_rl.models.export.policy import export_policy
 from lit_rl.models.policy.adapter_kinds import MERGED
 from lit_rl.models.policy.loaded import described
+from lit_rl.models.policy.pieces import check_merge
 from lit_rl.models.policy.sharding import full_state_dict
 from lit_rl.models.reference.base import AdapterBase, Auto, FrozenCopy, InitialAdapter
 from lit_rl.named import TINY
@@ -87,7 +89,6 @@ TIED: dict[str, dict[str, Any]] = {
     "saved head": {"target_modules": Q, "modules_to_save": ["lm_head"]},
     "rows of the head": {"target_modules": Q, "trainable_token_indices": {"lm_head": [3]}},
     "parameter": {"target_modules": [], "target_parameters": ["embed_tokens.weight"]},
-    "layer twice": {"target_modules": Q, "layer_replication": [[0, 2], [1, 2]]},
 }
 """Of the tied shipped policy: an adapter that moves one of two weights that are one. Neither a merged model nor an
 engine can hold that; one was once exported as another model, and called verified."""
@@ -139,9 +140,138 @@ def test_what_moves_both_of_a_tied_weight_is_exported_as_it_was_trained(kind: st
     )
     adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(report.adapter))
     torch.testing.assert_close(logits(adapted, ids), trained, rtol=0, atol=1e-4)
-    adapter = [] if door == "object" else ["The adapter over its base from the trained policy"]  # it has no files
-    assert list(report.logits) == ["The model from the trained policy", *adapter]
-    assert all(difference < 1e-4 for difference in report.logits.values())
+    assert list(report.logits) == [f"The {what} from the trained policy" for what in ("model", "adapter over its base")]
+    assert not report.note and all(difference < 1e-4 for difference in report.logits.values())
+
+
+NO_EXPORT: dict[str, tuple[dict[str, Any], str]] = {
+    "bias of its own": (
+        {"lora_bias": True, "target_modules": ["o_proj"]},
+        r"cannot be merged into \S+\.o_proj: .*no bias",
+    ),
+    "wakes up": ({"alora_invocation_tokens": [7]}, r"alora_invocation_tokens=\[7\], which .*Leave alora_invoc"),
+    "layer twice": ({"layer_replication": [[0, 2], [1, 2]]}, r"layer_replication=.*Leave layer_replication out"),
+    "drawn anew": ({"monteclora_config": peft.MontecloraConfig()}, "monteclora_config=.*Leave monteclora_config out"),
+    "random base": ({"init_lora_weights": "pissa_niter_2"}, "pissa_niter_2.*neither a resumed run.*Use 'pissa'"),
+}
+"""What would be trained to the end, and then not be exported: by an error, or as an adapter over another base."""
+
+
+@pytest.mark.parametrize("door", ["config", "folder", "object"])
+@pytest.mark.parametrize("kind", NO_EXPORT)
+def test_what_could_not_be_exported_is_refused_before_training(kind: str, door: str, tmp_path: Path) -> None:
+    settings, why = NO_EXPORT[kind]
+    if (kind, door) == ("random base", "object"):
+        return  # it keeps its base, and has the test below
+    with pytest.raises(ConfigError, match=why):
+        given_as(door, peft.LoraConfig(**{"r": 4, "target_modules": Q, **settings}), tmp_path).load()
+
+
+@pytest.mark.parametrize("how", ["eva", "corda", "lora_ga"])
+def test_a_start_that_is_made_from_data_asks_for_the_model_that_has_it(how: str) -> None:
+    with pytest.raises(ConfigError, match=rf"init_lora_weights='{how}'.*data.*PeftModel as model"):
+        LanguageModel("tiny", lora=peft.LoraConfig(r=4, target_modules=Q, init_lora_weights=how)).load()
+
+
+def test_a_layer_that_merges_to_another_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = torch.get_rng_state()
+    LanguageModel("tiny").load()
+    merged = LoraLinear.get_delta_weight
+    monkeypatch.setattr(LoraLinear, "get_delta_weight", lambda layer, adapter: 1.1 * merged(layer, adapter))
+    with pytest.raises(
+        ConfigError, match=r"model\.lora cannot be merged into model\.layers\.\d\.\S+: merged it is another layer"
+    ):
+        LanguageModel("tiny", lora=Lora(r=2)).load()
+    monkeypatch.undo()
+    torch.set_rng_state(draws)
+    policy = LanguageModel("tiny", lora=Lora(r=2)).load()
+    seeded = torch.get_rng_state()
+    check_merge(policy, "model.lora")
+    assert torch.equal(torch.get_rng_state(), seeded), "the trial draws from nobody's generator"
+
+
+def test_the_adapter_of_an_object_is_compared_over_the_files_of_its_base(tmp_path: Path) -> None:
+    """A base that was changed before, here by numbers that nobody can draw again, is in the merged model alone. The
+    tokenizer pads on the right, as most do: its side was not written, and every such export failed."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    del tokenizer.init_kwargs["padding_side"]
+    tokenizer.padding_side = "right"
+    config = peft.LoraConfig(r=4, target_modules=Q, init_lora_weights="pissa_niter_2")
+    model = described(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), config), tokenizer)
+    policy, ids = model.load(), torch.tensor([[3, 5, 7, 9]])
+    report = export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card="A card.\n")
+    reloaded = AutoModelForCausalLM.from_pretrained(report.folder)
+    torch.testing.assert_close(logits(reloaded, ids), logits(policy, ids), rtol=0, atol=1e-4)
+    assert report.adapter is None and not (report.folder / "adapter").exists()
+    assert "adapter/ is left out" in str(report) and "q_proj.weight differs" in report.note
+    assert "adapter/ is left out" in (report.folder / "README.md").read_text()
+    assert AutoTokenizer.from_pretrained(report.folder).padding_side == "left" and tokenizer.padding_side == "right"
+
+
+def of_peft(config: peft.PeftConfig | None = None, **how: Any) -> Any:
+    return peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(TINY), config or peft.LoraConfig(r=4, target_modules=Q), **how
+    )
+
+
+def scaled() -> Any:
+    policy = of_peft()
+    policy.base_model.model.model.layers[1].self_attn.q_proj.scaling["default"] *= 3
+    return policy
+
+
+def switched_off() -> Any:
+    policy = of_peft()
+    policy.base_model.disable_adapter_layers()
+    return policy
+
+
+def added() -> Any:
+    policy = AutoModelForCausalLM.from_pretrained(TINY)
+    policy.add_adapter(peft.LoraConfig(r=4, target_modules=Q))
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (scaled, r"layers\.1\.self_attn\.q_proj is scaled by 6, .*by 2: set"),
+        (switched_off, "is switched off: call enable_adapter_layers"),
+        (added, r"has an adapter inside \(\S+q_proj\).*PeftModel\.from_pretrained"),
+        (
+            lambda: peft.get_peft_model(of_peft(), peft.LoraConfig(r=2, target_modules=["k_proj"])),
+            "stands inside another PeftModel",
+        ),
+    ],
+    ids=["scaled", "switched off", "added", "twice"],
+)
+def test_an_object_that_its_config_does_not_describe_is_refused_before_training(made: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        described(made(), AutoTokenizer.from_pretrained(TINY))
+
+
+def test_a_folder_of_a_model_with_an_adapter_in_it_is_refused(tmp_path: Path) -> None:
+    """transformers reads the base that the adapter names, puts the adapter on and says nothing."""
+    AutoModelForCausalLM.from_pretrained(TINY).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path)
+    of_peft().save_pretrained(str(tmp_path), save_embedding_layers=False)
+    for lora in (None, Lora(r=2)):
+        with pytest.raises(ConfigError, match=r"model\.name=.*adapter inside.*model\.adapter"):
+            LanguageModel(str(tmp_path), lora=lora).load()
+
+
+def test_an_adapter_of_any_name_is_exported(tmp_path: Path) -> None:
+    saved = peft.LoraConfig(r=4, target_modules=Q, modules_to_save=["norm"], trainable_token_indices=[3])
+    model = described(of_peft(saved, adapter_name="model"), AutoTokenizer.from_pretrained(TINY))
+    policy, ids = model.load(), torch.tensor([[3, 5, 7, 9]])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for each in policy.parameters():
+            each.add_(0.05 * torch.randn_like(each) if each.requires_grad else 0)
+    report = export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card="")
+    assert len(report.logits) == 2 and all(difference < 1e-4 for difference in report.logits.values())
+    going_on = LanguageModel("tiny", adapter=str(report.adapter)).load()
+    torch.testing.assert_close(logits(going_on, ids), logits(policy, ids), rtol=0, atol=1e-4)
 
 
 BESIDE = {

@@ -29,7 +29,9 @@ from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.export.checked_folder import unpublished
 from lit_rl.models.export.policy import export_policy, verify
 from lit_rl.models.export.policy import model_card as make_card
+from lit_rl.models.policy.loaded import LoadedModel
 from lit_rl.models.policy.sharding import full_state_dict
+from lit_rl.named import TINY
 
 CARD = make_card({"base_model": "me/base", "algorithm": "grpo"})
 
@@ -274,6 +276,61 @@ def test_a_model_that_says_something_else_is_not_published(make_model, tmp_path,
     with pytest.raises(StorageError, match=f"{wrong} that was written is not what was trained"):
         export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD)
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("lora", [None, Lora(r=2)])
+@pytest.mark.parametrize("door", ["folder", "typed", "object"])
+def test_two_weights_that_a_config_calls_one_are_two(make_model, tmp_path, door, lora):
+    """transformers keeps what its files hold twice; a config that says otherwise lost the head of the export."""
+    folder, typed = make_model(tie_word_embeddings=False), {"tie_word_embeddings": True}
+    if door != "typed":
+        (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | typed))
+    model = LanguageModel(str(folder), lora=lora, init_kwargs=typed if door == "typed" else None)
+    if door == "object":
+        given = AutoModelForCausalLM.from_pretrained(folder)
+        model = LoadedModel(given, AutoTokenizer.from_pretrained(folder), lora=lora)
+    policy = model.load()
+    train_a_little(policy)
+    report = export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD)
+    assert json.loads((report.folder / "config.json").read_text())["tie_word_embeddings"] is False
+    reloaded, ids = AutoModelForCausalLM.from_pretrained(report.folder), torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(reloaded(ids).logits, policy.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(reloaded.lm_head.weight, reloaded.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("fate", ["gone", "another", "loaded otherwise"])
+def test_a_base_that_is_not_what_it_was_costs_no_more_than_the_adapter_by_itself(make_model, tmp_path, fate):
+    """A run of days is not lost for a folder that moved: the merged model needs it not."""
+    folder = make_model()
+    rope = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
+    model = LanguageModel(str(folder), lora=Lora(r=2), init_kwargs=rope if fate == "loaded otherwise" else None)
+    policy = model.load()
+    train_a_little(policy)
+    if fate == "gone":
+        shutil.rmtree(folder)
+    elif fate == "another":
+        other = AutoModelForCausalLM.from_pretrained(folder)
+        train_a_little(other)
+        other.save_pretrained(folder)
+    report = export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD)
+    reloaded, ids = AutoModelForCausalLM.from_pretrained(report.folder), torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(reloaded(ids).logits, policy.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+    said = {"gone": "was not compared over its base", "another": "is left out", "loaded otherwise": "rope_parameters="}
+    assert said[fate] in str(report) and said[fate] in (report.folder / "README.md").read_text()
+    assert str(tmp_path) not in (report.folder / "README.md").read_text()
+    assert (report.adapter is None) == (fate == "another") == (not (report.folder / "adapter").exists())
+
+
+def test_the_adapter_names_its_base_as_an_absolute_path(make_model, tmp_path, monkeypatch):
+    make_model(folder="base")
+    monkeypatch.chdir(tmp_path)
+    for name, where in (("base", tmp_path / "base"), ("tiny", TINY)):
+        model = LanguageModel(name, lora=Lora(r=2))
+        report = export_policy(
+            model, full_state_dict(policy := model.load()), policy, tmp_path / f"{name} hf", card=CARD
+        )
+        said = json.loads((report.adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+        assert Path(said) == where.resolve()
 
 
 def test_an_average_is_compared_with_the_policy_that_has_it(make_model, tmp_path):

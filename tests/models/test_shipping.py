@@ -284,7 +284,7 @@ def test_an_adapter_that_cannot_be_merged_says_why(make_model):
     """Its bias would need one of the base, and Llama has none."""
     lora = {"r": 2, "target_modules": ["q_proj"], "lora_bias": True, "task_type": "CAUSAL_LM"}
     with pytest.warns(UserWarning, match="lora_bias"):
-        policy = described(make_model("smollm2"), lora).load()
+        policy = get_peft_model(AutoModelForCausalLM.from_pretrained(make_model("smollm2")), LoraConfig(**lora))
     with pytest.raises(ConfigError, match=r"q_proj cannot be merged .* no bias"):
         dict(whole_weights(policy))
 

@@ -13,12 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hub_stand_in import hub
 from runs_helpers import SMALL, assert_same
 from safetensors.torch import load_file
 
 from lit_rl.commands.run_lock import NAME
+from lit_rl.named import TINY
 
 pytestmark = pytest.mark.all
 
@@ -53,6 +55,20 @@ def test_a_stopped_run_gets_the_export_that_it_lacks(run, train, tmp_path):
     assert f" {shlex.join([*RUN, 'callbacks.checkpoint.save_top_k=-1'])} " in card and "run_dir" not in card
     adapter = Path("adapter") / "adapter_model.safetensors"
     assert_same(load_file(stopped / "hf" / adapter), load_file(run / "hf" / adapter))
+
+
+def test_it_has_the_type_of_the_run_and_finds_a_base_that_has_moved(train, capsys, tmp_path):
+    """The checkpoint of an adapter holds no base: it was read in float32, and made another model than the run's."""
+    base, moved, run = tmp_path / "base", tmp_path / "moved", tmp_path / "run"
+    shutil.copytree(TINY, base)
+    words = ["model.lora.r=2", "trainer.precision=bf16-true", "trainer.max_steps=1", f"model.name={base}"]
+    assert train(*RUN, *words, f"run_dir={run}") == 0
+    base.rename(moved)
+    assert train("task=export", f"run_dir={run}", f"export.folder={tmp_path / 'again'}") == 2
+    assert "set model.name to where that model is now" in " ".join(capsys.readouterr().err.split())
+    assert train("task=export", f"run_dir={run}", f"export.folder={tmp_path / 'again'}", f"model.name={moved}") == 0
+    assert_same(weights(tmp_path / "again"), weights(run / "hf"))
+    assert weights(run / "hf")["model.norm.weight"].dtype == torch.bfloat16
 
 
 def test_a_reference_in_a_runs_config_is_a_text(run, train, capsys, tmp_path, monkeypatch):

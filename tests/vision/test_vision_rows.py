@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from vision_seen import SEEN, Toy, drawn, image, prompts
 
 from lit_rl.errors import ConfigError
@@ -208,9 +209,16 @@ def test_what_is_not_trained_and_what_adapters_leave_alone(toy: Toy, toy_folder:
     if shared := sorted(layers["text"] & layers["vision"]):
         assert "vision" not in trained(lora=Lora(r=2, targets=shared))
         assert "vision" in trained(freeze=[], lora=Lora(r=2, targets=shared))
+        pattern = rf".*\.({'|'.join(shared)})"
+        assert "vision" not in trained(lora=Lora(r=2, targets=pattern))
+        assert "vision" in trained(freeze=[], lora=Lora(r=2, targets=pattern))
+        theirs = LoraConfig(r=2, target_modules=pattern, exclude_modules=r".*\.0\..*")
+        assert trained(lora=theirs) == trained(lora=Lora(r=2, targets=pattern))
     alone = next(name for name in sorted(layers["vision"] - layers["text"] - layers.get("projector", set())))
     with pytest.raises(ConfigError, match=r"names layers of frozen parts alone \(.*model\.freeze=\['vision'\]"):
         trained(lora=Lora(r=2, targets=[alone]))
+    with pytest.raises(ConfigError, match=r"names layers of frozen parts alone"):
+        trained(lora=Lora(r=2, targets=rf".*\.{alone}"))
 
 
 def test_what_only_images_train_is_found_under_adapters_and_other_heads(toy: Toy, toy_folder: Any) -> None:

@@ -15,11 +15,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lit_rl.durable import flush_tree, is_full, tried_again
-from lit_rl.errors import StorageError
+from lit_rl.errors import LitRLError, StorageError
 from lit_rl.models.export.adapter_folder import sort_names
+from lit_rl.models.export.names import without_folders
 from lit_rl.models.export.probe import Probe
 from lit_rl.models.export.verify import verify_adapter
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.named import SHIPPED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,11 +48,14 @@ class ExportReport:
     logits: Mapping[str, float]
     """Largest difference of a logit on a short text, by what was compared with what: the model and, by itself, the
     adapter over its base, each from the trained policy."""
+    note: str = ""
+    """What else has to be known of the adapter by itself."""
 
     def __str__(self) -> str:
         said = "".join(
             f"; logits of {what[0].lower()}{what[1:]}: {difference:.1e}" for what, difference in self.logits.items()
         )
+        said += f"; {self.note}" if self.note else ""
         return f"verified: {self.tensors} tensors reloaded, largest difference {self.max_abs_diff:g}{said}"
 
 
@@ -104,30 +109,75 @@ def _written(
     try:
         staged.mkdir(parents=True)
         model = _write(staged, rebuilt, description)
-        (staged / "README.md").write_text(card, encoding="utf-8")
         state = model.state_dict()
         difference = check(staged, state, description, probe)
-        if rebuilt is not model and probe.load_base is not None:
-            _look_at_adapter(staged / "adapter", probe, probe.load_base)
+        note = "" if rebuilt is model else _prove_adapter(staged / "adapter", description, probe)
+        said = f"{card}\nNote: {without_folders(note)}.\n" if note else card
+        (staged / "README.md").write_text(said, encoding="utf-8")
+        adapter = target / "adapter" if (staged / "adapter").is_dir() else None
         _publish(staged, target)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return ExportReport(
         folder=target,
-        adapter=target / "adapter" if rebuilt is not model else None,
+        adapter=adapter,
         tensors=len(state),
         parameters=sum(p.numel() for p in model.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
         max_abs_diff=difference,
         logits=dict(probe.seen),
+        note=note,
     )
 
 
-def _look_at_adapter(folder: Path, probe: Probe, load_base: Callable[[], Any]) -> None:
-    """Load the adapter as a user does, over its base, and ask both together."""
+def _prove_adapter(folder: Path, description: LanguageModel, probe: Probe) -> str:
+    """Load the adapter as a user does, over its base, and ask both together. The merged model is proven by itself: a
+    base that is gone, or is another one by now, costs its comparison, or the adapter's folder, and nothing else.
+
+    Returns:
+        What has to be known of the adapter, in words; empty where it stands on the files of its base.
+
+    Raises:
+        StorageError: over the base that it was trained on the adapter says something else than the policy.
+    """
     from peft import PeftModel
 
-    probe.look("The adapter over its base", PeftModel.from_pretrained(load_base(), str(folder)))
+    name = description.name
+    try:
+        base = probe.load_base()
+        loaded_with = _unlike_its_files(base.config, description)
+    except (LitRLError, OSError) as error:
+        return f"adapter/ was not compared over its base, which cannot be loaded: {' '.join(str(error).split())}"
+    changed = probe.changed_in(base)
+    try:
+        probe.look("The adapter over its base", PeftModel.from_pretrained(base, str(folder)))
+    except (StorageError, RuntimeError, ValueError, IndexError):
+        if not changed or not probe.asked_the_policy:
+            raise
+        shutil.rmtree(folder)
+        return (
+            f"adapter/ is left out, as {name} is not the base that the adapter was trained on ({changed} differs): the "
+            "merged model here is what was trained"
+        )
+    return f"adapter/ stands on {name} only as it was loaded here, with {loaded_with}" if loaded_with else ""
+
+
+def _unlike_its_files(config: Any, description: LanguageModel) -> str:
+    """Settings of a loaded base that its files do not have: those that a user typed, and the size of its vocabulary."""
+    from transformers import AutoConfig
+
+    files = AutoConfig.from_pretrained(
+        description.path,
+        revision=description.revision,
+        trust_remote_code=description.trust_remote_code,
+        local_files_only=True,
+    )
+    missing, said = object(), []
+    for key in (*description.init_kwargs, "tie_word_embeddings", "vocab_size"):
+        now, there = (getattr(each.get_text_config(), key, getattr(each, key, missing)) for each in (config, files))
+        if now is not missing and now != there:
+            said.append(f"{key}={now!r}")
+    return ", ".join(said)
 
 
 def unpublished(target: Path) -> list[Path]:
@@ -158,10 +208,15 @@ def _write(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrained
     model = rebuilt
     if isinstance(rebuilt, PeftModel):
         adapter = rebuilt.peft_config[str(rebuilt.active_adapter)]
-        adapter.base_model_name_or_path = description.name
+        local = description.name in SHIPPED or Path(description.name).is_dir()
+        adapter.base_model_name_or_path = str(Path(description.path).resolve()) if local else description.name
         sort_names(adapter)
         # "auto", the default, would ask the hub whether the vocabulary was resized.
         rebuilt.save_pretrained(str(staged / "adapter"), save_embedding_layers=False)
+        if (named := staged / "adapter" / str(rebuilt.active_adapter)).is_dir():  # of any name but "default"
+            for file in named.iterdir():
+                file.replace(staged / "adapter" / file.name)
+            named.rmdir()
         verify_adapter(staged / "adapter", rebuilt)
         try:
             # Safe: it checks for NaN, and replaces the base's tensors, which the caller's state still points to.

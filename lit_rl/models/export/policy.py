@@ -57,9 +57,13 @@ def export_policy(
             or what was written does not reload as it was, or says something else than the policy.
     """
     rebuild = partial(_rebuild, description, policy, policy_state, prompts)
-    load_base = None if isinstance(description, LoadedModel) else unquantized(description).load_base
-    probe = Probe(description, policy, policy_state, load_base)
+    probe = Probe(description, policy, policy_state, base_in_files(description, unquantized(description).load_base))
     return write_checked(folder, description, rebuild, verify_policy, card, probe)
+
+
+def base_in_files(description: LanguageModel, load: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what loads the base of an adapter anew: ``load``, or for an object the files that its config names."""
+    return description.load_named if isinstance(description, LoadedModel) else load
 
 
 def verify_policy(staged: Path, state: Mapping[str, Tensor], description: LanguageModel, probe: Probe) -> float:
@@ -96,11 +100,12 @@ def refilled(
 
     rebuilt: Any = plain
     if isinstance(model, PeftModel):
-        config = copy.deepcopy(model.peft_config[str(model.active_adapter)])
+        name = str(model.active_adapter)
+        config = copy.deepcopy(model.peft_config[name])
         if plain.device.type == "meta" and config.peft_type != PeftType.LORA:
             _give_storage(plain)
         with torch.device(plain.device):
-            rebuilt = get_peft_model(plain, config)
+            rebuilt = get_peft_model(plain, config, adapter_name=name)
     needed = dict(rebuilt.named_parameters())
     if description.quantization is not None:
         needed = {name: parameter for name, parameter in needed.items() if parameter.requires_grad}

@@ -7,6 +7,7 @@ and each reads the same tokens as the policy. One pass of each over `TOKENS` tok
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,7 +45,7 @@ class Probe:
         description: What the policy was loaded from.
         policy: The trained policy, on any device.
         state: What is exported: the policy's own weights, or an average of them, whole.
-        load_base: Loads the base that an adapter stands on, anew; None where it has no files.
+        load_base: Loads the base that an adapter stands on, anew.
     """
 
     def __init__(
@@ -52,15 +53,19 @@ class Probe:
         description: LanguageModel,
         policy: nn.Module,
         state: Mapping[str, Tensor],
-        load_base: Callable[[], Any] | None,
+        load_base: Callable[[], Any],
     ) -> None:
         self.load_base = load_base
+        self._state = state
+        self._trained = {_in_the_base(name) for name in _trained(policy)}
         self._inputs = probe_inputs(description, policy)
         writes = base_of(policy).get_output_embeddings() is not None  # a model that scores says no token
         self._ruled_out = list(placeholder_ids(description.config)) if description.sees and writes else []
         on_cpu = next(policy.parameters()).device.type == "cpu"
         self._rounding = 0.0 if on_cpu else ON_A_GPU
         self._against, self._wanted = "the trained policy", self._of_policy(description, policy, state)
+        self.asked_the_policy = self._wanted is not None
+        """Whether what is written is compared with the policy, and not one part of it with another."""
         self.seen: dict[str, float] = {}
         """The largest difference of a logit, by what was read: a sentence each."""
 
@@ -94,6 +99,18 @@ class Probe:
         """In float32 on the CPU, without the tokens that stand for images: no policy may say them."""
         logits = logits.detach().float().cpu()
         return logits.index_fill(-1, torch.tensor(self._ruled_out), 0.0) if self._ruled_out else logits
+
+    def changed_in(self, base: nn.Module) -> str:
+        """Return the name of a frozen weight of a base that is another one in the policy, under its adapter; empty
+        where there is none. Some numbers of each are compared, from all over; of what the adapter's folder holds whole,
+        the shape."""
+        there = base.state_dict()
+        for name, under in ((_in_the_base(name), tensor) for name, tensor in self._state.items()):
+            if name in there and there[name].shape != under.shape:
+                return name
+            if name in there and name not in self._trained and not _same(under, there[name]):
+                return name
+        return ""
 
     def look(self, what: str, model: nn.Module) -> None:
         """Ask a model that was loaded from what was written.
@@ -191,3 +208,10 @@ def _same(tensor: Tensor, other: Tensor | None) -> bool:
         return False
     some = slice(None, None, max(1, tensor.numel() // _SAMPLED))
     return torch.equal(tensor.detach().reshape(-1)[some].cpu(), other.detach().reshape(-1)[some].to(tensor.dtype).cpu())
+
+
+def _in_the_base(name: str) -> str:
+    """Name of a weight in the plain model, by its name under adapters."""
+    for part in (".base_layer", ".token_adapter", ".original_module"):
+        name = name.replace(part, "")
+    return re.sub(r"\.modules_to_save\.\w+", "", name).removeprefix("base_model.model.")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lit_rl.errors import ConfigError, NumericError
 from lit_rl.models.export.adapter_folder import adapter_only, write_adapter
 from lit_rl.models.export.gathering import own_part, refuse_flat, take_apart, whole, whole_shape
-from lit_rl.models.policy.pieces import Piece, pieces_of
+from lit_rl.models.policy.pieces import Piece, merged, pieces_of
 from lit_rl.models.policy.trunk import base_of
 
 __all__ = ["adapter_only", "base_weights", "fingerprint", "weight_shapes", "whole_weights", "write_adapter"]
@@ -134,11 +134,7 @@ def _merged(piece: Piece) -> dict[str, Tensor]:
     memo: dict[int, Any] = {id(p): nn.Parameter(whole(p), requires_grad=False) for p in layer.parameters()}
     twin = copy.deepcopy(layer, memo)
     try:
-        if hasattr(twin, "unload_and_optionally_merge_module"):
-            plain = twin.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
-        else:
-            twin.merge(safe_merge=True)
-            plain = twin.get_base_layer()
+        plain = merged(twin)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         if "NaN" in str(error) or not all(p.isfinite().all() for p in twin.parameters()):
             raise NumericError(

@@ -82,7 +82,7 @@ def verify_adapter(folder: str | Path, policy: PeftModel) -> float:
     from peft import get_peft_model_state_dict
     from safetensors.torch import load_file
 
-    wanted = get_peft_model_state_dict(policy, save_embedding_layers=False)
+    wanted = get_peft_model_state_dict(policy, adapter_name=str(policy.active_adapter), save_embedding_layers=False)
     with reading("export", str(folder), str(folder)):
         found = load_file(Path(folder) / "adapter_model.safetensors")
     _same_keys(folder, "adapter weights", set(wanted), set(found))

@@ -12,7 +12,7 @@ from lit_rl.models.policy.adapter_kinds import check_kind
 from lit_rl.models.policy.checkpointing import recomputes, set_checkpointing
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.peft_adapter import PeftAdapter
-from lit_rl.models.policy.pieces import pieces_of
+from lit_rl.models.policy.pieces import check_merge, refuse_hidden_adapters
 from lit_rl.models.policy.trunk import base_of, trained_of_base
 from lit_rl.models.policy.vision_parts import sees
 
@@ -78,6 +78,8 @@ class LoadedModel(LanguageModel):
         _check_base(base)
         if isinstance(model, PeftModel):
             settings["lora"] = _adapter_of(model, settings.get("lora"))
+        else:
+            refuse_hidden_adapters(base, "model")
         if recomputes(base):
             settings.setdefault("gradient_checkpointing", True)
         self.given = model
@@ -104,6 +106,8 @@ class LoadedModel(LanguageModel):
     def read_tokenizer(self) -> PreTrainedTokenizerBase:
         tokenizer = copy.deepcopy(self.given_tokenizer)
         tokenizer.padding_side = "left"
+        # transformers writes the sides that a tokenizer was loaded with, and not those that were set on it.
+        tokenizer.init_kwargs |= {side: getattr(tokenizer, side) for side in ("padding_side", "truncation_side")}
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         return tokenizer
 
@@ -131,6 +135,7 @@ class LoadedModel(LanguageModel):
         base = base_of(given)
         if str(base.dtype) != f"torch.{self.dtype}":
             base.to(self.config_dtype)
+        loading.say_what_is_tied(base)
         if self.disable_dropout:
             loading.disable_dropout(base)
         if self.lora is not None and not isinstance(given, PeftModel):
@@ -150,6 +155,19 @@ class LoadedModel(LanguageModel):
             "The policy came as an object, which is trained in place: there is no second copy of what it was before. "
             "Give the folder or hub id that it came from as model."
         )
+
+    def load_named(self) -> PreTrainedModel:
+        """The model anew from the files that the object's config names, if they are on this machine.
+
+        Raises:
+            OSError: they are not.
+        """
+        base = base_of(self.given)
+        if not getattr(base.config, "_name_or_path", ""):
+            raise OSError("the model came as an object whose config names no files.")
+        how = {"num_labels": base.config.num_labels} if base.get_output_embeddings() is None else {}  # of a classifier
+        files_alone = {"use_safetensors": True, "local_files_only": True}
+        return type(base).from_pretrained(self.name, dtype=self.dtype, **files_alone, **how)
 
     def note_training(self) -> None:
         """A run begins to train the object."""
@@ -202,8 +220,12 @@ def _check_tokenizer(model: Any, tokenizer: Any) -> None:
 
 
 def _check_base(base: Any) -> None:
+    from peft import PeftModel
+
     why = ""
-    if sees(base.config):
+    if isinstance(base, PeftModel):
+        why = "stands inside another PeftModel, and one adapter is exported (merge_and_unload() of it is a plain model)"
+    elif sees(base.config):
         why = "sees images, and needs its processor"
     elif getattr(base, "is_quantized", False):
         why = "is quantised, and an export needs the weights as they were published"
@@ -225,7 +247,8 @@ def _adapter_of(model: PeftModel, lora: Any) -> PeftAdapter:
         )
     (config,) = model.peft_config.values()
     check_kind("The adapter of model", config)
-    pieces_of(model, "The adapter of model")
+    _check_layers(model, config)
+    check_merge(model, "The adapter of model")
     if getattr(config, "bias", "none") == "none" and (beside := trained_of_base(model)):
         raise ConfigError(
             f"model is a PeftModel of which {len(beside)} weights of the base have gradients too "
@@ -233,3 +256,23 @@ def _adapter_of(model: PeftModel, lora: Any) -> PeftAdapter:
             "modules_to_save of its config, or freeze them (requires_grad_(False))."
         )
     return PeftAdapter(config)
+
+
+def _check_layers(model: PeftModel, config: Any) -> None:
+    """Raises ConfigError where the layers of an adapter were set by hand: only its config goes into an export."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for path, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        why = "is switched off: call enable_adapter_layers() on it" if layer.disable_adapters else ""
+        for name, scale in (getattr(layer, "scaling", None) or {}).items() if config.peft_type == "LORA" else ():
+            alpha, rank = (getattr(layer, each)[name] for each in ("lora_alpha", "r"))
+            said = alpha / (rank**0.5 if config.use_rslora else rank)
+            if abs(scale - said) > 1e-6 * abs(said):
+                why = (
+                    f"is scaled by {scale:g}, and by its config, which is all that an export has, by {said:g}: set "
+                    "lora_alpha, or alpha_pattern, and make it anew"
+                )
+        if why:
+            raise ConfigError(f"The adapter of model in {path} {why}.")

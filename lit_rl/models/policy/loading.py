@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models.policy import hub
-from lit_rl.models.policy.adapter_kinds import check_kind
-from lit_rl.models.policy.pieces import pieces_of
+from lit_rl.models.policy.adapter_kinds import check_kind, check_start
+from lit_rl.models.policy.pieces import check_merge, refuse_hidden_adapters
 from lit_rl.models.policy.vision_parts import placeholder_ids, sees
 
 if TYPE_CHECKING:
@@ -116,9 +116,40 @@ def load_weights(name: str, path: str, config: PreTrainedConfig, **settings: Any
     if missing:
         raise StorageError(
             f"model.name={name!r}: its files lack {len(missing)} weights ({', '.join(missing[:5])}), which "
-            "transformers filled with random numbers. Fetch the model again, or check that config.json belongs to it."
+            "transformers filled with random numbers. Fetch the model again, or check that config.json and "
+            "model.init_kwargs belong to it."
         )
+    refuse_hidden_adapters(base, f"model.name={name!r}")
+    say_what_is_tied(base)
     return base
+
+
+def say_what_is_tied(base: PreTrainedModel) -> None:
+    """Correct a config that calls embedding and head one weight where the model holds two: transformers keeps both,
+    and what reads the config otherwise (vLLM, older versions, a model that is made empty) would lose the head.
+    """
+    from lightning.pytorch.utilities import rank_zero_info
+
+    configs = (base.config, base.config.get_text_config())
+    said = [config for config in configs if getattr(config, "tie_word_embeddings", False)]
+    head: Any = base.get_output_embeddings()
+    if not said or head is None:
+        return
+    ties = base.all_tied_weights_keys
+    named = {f"{name}.weight" for name, module in base.named_modules() if module is head}
+    tables = [module._parameters.get("weight") for module in (head, base.get_input_embeddings())]
+    # An adapter around either of them hides its weight; transformers has noted what it did not tie.
+    tied = tables[0] is tables[1] if None not in tables else bool(named & {*ties, *ties.values()})
+    if tied:
+        return
+    for config in said:
+        config.tie_word_embeddings = False
+    for name in named & ties.keys():
+        del ties[name]
+    rank_zero_info(
+        "The model's config has tie_word_embeddings=true, and embedding and head are two weights of different values: "
+        "both are trained and exported, with tie_word_embeddings=false."
+    )
 
 
 @torch.no_grad()
@@ -254,6 +285,7 @@ def continue_adapter(base: PreTrainedModel, adapter: str) -> PeftModel:
     with hub.reading("model.adapter", adapter, path):
         config = PeftConfig.from_pretrained(path)
         check_kind(f"model.adapter={adapter!r}", config)
+        check_start(f"model.adapter={adapter!r}", config, trained=True)
         stored = load_peft_weights(path, device="cpu")
         policy = PeftModel.from_pretrained(base, path, is_trainable=True)
     wanted = get_peft_model_state_dict(policy, save_embedding_layers=False).keys()
@@ -264,5 +296,5 @@ def continue_adapter(base: PreTrainedModel, adapter: str) -> PeftModel:
             f"({', '.join(wrong[:5])}). Was it trained on another base model?"
         )
     assert isinstance(policy, PeftModel)
-    pieces_of(policy, f"model.adapter={adapter!r}")  # refuses an adapter that splits a tied weight
+    check_merge(policy, f"model.adapter={adapter!r}")
     return policy

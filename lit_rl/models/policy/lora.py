@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,7 +23,8 @@ class Lora:
         r: Rank of the adapters, at least 1.
         alpha: The adapter's output is multiplied by alpha / r.
         dropout: Dropout in front of the adapters, in [0, 1).
-        targets: Names of the linear layers that get an adapter, or "all-linear": every one but the head.
+        targets: Names of the linear layers that get an adapter; a regular expression of whole names; or "all-linear":
+            every one but the head.
         rslora: Multiply by alpha / sqrt(r) instead (2312.03732).
         dora: Also learn the magnitude of each weight column (2402.09353).
         modules_to_save: Modules trained in full beside the adapters, by name.
@@ -40,8 +42,14 @@ class Lora:
         in_range("model.lora.r", self.r, low=1)
         in_range("model.lora.alpha", self.alpha, low=0, open_low=True)
         in_range("model.lora.dropout", self.dropout, low=0, high=0.99)
-        if not self.targets or (not isinstance(self.targets, str) and "" in self.targets):
-            raise ConfigError(f'model.lora.targets={self.targets!r} names no layer. Use "all-linear", or layer names.')
+        why = "names no layer" if not self.targets or (not isinstance(self.targets, str) and "" in self.targets) else ""
+        if isinstance(self.targets, str):
+            try:
+                re.compile(self.targets)
+            except re.error as error:
+                why = f"is no regular expression: {error}"
+        if why:
+            raise ConfigError(f'model.lora.targets={self.targets!r} {why}. Use "all-linear", or layer names.')
 
     @property
     def engine_rank(self) -> int | None:
@@ -73,7 +81,7 @@ class Lora:
         """
         from peft import LoraConfig, PeftModel, get_peft_model
 
-        from lit_rl.models.policy.pieces import pieces_of  # which needs torch
+        from lit_rl.models.policy.pieces import check_merge  # which needs torch
 
         self._check_names(model)
         unasked = layers_unasked(model, self.targets, frozen)
@@ -94,23 +102,31 @@ class Lora:
         try:
             adapted = get_peft_model(model, config)
         except ValueError as error:
-            raise ConfigError(f"model.lora.targets={self.targets!r}: {error}{_modules(model)}") from error
+            read = " A text is read as a regular expression of whole names; a list, [q_proj], holds layer names."
+            how = read if isinstance(self.targets, str) else ""
+            raise ConfigError(f"model.lora.targets={self.targets!r}: {error}{how}{_modules(model)}") from error
         assert isinstance(adapted, PeftModel)
-        pieces_of(adapted, "model.lora")  # refuses an adapter that splits a tied weight
+        check_merge(adapted, "model.lora")
         return adapted
 
     def _check_reached(self, model: PreTrainedModel, unasked: Sequence[str], frozen: Sequence[str]) -> None:
         """Refuse targets that are in frozen parts alone."""
-        if isinstance(self.targets, str):
+        if self.targets == "all-linear":
             return
-        ends = tuple(f".{name}" for name in self.targets)
-        matches = [name for name, _ in model.named_modules() if f".{name}".endswith(ends)]
+        matches = [name for name, _ in model.named_modules() if self._asks_for(name)]
         if matches and set(matches) <= set(unasked):
+            asked = self.targets if isinstance(self.targets, str) else list(self.targets)
             raise ConfigError(
-                f"model.lora.targets={list(self.targets)} names layers of frozen parts alone "
+                f"model.lora.targets={asked!r} names layers of frozen parts alone "
                 f"({', '.join(matches[:4])}{', ...' if len(matches) > 4 else ''}). Name layers of the text, or let "
                 f"model.freeze={list(frozen)} leave these parts out."
             )
+
+    def _asks_for(self, module: str) -> bool:
+        """PEFT's reading of the targets: a text is a regular expression of the whole name."""
+        if isinstance(self.targets, str):
+            return re.fullmatch(self.targets, module) is not None
+        return f".{module}".endswith(tuple(f".{name}" for name in self.targets))
 
     def _rows(self, model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, list[int]] | None:
         """The rows to train, by module. Those of a module that is trained in full are among them anyway."""

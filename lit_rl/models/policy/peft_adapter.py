@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.errors import ConfigError
-from lit_rl.models.policy.adapter_kinds import check_kind
+from lit_rl.models.policy.adapter_kinds import check_kind, check_start
 from lit_rl.models.policy.lora import Lora
 from lit_rl.models.policy.vision_parts import layers_unasked
 
@@ -81,8 +82,9 @@ class PeftAdapter:
         """
         from peft import PeftModel, get_peft_model
 
-        from lit_rl.models.policy.pieces import pieces_of  # which needs torch
+        from lit_rl.models.policy.pieces import check_merge  # which needs torch
 
+        check_start("model.lora", self.config, trained=False)
         config = copy.deepcopy(self.config)
         config.task_type, config.inference_mode = task_type, False
         if new_tokens and not getattr(config, "trainable_token_indices", None):
@@ -92,14 +94,19 @@ class PeftAdapter:
                 "template without new tokens."
             )
         unasked = [*head, *layers_unasked(model, self.targets, frozen)]
-        if unasked and hasattr(config, "exclude_modules") and not isinstance(config.exclude_modules, str):
-            config.exclude_modules = [*(config.exclude_modules or ()), *unasked]
+        if unasked and hasattr(config, "exclude_modules"):
+            theirs = config.exclude_modules
+            config.exclude_modules = (
+                "|".join([f"(?:{theirs})", *(rf"(?:.*\.)?{re.escape(name)}" for name in unasked)])
+                if isinstance(theirs, str)
+                else [*(theirs or ()), *unasked]
+            )
         try:
             adapted = get_peft_model(model, config)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"model.lora={type(config).__name__}(...) does not fit this model: {error}") from error
         assert isinstance(adapted, PeftModel)
-        pieces_of(adapted, f"model.lora={type(config).__name__}(...)")  # refuses an adapter that splits a tied weight
+        check_merge(adapted, f"model.lora={type(config).__name__}(...)")
         return adapted
 
 

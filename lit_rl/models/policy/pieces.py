@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError
@@ -48,6 +50,104 @@ def pieces_of(policy: nn.Module, made: str = "The adapter") -> list[Piece]:
     for name in (name for piece in kept for name in piece.stored if name in tied):
         _refuse_split(made, tied[name], name)
     return kept
+
+
+def merged(layer: Any) -> nn.Module:
+    """Return the plain layer that an adapted one is with its adapter merged. The adapted one is used up."""
+    if hasattr(layer, "unload_and_optionally_merge_module"):
+        return layer.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
+    layer.merge(safe_merge=True)
+    return layer.get_base_layer()
+
+
+def refuse_hidden_adapters(base: nn.Module, made: str) -> None:
+    """Raise where a model that is no `PeftModel` has layers of an adapter: transformers puts one on wherever
+    a folder holds ``adapter_config.json``, and by `add_adapter`. An export has no config of it.
+
+    Args:
+        base: The model.
+        made: What the message calls it.
+
+    Raises:
+        ConfigError: it has.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if found := next((name for name, part in base.named_modules() if isinstance(part, BaseTunerLayer)), ""):
+        raise ConfigError(
+            f"{made} has an adapter inside ({found}) and is no PeftModel. transformers loads one from a folder that "
+            "holds adapter_config.json: name the plain model, and the folder in model.adapter. In Python give "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True), or merge_and_unload() of it."
+        )
+
+
+def check_merge(policy: nn.Module, made: str) -> None:
+    """Raise where the merged export of a policy could not be the policy, before anything is trained.
+
+    A copy of one layer of each kind gets adapter weights of some size, is run, is merged and run again.
+
+    Args:
+        policy: A `PeftModel`.
+        made: What messages call its adapter.
+
+    Raises:
+        ConfigError: the adapter cannot be merged, merges to another layer, or splits a tied weight.
+    """
+    kinds: dict[Any, tuple[str, nn.Module]] = {}
+    for path, _, layer in pieces_of(policy, made):
+        held: Any = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None  # pyright: ignore
+        if held is None or not all(p.is_floating_point() for p in held.parameters()):
+            continue  # of a quantised base another one is exported
+        variants = tuple(type(each) for each in getattr(layer, "lora_variant", {}).values())
+        kind = (type(layer), type(held), getattr(held, "bias", None) is None, variants)
+        if kind not in kinds or _size(layer) < _size(kinds[kind][1]):
+            kinds[kind] = (path.rstrip("."), layer)  # pyright: ignore
+    for path, layer in kinds.values():
+        why = None
+        try:
+            if (apart := _merge_is_off_by(layer)) > _MERGE_LIMIT:
+                why = f"merged it is another layer, off by {apart:.2g} of its output."
+        except (ValueError, NotImplementedError, RuntimeError, AttributeError) as error:
+            why = " ".join(str(error).split())
+        if why is not None:
+            raise ConfigError(
+                f"{made} cannot be merged into {path}: {why} Leave this layer, or the setting, out: every export is "
+                "merged."
+            )
+
+
+_MERGE_LIMIT = 1e-3
+"""Share of a layer's output by which a merge in float32 may round."""
+
+
+def _size(module: nn.Module | None) -> int:
+    return 0 if module is None else sum(p.numel() for p in module.parameters())
+
+
+@torch.no_grad()
+def _merge_is_off_by(layer: nn.Module) -> float:
+    """The largest difference that a merge makes to what the layer gives, as a share of the largest number there."""
+    twin: Any = copy.deepcopy(layer).float().eval()
+    draw = torch.Generator().manual_seed(0)
+    for parameter in twin.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw))
+    given = _example(twin.get_base_layer(), draw)
+    before = None if given is None else twin(given)
+    plain = merged(twin)
+    if before is None or given is None:
+        return 0.0
+    return float((plain(given) - before).abs().max() / before.abs().max().clamp(min=1e-6))
+
+
+def _example(layer: Any, draw: torch.Generator) -> Tensor | None:
+    """An input for a layer; None where the layer is of a kind that takes more than one tensor, or another."""
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(layer, nn.Embedding):
+        return torch.arange(min(8, layer.num_embeddings))[None]
+    width = layer.in_features if isinstance(layer, nn.Linear) else layer.nx if isinstance(layer, Conv1D) else None
+    return None if width is None else torch.randn(1, 4, width, generator=draw)
 
 
 def _pieces(module: nn.Module, prefix: str = "") -> Iterator[Piece]:

@@ -89,12 +89,13 @@ def layers_unasked(model: Any, targets: str | Sequence[str], frozen: Sequence[st
 
     Args:
         model: Any model; one over text has none such.
-        targets: Names of layers, which mean none of a frozen part; or "all-linear", which means those of the text.
+        targets: Names of layers, or a regular expression, which mean none of a frozen part; or "all-linear", which
+            means those of the text.
         frozen: Parts that are not trained.
     """
     if not sees(model.config):
         return []
-    if isinstance(targets, str):
+    if targets == "all-linear":
         return modules_outside_text(model)
     part = part_of(model)
     return [name for name, _ in model.named_modules() if name and part(name) in frozen]

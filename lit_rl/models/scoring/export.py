@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.models.export.checked_folder import ExportReport, write_checked
-from lit_rl.models.export.policy import made_by, refilled, unquantized
+from lit_rl.models.export.policy import base_in_files, made_by, refilled, unquantized
 from lit_rl.models.export.probe import Probe
 from lit_rl.models.export.verify import compare_folder, verify_processor, verify_tokenizer
 from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.loaded import LoadedModel
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.models.scoring.model import Scoring, load_scoring_base
 
@@ -56,9 +55,7 @@ def export_scoring(
             verify_processor(staged, description.processor, trust_remote_code=description.trust_remote_code)
         return difference
 
-    load_base = None
-    if not isinstance(description, LoadedModel):
-        load_base = partial(load_scoring_base, unquantized(description), scoring)
+    load_base = base_in_files(description, partial(load_scoring_base, unquantized(description), scoring))
     probe = Probe(description, scorer, scorer_state, load_base)
     rebuild = partial(_rebuild, description, scoring, scorer, scorer_state, reads)
     return write_checked(folder, description, rebuild, check, card, probe)

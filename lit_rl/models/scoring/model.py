@@ -25,6 +25,7 @@ from lit_rl.models.policy.loading import (
     let_gradients_through,
     quantization_config,
 )
+from lit_rl.models.policy.pieces import refuse_hidden_adapters
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.models.policy.vision_parts import freeze
 from lit_rl.models.scoring.vision_classifier import register_classifier
@@ -172,6 +173,7 @@ def load_scoring_base(model: LanguageModel, scoring: Scoring) -> PreTrainedModel
             f"model.name={model.name!r}: its files lack {len(missing)} weights ({', '.join(missing[:5])}), which "
             "transformers filled with random numbers. Fetch the model again, or check that config.json belongs to it."
         )
+    refuse_hidden_adapters(base, f"model.name={model.name!r}")
     if model.quantization is not None:
         let_gradients_through(base)
     return base
