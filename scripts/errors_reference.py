@@ -61,6 +61,9 @@ OPTIONAL = {
     "rewards/judges": "judges",
     "rewards/scorers": "scorers",
     "models/scoring": "scorers",
+    "models/policy/adapter_kinds": "adapters of PEFT",
+    "models/policy/peft_adapter": "adapters of PEFT",
+    "models/policy/pieces": "adapters of PEFT",
 }
 """What begins so, below `lit_rl`, is of such a part."""
 
