@@ -64,6 +64,7 @@ OPTIONAL = {
     "models/policy/adapter_kinds": "adapters of PEFT",
     "models/policy/peft_adapter": "adapters of PEFT",
     "models/policy/pieces": "adapters of PEFT",
+    "cli/lightning_": "the command line of LightningCLI",
 }
 """What begins so, below `lit_rl`, is of such a part."""
 

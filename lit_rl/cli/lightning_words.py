@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,9 +22,10 @@ def check(words: Sequence[str]) -> None:
     Raises:
         ConfigError: of files and keys as jsonargparse's is told: it would say the same.
     """
+    command = next((word for word in words if word in ("fit", "validate", "test", "predict")), "fit")
     for before, word in zip(["", *words], words):
-        if not before.startswith("-") or "=" in before:
-            _check_bare(word)
+        if word != command and (not before.startswith("-") or "=" in before):
+            _check_bare(word, command)
     for name, value in _options(words):
         _check_secret(name.lstrip("-"), value)
         if name in _CONFIG and value.endswith((".yaml", ".yml", ".json")) and not Path(value).expanduser().exists():
@@ -35,12 +35,11 @@ def check(words: Sequence[str]) -> None:
             _check_key(name.removeprefix(_TRAINER))
 
 
-def _check_bare(word: str) -> None:
+def _check_bare(word: str, command: str) -> None:
     """Refuse what is neither an option nor the value of one."""
-    command = next((each for each in sys.argv[1:] if each in ("fit", "validate", "test", "predict")), "fit")
     if re.match(r"-[a-z]\w+", word):
         told = f"an option begins with two dashes: -{word}."
-    elif word.startswith("-") or word == command:
+    elif word.startswith("-"):
         return
     elif "=" in word:
         told = (
