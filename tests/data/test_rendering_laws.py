@@ -11,7 +11,7 @@ import re
 import warnings
 from collections import Counter
 from functools import cache
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -232,22 +232,24 @@ def law(kind: str, name: str, tokens: str, prompt: Any, sides: list[Any], tools:
 
 
 @pytest.mark.parametrize(
-    "examples", [40, pytest.param(600, marks=[pytest.mark.exhaustive, pytest.mark.all])], ids=["some", "many"]
+    "examples", [3, pytest.param(40, marks=[pytest.mark.exhaustive, pytest.mark.all])], ids=["some", "many"]
 )
 def test_what_is_learned_is_the_reply_and_an_end_of_generation(examples):
+    """With every template, each time: one kind of row of each, and all kinds in turn."""
     kept = Counter()
 
     @settings(deadline=None, max_examples=examples, database=None)
     @given(
-        name=st.sampled_from(sorted(FILES)),
+        first=st.integers(0, len(KINDS) - 1),
         tokens=st.sampled_from(["tiny", "bytes", "llama"]),
         prompt=conversations(),
         sides=st.lists(replies(), min_size=2, max_size=2),
         tools=st.sampled_from([None, None, [SCHEMA]]),
         own=st.sampled_from([None, None, {"enable_thinking": False}, {"enable_thinking": True}]),
     )
-    def holds(name, tokens, prompt, sides, tools, own):
-        kept.update(law(kind, name, tokens, prompt, sides, tools, own) == "kept" for kind in KINDS)
+    def holds(first, tokens, prompt, sides, tools, own):
+        for kind, name in zip(cycle(KINDS[first:] + KINDS[:first]), FILES):
+            kept[law(kind, name, tokens, prompt, sides, tools, own) == "kept"] += 1
 
     holds()
     assert kept[True] > kept.total() / 4, "most conversations are learned from"
