@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import linecache
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_rl import GRPO, SFT, AdamW, Constant, Cosine, FunctionTools, LanguageModel, Lora, RolloutDataModule, Sampling
+from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.algorithms.loop import module as loop
 from lit_rl.algorithms.rollouts import identity
+from lit_rl.callbacks.ema import EMAWeights
 from lit_rl.errors import StorageError
+from lit_rl.generation.hf import HFGenerator
+from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.policy.loaded import LoadedModel
 from lit_rl.models.reference.base import FrozenCopy
 from lit_rl.named import TINY
 from lit_rl.ops.losses.clipped import clipped_policy_loss
 from lit_rl.rewards import Rewards, from_paths
+from lit_rl.rewards.judges.base import RewardJudge
 
 ROWS = [{"prompt": f"{n}+1="} for n in range(4)]
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -205,6 +211,7 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"lora": Lora(r=2, targets=["q_proj"], dropout=0.1)}, "model.lora.dropout 0 -> 0.1"),
     "template": ({"model": {"chat_template": "{{ messages[0].content }}"}}, "model.chat_template changed"),
     "end": ({"model": {"pad_token": "<|endoftext|>"}}, "model.pad_token changed"),
+    "eos_token": ({"model": {"eos_token": "<|im_end|>"}}, "model.eos_token changed"),
     "dtype": ({"model": {"dtype": "bfloat16"}}, "model.dtype float32 -> bfloat16"),
     "attention": (
         {"model": {"attn_implementation": "eager"}},
@@ -216,6 +223,17 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"init_kwargs": {"attention_dropout": 0.1}}},
         "model.init_kwargs.attention_dropout (not set) -> 0.1",
     ),
+    "generator": (
+        {"generator": HFGenerator()},
+        "generator generation.native.NativeGenerator -> generation.hf.HFGenerator",
+    ),
+    "setting of the generator": (
+        {"generator": NativeGenerator(lean_steps=False)},
+        "generator.lean_steps True -> False",
+    ),
+    "validation": ({"evaluation": Evaluation(temperature=0.5)}, "eval.temperature 0 -> 0.5"),
+    "judge": ({"judge": RewardJudge(soft=True)}, "judge.soft False -> True"),
+    "frozen parts": ({"model": {"lora": None, "freeze": ["model.layers.0"]}}, "model.freeze changed"),
     "group": ({"algo": 4}, "algo.group_size 2 -> 4"),
 }
 
@@ -234,24 +252,61 @@ def test_a_setting_that_changed_is_said_by_its_key(part: str) -> None:
     assert identity.differences(before, made()._settings()) == []
 
 
+OF_TRAINER: dict[str, tuple[dict[str, Any], str]] = {
+    "steps": ({"max_steps": 7}, "trainer.max_steps -1 -> 7"),
+    "epochs": ({"max_epochs": 7}, "trainer.max_epochs 3 -> 7"),
+    "overfitting": ({"overfit_batches": 2}, "trainer.overfit_batches 0 -> 2"),
+    "validation": ({"limit_val_batches": 2}, "trainer.limit_val_batches 1 -> 2"),
+    "validations": ({"val_check_interval": 5}, "trainer.val_check_interval 1 -> 5"),
+    "decay": ({"callbacks": [EMAWeights(decay=0.5)]}, "callbacks.ema.decay 0.9 -> 0.5"),
+}
+
+
+@pytest.mark.parametrize("part", OF_TRAINER)
+def test_a_setting_of_the_trainer_that_changed_is_said_by_its_key(part: str) -> None:
+    changed, line = OF_TRAINER[part]
+
+    def noted(**settings: Any) -> Any:
+        module = made()
+        how = {"max_epochs": 3, "callbacks": [EMAWeights(decay=0.9)], "accelerator": "cpu", **QUIET, **settings}
+        module.trainer = L.Trainer(**how)
+        return module._settings()
+
+    assert line in identity.differences(noted(), noted(**changed))
+    assert identity.differences(noted(), noted()) == []
+
+
 def test_what_changed_is_used_and_said_in_one_line(begun: Path, said: list[str], tmp_path: Path) -> None:
-    module = made(optimizer=AdamW(lr=0.5, weight_decay=0.1), scheduler=Constant(), beta=0.2, reward=another)
-    fitted(module, tmp_path, 2, begun, gradient_clip_val=0.5)
+    module = made(
+        optimizer=AdamW(lr=0.5, weight_decay=0.1, betas=(0.8, 0.9)), scheduler=Constant(), beta=0.2, reward=another
+    )
+    changed = {"gradient_clip_val": 0.5, "precision": "bf16-mixed", "limit_train_batches": 3}
+    fitted(module, tmp_path, 2, begun, **changed)
     (line,) = (line for line in said if "Going on" in line)
     for part in (
         *(
             "optimizer.lr 0.01 -> 0.5",
             "optimizer.weight_decay 0.0 -> 0.1",
+            "optimizer.betas ",
             "algo.beta 0 -> 0.2",
             "reward (score -> another)",
         ),
         *("trainer.gradient_clip_val (not set) -> 0.5", "trainer.max_steps 1 -> 2"),
+        *("trainer.precision 32-true -> bf16-mixed", "trainer.limit_train_batches 1 -> 3"),
     ):
         assert part in line, part
     (group,) = module.trainer.optimizers[0].param_groups
     assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
     with pytest.raises(StorageError, match=r"optimizer=torch\.optim\.AdamW, and this run has torch\.optim\.SGD"):
         fitted(made(optimizer=partial(torch.optim.SGD, lr=0.1)), tmp_path, 2, begun)
+
+
+def test_every_part_of_the_table_that_is_said_has_a_case(root: Path) -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", (root / "docs" / "reliability.md").read_text(), re.M)
+    parts = {name for part, fate in rows if re.search(r"\bsaid\b", fate) for name in re.findall(r"`([a-z_.]+)`", part)}
+    source = Path(__file__).read_text()
+    missing = [name for name in sorted(parts) if not re.search(rf"\b{name.rpartition('.')[2]}\b", source)]
+    assert len(parts) > 20 and missing == []
 
 
 def test_an_equal_run_says_nothing_and_an_older_checkpoint_says_so_once(
