@@ -109,6 +109,11 @@ def local_path(path: str | Path) -> Path | None:
         raise DataError(
             f"data.path={path} is a pipe or a device. Data is read more than once: write it to a file first."
         )
+    if "://" in str(path):
+        kind, _, rest = str(path).partition("://")
+        hub = "/".join(rest.removeprefix("datasets/").split("/")[:2])
+        fix = f"Of the hub type the id: {hub}." if kind == "hf" else "Fetch it first, and give the file."
+        raise DataError(f"data.path={path} is an address; a file, a folder or an id of the hub is read. {fix}")
     if _looks_like_a_path(str(path)):
         raise DataError(f"data.path={path}: no such file or folder.{_nearest(local)}")
     return None

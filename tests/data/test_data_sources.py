@@ -42,6 +42,12 @@ def write_json(path: Path) -> Path:
     return path
 
 
+def write_columns(path: Path) -> Path:
+    """As pandas' `to_dict("list")` has it."""
+    path.write_text(json.dumps({key: [row.get(key) for row in ROWS] for key in ROWS[0]}), "utf-8")
+    return path
+
+
 def write_parquet(path: Path) -> Path:
     import pyarrow as pa
     import pyarrow.parquet
@@ -84,6 +90,7 @@ WRITERS = {
     "a.ndjson": (write_jsonl, None, ROWS),
     "array.json": (write_json, None, ROWS),
     "named.json": (write_named_array, None, ROWS),
+    "columns.json": (write_columns, None, ROWS),
     "lines.json": (write_jsonl, None, ROWS),
     "a.parquet": (write_parquet, None, ROWS),
     "a.csv": (lambda path: write_table(path, ","), None, TEXT_ROWS),

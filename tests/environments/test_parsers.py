@@ -144,11 +144,23 @@ def test_text_is_no_call(name: str) -> None:
         assert PARSERS[name].parse(text) == ParsedTurn(text)
 
 
+@pytest.mark.parametrize("none", ["null", '""', '"null"', "{}", '"{}"'])
 @pytest.mark.parametrize(
-    "none", ["", ', "arguments": null', ', "arguments": ""', ', "arguments": "null"', ', "parameters": {}']
+    ("parser", "form"),
+    [
+        ("hermes", '<tool_call>{{"name": "f", "arguments": {}}}</tool_call>'),
+        ("hermes", '<tool_call>{{"name": "f", "parameters": {}}}</tool_call>'),
+        ("llama3", '{{"name": "f", "parameters": {}}}'),
+        ("mistral", '[TOOL_CALLS][{{"name": "f", "arguments": {}}}]'),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}"),
+    ],
 )
-def test_a_call_may_have_no_arguments(none: str) -> None:
-    assert HermesParser().parse(f'<tool_call>{{"name": "f"{none}}}</tool_call>').calls == (ToolCall("f", {}),)
+def test_a_call_may_have_no_arguments(parser: str, form: str, none: str) -> None:
+    assert PARSERS[parser].parse(form.format(none)).calls == (ToolCall("f", {}),)
+
+
+def test_a_call_may_be_a_name_alone() -> None:
+    assert HermesParser().parse('<tool_call>{"name": "f"}</tool_call>').calls == (ToolCall("f", {}),)
 
 
 def test_arguments_by_another_name_are_not_dropped() -> None:
