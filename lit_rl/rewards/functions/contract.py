@@ -107,8 +107,17 @@ def argument_names(name: str, function: Function) -> set[str]:
 
 
 def takes(name: str, function: Function, argument: str) -> bool:
-    """Whether a function names an argument, or takes all by ``**kwargs``."""
-    return any(each.name == argument or each.kind is each.VAR_KEYWORD for each in _parameters(name, function))
+    """Return whether a function names an argument, or takes all by ``**kwargs`` and may use it there.
+
+    One of lit_rl names what it uses, and ``**_`` is passed over.
+    """
+    inner: Any = getattr(function, "function", function)
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    ours = str(getattr(inner, "__module__", "")).startswith("lit_rl.")
+    parameters = _parameters(name, function)
+    rest = any(each.kind is each.VAR_KEYWORD and each.name != "_" for each in parameters)
+    return any(each.name == argument for each in parameters) or (rest and not ours)
 
 
 def is_per_sample(name: str, function: Function) -> bool:
