@@ -15,7 +15,7 @@ from typing import Any
 from lit_rl.errors import ConfigError, LitRLError, RewardError, did_you_mean, with_its_line
 from lit_rl.import_source import is_file, load_file
 from lit_rl.named import FUNCTION_FORM, check_file, no_function
-from lit_rl.process_state import process_kept, raised_by_itself
+from lit_rl.process_state import CHOSEN_FOR_SPEED, process_kept, raised_by_itself
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _read(path: Path, key: str) -> bytes:
 
 def _load_file(path: Path, text: bytes, key: str, failed: type[LitRLError]) -> ModuleType:
     try:
-        with process_kept(f"{key}: importing {path}"):
+        with process_kept(f"{key}: importing {path}", CHOSEN_FOR_SPEED):
             return load_file(path, text)
     except BaseException as error:
         if not raised_by_itself(error):
@@ -69,7 +69,7 @@ def _load_file(path: Path, text: bytes, key: str, failed: type[LitRLError]) -> M
 
 def _load_module(name: str, key: str, failed: type[LitRLError]) -> ModuleType:
     try:
-        with process_kept(f"{key}: importing {name}"):
+        with process_kept(f"{key}: importing {name}", CHOSEN_FOR_SPEED):
             return importlib.import_module(name)
     except BaseException as error:
         if not raised_by_itself(error):

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import ModuleType
@@ -62,8 +62,12 @@ def raised_by_itself(error: BaseException) -> bool:
     return task is None or not task.cancelling()
 
 
+CHOSEN_FOR_SPEED = ("torch.set_float32_matmul_precision", "torch.set_num_threads", "torch.backends.cudnn.benchmark")
+"""Settings that a file of the user's may choose for the whole run where it is imported."""
+
+
 @contextmanager
-def process_kept(whose: str) -> Iterator[None]:
+def process_kept(whose: str, left: Collection[str] = ()) -> Iterator[None]:
     """Put back behind the block what it changed of the process, whatever it raised: generators and settings.
 
     Generators are put back without a word, as any code may draw from them. A setting that was changed is logged once
@@ -72,11 +76,30 @@ def process_kept(whose: str) -> Iterator[None]:
 
     Args:
         whose: Code that runs in the block, for the message.
+        left: Names of settings that stay as the block leaves them.
     """
-    settings = [(setting, _value(setting)) for setting in _settings()]
+    in_main = threading.current_thread() is threading.main_thread()
+    with settings_kept(whose, left, _HANDLERS if in_main else ()):
+        yield
+
+
+@contextmanager
+def settings_kept(whose: str, left: Collection[str] = (), others: Sequence[_Setting] = ()) -> Iterator[None]:
+    """Put back generators and settings, as `process_kept` does, around code in which the run's own signal handlers
+    may come and go.
+
+    Args:
+        whose: Code that runs in the block, for the message.
+        left: Names of settings that stay as the block leaves them.
+        others: Further settings.
+    """
+    settings = [(setting, _value(setting)) for setting in (*_settings(), *others) if setting.name not in left]
     try:
         with generators_kept():
             yield
+    except KeyboardInterrupt:  # whoever handled the signal has given its handlers back
+        settings = [(setting, before) for setting, before in settings if setting not in _HANDLERS]
+        raise
     finally:
         changed = [setting.name for setting, before in settings if _put_back(setting, before)]
         if changed and (whose, *changed) not in _told:
@@ -179,8 +202,6 @@ def _put_back(setting: _Setting, before: Any) -> bool:
 
 def _settings() -> list[_Setting]:
     found = list(_OF_PYTHON)
-    if threading.current_thread() is threading.main_thread():
-        found += _HANDLERS
     if (torch := _torch()) is not None:
         if not _OF_TORCH:
             _OF_TORCH.extend(_settings_of_torch(torch))

@@ -131,8 +131,16 @@ def by_environment(change: Callable[[], None], path: Path) -> None:
 
 
 def by_file(change: Callable[[], None], path: Path) -> None:
+    """What it chooses for speed is the whole run's to keep."""
     (path / "mine.py").write_text(HOSTILE + "\nchange()\n")
+    flags = torch.backends.cudnn
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision(), flags.benchmark
     named_by(f"{path}/mine.py:change", "reward.fn")
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (before[0] + 1, "medium")
+    assert flags.benchmark != before[2]
+    torch.set_num_threads(before[0])
+    torch.set_float32_matmul_precision(before[1])
+    flags.benchmark = before[2]
 
 
 def by_async_reward_of_a_rollout(change: Callable[[], None], path: Path) -> None:
@@ -264,3 +272,15 @@ def test_what_is_logged_is_what_it_was_when_it_was_logged() -> None:
     for seen in kept:
         seen[0].append("later")
     assert extras == {"seen": [["a"], ["b"]], "number": [1.0, 1.0], "words": [["a"], ["b"]]}
+
+
+def test_handlers_that_a_ctrl_c_has_given_back_stay_so() -> None:
+    """Else the run's own handler, which has let go, would be there again and answer the next signal."""
+    ours, theirs = signal.getsignal(signal.SIGTERM), lambda number, frame: None
+    try:
+        with pytest.raises(KeyboardInterrupt), process_kept("a function"):
+            signal.signal(signal.SIGTERM, theirs)
+            raise KeyboardInterrupt
+        assert signal.getsignal(signal.SIGTERM) is theirs
+    finally:
+        signal.signal(signal.SIGTERM, ours)

@@ -137,6 +137,8 @@ def _kept(run: Run, summary: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if isinstance(getattr(error.__cause__, "__context__", None), leaving.Left):
+            raise  # Ctrl-C once more: nobody waits for a model to be written
         with contextlib.suppress(Exception):  # nothing may hide the error itself
             keep(run, summary, error)
             if "hf_step" in summary:
@@ -371,14 +373,15 @@ def _has_validation(run: Run) -> bool:
     return bool(sets) and run.trainer.limit_val_batches != 0
 
 
-def _save_last_step(run: Run) -> None:
-    """The last step as a checkpoint, where the saving interval did not hit it."""
+def _save_last_step(run: Run) -> Path:
+    """Write the last step as a checkpoint, where the saving interval did not hit it; returns its place."""
     target = run.run_dir.checkpoints / f"step_{run.trainer.global_step:08d}.ckpt"
     # Of a resumed run it may be a damaged one that was passed over.
     saved = target.exists() and (run.ckpt_path is None or is_whole(target))
     # Rank 0 knows: other nodes may have file systems of their own.
     if run.trainer.checkpoint_callback is not None and not run.trainer.strategy.broadcast(saved):
         save_step(run.trainer, target)
+    return target
 
 
 def _save(run: Run, summary: dict[str, Any]) -> None:

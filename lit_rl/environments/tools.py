@@ -251,16 +251,25 @@ def _described(function: Callable[..., Any]) -> tuple[Callable[..., Any], frozen
 
 
 def _schema(name: str, described: Callable[..., Any], bound: Collection[str]) -> dict[str, Any]:
-    """Return what the chat template tells of a function, without the arguments that are bound."""
+    """Return what the chat template tells of a function, without the arguments that are bound: they need no type."""
     from transformers.utils.chat_template_utils import get_json_schema
 
-    schema = get_json_schema(described)
+    schema = get_json_schema(_without(described, bound) if bound else described)
     schema["function"]["name"] = name
-    parameters = schema["function"]["parameters"]
-    if bound:
-        parameters["properties"] = {key: one for key, one in parameters["properties"].items() if key not in bound}
-        parameters["required"] = [key for key in parameters.get("required", ()) if key not in bound]
     return schema
+
+
+def _without(function: Callable[..., Any], bound: Collection[str]) -> Callable[..., Any]:
+    """Return a function that stands for another one where it is described, and lacks some of its arguments."""
+
+    def described() -> None: ...
+
+    signature, types = inspect.signature(function), get_type_hints(function)
+    kept = [each for each in signature.parameters.values() if each.name not in bound]
+    described.__name__, described.__doc__ = getattr(function, "__name__", ""), inspect.getdoc(function)
+    described.__signature__ = signature.replace(parameters=kept)  # pyright: ignore[reportFunctionMemberAccess]
+    described.__annotations__ = {name: type_ for name, type_ in types.items() if name not in bound}
+    return described
 
 
 def _why_not(function: Any, error: Exception) -> str:

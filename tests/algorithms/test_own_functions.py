@@ -78,7 +78,6 @@ ONE = torch.ones(2, 3, requires_grad=True)
     ("returned", "words"),
     [
         ((ONE.sum(1, keepdim=True), {}), r"tokens of shape \(2, 1\).*of the shape of logprobs \(2, 3\)"),
-        ((ONE.detach(), {}), "tokens without a gradient"),
         ((ONE, {"mine": 1.0}), r"the metric 'mine' as a float"),
         ((ONE, {"mine": (1.0, 2)}), r"the metric 'mine' as a tuple"),
         ((ONE, [1]), r"metrics as a list"),
@@ -90,6 +89,17 @@ def test_what_a_loss_may_not_return(returned, words):
     """Seen as a mean over rows that was spread over tokens, and as a train/reward of 99 that no reward gave."""
     with pytest.raises(ConfigError, match=words):
         checked(returned, ONE, plain)
+
+
+def test_a_loss_without_gradient_is_refused_where_no_other_term_has_one():
+    """Zeros are a loss where the distance to the reference alone is learned by."""
+
+    def detached(logprobs, old, advantages, mask):
+        return torch.zeros_like(logprobs), {}
+
+    with pytest.raises(ConfigError, match="tokens without a gradient"):
+        fitted(loss=detached)
+    fitted(loss=detached, beta=0.1)
 
 
 @pytest.mark.parametrize("name", ["mine", "clip_ratio/low_mean", "approx_kl"])

@@ -308,6 +308,21 @@ def named_shift(by: int, start: int = 0) -> int:
     return start + by
 
 
+def search(word: str, index) -> int:  # a type of somebody's
+    """Search.
+
+    Args:
+        word: For what.
+    """
+    return len(word) + len(index)
+
+
+def test_what_a_partial_has_set_needs_neither_type_nor_description() -> None:
+    tool = FunctionTool(functools.partial(search, index=[1, 2]))
+    assert list(tool.schema["function"]["parameters"]["properties"]) == ["word"]
+    assert asyncio.run(tool.answer({"word": "abc"})).text == "5"
+
+
 async def later(by: int, start: int) -> int:
     """Shift.
 

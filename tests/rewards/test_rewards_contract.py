@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lit_rl.errors import ConfigError, RewardError
-from lit_rl.rewards import Rewards, Scores, TrainerState
+from lit_rl.rewards import CodeExecution, Rewards, Scores, TrainerState, math_answer
+from lit_rl.rewards.functions.contract import takes
 
 PROMPTS = ["a", "a", "b", "b"]
 COMPLETIONS = ["one", "two", "three", "four"]
@@ -371,3 +372,17 @@ def test_wrong_logging_is_refused(log, told):
 
     with pytest.raises(RewardError, match=told):
         score(my_reward)
+
+
+def test_who_may_log_is_who_names_it_or_takes_all_that_there_is() -> None:
+    """A function of lit_rl passes columns on: it was called late, and every monitor was waited for."""
+
+    def batch(completions, **columns): ...
+
+    def passing(completions, **_): ...
+
+    def naming(completions, log_metric, **_): ...
+
+    assert [takes("f", each, "log_metric") for each in (batch, functools.partial(batch), naming)] == [True] * 3
+    ours = (passing, CodeExecution(allow_execution=True), math_answer)
+    assert [takes("f", each, "log_metric") for each in ours] == [False] * 3

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import linecache
+import os
 import re
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -502,3 +504,28 @@ def test_a_property_that_raises_keeps_no_checkpoint_from_being_written() -> None
 def test_an_offline_method_notes_the_same(tmp_path: Path) -> None:
     noted = SFT("tiny")._settings()
     assert noted["algo.seed"] == 0 and "scheduler" in noted
+
+
+def test_a_record_stays_small_and_the_same_at_every_start() -> None:
+    """A table of a reward's, a package of many modules, a set in a lambda: each was noted anew, or entry by entry."""
+
+    class Looks:
+        def __init__(self, table: dict[str, int]) -> None:
+            self._table = table
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            return [0.0] * len(completions)
+
+    small, one, large = ({str(n): n + add for n in range(size)} for size, add in ((60, 0), (60, 1), (20_000, 0)))
+    notes = [made(reward=Looks(table))._settings() for table in (small, one, large)]
+    assert all(len(note) < 90 for note in notes)
+    assert identity.differences(notes[0], notes[1]) == ["reward.table changed"]
+    code = "lambda completions, **_: [float(c in {'yes', 'no', 'perhaps'}) for c in completions]"
+    script = f"from lit_rl.algorithms.rollouts.user_code import named; print(named({code}))"
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(printed) == 1

@@ -10,6 +10,7 @@ import os
 import re
 import resource
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -21,7 +22,7 @@ from runs_helpers import SMALL, newest, rows
 from lit_rl import GRPO, AdamW, RolloutDataModule, Sampling
 from lit_rl.algorithms.optim.broken_steps import LIMIT
 from lit_rl.cli.messages import exit_code_of, translated
-from lit_rl.commands import run_files
+from lit_rl.commands import leaving, run_files
 from lit_rl.commands import train as train_command
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_page import status_of
@@ -358,3 +359,23 @@ def test_a_monitor_that_is_no_metric_is_told_before_the_first_step(train, tmp_pa
     assert train(*SMALL, *late, f"run_dir={tmp_path / 'run'}") == 2
     assert "before the first validation, which comes after 8" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_once_more_writes_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning makes an exit of it, and the run an error: nobody waits for that."""
+    kept: list[Any] = []
+    monkeypatch.setattr(train_command, "keep", lambda *given: kept.append(given))
+
+    def ended_by(came: type[BaseException]) -> None:
+        try:
+            try:
+                raise came
+            except KeyboardInterrupt:
+                raise SystemExit(1) from None
+        except SystemExit as exit_:
+            raise BackendError("ended") from exit_
+
+    for came, times in ((leaving.Left, 0), (KeyboardInterrupt, 1)):
+        with pytest.raises(BackendError), train_command._kept(None, {}):  # pyright: ignore
+            ended_by(came)
+        assert len(kept) == times

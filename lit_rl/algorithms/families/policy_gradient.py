@@ -255,6 +255,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             # Balance is a property of a batch: the router's loss is of a micro-batch, and averaged over them.
             objective = objective + self.router_aux_loss_coef * scores.aux_loss / totals.micro_batches
             metrics |= {"aux_loss": (scores.aux_loss.detach(), one)}
+        losses.check_gradient(objective, logprobs)
         return objective, metrics
 
     @property

@@ -34,7 +34,7 @@ from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
 from lit_rl.interruption import ends_the_run, may_be_given_up
 from lit_rl.models.policy.foresight import refuse_foresight
-from lit_rl.process_state import process_kept
+from lit_rl.process_state import settings_kept
 from lit_rl.rewards.judges.base import Judge
 from lit_rl.rewards.judges.functions import as_judge
 from lit_rl.rewards.sums.begun import BegunRewards
@@ -324,7 +324,7 @@ class GeneratingModule(PolicyModule):
         strategy = trainer.strategy if trainer else None
         here = isinstance(self.generator, InProcessGenerator)
         whole = whole_weights(strategy, self.policy) if here else nullcontext()
-        with process_kept("a rollout"), torch.no_grad(), precision, whole:
+        with settings_kept("a rollout"), torch.no_grad(), precision, whole:
             yield
 
     def rest(self) -> None:

@@ -22,7 +22,7 @@ _LIBRARIES = ("lit_rl", "lightning", "pytorch_lightning")
 
 
 class SaveOnError(L.Callback):
-    """Saves the run as it was after its last optimizer step, or validation, where an error ends its training.
+    """A checkpoint of the run as it was after its last optimizer step, or validation, where an error ends its training.
 
     Every module of lit_rl brings it along (`configure_callbacks`). The file lies beside those of the Trainer's
     checkpoint callback: `step_00000012.ckpt`. Nothing is saved where checkpoints are off, nor of an error in the middle
@@ -96,7 +96,8 @@ class SaveOnError(L.Callback):
         together = trainer.world_size == 1 or (isinstance(exception, GenerationError) and exception.on_every_rank)
         if _in_a_step(trainer) and not isinstance(exception, GenerationError):
             return
-        how = {"in_validation": trainer.validating and not self._validated, "alone": not together}
+        how: dict[str, Any] = {"in_validation": trainer.validating and not self._validated, "alone": not together}
+        how["folder"] = folder_of(trainer)  # of the checkpoint callback, which may be the one that fails to save
         try:
             path = without_others(trainer, lambda: self._save_place(trainer, **how))
         except Exception as error:  # a disk that is full, or a module that fails to save
@@ -111,7 +112,13 @@ class SaveOnError(L.Callback):
             rank_zero_info(f"{what} Everything up to optimizer step {trainer.global_step} is saved: {path}")
 
     def _save_place(
-        self, trainer: L.Trainer, *, in_validation: bool, alone: bool = False, anew: bool = False
+        self,
+        trainer: L.Trainer,
+        *,
+        in_validation: bool,
+        alone: bool = False,
+        anew: bool = False,
+        folder: Path | None = None,
     ) -> Path | None:
         """Save the run as it was after its last optimizer step, or validation; nothing that was learned is lost.
 
@@ -119,6 +126,7 @@ class SaveOnError(L.Callback):
             in_validation: One has begun and not ended.
             alone: The other ranks do not come here.
             anew: In place of a checkpoint of this step, which may not know of the validation.
+            folder: For the checkpoint; None is the Trainer's.
 
         Returns:
             The checkpoint; None where none can be saved.
@@ -129,7 +137,7 @@ class SaveOnError(L.Callback):
             rng = self._place["rng"]
             self._take_down(trainer)
             self._place = {**self._place, "fit_loop": _before_validation(self._place["fit_loop"]), "rng": rng}
-        folder = folder_of(trainer)
+        folder = folder or folder_of(trainer)
         if self._place is None or folder is None or alone:  # saving takes every rank
             return None
         path = folder / f"step_{trainer.global_step:08d}.ckpt"
@@ -171,8 +179,9 @@ def without_others(trainer: L.Trainer, save: Callable[[], Saved]) -> Saved:
             saved = save()
         finally:
             trainer.callbacks = callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        others = ", ".join(type(each).__name__ for each in callbacks if each not in known)
-        rank_zero_warn(f"Saved without the state of {others}: {type(error).__name__}: {error}")
+        if saved is not None:
+            others = ", ".join(type(each).__name__ for each in callbacks if each not in known)
+            rank_zero_warn(f"Saved without the state of {others}: {type(error).__name__}: {error}")
         return saved
 
 
@@ -205,9 +214,9 @@ def _ends_step(trainer: L.Trainer) -> bool:
 
 
 def folder_of(trainer: L.Trainer) -> Path | None:
-    """Where checkpoints are written; None where none are."""
+    """Return where checkpoints are written; None where none are, or not on a disk of this machine (``s3://...``)."""
     folder = None if trainer.fast_dev_run else getattr(trainer.checkpoint_callback, "dirpath", None)  # pyright: ignore
-    return None if folder is None else Path(folder)
+    return None if folder is None or "://" in str(folder) else Path(folder)
 
 
 def validates_next(trainer: L.Trainer) -> bool:

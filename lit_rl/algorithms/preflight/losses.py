@@ -66,17 +66,12 @@ def checked(returned: Any, logprobs: Tensor, loss: Callable[..., Any]) -> tuple[
         loss: The function. Metrics are checked of one of the user's.
 
     Raises:
-        ConfigError: it is of another form or shape, has no gradient, or logs under a name of the run's own.
+        ConfigError: it is of another form or shape, or logs under a name of the run's own.
     """
     came = f"a {type(returned).__name__}"
     if isinstance(returned, tuple) and len(returned) == 2:
         tokens, metrics = returned
         if isinstance(tokens, Tensor) and tokens.shape == logprobs.shape:
-            if logprobs.requires_grad and not tokens.requires_grad:
-                raise ConfigError(
-                    "loss gave tokens without a gradient, so nothing would be learned. Make them of logprobs, without "
-                    "detach(), item(), numpy() or torch.no_grad()."
-                )
             if not is_shipped(loss):
                 _check_metrics(metrics)
             return tokens, metrics
@@ -90,6 +85,23 @@ def checked(returned: Any, logprobs: Tensor, loss: Callable[..., Any]) -> tuple[
         f"{tuple(logprobs.shape)}, and a dict of (numerator, denominator), which may be empty. The mean is taken by "
         "reduction=."
     )
+
+
+def check_gradient(objective: Tensor, logprobs: Tensor) -> None:
+    """Refuse an objective of which no term has a gradient.
+
+    Args:
+        objective: The policy's loss with all terms beside it.
+        logprobs: Of the policy, with a gradient where it trains.
+
+    Raises:
+        ConfigError: nothing would be learned.
+    """
+    if logprobs.requires_grad and not objective.requires_grad:
+        raise ConfigError(
+            "loss gave tokens without a gradient, so nothing would be learned. Make them of logprobs, without "
+            "detach(), item(), numpy() or torch.no_grad()."
+        )
 
 
 _OF_LOSSES = re.compile(r"(clip_ratio|vespo|clip_cov|kl_cov)/.*|ratio_mean|approx_kl|cispo_clip_ratio")

@@ -37,6 +37,10 @@ Record = dict[str, Any]
 _SAMPLED = 1 << 14
 """Numbers of each tensor that are looked at, at least."""
 _DEEPEST = 6
+_LISTED = 50
+"""Parts of a mapping, or of what code reads, that are noted one by one; of more, one mark."""
+_LOOKED_AT = 10_000
+"""Things in a container that are looked at; of more, their number."""
 
 _OF_ADAPTERS = {
     "peft_type": "kind",
@@ -121,8 +125,12 @@ def _adapter(config: Any) -> Record:
     return plain
 
 
+_PATHS = ("path", "functions", "read", "show")
+"""Parameters of environments that name code."""
+
+
 def _at_path(given: Any) -> Any:
-    """Functions and classes in the place of their paths, which were loaded already."""
+    """Return functions and classes in the place of their paths, which were loaded already."""
     if isinstance(given, list | tuple):
         return [_at_path(each) for each in given]
     if not isinstance(given, str) or not re.fullmatch(r"[^\s:]+:[A-Za-z_]\w*", given):
@@ -188,12 +196,8 @@ def _flat(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
         yield key, str(value)
     elif isinstance(value, str | bytes):
         yield key, digest(value)
-    elif isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _flat(each, f"{key}.{name}" if key else str(name), depth + 1)
-    elif isinstance(value, list | tuple | set | frozenset):
-        parts = [dict(_flat(each, "", depth + 1)) for each in value]
-        yield key, digest(repr(sorted(map(repr, parts)) if isinstance(value, set | frozenset) else parts))
+    elif isinstance(value, Mapping | list | tuple | set | frozenset):
+        yield from _flat_container(value, key, depth)
     elif isinstance(value, Tensor):
         yield key, f"Tensor #{weights_digest({'': value})}"
     elif isinstance(value, functools.partial) or hasattr(value, "func"):
@@ -211,6 +215,19 @@ def _flat(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
         yield from _flat_object(value, key, depth)
 
 
+def _flat_container(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if len(value) > _LOOKED_AT:
+        yield key, f"{len(value)} things"
+    elif isinstance(value, Mapping) and len(value) > _LISTED:
+        yield key, _mark_of(value, depth)
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _flat(each, f"{key}.{name}" if key else str(name), depth + 1)
+    else:
+        parts = [dict(_flat(each, "", depth + 1)) for each in value]
+        yield key, digest(repr(sorted(map(repr, parts)) if isinstance(value, set | frozenset) else parts))
+
+
 def _flat_object(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         yield f"{key}.weights", f"{type(value).__name__} #{weights_digest(dict(value.named_parameters()))}"
@@ -220,14 +237,20 @@ def _flat_object(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _flat_read(function: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """What code of the user's reads beside its own text; a container as one value."""
+    """Yield what code of the user's reads beside its own text; a container as one value, and a package as one too."""
+    read: dict[str, Any] = {}
     for name, value in read_by(function):
         with contextlib.suppress(Exception):  # objects of others may raise whatever they are asked
-            if isinstance(value, Mapping):
-                found = {"": digest(repr(sorted(_flat(value, "", depth + 1), key=repr)))}
-            else:
-                found = dict(_flat(value, "", depth + 1))
-            yield from ((f"{key}.{name}{part and '.'}{part.removeprefix('.')}", each) for part, each in found.items())
+            mapping = isinstance(value, Mapping) and len(value) <= _LOOKED_AT
+            found = {"": _mark_of(value, depth)} if mapping else dict(_flat(value, "", depth + 1))
+            read |= {f"{key}.{name}{part and '.'}{part.removeprefix('.')}": each for part, each in found.items()}
+    yield from read.items() if len(read) <= _LISTED else [(f"{key}.code", digest(repr(sorted(read.items(), key=repr))))]
+
+
+def _mark_of(value: Mapping[Any, Any], depth: int) -> str:
+    """Return one mark for all that a mapping holds."""
+    each = (item for name, one in value.items() for item in _flat(one, str(name), depth + 1))
+    return digest(repr(sorted(each, key=repr)))
 
 
 def _settings_of(value: Any) -> dict[str, Any]:
@@ -247,7 +270,7 @@ def _settings_of(value: Any) -> dict[str, Any]:
     settings = vars(value).get("settings") if hasattr(value, "__dict__") else None
     fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
     if isinstance(value, Interactive):
-        held |= {name: _at_path(each) for name, each in value.given.items()}
+        held |= {name: _at_path(each) if name in _PATHS else each for name, each in value.given.items()}
     held = with_choices(type(value), held)
     return held | {field.name: getattr(settings, field.name) for field in fields}
 

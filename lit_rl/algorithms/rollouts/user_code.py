@@ -52,8 +52,17 @@ def _text(function: Any, plain: Any) -> str | bytes:
 
 def _instructions(code: CodeType) -> str:
     """What a code object does, wherever it stands."""
-    constants = [_instructions(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    constants = [_constant(each) for each in code.co_consts]
     return repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
+
+
+def _constant(value: Any) -> str:
+    """Return a constant of code as text; a set's order is another one in each process."""
+    if isinstance(value, CodeType):
+        return _instructions(value)
+    if isinstance(value, frozenset):
+        return f"{{{', '.join(sorted(map(_constant, value)))}}}"
+    return f"({', '.join(map(_constant, value))})" if isinstance(value, tuple) else repr(value)
 
 
 def read_by(function: Any) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.rollouts.source import given_up_together
-from lit_rl.errors import ConfigError, RewardError, did_you_mean, in_range
+from lit_rl.errors import ConfigError, RewardError, did_you_mean, in_range, with_its_line
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.ops.advantages import group_std
 from lit_rl.ops.step import Metrics
@@ -213,7 +213,7 @@ class TopOfGroup(GroupSelection):
         except BaseException as error:  # the user's function may raise anything
             if not raised_by_itself(error):
                 raise
-            raise RewardError(f"algo.groups.score raised {type(error).__name__}: {error}") from error
+            raise RewardError(f"algo.groups.score raised {with_its_line(error)}") from error
         try:
             values = torch.as_tensor(returned, dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError):  # no numbers

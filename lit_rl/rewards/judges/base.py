@@ -69,7 +69,7 @@ def ask(judge: Judge, *pairs: Sequence[Any], trainer_state: TrainerState | None,
     call = partial(judge, *given, trainer_state=trainer_state, **named)
     if trainer_state is None or trainer_state.seed is None:
         return call()
-    with process_kept(f"judge {judge!r}"):
+    with process_kept(f"judge {type(judge).__name__}"):
         seed_generators(trainer_state.seed)
         return call()
 
