@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from peft.tuners.lora import Linear as LoraLinear
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lit_rl import GRPO, AdamW, Constant, LanguageModel, Lora, RolloutDataModule, Sampling
 from lit_rl.errors import ConfigError
@@ -188,6 +188,19 @@ def test_a_layer_that_merges_to_another_is_refused_before_training(monkeypatch: 
     seeded = torch.get_rng_state()
     check_merge(policy, "model.lora")
     assert torch.equal(torch.get_rng_state(), seeded), "the trial draws from nobody's generator"
+
+
+@pytest.mark.parametrize("config", [CONFIGS["LORA"], CONFIGS["OFT"]], ids=["lora", "oft"])
+def test_the_trial_of_a_merge_is_made_on_the_cpu(config: peft.PeftConfig) -> None:
+    """Every object on a GPU was once refused, as its layers do not meet numbers that are drawn on the CPU; so was one
+    without storage, of which there is nothing to run."""
+    policy = of_peft(config)
+    with torch.device("meta"):  # as torch.set_default_device
+        check_merge(policy, "The adapter of model")
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
+        held = peft.get_peft_model(empty, config)
+        check_merge(held, "The adapter of model")
+    assert described(held, AutoTokenizer.from_pretrained(TINY)).given is held
 
 
 def test_the_adapter_of_an_object_is_compared_over_the_files_of_its_base(tmp_path: Path) -> None:
