@@ -88,6 +88,8 @@ class LoadedModel(LanguageModel):
         """Whether another run of this process had trained the object when this one began."""
         name = str(getattr(base.config, "_name_or_path", "") or type(base).__name__)
         super().__init__(name, dtype=str(base.dtype).removeprefix("torch."), **settings)
+        if isinstance(self.lora, PeftAdapter) and not self.is_local:
+            self.revision = self.lora.config.revision  # get_peft_model's; transformers notes no commit in a model
 
     def find(self) -> str:
         return self.name
@@ -157,7 +159,8 @@ class LoadedModel(LanguageModel):
         )
 
     def load_named(self) -> PreTrainedModel:
-        """The model anew from the files that the object's config names, if they are on this machine.
+        """Load the model anew from the files that the object's config names, of the revision that its adapter names,
+        if they are on this machine.
 
         Raises:
             OSError: they are not.
@@ -167,7 +170,7 @@ class LoadedModel(LanguageModel):
             raise OSError("the model came as an object whose config names no files.")
         how = {"num_labels": base.config.num_labels} if base.get_output_embeddings() is None else {}  # of a classifier
         files_alone = {"use_safetensors": True, "local_files_only": True}
-        return type(base).from_pretrained(self.name, dtype=self.dtype, **files_alone, **how)
+        return type(base).from_pretrained(self.name, revision=self.revision, dtype=self.dtype, **files_alone, **how)
 
     def note_training(self) -> None:
         """A run begins to train the object."""
