@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from peft.tuners.lora import Linear as LoraLinear
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lit_rl import GRPO, AdamW, Constant, LanguageModel, Lora, RolloutDataModule, Sampling
 from lit_rl.errors import ConfigError
@@ -20,6 +20,7 @@ from lit_rl.models.export.checked_folder import ExportReport
 from lit_rl.models.export.policy import export_policy
 from lit_rl.models.policy.adapter_kinds import MERGED
 from lit_rl.models.policy.loaded import described
+from lit_rl.models.policy.peft_adapter import as_adapter
 from lit_rl.models.policy.pieces import check_merge
 from lit_rl.models.policy.sharding import full_state_dict
 from lit_rl.models.reference.base import AdapterBase, Auto, FrozenCopy, InitialAdapter
@@ -477,3 +478,19 @@ def test_what_is_no_adapter_says_so(given: Any) -> None:
 def test_targets_that_are_not_there() -> None:
     with pytest.raises(ConfigError, match=r"model\.lora=OFTConfig\(\.\.\.\) does not fit this model: .*nowhere"):
         LanguageModel("tiny", lora=peft.OFTConfig(r=0, oft_block_size=4, target_modules=["nowhere"])).load()
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
+def test_what_is_no_regular_expression(key: str) -> None:
+    config = peft.LoraConfig(**{"r": 2, "target_modules": "all-linear", key: "*q"})
+    with pytest.raises(ConfigError, match=r"model\.lora=LoraConfig\(\.\.\.\).*nothing to repeat"):
+        LanguageModel("tiny", lora=config).load()
+
+
+def test_flags_of_what_is_excluded_stand_where_they_may() -> None:
+    """A classifier's head is excluded too, beside what the user excludes."""
+    excluded = peft.LoraConfig(r=2, target_modules=ALL, exclude_modules="(?i).*Q_PROJ|.*mlp.*")
+    base = AutoModelForSequenceClassification.from_pretrained(TINY, num_labels=1)
+    policy = as_adapter(excluded).apply(base, "SEQ_CLS", head=["score"])
+    found = {name.split(".lora_A")[0].rpartition(".")[2] for name, _ in policy.named_parameters() if ".lora_A" in name}
+    assert found == {"k_proj", "v_proj", "o_proj"}
