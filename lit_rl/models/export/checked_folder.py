@@ -33,7 +33,7 @@ _STAGED, _REPLACED = ".tmp-", ".old-"
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written, and the proof."""
+    """An export that was written, and the proof of it."""
 
     folder: Path
     adapter: Path | None

@@ -231,7 +231,7 @@ def _same(tensor: Tensor, other: Tensor | None) -> bool:
 
 
 def _in_the_base(name: str) -> str:
-    """Name of a weight in the plain model, by its name under adapters."""
+    """Return the name of a weight in the plain model, by its name under adapters."""
     for part in (".base_layer", ".token_adapter", ".original_module"):
         name = name.replace(part, "")
     return re.sub(r"\.modules_to_save\.\w+", "", name).removeprefix("base_model.model.")

@@ -124,7 +124,7 @@ class LoadedModel(LanguageModel):
         return self.prepared("CAUSAL_LM")
 
     def prepared(self, task_type: str, *, head: tuple[str, ...] = ()) -> PreTrainedModel | PeftModel:
-        """The object in train mode, as the settings say.
+        """Return the object in train mode, as the settings say.
 
         Args:
             task_type: PEFT's word for what the model does.
@@ -240,7 +240,7 @@ def _check_base(base: Any) -> None:
 
 
 def _adapter_of(model: PeftModel, lora: Any) -> PeftAdapter:
-    """The adapter that a model of PEFT carries."""
+    """Return the adapter that a model of PEFT carries."""
     if lora is not None:
         raise ConfigError("model is a PeftModel, which has an adapter, and lora would make another: leave it out.")
     if len(model.peft_config) != 1:
@@ -262,7 +262,7 @@ def _adapter_of(model: PeftModel, lora: Any) -> PeftAdapter:
 
 
 def _check_layers(model: PeftModel, config: Any) -> None:
-    """Raises ConfigError where the layers of an adapter were set by hand: only its config goes into an export."""
+    """Raise ConfigError where the layers of an adapter were set by hand: only its config goes into an export."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for path, layer in model.named_modules():

@@ -49,7 +49,7 @@ def asks_for(targets: str | Sequence[str], module: str) -> bool:
 
 @dataclass(frozen=True)
 class Lora:
-    """Train low-rank adapters, and leave the weights of the model as they are.
+    """Low-rank adapters, which are trained, while the weights of the model stay as they are.
 
     Args:
         r: Rank of the adapters, at least 1.
@@ -90,7 +90,7 @@ class Lora:
         new_tokens: Sequence[int] = (),
         frozen: Sequence[str] = (),
     ) -> PeftModel:
-        """The model with fresh adapters, whose output equals the model's until the first update.
+        """Return the model with fresh adapters, whose output equals the model's until the first update.
 
         Args:
             model: A language model or a classifier.

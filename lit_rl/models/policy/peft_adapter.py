@@ -28,7 +28,7 @@ _NOT_ALONE = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indic
 
 @dataclass(frozen=True, eq=False)
 class PeftAdapter:
-    """Train fresh adapters as a config of PEFT says, and leave the weights of the model as they are.
+    """Fresh adapters by a config of PEFT, which are trained, while the weights of the model stay as they are.
 
     Args:
         config: The config. It is copied: yours stays as it is.
@@ -75,7 +75,7 @@ class PeftAdapter:
         new_tokens: Sequence[int] = (),
         frozen: Sequence[str] = (),
     ) -> PeftModel:
-        """The model with fresh adapters; see `Lora.apply`.
+        """Return the model with fresh adapters; see `Lora.apply`.
 
         Raises:
             ConfigError: PEFT cannot put the adapters on this model, they split a tied weight, or the vocabulary has new

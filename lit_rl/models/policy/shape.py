@@ -25,7 +25,7 @@ class Linear:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of them."""
         return len(self.paths)
 
     def only(self, kept: Callable[[str], bool]) -> Linear:
@@ -121,7 +121,7 @@ class _Counted(NamedTuple):
 
 @cache
 def _counted(kind: type, text: str) -> _Counted:
-    """What the model that a config describes tells."""
+    """Return what the model that a config describes tells."""
     import json
 
     import torch

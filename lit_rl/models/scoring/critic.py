@@ -194,7 +194,11 @@ class AdapterCritic(_OwnTrunk):
             )
 
     def module(self, policy: nn.Module) -> nn.Module:
-        """Raises ConfigError: the policy has no frozen base, or ``targets`` names none of its layers."""
+        """Return the critic of a policy.
+
+        Raises:
+            ConfigError: the policy has no frozen base, or ``targets`` names none of its layers.
+        """
         from peft import LoraConfig, get_peft_model
 
         trunk: Any = frozen_trunk(policy, "algo/critic=adapter")
