@@ -109,7 +109,8 @@ class Probe:
         under = {_in_the_base(name): tensor for name, tensor in self._state.items()}
         table = base.get_input_embeddings().weight
         name = next(name for name, parameter in base.named_parameters() if parameter is table)
-        had, rows = len(table), len(under.get(name, table))
+        had = len(table)
+        rows = len(under[name]) if name in under else had
         if had == rows:
             return 0
         base.resize_token_embeddings(rows, mean_resizing=False)
