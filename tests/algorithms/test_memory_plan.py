@@ -221,6 +221,19 @@ def test_the_shape_counts_what_the_model_has(config):
     assert trained == sum(4 * (linear.inputs + linear.outputs) * linear.count for linear in shape.adapted("all-linear"))
 
 
+@pytest.mark.parametrize(
+    "targets",
+    [r".*\.(q|v)_proj", ".*q_proj", r"model\.layers\.1\..*_proj", ["mlp.down_proj", "v_proj"], ["0.self_attn.k_proj"]],
+)
+def test_the_plan_sees_the_adapters_that_peft_makes(targets):
+    """A regular expression once matched none, so that the memory of a run with it was that of no adapter."""
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    described, numbers = LanguageModel("tiny", lora=Lora(r=4, targets=targets)), Numbers.of("32-true", 8)
+    assert policy_network(described, ModelShape.of(CONFIG), numbers, "fused").trained == trained > 0
+
+
 @pytest.mark.parametrize("room", [3 * 2**20, 5 * 2**20, 10 * 2**20, 2**30])
 def test_the_cut_is_the_coarsest_that_fits(room):
     step, plan_of = Step(units=12, rows=4, sequences=48), memory()

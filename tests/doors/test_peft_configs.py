@@ -11,14 +11,16 @@ import peft
 import pytest
 import torch
 from peft.tuners.lora import Linear as LoraLinear
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lit_rl import GRPO, AdamW, Constant, LanguageModel, Lora, RolloutDataModule, Sampling
 from lit_rl.errors import ConfigError
 from lit_rl.generation.vllm.settings import adapter_rank
+from lit_rl.models.export.checked_folder import ExportReport
 from lit_rl.models.export.policy import export_policy
 from lit_rl.models.policy.adapter_kinds import MERGED
 from lit_rl.models.policy.loaded import described
+from lit_rl.models.policy.peft_adapter import as_adapter
 from lit_rl.models.policy.pieces import check_merge
 from lit_rl.models.policy.sharding import full_state_dict
 from lit_rl.models.reference.base import AdapterBase, Auto, FrozenCopy, InitialAdapter
@@ -190,6 +192,19 @@ def test_a_layer_that_merges_to_another_is_refused_before_training(monkeypatch: 
     assert torch.equal(torch.get_rng_state(), seeded), "the trial draws from nobody's generator"
 
 
+@pytest.mark.parametrize("config", [CONFIGS["LORA"], CONFIGS["OFT"]], ids=["lora", "oft"])
+def test_the_trial_of_a_merge_is_made_on_the_cpu(config: peft.PeftConfig) -> None:
+    """Every object on a GPU was once refused, as its layers do not meet numbers that are drawn on the CPU; so was one
+    without storage, of which there is nothing to run."""
+    policy = of_peft(config)
+    with torch.device("meta"):  # as torch.set_default_device
+        check_merge(policy, "The adapter of model")
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
+        held = peft.get_peft_model(empty, config)
+        check_merge(held, "The adapter of model")
+    assert described(held, AutoTokenizer.from_pretrained(TINY)).given is held
+
+
 def test_the_adapter_of_an_object_is_compared_over_the_files_of_its_base(tmp_path: Path) -> None:
     """A base that was changed before, here by numbers that nobody can draw again, is in the merged model alone. The
     tokenizer pads on the right, as most do: its side was not written, and every such export failed."""
@@ -206,6 +221,80 @@ def test_the_adapter_of_an_object_is_compared_over_the_files_of_its_base(tmp_pat
     assert "adapter/ is left out" in str(report) and "q_proj.weight differs" in report.note
     assert "adapter/ is left out" in (report.folder / "README.md").read_text()
     assert AutoTokenizer.from_pretrained(report.folder).padding_side == "left" and tokenizer.padding_side == "right"
+
+
+def exported(base: Any, tokenizer: Any, config: peft.PeftConfig, folder: Path) -> tuple[Any, ExportReport]:
+    """A policy over a base that came as an object, its adapter of some size, and the report of its export."""
+    model = described(peft.get_peft_model(base, config), tokenizer)
+    policy = model.load()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for each in policy.parameters():
+            each.add_(0.05 * torch.randn_like(each) if each.requires_grad else 0)
+    return policy, export_policy(model, full_state_dict(policy), policy, folder, card="A card.\n")
+
+
+@pytest.mark.parametrize("rows", [2, -8], ids=["more", "fewer"])
+@pytest.mark.parametrize("trained", [{}, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}])
+def test_the_adapter_of_a_resized_object_is_written(rows: int, trained: dict[str, Any], tmp_path: Path) -> None:
+    """By the recipe of TRL: a token for padding, and a row for it."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    base = AutoModelForCausalLM.from_pretrained(TINY)
+    wanted = base.config.vocab_size + rows
+    if rows > 0:
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    else:  # of a table with rows to spare
+        base.resize_token_embeddings(wanted := base.config.vocab_size + 8)
+        base.save_pretrained(tmp_path / "base")
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        wanted -= 8
+    folder = base.name_or_path
+    base.resize_token_embeddings(wanted)
+    policy, report = exported(base, tokenizer, peft.LoraConfig(r=4, target_modules=Q, **trained), tmp_path / "hf")
+    assert len(report.logits) == 2 and max(report.logits.values()) < 1e-4 and report.adapter is not None
+    for said in (report.note, (report.folder / "README.md").read_text()):
+        assert f"only after resize_token_embeddings({wanted})" in said and "only as" not in said
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    again.resize_token_embeddings(wanted)
+    over_base = peft.PeftModel.from_pretrained(again, str(report.adapter))
+    ids, common = torch.tensor([[3, 5, 7, 9]]), 250
+    found, there = (logits(each, ids)[..., :common] for each in (over_base, policy))
+    torch.testing.assert_close(found, there, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["one process", "spread over ranks"])
+def test_a_resized_base_that_was_changed_too_loses_its_adapter_alone(
+    spread: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the policy cannot be asked, as under FSDP, the whole export once failed."""
+    monkeypatch.setattr("lit_rl.models.export.probe._is_spread", lambda policy: spread)
+    base = AutoModelForCausalLM.from_pretrained(TINY)
+    base.resize_token_embeddings(base.config.vocab_size + 1)
+    with torch.no_grad():
+        base.get_input_embeddings().weight[3] += 1
+    config = peft.LoraConfig(r=4, target_modules=Q)
+    report = exported(base, AutoTokenizer.from_pretrained(TINY), config, tmp_path / "hf")[1]
+    assert report.adapter is None and "adapter/ is left out" in report.note
+    assert "embed_tokens.weight differs" in report.note
+
+
+def test_the_base_of_an_object_is_read_from_the_commit_that_its_adapter_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    own, main = "a" * 40, "b" * 40
+    snapshots = tmp_path / "models--me--model" / "snapshots"
+    base = AutoModelForCausalLM.from_pretrained(TINY)
+    base.save_pretrained(snapshots / own)
+    base.resize_token_embeddings(300)  # by another hand, since
+    base.save_pretrained(snapshots / main)
+    (refs := snapshots.parent / "refs").mkdir()
+    (refs / "main").write_text(main)
+    pinned = AutoModelForCausalLM.from_pretrained("me/model", revision=own)
+    config = peft.LoraConfig(r=4, target_modules=Q, revision=own)  # as get_peft_model(..., revision=own) sets it
+    report = exported(pinned, AutoTokenizer.from_pretrained(TINY), config, tmp_path / "hf")[1]
+    assert report.adapter is not None and not report.note and len(report.logits) == 2
 
 
 def of_peft(config: peft.PeftConfig | None = None, **how: Any) -> Any:
@@ -389,3 +478,19 @@ def test_what_is_no_adapter_says_so(given: Any) -> None:
 def test_targets_that_are_not_there() -> None:
     with pytest.raises(ConfigError, match=r"model\.lora=OFTConfig\(\.\.\.\) does not fit this model: .*nowhere"):
         LanguageModel("tiny", lora=peft.OFTConfig(r=0, oft_block_size=4, target_modules=["nowhere"])).load()
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
+def test_what_is_no_regular_expression(key: str) -> None:
+    config = peft.LoraConfig(**{"r": 2, "target_modules": "all-linear", key: "*q"})
+    with pytest.raises(ConfigError, match=r"model\.lora=LoraConfig\(\.\.\.\).*nothing to repeat"):
+        LanguageModel("tiny", lora=config).load()
+
+
+def test_flags_of_what_is_excluded_stand_where_they_may() -> None:
+    """A classifier's head is excluded too, beside what the user excludes."""
+    excluded = peft.LoraConfig(r=2, target_modules=ALL, exclude_modules="(?i).*Q_PROJ|.*mlp.*")
+    base = AutoModelForSequenceClassification.from_pretrained(TINY, num_labels=1)
+    policy = as_adapter(excluded).apply(base, "SEQ_CLS", head=["score"])
+    found = {name.split(".lora_A")[0].rpartition(".")[2] for name, _ in policy.named_parameters() if ".lora_A" in name}
+    assert found == {"k_proj", "v_proj", "o_proj"}

@@ -322,6 +322,10 @@ class TestChecks:
             AdapterCritic(targets=["q_prj"]).module(describe("lora").load())
         with pytest.raises(ConfigError, match=r"algo\.critic\.targets"):
             AdapterCritic(targets=[])
+        with pytest.raises(
+            ConfigError, match=r"algo\.critic\.targets='\*q' is no regular expression: nothing to repeat"
+        ):
+            AdapterCritic(targets="*q")
 
     @pytest.mark.parametrize("setting", [{"r": 0}, {"alpha": 0}])
     def test_settings_out_of_range_are_refused(self, setting):

@@ -190,6 +190,7 @@ def test_no_policy_says_a_placeholder(toy: Toy) -> None:
 def test_what_is_not_trained_and_what_adapters_leave_alone(toy: Toy, toy_folder: Any) -> None:
     from lit_rl.models import LanguageModel, Lora
     from lit_rl.models.policy.vision_parts import part_of
+    from lit_rl.models.scoring.critic import AdapterCritic
 
     folder = str(toy_folder(toy.kind))
 
@@ -212,13 +213,19 @@ def test_what_is_not_trained_and_what_adapters_leave_alone(toy: Toy, toy_folder:
         pattern = rf".*\.({'|'.join(shared)})"
         assert "vision" not in trained(lora=Lora(r=2, targets=pattern))
         assert "vision" in trained(freeze=[], lora=Lora(r=2, targets=pattern))
-        theirs = LoraConfig(r=2, target_modules=pattern, exclude_modules=r".*\.0\..*")
-        assert trained(lora=theirs) == trained(lora=Lora(r=2, targets=pattern))
+        for excluded in (r".*\.0\..*", r"(?i).*\.0\..*"):
+            theirs = LoraConfig(r=2, target_modules=pattern, exclude_modules=excluded)
+            assert trained(lora=theirs) == trained(lora=Lora(r=2, targets=pattern))
     alone = next(name for name in sorted(layers["vision"] - layers["text"] - layers.get("projector", set())))
     with pytest.raises(ConfigError, match=r"names layers of frozen parts alone \(.*model\.freeze=\['vision'\]"):
         trained(lora=Lora(r=2, targets=[alone]))
     with pytest.raises(ConfigError, match=r"names layers of frozen parts alone"):
         trained(lora=Lora(r=2, targets=rf".*\.{alone}"))
+    every = rf".*\.({'|'.join(sorted(set().union(*layers.values())))})"
+    critic: Any = AdapterCritic(r=2, targets=every).module(LanguageModel(folder, lora=Lora(r=2)).load())
+    trunk = critic.trunk.get_base_model()
+    part = part_of(trunk)
+    assert {part(name) for name, each in trunk.named_parameters() if each.requires_grad} == {"text"}
 
 
 def test_what_only_images_train_is_found_under_adapters_and_other_heads(toy: Toy, toy_folder: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +110,11 @@ def _frozen(model: LanguageModel, parts: Sequence[str]) -> int:
 
 
 def _adapted(model: LanguageModel, shape: ModelShape, targets: Any) -> tuple[Linear, ...]:
-    """The linear layers that get an adapter: "all-linear" means those of the text."""
+    """Return the linear layers that get an adapter: "all-linear" means those of the text."""
     seeing = seeing_shape(model) if targets == "all-linear" else None
-    outside = {replace(linear, count=0): linear.count for linear in seeing.linears} if seeing else {}
-    counts = [(each, each.count - outside.get(replace(each, count=0), 0)) for each in shape.adapted(targets)]
-    return tuple(replace(linear, count=count) for linear, count in counts if count)
+    outside = seeing.outside if seeing else frozenset()
+    kept = (linear.only(lambda path: path not in outside) for linear in shape.adapted(targets))
+    return tuple(linear for linear in kept if linear.paths)
 
 
 def _widened(adapted: Iterable[Linear], numbers: Numbers) -> int:

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from lit_rl.algorithms.preflight.memory import Memory, Network, Numbers, Sight
 from lit_rl.data.image_prompts import Processor, count_of_placeholders
 from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.shape import Linear
 from lit_rl.models.policy.vision_parts import part_of
 from lit_rl.vision import PromptVision
 
@@ -44,8 +43,8 @@ class SeeingShape(NamedTuple):
     """Numbers of a patch: channels times pixels times frames."""
     projections: tuple[tuple[int, int], ...]
     """Inputs and outputs of the projector's linear layers, in order."""
-    linears: tuple[Linear, ...]
-    """Linear layers outside of the text."""
+    outside: frozenset[str]
+    """Paths of the linear layers outside of the text."""
 
     @classmethod
     def of(cls, config: Any) -> SeeingShape:
@@ -70,13 +69,13 @@ def _counted(kind: type, text: str) -> SeeingShape:
     config: Any = kind.from_dict(json.loads(text))  # type: ignore[attr-defined]
     with torch.device("meta"):
         model: Any = auto_class(config).from_config(config)
-    sizes, linears, projections = Counter(), Counter(), []
+    sizes, outside, projections = Counter(), set[str](), []
     part_of_name = part_of(model)
     for name, parameter in model.named_parameters():
         sizes[part_of_name(name)] += parameter.numel()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and (part := part_of_name(name)) != "text":
-            linears[(name.rpartition(".")[2], module.in_features, module.out_features)] += 1
+            outside.add(name)
             projections += [(module.in_features, module.out_features)] if part == "projector" else []
     seen: Any = config.vision_config
     hidden = getattr(seen, "embed_dim", None) or seen.hidden_size
@@ -91,7 +90,7 @@ def _counted(kind: type, text: str) -> SeeingShape:
         heads=heads,
         patch=channels * seen.patch_size**2 * getattr(seen, "temporal_patch_size", 1),
         projections=tuple(projections),
-        linears=tuple(Linear(*key, count=count) for key, count in sorted(linears.items())),
+        outside=frozenset(outside),
     )
 
 

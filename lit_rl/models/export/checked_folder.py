@@ -33,7 +33,7 @@ _STAGED, _REPLACED = ".tmp-", ".old-"
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written, and the proof."""
+    """An export that was written, and the proof of it."""
 
     folder: Path
     adapter: Path | None
@@ -146,24 +146,29 @@ def _prove_adapter(folder: Path, description: LanguageModel, probe: Probe) -> st
     try:
         base = probe.load_base()
         loaded_with = _unlike_its_files(base.config, description)
+        rows = 0 if description.quantization is not None else probe.give_rows(base)  # 4-bit weights have other shapes
     except (LitRLError, OSError) as error:
         return f"adapter/ was not compared over its base, which cannot be loaded: {' '.join(str(error).split())}"
     changed = probe.changed_in(base)
     try:
         probe.look("The adapter over its base", PeftModel.from_pretrained(base, str(folder)))
     except (StorageError, RuntimeError, ValueError, IndexError):
-        if not changed or not probe.asked_the_policy:
+        if not changed or description.quantization is not None:
             raise
         shutil.rmtree(folder)
         return (
             f"adapter/ is left out, as {name} is not the base that the adapter was trained on ({changed} differs): the "
             "merged model here is what was trained"
         )
-    return f"adapter/ stands on {name} only as it was loaded here, with {loaded_with}" if loaded_with else ""
+    only = [f"as it was loaded here, with {loaded_with}"] if loaded_with else []
+    only += [f"after resize_token_embeddings({rows})"] if rows else []
+    untrained = ": new rows that it did not train are in the merged model alone" if rows else ""
+    return f"adapter/ stands on {name} only {', and '.join(only)}{untrained}" if only else ""
 
 
 def _unlike_its_files(config: Any, description: LanguageModel) -> str:
-    """Settings of a loaded base that its files do not have: those that a user typed, and the size of its vocabulary."""
+    """Return the settings of a loaded base that its files do not have: those that a user typed, and the size of its
+    vocabulary."""
     from transformers import AutoConfig
 
     files = AutoConfig.from_pretrained(

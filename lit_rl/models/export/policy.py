@@ -95,7 +95,7 @@ def _rebuild(
 def refilled(
     plain: PreTrainedModel, model: nn.Module, state: Mapping[str, Tensor], description: LanguageModel
 ) -> PreTrainedModel | PeftModel:
-    """``plain`` with adapters like ``model``'s, where it has any, and the tensors of ``state``: nothing is copied."""
+    """Return ``plain`` with adapters like ``model``'s, if any, and the tensors of ``state``: nothing is copied."""
     from peft import PeftModel, PeftType, get_peft_model
 
     rebuilt: Any = plain

@@ -64,8 +64,6 @@ class Probe:
         on_cpu = next(policy.parameters()).device.type == "cpu"
         self._rounding = 0.0 if on_cpu else ON_A_GPU
         self._against, self._wanted = "the trained policy", self._of_policy(description, policy, state)
-        self.asked_the_policy = self._wanted is not None
-        """Whether what is written is compared with the policy, and not one part of it with another."""
         self.seen: dict[str, float] = {}
         """The largest difference of a logit, by what was read: a sentence each."""
 
@@ -99,6 +97,29 @@ class Probe:
         """In float32 on the CPU, without the tokens that stand for images: no policy may say them."""
         logits = logits.detach().float().cpu()
         return logits.index_fill(-1, torch.tensor(self._ruled_out), 0.0) if self._ruled_out else logits
+
+    @torch.no_grad()
+    def give_rows(self, base: Any) -> int:
+        """Resize the embedding and the head of a base to the policy's rows, as `resize_token_embeddings` of an object
+        had done before it got its adapter. New rows are the policy's: no file of the base has them.
+
+        Returns:
+            The number of rows; 0 where the base has as many.
+        """
+        under = {_in_the_base(name): tensor for name, tensor in self._state.items()}
+        table = base.get_input_embeddings().weight
+        name = next(name for name, parameter in base.named_parameters() if parameter is table)
+        had = len(table)
+        rows = len(under[name]) if name in under else had
+        if had == rows:
+            return 0
+        base.resize_token_embeddings(rows, mean_resizing=False)
+        tables = {base.get_input_embeddings(), base.get_output_embeddings()}
+        for path in (path for path, module in base.named_modules() if module in tables):
+            for name, parameter in base.get_submodule(path).named_parameters(prefix=path):
+                if name in under:
+                    parameter[had:] = under[name][had:]
+        return rows
 
     def changed_in(self, base: nn.Module) -> str:
         """Return the name of a frozen weight of a base that is another one in the policy, under its adapter; empty
@@ -211,7 +232,7 @@ def _same(tensor: Tensor, other: Tensor | None) -> bool:
 
 
 def _in_the_base(name: str) -> str:
-    """Name of a weight in the plain model, by its name under adapters."""
+    """Return the name of a weight in the plain model, by its name under adapters."""
     for part in (".base_layer", ".token_adapter", ".original_module"):
         name = name.replace(part, "")
     return re.sub(r"\.modules_to_save\.\w+", "", name).removeprefix("base_model.model.")

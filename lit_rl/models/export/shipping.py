@@ -128,7 +128,7 @@ def _ship_piece(base: Any, piece: Piece, dtype: torch.dtype | None) -> Iterator[
 
 
 def _merged(piece: Piece) -> dict[str, Tensor]:
-    """The weights of one adapted layer, merged in a copy of it."""
+    """Return the weights of one adapted layer, merged in a copy of it."""
     layer: Any = piece.layer
     # What is in the memo is taken for the copy. Merging safely replaces tensors, and writes to none.
     memo: dict[int, Any] = {id(p): nn.Parameter(whole(p), requires_grad=False) for p in layer.parameters()}

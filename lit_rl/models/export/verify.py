@@ -78,7 +78,7 @@ def compare_folder(
 
 
 def verify_adapter(folder: str | Path, policy: PeftModel) -> float:
-    """The same for the folder of a LoRA adapter."""
+    """Compare the folder of a LoRA adapter with the weights that it should hold; see `verify`."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import load_file
 

@@ -88,6 +88,8 @@ class LoadedModel(LanguageModel):
         """Whether another run of this process had trained the object when this one began."""
         name = str(getattr(base.config, "_name_or_path", "") or type(base).__name__)
         super().__init__(name, dtype=str(base.dtype).removeprefix("torch."), **settings)
+        if isinstance(self.lora, PeftAdapter) and not self.is_local:
+            self.revision = self.lora.config.revision  # get_peft_model's; transformers notes no commit in a model
 
     def find(self) -> str:
         return self.name
@@ -122,7 +124,7 @@ class LoadedModel(LanguageModel):
         return self.prepared("CAUSAL_LM")
 
     def prepared(self, task_type: str, *, head: tuple[str, ...] = ()) -> PreTrainedModel | PeftModel:
-        """The object in train mode, as the settings say.
+        """Return the object in train mode, as the settings say.
 
         Args:
             task_type: PEFT's word for what the model does.
@@ -157,7 +159,8 @@ class LoadedModel(LanguageModel):
         )
 
     def load_named(self) -> PreTrainedModel:
-        """The model anew from the files that the object's config names, if they are on this machine.
+        """Load the model anew from the files that the object's config names, of the revision that its adapter names,
+        if they are on this machine.
 
         Raises:
             OSError: they are not.
@@ -167,7 +170,7 @@ class LoadedModel(LanguageModel):
             raise OSError("the model came as an object whose config names no files.")
         how = {"num_labels": base.config.num_labels} if base.get_output_embeddings() is None else {}  # of a classifier
         files_alone = {"use_safetensors": True, "local_files_only": True}
-        return type(base).from_pretrained(self.name, dtype=self.dtype, **files_alone, **how)
+        return type(base).from_pretrained(self.name, revision=self.revision, dtype=self.dtype, **files_alone, **how)
 
     def note_training(self) -> None:
         """A run begins to train the object."""
@@ -237,7 +240,7 @@ def _check_base(base: Any) -> None:
 
 
 def _adapter_of(model: PeftModel, lora: Any) -> PeftAdapter:
-    """The adapter that a model of PEFT carries."""
+    """Return the adapter that a model of PEFT carries."""
     if lora is not None:
         raise ConfigError("model is a PeftModel, which has an adapter, and lora would make another: leave it out.")
     if len(model.peft_config) != 1:
@@ -259,7 +262,7 @@ def _adapter_of(model: PeftModel, lora: Any) -> PeftAdapter:
 
 
 def _check_layers(model: PeftModel, config: Any) -> None:
-    """Raises ConfigError where the layers of an adapter were set by hand: only its config goes into an export."""
+    """Raise ConfigError where the layers of an adapter were set by hand: only its config goes into an export."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for path, layer in model.named_modules():

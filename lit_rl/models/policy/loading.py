@@ -91,7 +91,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def load_weights(name: str, path: str, config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
-    """A causal language model, over images too where its config says so, every weight checked to be from its files.
+    """Load a causal language model, over images too where its config says so, every weight checked to be from files.
 
     Args:
         name: What the model is called in messages.
@@ -271,7 +271,7 @@ def let_gradients_through(base: nn.Module) -> None:
 
 
 def continue_adapter(base: PreTrainedModel, adapter: str) -> PeftModel:
-    """The model with a trained adapter, a folder or a hub id, that goes on being trained.
+    """Return the model with a trained adapter, a folder or a hub id, that goes on being trained.
 
     Raises:
         ConfigError: it is of a kind that cannot be merged, or splits a tied weight.

@@ -15,9 +15,41 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def check_targets(key: str, targets: str | Sequence[str]) -> None:
+    """Refuse targets that can name no layer, before a model is read.
+
+    Args:
+        key: What the message calls them.
+        targets: As of `Lora`.
+
+    Raises:
+        ConfigError: they are empty, or a text that is no regular expression.
+    """
+    why = "names no layer" if not targets or (not isinstance(targets, str) and "" in targets) else ""
+    if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except re.error as error:
+            why = f"is no regular expression: {error}"
+    if why:
+        raise ConfigError(f'{key}={targets!r} {why}. Use "all-linear", or layer names.')
+
+
+def asks_for(targets: str | Sequence[str], module: str) -> bool:
+    """Tell whether targets other than "all-linear" name a module, as PEFT reads them.
+
+    Args:
+        targets: A regular expression of whole paths, or ends of paths.
+        module: The path of the module in the model.
+    """
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return f".{module}".endswith(tuple(f".{name}" for name in targets))
+
+
 @dataclass(frozen=True)
 class Lora:
-    """Train low-rank adapters, and leave the weights of the model as they are.
+    """Low-rank adapters, which are trained, while the weights of the model stay as they are.
 
     Args:
         r: Rank of the adapters, at least 1.
@@ -42,14 +74,7 @@ class Lora:
         in_range("model.lora.r", self.r, low=1)
         in_range("model.lora.alpha", self.alpha, low=0, open_low=True)
         in_range("model.lora.dropout", self.dropout, low=0, high=0.99)
-        why = "names no layer" if not self.targets or (not isinstance(self.targets, str) and "" in self.targets) else ""
-        if isinstance(self.targets, str):
-            try:
-                re.compile(self.targets)
-            except re.error as error:
-                why = f"is no regular expression: {error}"
-        if why:
-            raise ConfigError(f'model.lora.targets={self.targets!r} {why}. Use "all-linear", or layer names.')
+        check_targets("model.lora.targets", self.targets)
 
     @property
     def engine_rank(self) -> int | None:
@@ -65,7 +90,7 @@ class Lora:
         new_tokens: Sequence[int] = (),
         frozen: Sequence[str] = (),
     ) -> PeftModel:
-        """The model with fresh adapters, whose output equals the model's until the first update.
+        """Return the model with fresh adapters, whose output equals the model's until the first update.
 
         Args:
             model: A language model or a classifier.
@@ -113,7 +138,7 @@ class Lora:
         """Refuse targets that are in frozen parts alone."""
         if self.targets == "all-linear":
             return
-        matches = [name for name, _ in model.named_modules() if self._asks_for(name)]
+        matches = [name for name, _ in model.named_modules() if asks_for(self.targets, name)]
         if matches and set(matches) <= set(unasked):
             asked = self.targets if isinstance(self.targets, str) else list(self.targets)
             raise ConfigError(
@@ -121,12 +146,6 @@ class Lora:
                 f"({', '.join(matches[:4])}{', ...' if len(matches) > 4 else ''}). Name layers of the text, or let "
                 f"model.freeze={list(frozen)} leave these parts out."
             )
-
-    def _asks_for(self, module: str) -> bool:
-        """PEFT's reading of the targets: a text is a regular expression of the whole name."""
-        if isinstance(self.targets, str):
-            return re.fullmatch(self.targets, module) is not None
-        return f".{module}".endswith(tuple(f".{name}" for name in self.targets))
 
     def _rows(self, model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, list[int]] | None:
         """The rows to train, by module. Those of a module that is trained in full are among them anyway."""

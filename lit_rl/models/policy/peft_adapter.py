@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.adapter_kinds import check_kind, check_start
-from lit_rl.models.policy.lora import Lora
+from lit_rl.models.policy.lora import Lora, check_targets
 from lit_rl.models.policy.vision_parts import layers_unasked
 
 if TYPE_CHECKING:
@@ -28,19 +28,20 @@ _NOT_ALONE = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indic
 
 @dataclass(frozen=True, eq=False)
 class PeftAdapter:
-    """Train fresh adapters as a config of PEFT says, and leave the weights of the model as they are.
+    """Fresh adapters by a config of PEFT, which are trained, while the weights of the model stay as they are.
 
     Args:
         config: The config. It is copied: yours stays as it is.
 
     Raises:
-        ConfigError: the kind cannot be merged.
+        ConfigError: the kind cannot be merged, or target_modules are no regular expression.
     """
 
     config: Any
 
     def __post_init__(self) -> None:
         check_kind("model.lora", self.config)
+        check_targets(f"model.lora={type(self.config).__name__}(...): target_modules", self.targets)
 
     @property
     def r(self) -> int:
@@ -49,7 +50,7 @@ class PeftAdapter:
 
     @property
     def targets(self) -> str | list[str]:
-        """Names of layers, or "all-linear"."""
+        """Names of layers, a regular expression, or "all-linear"."""
         named = getattr(self.config, "target_modules", None) or "all-linear"
         return named if isinstance(named, str) else sorted(named)
 
@@ -74,7 +75,7 @@ class PeftAdapter:
         new_tokens: Sequence[int] = (),
         frozen: Sequence[str] = (),
     ) -> PeftModel:
-        """The model with fresh adapters; see `Lora.apply`.
+        """Return the model with fresh adapters; see `Lora.apply`.
 
         Raises:
             ConfigError: PEFT cannot put the adapters on this model, they split a tied weight, or the vocabulary has new
@@ -97,13 +98,14 @@ class PeftAdapter:
         if unasked and hasattr(config, "exclude_modules"):
             theirs = config.exclude_modules
             config.exclude_modules = (
-                "|".join([f"(?:{theirs})", *(rf"(?:.*\.)?{re.escape(name)}" for name in unasked)])
+                # Theirs comes first and as it is: flags, "(?i)", are allowed at the start of an expression alone.
+                "|".join([theirs, *(rf"(?:.*\.)?{re.escape(name)}" for name in unasked)])
                 if isinstance(theirs, str)
                 else [*(theirs or ()), *unasked]
             )
         try:
             adapted = get_peft_model(model, config)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, re.error) as error:
             raise ConfigError(f"model.lora={type(config).__name__}(...) does not fit this model: {error}") from error
         assert isinstance(adapted, PeftModel)
         check_merge(adapted, f"model.lora={type(config).__name__}(...)")

@@ -96,8 +96,9 @@ def check_merge(policy: nn.Module, made: str) -> None:
     kinds: dict[Any, tuple[str, nn.Module]] = {}
     for path, _, layer in pieces_of(policy, made):
         held: Any = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None  # pyright: ignore
-        if held is None or not all(p.is_floating_point() for p in held.parameters()):
-            continue  # of a quantised base another one is exported
+        # Of a quantised base another one is exported, and without storage there is nothing to run.
+        if held is None or not all(p.is_floating_point() for p in held.parameters()) or _has_no_storage(layer):
+            continue
         variants = tuple(type(each) for each in getattr(layer, "lora_variant", {}).values())
         kind = (type(layer), type(held), getattr(held, "bias", None) is None, variants)
         if kind not in kinds or _size(layer) < _size(kinds[kind][1]):
@@ -120,18 +121,26 @@ _MERGE_LIMIT = 1e-3
 """Share of a layer's output by which a merge in float32 may round."""
 
 
+def _has_no_storage(layer: nn.Module | None) -> bool:
+    return layer is not None and any(p.is_meta for p in layer.parameters())
+
+
 def _size(module: nn.Module | None) -> int:
     return 0 if module is None else sum(p.numel() for p in module.parameters())
 
 
 @torch.no_grad()
 def _merge_is_off_by(layer: nn.Module) -> float:
-    """The largest difference that a merge makes to what the layer gives, as a share of the largest number there."""
-    twin: Any = copy.deepcopy(layer).float().eval()
-    draw = torch.Generator().manual_seed(0)
+    """Return the largest difference that a merge makes to what the layer gives, as a share of the largest number there.
+
+    A copy on the CPU in float32 is tried, whatever device and type the layer has: its numbers are drawn there, and no
+    narrow product rounds.
+    """
+    twin: Any = copy.deepcopy(layer).to("cpu", torch.float32).eval()
+    draw = torch.Generator("cpu").manual_seed(0)
     for parameter in twin.parameters():
         if parameter.requires_grad:
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw))
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw, device="cpu"))
     given = _example(twin.get_base_layer(), draw)
     before = None if given is None else twin(given)
     plain = merged(twin)
@@ -141,13 +150,13 @@ def _merge_is_off_by(layer: nn.Module) -> float:
 
 
 def _example(layer: Any, draw: torch.Generator) -> Tensor | None:
-    """An input for a layer; None where the layer is of a kind that takes more than one tensor, or another."""
+    """Return an input on the CPU; None where the layer is of a kind that takes more than one tensor, or another."""
     from transformers.pytorch_utils import Conv1D
 
     if isinstance(layer, nn.Embedding):
-        return torch.arange(min(8, layer.num_embeddings))[None]
+        return torch.arange(min(8, layer.num_embeddings), device="cpu")[None]
     width = layer.in_features if isinstance(layer, nn.Linear) else layer.nx if isinstance(layer, Conv1D) else None
-    return None if width is None else torch.randn(1, 4, width, generator=draw)
+    return None if width is None else torch.randn(1, 4, width, generator=draw, device="cpu")
 
 
 def _pieces(module: nn.Module, prefix: str = "") -> Iterator[Piece]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lit_rl.models.policy.lora import asks_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -13,12 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear layers of one name and size."""
+    """Linear layers of one size."""
 
-    name: str
     inputs: int
     outputs: int
-    count: int
+    paths: tuple[str, ...]
+    """Their names in the model."""
+
+    @property
+    def count(self) -> int:
+        """Number of them."""
+        return len(self.paths)
+
+    def only(self, kept: Callable[[str], bool]) -> Linear:
+        """Return those of them whose path is kept."""
+        return replace(self, paths=tuple(path for path in self.paths if kept(path)))
 
 
 @dataclass(frozen=True)
@@ -90,11 +102,11 @@ class ModelShape:
         return self.head + sum(linear.inputs * linear.outputs * linear.count for linear in self.linears)
 
     def adapted(self, targets: str | list[str]) -> tuple[Linear, ...]:
-        """The linear layers that get an adapter: "all-linear", or those of these names."""
+        """Return the linear layers that get an adapter: all for "all-linear", or those that `asks_for` finds."""
         if targets == "all-linear":
             return self.linears
-        names = [targets] if isinstance(targets, str) else targets
-        return tuple(linear for linear in self.linears if linear.name in {name.rpartition(".")[2] for name in names})
+        asked = (linear.only(lambda path: asks_for(targets, path)) for linear in self.linears)
+        return tuple(linear for linear in asked if linear.paths)
 
 
 class _Counted(NamedTuple):
@@ -109,7 +121,7 @@ class _Counted(NamedTuple):
 
 @cache
 def _counted(kind: type, text: str) -> _Counted:
-    """What the model that a config describes tells."""
+    """Return what the model that a config describes tells."""
     import json
 
     import torch
@@ -124,12 +136,12 @@ def _counted(kind: type, text: str) -> _Counted:
         model: Any = auto_class(config).from_config(config)
     model.tie_weights()
     head = model.get_output_embeddings()
-    found: Counter[tuple[str, int, int]] = Counter()
+    found: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     for name, part in model.named_modules():
         if part is not head and isinstance(part, nn.Linear | Conv1D):
             inputs, outputs = part.weight.shape if isinstance(part, Conv1D) else part.weight.shape[::-1]
-            found[(name.rpartition(".")[2], int(inputs), int(outputs))] += 1
-    linears = tuple(Linear(*key, count=count) for key, count in sorted(found.items()))
+            found[(int(inputs), int(outputs))].append(name)
+    linears = tuple(Linear(*size, paths=tuple(paths)) for size, paths in sorted(found.items()))
     parameters = sum(p.numel() for p in model.parameters())
     recomputes = model.supports_gradient_checkpointing
     return _Counted(parameters, linears, recomputes, can_share(model.eval()), drops_out(model))

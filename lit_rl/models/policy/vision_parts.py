@@ -85,7 +85,7 @@ def trained_by_images(module: nn.Module) -> list[nn.Parameter]:
 
 
 def layers_unasked(model: Any, targets: str | Sequence[str], frozen: Sequence[str] = ("vision",)) -> list[str]:
-    """Modules of a model over images that get no adapter.
+    """Return the modules of a model over images that get no adapter, by name.
 
     Args:
         model: Any model; one over text has none such.

@@ -23,10 +23,11 @@ from lit_rl.models.policy import forward
 from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.loading import disable_dropout
+from lit_rl.models.policy.lora import check_targets
 from lit_rl.models.policy.options import DEFAULT
 from lit_rl.models.policy.positions import trunk_inputs
 from lit_rl.models.policy.trunk import copied_trunk, frozen_trunk, hidden_size, trunk_of
-from lit_rl.models.policy.vision_parts import layers_unasked
+from lit_rl.models.policy.vision_parts import PARTS, layers_unasked
 from lit_rl.models.scoring.model import SEQUENCES, is_scoring, load_scoring_base
 from lit_rl.models.scoring.value_head import ValueHead, ValueModel
 from lit_rl.rollout import Completions, Sampling
@@ -171,7 +172,8 @@ class AdapterCritic(_OwnTrunk):
     Args:
         r: Rank of the adapter, at least 1.
         alpha: The adapter's output is multiplied by alpha / r.
-        targets: Names of the linear layers that get an adapter, or "all-linear".
+        targets: Names of the linear layers that get an adapter; a regular expression of whole names in the trunk; or
+            "all-linear". The last two mean layers of the text, and names those of a projector too.
     """
 
     r: int = 16
@@ -181,8 +183,7 @@ class AdapterCritic(_OwnTrunk):
     def __post_init__(self) -> None:
         in_range("algo.critic.r", self.r, low=1)
         in_range("algo.critic.alpha", self.alpha, low=0, open_low=True)
-        if not self.targets or (not isinstance(self.targets, str) and "" in self.targets):
-            raise ConfigError(f'algo.critic.targets={self.targets!r} names no layer. Use "all-linear", or layer names.')
+        check_targets("algo.critic.targets", self.targets)
 
     def check(self, model: LanguageModel) -> None:
         """Raises ConfigError: the policy has no frozen base."""
@@ -193,15 +194,20 @@ class AdapterCritic(_OwnTrunk):
             )
 
     def module(self, policy: nn.Module) -> nn.Module:
-        """Raises ConfigError: the policy has no frozen base, or ``targets`` names none of its layers."""
+        """Return the critic of a policy.
+
+        Raises:
+            ConfigError: the policy has no frozen base, or ``targets`` names none of its layers.
+        """
         from peft import LoraConfig, get_peft_model
 
         trunk: Any = frozen_trunk(policy, "algo/critic=adapter")
+        frozen = PARTS if isinstance(self.targets, str) else ("vision",)
         config = LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,  # pyright: ignore[reportArgumentType]  # PEFT says int and only ever divides it
             target_modules=self.targets if isinstance(self.targets, str) else list(self.targets),
-            exclude_modules=layers_unasked(trunk, self.targets) or None,
+            exclude_modules=layers_unasked(trunk, self.targets, frozen) or None,
         )
         try:
             adapted = get_peft_model(trunk, config, adapter_name="critic")

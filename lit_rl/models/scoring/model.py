@@ -142,7 +142,7 @@ def _given_scorer(model: LoadedModel, scoring: Scoring) -> PreTrainedModel | Pef
 
 
 def load_scoring_base(model: LanguageModel, scoring: Scoring) -> PreTrainedModel:
-    """The same without adapters; every weight but a fresh head's is checked to have come from the files."""
+    """Return the model without adapters; every weight but a fresh head's is checked to have come from the files."""
     import transformers
 
     found, kwargs = model.config_and_kwargs
