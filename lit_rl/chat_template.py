@@ -41,8 +41,8 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> 
     that object: a template that writes objects as JSON would write such a text as a string of JSON. Where the template
     refuses objects (DeepSeek-V3's), it gets all arguments as JSON text. Where it reads no text but in parts (of models
     over images, such as SmolVLM), every content is handed over as a list of parts. What the assistant thinks is handed
-    over by the key that the template reads (`THOUGHTS`); also what stands between `<think>` and `</think>` in a content
-    of which the template would make an empty thought and words.
+    over by the key that the template reads (`THOUGHTS`); also a thought at the very beginning of a content, between
+    `<think>` and `</think>` or before a line `</think>`, of which the template would make an empty thought and words.
 
     Args:
         tokenizer: Of transformers, with a chat template.
@@ -117,7 +117,10 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of messages in which data sets keep what the assistant thinks before it answers."""
 
 _OPENS, _CLOSES = "<think>", "</think>"
-_SPLITS = re.compile(rf"\s*(?:{_OPENS})?(.*?){_CLOSES}(.*)", re.DOTALL)
+_OPENED = re.compile(rf"\s*{_OPENS}(.*?){_CLOSES}(.*)", re.DOTALL)
+_CLOSED = re.compile(rf"(\s*|.*?\n)[ \t]*{_CLOSES}[ \t\r]*(|[\n<].*)", re.DOTALL)
+"""A content with a thought between both marks; and with the end of one that the generation prompt has opened, whose
+mark stands on a line of its own, or before the mark of a call. Marks anywhere else are what the reply talks of."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,11 @@ def _thinking_apart(message: Mapping[str, Any], takes: _Thinking) -> Mapping[str
         return {**{key: item for key, item in message.items() if key != given}, takes.keys[0]: message[given]}
     if not isinstance(content, str):
         return message
-    found = _SPLITS.fullmatch(content)
-    if found is None or not takes.apart[0 if content.lstrip().startswith(_OPENS) else 1]:
+    opened = content.lstrip().startswith(_OPENS)
+    found = (_OPENED if opened else _CLOSED).fullmatch(content)
+    if found is None or not takes.apart[0 if opened else 1]:
+        return message
+    if not opened and (_OPENS in found[1] or content.count(_CLOSES) > 1):
         return message
     return {**message, takes.keys[0]: found[1].strip("\n"), "content": found[2].lstrip("\n")}
 
