@@ -199,7 +199,7 @@ def _check_numbers(trainer: Mapping[str, Any]) -> None:
         raise ConfigError(f"trainer.deterministic={fixed!r}: allowed is true, false or warn.")
     profiler = trainer.get("profiler")
     if isinstance(profiler, str | int | float):
-        one_of("trainer.profiler", str(profiler), ("simple", "advanced", "pytorch", "xla"))
+        one_of("trainer.profiler", str(profiler).lower(), ("simple", "advanced", "pytorch", "xla"))
     lows = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1, "num_nodes": 1}
     for name, low in lows.items():
         if isinstance(value := trainer.get(name), int):
