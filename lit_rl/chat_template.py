@@ -35,7 +35,7 @@ _EVERY = 0.25
 
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> Any:
-    """As the tokenizer's own, for at most `LIMIT` seconds, and for a text of about `LONGEST` characters.
+    """Render as the tokenizer's own does, for at most `LIMIT` seconds, a text of about `LONGEST` characters at most.
 
     Arguments of tool calls that are the JSON text of an object, as the APIs of servers write them, are handed over as
     that object: a template that writes objects as JSON would write such a text as a string of JSON. Where the template
@@ -100,7 +100,7 @@ def call_arguments(arguments: Any) -> Any:
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Any], how: dict[str, Any]) -> Any:
-    """The rendering, with thoughts and words as the template takes them."""
+    """Return the rendering, with thoughts and words as the template takes them."""
     placed = _in_parts if _wants_parts(tokenizer) else list[Any]
     told = _with_thoughts(tokenizer, messages)
     try:
@@ -125,7 +125,7 @@ mark stands on a line of its own, or before the mark of a call. Marks anywhere e
 
 @dataclass(frozen=True)
 class _Thinking:
-    """How a template takes thoughts."""
+    """The way in which a template takes thoughts."""
 
     keys: tuple[str, ...]
     """Of `THOUGHTS`, those that it reads."""
@@ -138,7 +138,7 @@ _thinking: dict[str, _Thinking] = {}
 
 
 def _with_thoughts(tokenizer: Any, messages: Sequence[Any]) -> Sequence[Any]:
-    """The messages with thoughts by the key that the template reads."""
+    """Return the messages with thoughts by the key that the template reads."""
 
     def thinks(message: Any) -> bool:
         return isinstance(message, Mapping) and (

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code of a command line."""
+    """Run a command line and return its exit code."""
     process.prepare()
     arguments = _with_dashes(arguments)
     commands = (*HYDRA, *LIGHT, *LIGHTNING)

@@ -19,7 +19,7 @@ from lit_rl.errors import ConfigError, StorageError, did_you_mean
 
 
 def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
-    """The Trainer with the run's own parts: whole checkpoints, metrics.jsonl, and a record that a resume can cut.
+    """Return the Trainer with the run's parts: whole checkpoints, metrics.jsonl, and a record that a resume can cut.
 
     Args:
         tree: The config, in plain values.

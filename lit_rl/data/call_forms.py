@@ -73,7 +73,7 @@ def _as_text(part: Any) -> Any:
 
 
 def read_calls(value: Any, where: str) -> list[Any]:
-    """The calls that a value writes out: a list, a single one, or the text of either; each in our form.
+    """Return the calls that a value writes out, in our form: a list, a single one, or the text of either.
 
     Raises:
         DataError: it is a text of anything else, or a call has its arguments twice.
@@ -86,7 +86,7 @@ def read_calls(value: Any, where: str) -> list[Any]:
 
 
 def literal_of(text: str) -> Any:
-    """The value that a text writes out, as JSON or as Python does; the text itself where it is neither."""
+    """Return the value that a text writes out, as JSON or as Python does; the text itself where it is neither."""
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text.strip())
@@ -96,7 +96,7 @@ def literal_of(text: str) -> Any:
 
 
 def _with_listed_calls(message: Mapping[str, Any], where: str) -> Any:
-    """The message with its calls as a list in our form."""
+    """Return the message with its calls as a list in our form."""
     given, older = message.get("tool_calls"), message.get("function_call")
     absent = [key for key in _CALLS if message.get(key) is not None and _says_nothing(message[key])]
     if absent:
@@ -139,7 +139,7 @@ def _are_among(calls: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _call(call: Any, where: str) -> Any:
-    """A call with its function in a mapping; what is none is left to who checks messages."""
+    """Return a call with its function in a mapping; what is none is left to who checks messages."""
     if not isinstance(call, Mapping):
         return call
     function = call.get("function")
@@ -168,7 +168,7 @@ def _call(call: Any, where: str) -> Any:
 
 
 def _spoken(message: Mapping[str, Any], parts: Sequence[Any], where: str) -> Any:
-    """The assistant's message with the thoughts and calls of its parts in keys."""
+    """Return the assistant's message with the thoughts and calls of its parts in keys."""
     kinds = [str(part.get("type")) if isinstance(part, Mapping) else "" for part in parts]
     if "redacted_thinking" in kinds:
         raise _unclear(where, "has a thought that is encrypted (redacted_thinking): leave the part out.")
@@ -220,7 +220,7 @@ def _thought(part: Mapping[str, Any], where: str) -> str:
 
 
 def _answered(message: Mapping[str, Any], parts: Sequence[Any], names: Mapping[str, str]) -> list[Any]:
-    """The user's message, with the answers of tools among its parts as messages of their own, in their order."""
+    """Return the user's message, with the answers of tools among its parts as messages of their own, in their order."""
     found: list[Any] = []
     changed = False
     for part in parts:

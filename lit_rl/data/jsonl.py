@@ -17,7 +17,7 @@ ON_BAD_ROW = ("error", "skip")
 
 
 class JsonlReader:
-    """Iterates `(line number, row)` over a file of one JSON object a line, holding one line at a time.
+    """The `(line number, row)` pairs of a file of one JSON object a line, of which one line at a time is held.
 
     UTF-8. A byte order mark, CRLF line ends and blank lines are accepted. A line that is not one JSON object, holds the
     literals NaN or Infinity, a number too large for a float, or one of its own keys twice, is bad. Deeper in it the
@@ -96,7 +96,7 @@ def row_of_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """One JSON object from UTF-8 bytes.
+    """Return one JSON object from UTF-8 bytes.
 
     Raises:
         ValueError: says in a few words what is wrong, without the text itself.

@@ -97,7 +97,7 @@ def load_rows(
 
 
 def local_path(path: str | Path) -> Path | None:
-    """The file or folder that is meant; None where it is a hub id.
+    """Return the file or folder that is meant; None where it is a hub id.
 
     Raises:
         DataError: it looks like a path, and nothing is there; or what is there is neither a file nor a folder.

@@ -96,7 +96,7 @@ class SupervisedText:
         encoder.left_out.say()
 
     def batch(self, encoder: Encoder, index: int, seed: int) -> TokenBatch:
-        """The texts of one optimizer step, the same on every rank: each micro-batch of each rank takes its rows of it.
+        """Return the texts of one optimizer step, the same on every rank: a rank's micro-batch takes its rows of them.
 
         Args:
             encoder: With the policy's tokenizer.
@@ -119,7 +119,7 @@ class SupervisedText:
         return np.concatenate(orders)[start - cycles[0] * size :][: self.batch_size].tolist()
 
     def _encode(self, encoder: Encoder, index: int) -> Encoded:
-        """A row as tokens."""
+        """Return a row as tokens."""
         row, where = self.rows[index], self.rows.where(index)
         prompt, text = self._parts(self.rows, index)
         if isinstance(prompt, list):

@@ -49,7 +49,7 @@ class _Ready:
 
 
 class Interaction(EpisodeSource):
-    """What answers the policy of a run.
+    """The environments that answer the policy of a run.
 
     Args:
         factory: Makes the environments.
@@ -249,7 +249,7 @@ class Interaction(EpisodeSource):
         rows: Sequence[Row],
         openings: Sequence[Opening],
     ) -> OpenedPrompt:
-        """A prompt with what its environments began with."""
+        """Return a prompt with what its environments began with."""
         sound = [opening for opening, row in zip(openings, rows) if not row.failed]
         opening = sound[0] if sound else None
         if differing := [other for other in sound if other != opening]:

@@ -72,7 +72,7 @@ class _Rendered:
 
 @dataclass
 class Encoder:
-    """Renders and tokenises the parts of records.
+    """A renderer and tokeniser of the parts of records.
 
     Strings: the prompt's tokens are those of `encode_prompt`, with which the model is asked when it generates. Where
     they begin the tokens of prompt and completion together, those are the text, as in TRL 1.16. Where a token would
@@ -125,7 +125,7 @@ class Encoder:
         """A string prompt and its tokens: those of a pair ask for them twice."""
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> Encoder:
-        """The encoder of a row with its own arguments of the chat template; what it finds left out, this one says."""
+        """Return a row's encoder, with its own arguments of the chat template; this one says what that finds left out."""
         if not kwargs:
             return self
         own = copy(self)
@@ -392,7 +392,7 @@ class Encoder:
         return found
 
     def _closed(self, text: Encoded, where: str) -> Encoded:
-        """The text with an end of its last turn, at which generation ends.
+        """Return the text with an end of its last turn, at which generation ends.
 
         Raises:
             ConfigError: the template ends it by a control token at which generation does not end.
