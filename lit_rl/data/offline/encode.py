@@ -125,7 +125,7 @@ class Encoder:
         """A string prompt and its tokens: those of a pair ask for them twice."""
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> Encoder:
-        """Return a row's encoder, with its own arguments of the chat template; this one says what that finds left out."""
+        """Return the encoder of a row with its own arguments of the chat template; this one says what is left out."""
         if not kwargs:
             return self
         own = copy(self)
