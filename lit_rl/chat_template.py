@@ -35,14 +35,14 @@ _EVERY = 0.25
 
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> Any:
-    """As the tokenizer's own, for at most `LIMIT` seconds, and for a text of about `LONGEST` characters.
+    """Render as the tokenizer's own does, for at most `LIMIT` seconds, a text of about `LONGEST` characters at most.
 
     Arguments of tool calls that are the JSON text of an object, as the APIs of servers write them, are handed over as
     that object: a template that writes objects as JSON would write such a text as a string of JSON. Where the template
     refuses objects (DeepSeek-V3's), it gets all arguments as JSON text. Where it reads no text but in parts (of models
     over images, such as SmolVLM), every content is handed over as a list of parts. What the assistant thinks is handed
-    over by the key that the template reads (`THOUGHTS`); also what stands between `<think>` and `</think>` in a content
-    of which the template would make an empty thought and words.
+    over by the key that the template reads (`THOUGHTS`); also a thought at the very beginning of a content, between
+    `<think>` and `</think>` or before a line `</think>`, of which the template would make an empty thought and words.
 
     Args:
         tokenizer: Of transformers, with a chat template.
@@ -100,7 +100,7 @@ def call_arguments(arguments: Any) -> Any:
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Any], how: dict[str, Any]) -> Any:
-    """The rendering, with thoughts and words as the template takes them."""
+    """Return the rendering, with thoughts and words as the template takes them."""
     placed = _in_parts if _wants_parts(tokenizer) else list[Any]
     told = _with_thoughts(tokenizer, messages)
     try:
@@ -117,12 +117,15 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of messages in which data sets keep what the assistant thinks before it answers."""
 
 _OPENS, _CLOSES = "<think>", "</think>"
-_SPLITS = re.compile(rf"\s*(?:{_OPENS})?(.*?){_CLOSES}(.*)", re.DOTALL)
+_OPENED = re.compile(rf"\s*{_OPENS}(.*?){_CLOSES}(.*)", re.DOTALL)
+_CLOSED = re.compile(rf"(\s*|.*?\n)[ \t]*{_CLOSES}[ \t\r]*(|[\n<].*)", re.DOTALL)
+"""A content with a thought between both marks; and with the end of one that the generation prompt has opened, whose
+mark stands on a line of its own, or before the mark of a call. Marks anywhere else are what the reply talks of."""
 
 
 @dataclass(frozen=True)
 class _Thinking:
-    """How a template takes thoughts."""
+    """The way in which a template takes thoughts."""
 
     keys: tuple[str, ...]
     """Of `THOUGHTS`, those that it reads."""
@@ -135,7 +138,7 @@ _thinking: dict[str, _Thinking] = {}
 
 
 def _with_thoughts(tokenizer: Any, messages: Sequence[Any]) -> Sequence[Any]:
-    """The messages with thoughts by the key that the template reads."""
+    """Return the messages with thoughts by the key that the template reads."""
 
     def thinks(message: Any) -> bool:
         return isinstance(message, Mapping) and (
@@ -157,8 +160,11 @@ def _thinking_apart(message: Mapping[str, Any], takes: _Thinking) -> Mapping[str
         return {**{key: item for key, item in message.items() if key != given}, takes.keys[0]: message[given]}
     if not isinstance(content, str):
         return message
-    found = _SPLITS.fullmatch(content)
-    if found is None or not takes.apart[0 if content.lstrip().startswith(_OPENS) else 1]:
+    opened = content.lstrip().startswith(_OPENS)
+    found = (_OPENED if opened else _CLOSED).fullmatch(content)
+    if found is None or not takes.apart[0 if opened else 1]:
+        return message
+    if not opened and (_OPENS in found[1] or content.count(_CLOSES) > 1):
         return message
     return {**message, takes.keys[0]: found[1].strip("\n"), "content": found[2].lstrip("\n")}
 

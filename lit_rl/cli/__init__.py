@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code of a command line."""
+    """Run a command line and return its exit code."""
     process.prepare()
     arguments = _with_dashes(arguments)
     commands = (*HYDRA, *LIGHT, *LIGHTNING)
@@ -60,7 +60,9 @@ def run(arguments: list[str]) -> int:
         return 0
     from lit_rl.cli.messages import command_stands_first, reported, usage
 
-    if not command and (late := next((word for word in rest if word in LIGHTNING), None)):
+    values = {i + 1 for i, word in enumerate(rest) if word.startswith("-") and "=" not in word}  # of options
+    late = next((word for i, word in enumerate(rest) if word in LIGHTNING and i not in values), None)
+    if late and not command:
         return reported(lambda: command_stands_first(late, rest))
     if command in LIGHT:
         return reported(lambda: _light(command, rest, commands))

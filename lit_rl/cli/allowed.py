@@ -155,7 +155,7 @@ def _check(value: Any, asked: list[dict[str, Any]]) -> None:
 
 
 def _check_length(trainer: Mapping[str, Any]) -> None:
-    """What Lightning refuses as the length of a run."""
+    """Refuse what Lightning refuses as the length of a run."""
     for name, endless in _ENDLESS.items():
         value = trainer.get(name)
         if isinstance(value, int) and value < -1:
@@ -187,7 +187,7 @@ def check_warmup(config: DictConfig, typed: Collection[str]) -> None:
 
 
 def _check_numbers(trainer: Mapping[str, Any]) -> None:
-    """Settings of the Trainer of several types, which no schema checks."""
+    """Check settings of the Trainer of several types, which no schema checks."""
     for name in _SHARES:
         if isinstance(value := trainer.get(name), str):
             in_range(f"trainer.{name}", value, low=0)  # pyright: ignore (it says that this is no number)
@@ -199,7 +199,7 @@ def _check_numbers(trainer: Mapping[str, Any]) -> None:
         raise ConfigError(f"trainer.deterministic={fixed!r}: allowed is true, false or warn.")
     profiler = trainer.get("profiler")
     if isinstance(profiler, str | int | float):
-        one_of("trainer.profiler", str(profiler), ("simple", "advanced", "pytorch", "xla"))
+        one_of("trainer.profiler", str(profiler).lower(), ("simple", "advanced", "pytorch", "xla"))
     lows = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1, "num_nodes": 1}
     for name, low in lows.items():
         if isinstance(value := trainer.get(name), int):
@@ -241,7 +241,7 @@ def check_accumulation(accumulate: Any) -> None:
 
 
 def _check_devices(trainer: Mapping[str, Any]) -> None:
-    """Lightning takes a number, a list of numbers, or a text of them."""
+    """Refuse devices other than Lightning takes: a number, a list of numbers, or a text of them."""
     devices = trainer.get("devices")
     if devices in (0, "0", "", [], False) or (isinstance(devices, int) and devices < -1):
         raise ConfigError(

@@ -25,7 +25,7 @@ def name_of(data: dict[str, Any]) -> str:
 
 
 def run(config: DictConfig) -> int:
-    """`lit-rl data-check`: choose the group, build the data module and look at it."""
+    """Run `lit-rl data-check`: choose the group, build the data module and look at it."""
     config, note = with_data_group(config)
     tree = plain(config)
     sys.stdout.write(f"{note}\n" if note else "")

@@ -54,14 +54,14 @@ def run(config: DictConfig) -> int:
 
 
 def _held(model: LanguageModel, checkpoint: Path, trainer: Mapping[str, Any]) -> LanguageModel:
-    """The model in the type that the run held its weights in, as the run's own export has them."""
+    """Return the model in the type that the run held its weights in, as the run's own export has them."""
     shards = "fsdp" in str(trainer.get("strategy")).lower()  # held in float32, whatever they compute in
     return model.held_in("bfloat16") if precision_of(checkpoint) == BF16 and not shards else model
 
 
 @contextlib.contextmanager
 def _told_where_the_base_was(name: str) -> Iterator[None]:
-    """A checkpoint of an adapter does not hold the base, which may have moved since."""
+    """Say where the base was: a checkpoint of an adapter does not hold it, and it may have moved since."""
     try:
         yield
     except (ConfigError, BackendError, StorageError) as error:

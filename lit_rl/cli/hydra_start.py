@@ -166,7 +166,7 @@ def _load(task: str) -> None:
 
 
 def _check(config: DictConfig) -> None:
-    """What no command takes."""
+    """Refuse what no command takes."""
     typed = hydra_node.typed(HydraConfig.get().overrides.task, "allow_targets")
     own_keys.check_read(HydraConfig.get().runtime.choices, config)
     typed_secrets.check(config)

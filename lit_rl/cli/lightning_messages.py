@@ -43,7 +43,7 @@ def _ours(error: BaseException | None) -> LitRLError | None:
 
 
 def _explained(text: str, factories: Factories) -> ConfigError:
-    """From jsonargparse's account to the key and the reason."""
+    """Return the key and the reason, from jsonargparse's account of them."""
     key = ".".join(_keys(text))
     if denied := re.search(r"Importing '([^']+)' is not allowed", text):
         target, listed = denied.group(1), ", ".join(f"{prefix}*" for prefix in ALLOWED)

@@ -219,11 +219,13 @@ def _of_its_type(error: Any, reason: str) -> ConfigError:
         error: Of OmegaConf, which knows the key and what stands there.
         reason: The first line that it says.
     """
+    from omegaconf import DictConfig, Node
+
     followed = re.match(r"While dereferencing interpolation '\$\{([\w.]+)\}': (.*)", reason, re.DOTALL)
     key, reason = (followed[1], followed[2]) if followed else (str(error.full_key), reason)
-    name, group, default = key.rpartition(".")[2], error.parent_node, None
-    if not followed and group is not None and (node := group._get_node(name)) is not None:
-        default = node._value()
+    name, group, default, optional = key.rpartition(".")[2], error.parent_node, None, False
+    if not followed and isinstance(group, DictConfig) and isinstance(node := group._get_node(name), Node):
+        default, optional = node._value(), node._is_optional()
     nothing = re.search(r"is not Optional|Incompatible value 'None'", reason)
     wrong = re.search(
         r"Value '(.*)' (?:of type '(\w+)' could not be converted to (Integer|Float)|is not a valid (bool))",
@@ -249,7 +251,7 @@ def _of_its_type(error: Any, reason: str) -> ConfigError:
         return ConfigError(
             f"{key}={value}: it takes a whole number, without a point or an exponent. Type {key}={whole}."
         )
-    nothing = f" Nothing is {key}=null." if value.lower() in ("none", "nil", "~") else ""
+    nothing = f" Nothing is {key}=null." if optional and value.lower() in ("none", "nil", "~") else ""
     one = "true or false" if kind == "bool" else f"one, such as {key}={example}"
     return ConfigError(f"{key}={value} is no {what}: type {one}.{nothing}")
 

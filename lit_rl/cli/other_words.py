@@ -112,7 +112,7 @@ def of_export(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words with ours in place of others, and those that were put in.
+    """Return the words with ours in place of others, and those that were put in.
 
     Raises:
         ConfigError: a name could be several keys, a choice is none of its group's, or a key begins with no group.

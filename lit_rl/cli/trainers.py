@@ -19,7 +19,7 @@ from lit_rl.errors import ConfigError, StorageError, did_you_mean
 
 
 def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
-    """The Trainer with the run's own parts: whole checkpoints, metrics.jsonl, and a record that a resume can cut.
+    """Return the Trainer with the run's parts: whole checkpoints, metrics.jsonl, and a record that a resume can cut.
 
     Args:
         tree: The config, in plain values.
@@ -53,7 +53,7 @@ def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
         loggers = [JsonlLogger(run_dir.metrics), *(build(node) for node in (tree.get("logger") or {}).values() if node)]
 
     if (root := settings["default_root_dir"]) and not dry:
-        _check_root(Path(str(root)).expanduser())
+        _check_root(str(root))
     settings["callbacks"] = callbacks + _as_list(settings["callbacks"])
     if wrong := [callback for callback in settings["callbacks"] if not isinstance(callback, L.Callback)]:
         raise ConfigError(f"{wrong[0]!r} is no callback: callbacks and trainer.callbacks are those of Lightning.")
@@ -73,8 +73,11 @@ def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
     return let_loggers_fail(trainer)
 
 
-def _check_root(folder: Path) -> None:
+def _check_root(root: str) -> None:
     """Refuse a folder of the Trainer's that cannot be made or written: every sample of the run would be lost there."""
+    if "://" in root:  # Lightning writes there by fsspec
+        return
+    folder = Path(root).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writes = os.access(folder, os.W_OK)

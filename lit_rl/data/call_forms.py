@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lit_rl.chat_template import THOUGHTS
+from lit_rl.chat_template import THOUGHTS, call_arguments
 from lit_rl.data.checks import excerpt
 from lit_rl.data.raw_rows import ARGUMENTS
 from lit_rl.errors import DataError
@@ -54,17 +54,26 @@ def with_our_calls(messages: Sequence[Any], where: str) -> list[Any]:
         if role == "assistant" and isinstance(content, list):
             message = _spoken(message, content, place)
         for call in message.get("tool_calls") or ():
-            if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
-                names[str(call.get("id"))] = str(call["function"].get("name"))
+            if isinstance(call, Mapping) and call.get("id") is not None and isinstance(call.get("function"), Mapping):
+                names[str(call["id"])] = str(call["function"].get("name"))
         if role == "user" and isinstance(content, list):
             found += _answered(message, content, names)
+        elif role in ("system", "developer") and isinstance(content, list):
+            told = [_as_text(part) for part in content]
+            found.append(message if told == content else {**message, "content": told})
         else:
             found.append(message)
     return found
 
 
+def _as_text(part: Any) -> Any:
+    """Return a part of OpenAI's Responses API as a part of text; any other as it is."""
+    is_input = isinstance(part, Mapping) and part.get("type") == "input_text"
+    return {**part, "type": "text"} if is_input else part
+
+
 def read_calls(value: Any, where: str) -> list[Any]:
-    """The calls that a value writes out: a list, a single one, or the text of either; each in our form.
+    """Return the calls that a value writes out, in our form: a list, a single one, or the text of either.
 
     Raises:
         DataError: it is a text of anything else, or a call has its arguments twice.
@@ -77,7 +86,7 @@ def read_calls(value: Any, where: str) -> list[Any]:
 
 
 def literal_of(text: str) -> Any:
-    """The value that a text writes out, as JSON or as Python does; the text itself where it is neither."""
+    """Return the value that a text writes out, as JSON or as Python does; the text itself where it is neither."""
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text.strip())
@@ -87,22 +96,50 @@ def literal_of(text: str) -> Any:
 
 
 def _with_listed_calls(message: Mapping[str, Any], where: str) -> Any:
-    """The message with its calls as a list in our form."""
+    """Return the message with its calls as a list in our form."""
     given, older = message.get("tool_calls"), message.get("function_call")
+    absent = [key for key in _CALLS if message.get(key) is not None and _says_nothing(message[key])]
+    if absent:
+        message = {key: item for key, item in message.items() if key not in absent}
+        given, older = message.get("tool_calls"), message.get("function_call")
     if older:
-        if given:
-            raise _unclear(where, "has calls in function_call and in tool_calls: leave one of them out.")
-        message, given = {key: item for key, item in message.items() if key != "function_call"}, older
-    elif given is None or (isinstance(given, str) and not given.strip()):
-        return message if not given else {key: item for key, item in message.items() if key != "tool_calls"}
+        message = {key: item for key, item in message.items() if key != "function_call"}
+        if given and not _are_among(read_calls(older, where), read_calls(given, where)):
+            raise _unclear(where, "has calls in function_call and others in tool_calls: leave one of them out.")
+        given = given or older
     if not isinstance(given, str | Mapping | list):
         return message
     calls = read_calls(given, where)
     return message if not older and calls == given else {"content": None, **message, "tool_calls": calls}
 
 
+_CALLS = ("tool_calls", "function_call")
+
+
+def _says_nothing(value: Any) -> bool:
+    """Tell whether it is nothing, the text of that, or what a table makes of a struct that a row does not have."""
+    if isinstance(value, Mapping):
+        return all(map(_says_nothing, value.values()))
+    return value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null"))
+
+
+def _are_among(calls: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Tell whether every one of these calls, in our form, is one of the others too, written in another place."""
+
+    def same(one: Any, other: Any) -> bool:
+        if not all(isinstance(each, Mapping) and isinstance(each.get("function"), Mapping) for each in (one, other)):
+            return bool(one == other)
+        named = [each["id"] for each in (one, other) if each.get("id") is not None]
+        said = [
+            (each["function"].get("name"), call_arguments(each["function"].get("arguments"))) for each in (one, other)
+        ]
+        return len(set(map(str, named))) < 2 and said[0] == said[1]
+
+    return len(calls) <= len(others) and all(any(same(call, other) for other in others) for call in calls)
+
+
 def _call(call: Any, where: str) -> Any:
-    """A call with its function in a mapping; what is none is left to who checks messages."""
+    """Return a call with its function in a mapping; what is none is left to who checks messages."""
     if not isinstance(call, Mapping):
         return call
     function = call.get("function")
@@ -118,6 +155,8 @@ def _call(call: Any, where: str) -> Any:
         rest = {key: item for key, item in rest.items() if item is not None} | {"type": "function"}
     else:
         return call
+    if rest is call and isinstance(inner.get("name"), str) and inner.get("arguments") is not None:
+        return call if inner is call["function"] else {**call, "function": inner}  # in our form: no other key counts
     given = [key for key in ARGUMENTS if inner.get(key) is not None]
     if len(given) > 1:
         raise _unclear(where, f"has a call with {' and '.join(given)}: keep the one that holds its arguments.")
@@ -129,7 +168,7 @@ def _call(call: Any, where: str) -> Any:
 
 
 def _spoken(message: Mapping[str, Any], parts: Sequence[Any], where: str) -> Any:
-    """The assistant's message with the thoughts and calls of its parts in keys."""
+    """Return the assistant's message with the thoughts and calls of its parts in keys."""
     kinds = [str(part.get("type")) if isinstance(part, Mapping) else "" for part in parts]
     if "redacted_thinking" in kinds:
         raise _unclear(where, "has a thought that is encrypted (redacted_thinking): leave the part out.")
@@ -138,13 +177,14 @@ def _spoken(message: Mapping[str, Any], parts: Sequence[Any], where: str) -> Any
     calls: list[Any] = []
     for kind, part in zip(kinds, parts):
         if kind in ("thinking", "reasoning"):
-            if rest or calls:
+            if calls or not all(map(_is_blank, rest)):
                 raise _unclear(
                     where,
                     "thinks behind what it says, and chat templates write thoughts first: divide it into "
                     "messages, or write all of it as one text.",
                 )
             thoughts.append(_thought(part, where))
+            rest.clear()  # blanks
         elif kind == "tool_use":
             calls += read_calls({key: item for key, item in part.items() if key != "type"}, where)
         elif calls and not _is_blank(part):
@@ -163,9 +203,10 @@ def _spoken(message: Mapping[str, Any], parts: Sequence[Any], where: str) -> Any
             raise _unclear(where, "has thoughts in its content and in a key of its own: leave one of them out.")
         keys[THOUGHTS[0]] = "\n".join(thoughts)
     if calls:
-        if message.get("tool_calls"):
-            raise _unclear(where, "has calls in its content and in tool_calls: leave one of them out.")
-        keys["tool_calls"] = calls
+        listed = message.get("tool_calls") or []
+        if listed and not _are_among(calls, listed):
+            raise _unclear(where, "has calls in its content and others in tool_calls: leave one of them out.")
+        keys["tool_calls"] = listed or calls
     return {**keys, "content": rest if rest else ""}
 
 
@@ -179,7 +220,7 @@ def _thought(part: Mapping[str, Any], where: str) -> str:
 
 
 def _answered(message: Mapping[str, Any], parts: Sequence[Any], names: Mapping[str, str]) -> list[Any]:
-    """The user's message, with the answers of tools among its parts as messages of their own, in their order."""
+    """Return the user's message, with the answers of tools among its parts as messages of their own, in their order."""
     found: list[Any] = []
     changed = False
     for part in parts:
@@ -188,20 +229,21 @@ def _answered(message: Mapping[str, Any], parts: Sequence[Any], names: Mapping[s
             known = str(part.get("tool_use_id"))
             answer = {"role": "tool", "content": "" if part.get("content") is None else part["content"]}
             answer |= {"tool_call_id": known} if part.get("tool_use_id") is not None else {}
-            answer |= {"name": names[known]} if known in names else {}
+            answer |= {"name": names[known]} if part.get("tool_use_id") is not None and known in names else {}
             answer |= {"is_error": True} if part.get("is_error") else {}
             found.append(answer)
             changed = True
             continue
-        if kind == "input_text":
-            part, changed = {**part, "type": "text"}, True
+        changed = changed or kind == "input_text"
         if not found or found[-1]["role"] == "tool":
             found.append({**message, "content": []})
-        found[-1]["content"].append(part)
+        found[-1]["content"].append(_as_text(part))
     return found if changed else [message]
 
 
 def _is_blank(part: Any) -> bool:
     return (
-        isinstance(part, Mapping) and part.get("type") in ("text", "output_text") and not str(part.get("text")).strip()
+        isinstance(part, Mapping)
+        and part.get("type") in ("text", "output_text")
+        and not str(part.get("text") or "").strip()
     )

@@ -170,7 +170,7 @@ def _messages(prompt: list[Any], where: str) -> list[Message]:
 
 
 def checked_message(message: Any, where: str) -> Message:
-    """One chat message in one form: role, content as a string, and its other keys that hold something.
+    """Return one chat message in one form: role, content as a string, and its other keys that hold something.
 
     Raises:
         DataError: no message, an unknown role, content that is no text, or tool calls that nobody could make.
@@ -198,7 +198,7 @@ def checked_message(message: Any, where: str) -> Message:
 
 
 def _check_calls(calls: Any, where: str) -> None:
-    """What is no list of named calls a chat template writes as something else, or leaves out."""
+    """Refuse what is no list of named calls: a chat template writes it as something else, or leaves it out."""
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function") if isinstance(call, Mapping) and isinstance(calls, list) else None
         if (

@@ -17,10 +17,11 @@ ON_BAD_ROW = ("error", "skip")
 
 
 class JsonlReader:
-    """Iterates `(line number, row)` over a file of one JSON object a line, holding one line at a time.
+    """The `(line number, row)` pairs of a file of one JSON object a line, of which one line at a time is held.
 
     UTF-8. A byte order mark, CRLF line ends and blank lines are accepted. A line that is not one JSON object, holds the
-    literals NaN or Infinity, a number too large for a float or one key twice, is bad.
+    literals NaN or Infinity, a number too large for a float, or one of its own keys twice, is bad. Deeper in it the
+    last of two equal keys counts, as in Python.
 
     Args:
         path: The file.
@@ -95,7 +96,7 @@ def row_of_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """One JSON object from UTF-8 bytes.
+    """Return one JSON object from UTF-8 bytes.
 
     Raises:
         ValueError: says in a few words what is wrong, without the text itself.
@@ -103,11 +104,25 @@ def parse_object(line: bytes) -> dict[str, Any]:
     value = parse_json(line)
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object {{...}}, found {_JSON_NAMES[type(value)]}")
+    refuse_twice(value)
     return value
 
 
+def refuse_twice(row: dict[str, Any]) -> None:
+    """Refuse a row with two values of one column.
+
+    Args:
+        row: As `parse_json` has made it.
+
+    Raises:
+        ValueError: names the column.
+    """
+    if isinstance(row, _Twice):
+        raise ValueError(f"the key {row.key!r} stands twice")
+
+
 def parse_json(data: bytes) -> Any:
-    """Strict JSON from UTF-8 bytes: no NaN, no Infinity.
+    """Return strict JSON from UTF-8 bytes: no NaN, no Infinity; `refuse_twice` tells whether an object has a key twice.
 
     Raises:
         ValueError: says in a few words what is wrong.
@@ -134,11 +149,18 @@ def _finite(digits: str) -> float:
     return value
 
 
+class _Twice(dict[str, Any]):
+    """An object in which a key stands twice: the last one counts."""
+
+    key: str
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+        found = _Twice(found)
+        found.key = next(name for name in names if names.count(name) > 1)
     return found
 
 

@@ -23,7 +23,7 @@ _SAYS_WHAT_IS_LEARNED = ("weight", "train", "training", "loss", "loss_mask", "ma
 
 
 class LeftOut:
-    """Compares messages with their renderings, and says once what is missing of the messages of each role.
+    """A comparison of messages with their renderings, which says once what is missing of each role's.
 
     What a reply says and what it calls is refused where it is to be learned and is missing.
 

@@ -23,7 +23,7 @@ Batch = TypeVar("Batch")
 
 
 class SlottedLoader(ABC, Generic[Batch]):
-    """Yields this rank's part of every step of an order, in `slots` batches.
+    """An iterable over this rank's part of every step of an order, in `slots` batches.
 
     Every rank takes an equal part of a step's rows, so the steps do not depend on how many there are. An iteration is
     one epoch; the next one goes on with the next epoch. `state_dict` is the same on every rank. A state taken at any
@@ -150,7 +150,7 @@ class SlottedLoader(ABC, Generic[Batch]):
             self._position, self._epoch = 0, self._epoch + 1
 
     def made_by(self, slots: int) -> dict[str, Any]:
-        """What decides which row is in which batch, by the names of settings, as plain values."""
+        """Return what decides which row is in which batch, by the names of settings, as plain values."""
         order = self.order
         weights = None if order.weights is None else ", ".join(map(str, order.weights))
         return {
@@ -206,13 +206,13 @@ _SAME_COUNT = "the rows themselves (as many as before: their texts, their column
 
 
 def _in_words(before: Any, now: Any) -> str:
-    """Of strings a mark is noted, so that no secret is in a checkpoint."""
+    """Return a change of a setting in words; of strings a mark is noted, so that no secret is in a checkpoint."""
     marked = any(isinstance(each, str) and each.startswith("#") for each in (before, now))
     return "changed" if marked else f"{before} -> {now}"
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as a checkpoint notes them: numbers as they are, of all else a mark."""
+    """Return settings as a checkpoint notes them: numbers as they are, of all else a mark."""
     found = {}
     for name, value in settings.items():
         if value is None or isinstance(value, bool | int | float):

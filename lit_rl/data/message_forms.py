@@ -92,7 +92,7 @@ def told_of(tools: Any) -> dict[str, Any]:
 
 
 def literal(text: str) -> Any:
-    """The value that a text writes out, as JSON or as Python does; the text itself where it is neither."""
+    """Return the value that a text writes out, as JSON or as Python does; the text itself where it is neither."""
     value = literal_of(text)
     return literal(value) if isinstance(value, str) and value is not text and _BEGINS.match(value) else value
 
@@ -117,7 +117,7 @@ def plain(value: Any) -> Any:
 
 
 def _messages_of(value: Any, where: str) -> Any:
-    """The messages that a value is, in our form; the value itself where it is in that form already, or is none."""
+    """Return the messages that a value is, in our form; the value itself where it is that already, or is none."""
     read = value
     if isinstance(read, str):
         read = literal(_ROWS_OF_NUMPY.sub("}, {", read))

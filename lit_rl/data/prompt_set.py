@@ -224,7 +224,7 @@ def read_examples(
 
 
 class _Reader:
-    """Reads rows one at a time and remembers what only all rows together can prove wrong."""
+    """A reader of rows one at a time, which remembers what only all rows together can prove wrong."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class _Reader:
         self.kinds: dict[type, str] = {}
 
     def example(self, row: dict[str, Any], where: str) -> Example | None:
-        """The row formatted and tokenised, or None where its prompt is empty."""
+        """Return the row formatted and tokenised, or None where its prompt is empty."""
         options = self.options
         row, images = self.rows.read(row, where, options.prompt_key)
         prompt, columns = split_prompt(row, where, prompt_key=options.prompt_key)

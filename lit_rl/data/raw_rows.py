@@ -95,7 +95,7 @@ _CALLS = ("tool_calls", "function_call", "content")
 
 
 def _in_arguments(value: Any) -> Any:
-    """The value with no key of None in any object that holds the arguments of a call."""
+    """Return the value with no key of None in any object that holds the arguments of a call."""
     if isinstance(value, list):
         return [_in_arguments(item) for item in value]
     if not isinstance(value, dict):

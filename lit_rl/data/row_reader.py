@@ -26,7 +26,7 @@ class HowRows(Protocol):
 
 
 class RowReader:
-    """Reads rows one at a time and remembers which columns they had, and what was read in another form than it came.
+    """A reader of rows one at a time, which remembers their columns, and what was read in another form than it came.
 
     Args:
         how: The settings.
@@ -45,7 +45,7 @@ class RowReader:
     def read(
         self, row: dict[str, Any], where: str, *keys: str, without: Sequence[str] = ()
     ) -> tuple[dict[str, Any], tuple[Visual, ...]]:
-        """The row, and what it shows.
+        """Return the row, and what it shows.
 
         Args:
             row: As it came; it is not changed.
@@ -106,7 +106,7 @@ class RowReader:
 
 
 def _unread_keys_of_parts(columns: Iterable[Any]) -> list[str]:
-    """Names of keys that hold something, in parts of text and of images."""
+    """Return the keys that hold something, in parts of text and of images."""
     messages = (message for column in columns if isinstance(column, list) for message in column)
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]

@@ -7,7 +7,7 @@ DEFAULT = 32
 
 
 def fitting(rows: int, size: int, unit: int = 1) -> int | None:
-    """The rows of the largest step of at most `size` that a set fills, or of the smallest one where every step is
+    """Return the rows of the largest step of at most `size` that a set fills, or of the smallest where every step is
     larger; None where that is `size` itself, or no step can be filled.
 
     Args:

@@ -156,7 +156,7 @@ class SourcedDataModule(L.LightningDataModule):
         return {"": named_rows("data.task.val()", rows)} if rows else {}
 
     def made_by(self, options: Any, tokenizer: Any) -> dict[str, Any]:
-        """What makes the training rows, by the names of settings: for a checkpoint, see `SlottedLoader`.
+        """Return what makes the training rows, by the names of settings: for a checkpoint, see `SlottedLoader`.
 
         Args:
             options: `PromptOptions` or `ExampleOptions`.
@@ -258,8 +258,8 @@ class SourcedDataModule(L.LightningDataModule):
         return ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
 
     def fitted(self, size: int | None, now: int, rows: int, key: str) -> int:
-        """The rows of a step: `size`, or where nobody gave one as many as there are and as divide into the parts of a
-        step: `DEFAULT` at most, and one for each part where these are more.
+        """Return the rows of a step: `size`, or where nobody gave one as many as there are and as divide into the parts
+        of a step: `DEFAULT` at most, and one for each part where these are more.
 
         Args:
             size: As the constructor has it; None: nobody gave one.
@@ -280,7 +280,7 @@ class SourcedDataModule(L.LightningDataModule):
         return fits or DEFAULT
 
     def _unit(self) -> int:
-        """What the rows of a step have to be a multiple of, as far as a Trainer is there."""
+        """Return what the rows of a step have to be a multiple of, as far as a Trainer is there."""
         trainer: Any = self.trainer
         if trainer is None:
             return 1

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from lit_rl.data.checks import excerpt, one_of, refuse_other_files
 from lit_rl.data.hub import from_hub, from_saved
-from lit_rl.data.jsonl import ON_BAD_ROW, JsonlReader, OnBadRow, parse_json
+from lit_rl.data.jsonl import ON_BAD_ROW, JsonlReader, OnBadRow, parse_json, refuse_twice
 from lit_rl.data.kinds import COLUMNS
 from lit_rl.data.message_forms import MESSAGES, SHAREGPT
 from lit_rl.data.raw_rows import refuse_other_parquet, row_of_table, rows_of_cells
@@ -97,7 +97,7 @@ def load_rows(
 
 
 def local_path(path: str | Path) -> Path | None:
-    """The file or folder that is meant; None where it is a hub id.
+    """Return the file or folder that is meant; None where it is a hub id.
 
     Raises:
         DataError: it looks like a path, and nothing is there; or what is there is neither a file nor a folder.
@@ -168,16 +168,26 @@ def _read_json(path: Path, on_bad_row: OnBadRow) -> Rows:
     data = _bytes(path)
     refuse_other_files(path, data[:64])
     try:
-        items = _rows_in(parse_json(data), path)
+        value = parse_json(data)
+        if isinstance(value, dict):
+            refuse_twice(value)
+        items = _rows_in(value, path)
     except ValueError as error:
         raise DataError(
             f"{path}: {error}; a .json file holds an array of objects, one object with such an array or of columns, or "
             "one object a line."
         ) from error
-    rows = [item for item in items if isinstance(item, dict)]
-    if on_bad_row == "error" and len(rows) < len(items):
-        index, bad = next((i, item) for i, item in enumerate(items) if not isinstance(item, dict))
-        raise DataError(f"{path}[{index}]: expected an object {{...}}, found {excerpt(repr(bad))}")
+    rows = []
+    for index, item in enumerate(items):
+        try:
+            if not isinstance(item, dict):
+                raise ValueError(f"expected an object {{...}}, found {excerpt(repr(item))}")
+            refuse_twice(item)
+        except ValueError as error:
+            if on_bad_row == "error":
+                raise DataError(f"{path}[{index}]: {error}") from error
+            continue
+        rows.append(item)
     return Rows(str(path), rows, skipped=len(items) - len(rows))
 
 

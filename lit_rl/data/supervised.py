@@ -21,6 +21,9 @@ from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
 from lit_rl.examples import TokenBatch
 from lit_rl.rollout import Prompt
 
+_LOOKED_AT = 256
+"""Rows that are rendered before a run begins, at up to some milliseconds each."""
+
 
 @dataclass(frozen=True)
 class SupervisedText:
@@ -72,28 +75,28 @@ class SupervisedText:
         return rows
 
     def check(self, encoder: Encoder, processor: Processor | None) -> None:
-        """Read the rows, render those of messages, and look at what a policy that sees could take for an image.
+        """Read the rows, render the first of messages, and look at what a policy that sees could take for an image.
 
-        What a chat template leaves out is said.
+        What a chat template leaves out of these is said.
 
         Args:
             encoder: As of `batch`.
             processor: Of the policy; None: it reads text.
 
         Raises:
-            DataError: as `rows`; a text holds a placeholder of images; or messages cannot be rendered.
+            DataError: as `rows`; a text holds a placeholder of images; or one of the first 256 rows cannot be rendered.
         """
         rows = self.rows
         for index in range(len(rows)):
             prompt, text = self._parts(rows, index)
             if processor is not None:
                 refuse_reserved(processor, text, rows.where(index))
-            if isinstance(prompt, list):
+            if isinstance(prompt, list) and index < _LOOKED_AT:
                 self._encode(encoder, index)
         encoder.left_out.say()
 
     def batch(self, encoder: Encoder, index: int, seed: int) -> TokenBatch:
-        """The texts of one optimizer step, the same on every rank: each micro-batch of each rank takes its rows of it.
+        """Return the texts of one optimizer step, the same on every rank: a rank's micro-batch takes its rows of them.
 
         Args:
             encoder: With the policy's tokenizer.
@@ -116,7 +119,7 @@ class SupervisedText:
         return np.concatenate(orders)[start - cycles[0] * size :][: self.batch_size].tolist()
 
     def _encode(self, encoder: Encoder, index: int) -> Encoded:
-        """A row as tokens."""
+        """Return a row as tokens."""
         row, where = self.rows[index], self.rows.where(index)
         prompt, text = self._parts(self.rows, index)
         if isinstance(prompt, list):

@@ -36,7 +36,7 @@ def render_prompt(
     control: Sequence[str] | None = None,
     left_out: LeftOut | None = None,
 ) -> str:
-    """The text of messages up to the assistant's turn, as the chat template writes it.
+    """Return the text of messages up to the assistant's turn, as the chat template writes it.
 
     `left_out` looks at what it lacks.
 

@@ -385,7 +385,7 @@ class Conversations(Responder):
             return self._too_late(row)
 
     async def _guarded(self, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """What it gives, or that it raised: the episode fails, and the others go on."""
+        """Return what it gives, or that it raised: the episode fails, and the others go on."""
         IMAGE_LIMIT.set(self._reading.max_image_pixels)
         try:
             return await ask()

@@ -51,7 +51,7 @@ class OnlyTools(EnvironmentKind):
 
 
 def toolbox_of(functions: Functions, key: str, pool: Pool | None = None) -> Toolbox:
-    """The tools that functions or their paths stand for.
+    """Return the tools that functions or their paths stand for.
 
     Args:
         functions: Of the user.

@@ -33,6 +33,8 @@ from lit_rl.rollout import Completions, PromptBatch
 from lit_rl.vision import PromptVision
 
 _SEED_BITS = 31
+_REMEMBERED = 64
+"""Different arguments of rows for which what the tokenizer makes of an environment is kept."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class _Ready:
 
 
 class Interaction(EpisodeSource):
-    """What answers the policy of a run.
+    """The environments that answer the policy of a run.
 
     Args:
         factory: Makes the environments.
@@ -81,7 +83,9 @@ class Interaction(EpisodeSource):
         self._chat, self._template_kwargs = chat, dict(template_kwargs)
         self._ready = {name: self._made_ready(kind, {}) for name, kind in factory.kinds.items()}
         self._ready_of_rows: dict[tuple[str, str], _Ready] = {}
-        """Of rows with arguments of the chat template of their own, by the kind and these."""
+        """Of the latest rows with arguments of the chat template of their own, by the kind and these."""
+        self._tools_of_rows = 0
+        """Tokens of the longest tools that such a row was told of."""
         self._reading = Reading(
             self._text,
             self._thought,
@@ -125,7 +129,7 @@ class Interaction(EpisodeSource):
         opens = any(ready.kind.opens for ready in self._ready.values())
         return {
             "the longest prompt": longest,
-            "the tools": max(map(self._tool_tokens, [*self._ready.values(), *self._ready_of_rows.values()])),
+            "the tools": max(self._tools_of_rows, *map(self._tool_tokens, self._ready.values())),
             "env.max_observation_tokens": self.factory.max_observation_tokens if opens else 0,
             "env.max_tokens": self.factory.max_tokens,
         }
@@ -245,7 +249,7 @@ class Interaction(EpisodeSource):
         rows: Sequence[Row],
         openings: Sequence[Opening],
     ) -> OpenedPrompt:
-        """A prompt with what its environments began with."""
+        """Return a prompt with what its environments began with."""
         sound = [opening for opening, row in zip(openings, rows) if not row.failed]
         opening = sound[0] if sound else None
         if differing := [other for other in sound if other != opening]:
@@ -280,9 +284,14 @@ class Interaction(EpisodeSource):
         if not own:
             return self._ready[kind]
         key = kind, json.dumps(own, sort_keys=True, default=str)
-        if key not in self._ready_of_rows:
-            self._ready_of_rows[key] = self._made_ready(self.factory.kinds[kind], own)
-        return self._ready_of_rows[key]
+        ready = self._ready_of_rows.pop(key, None)
+        if ready is None:
+            ready = self._made_ready(self.factory.kinds[kind], own)
+            self._tools_of_rows = max(self._tools_of_rows, self._tool_tokens(ready))
+            if len(self._ready_of_rows) >= _REMEMBERED:
+                del self._ready_of_rows[next(iter(self._ready_of_rows))]  # the one that was asked for longest ago
+        self._ready_of_rows[key] = ready
+        return ready
 
     def _made_ready(self, kind: EnvironmentKind, own: Mapping[str, Any]) -> _Ready:
         chat, template_kwargs = self._chat, {**self._template_kwargs, **own}

@@ -100,7 +100,7 @@ def _part(part: Any, who: str, most: int) -> dict[str, Any]:
 
 
 def as_text(result: Any, who: str) -> str:
-    """What a tool or an environment gave, as the policy reads it: text as it stands, all else as JSON.
+    """Return what a tool or an environment gave as the policy reads it: text as it stands, all else as JSON.
 
     Raises:
         ImageReturned: it is an image, or has one as a part of a message.

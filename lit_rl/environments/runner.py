@@ -116,7 +116,7 @@ class Runner:
             return late
 
     def in_order(self, tasks: Sequence[Task]) -> list[Any]:
-        """What each gives, one after another while this thread waits; `Late` where it took longer than it may.
+        """Return what each gives, one after another while this thread waits; `Late` where it took longer than it may.
 
         What draws from the global generators draws the same whatever ran before it, and leaves them as they were. What
         blocks for longer than it may is left to itself, since nothing can end it, and the others go on without it.

@@ -44,7 +44,7 @@ class EpisodeRequest:
 
 
 class Interactive:
-    """Abstract: the settings of `env=`. Subclassed by environments that answer the policy, and by functions of the
+    """The settings of `env=`, abstract. Subclassed by environments that answer the policy, and by functions of the
     user's that make whole rollouts."""
 
     max_tokens: int = 2048

@@ -56,7 +56,7 @@ class ToolAnswer:
 
 
 class Tool(ABC):
-    """What the policy may call by a name.
+    """Something that the policy may call by a name.
 
     Args:
         schema: What the chat template tells of it: ``{"type": "function", "function": {"name": ..., "description":
@@ -88,7 +88,7 @@ class Tool(ABC):
         return f"{error.message}{where}"
 
     async def answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """One answer to a call, whatever its arguments are like; 3.0 is 3 where an integer is asked for.
+        """Return one answer to a call, whatever its arguments are like; 3.0 is 3 where an integer is asked for.
 
         The tool gets copies: the call stays what the policy wrote, in its context, in the record and for rewards.
         """

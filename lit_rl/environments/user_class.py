@@ -34,7 +34,7 @@ _LOOKED_AT = BackgroundLoop("lit_rl-environments-looked-at")
 
 
 class UserClass:
-    """What a class of the user's is like.
+    """A class of the user's, and what was found of it.
 
     Args:
         make: The class, or a function without arguments that gives a new object.
@@ -144,7 +144,7 @@ async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any)
 
 
 def finite(reward: Any, who: str) -> float | None:
-    """A reward that an environment gave.
+    """Return a reward that an environment gave, as a finite number, or None.
 
     Raises:
         RewardError: it is neither a finite number nor None.
@@ -166,8 +166,8 @@ def says_nothing(given: Any) -> bool:
 
 
 def opening_of(returned: Any, who: str) -> Opening:
-    """What an episode begins with, of what ``reset`` returned: text, images beside texts, messages, or nothing; all
-    else as JSON.
+    """Return what an episode begins with, of what ``reset`` returned: text, images beside texts, messages, or nothing;
+    all else as JSON.
 
     Raises:
         UnusableImage: an image is damaged, or too large.

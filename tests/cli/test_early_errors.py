@@ -23,6 +23,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import OmegaConf
+from omegaconf.errors import ValidationError
 
 from lit_rl.cli import (
     accelerators,
@@ -32,8 +33,10 @@ from lit_rl.cli import (
     hydra_app,
     hydra_start,
     key_names,
+    messages,
     schemas,
     stored_schemas,
+    trainers,
 )
 from lit_rl.errors import BackendError, ConfigError, DataError, LitRLError
 from lit_rl.named import check_can_be_read, check_function
@@ -47,7 +50,7 @@ REFUSED = {
     "trainer.max_steps=": (2, "trainer.max_steps= has nothing behind the =. It takes a whole number: type trainer.max"),
     "trainer.max_steps=null": (2, "trainer.max_steps=null: it cannot be nothing: its default is 700."),
     "trainer.detect_anomaly=si": (2, "trainer.detect_anomaly=si is no switch: type true or false."),
-    "algo.beta=None": (2, "Nothing is algo.beta=null."),
+    "algo.beta=None": (2, "algo.beta=None is no number: type one, such as algo.beta="),
     "seed=1.5": (2, "seed=1.5 is no whole number, such as seed=1."),
     "@data=x": (2, "A choice is typed without an @: data=NAME."),
     "+seed=1": (2, "+seed=... would add a key, and seed is there already. Type seed=..., without the +."),
@@ -470,3 +473,36 @@ def test_the_early_message_is_the_late_one(tmp_path: Path, monkeypatch: pytest.M
             look(path, "reward.fn")
         said.append(str(refused.value))
     assert said[0] == said[1]
+
+
+@dataclasses.dataclass
+class Keys:
+    number: float = 0.5
+    perhaps: float | None = None
+    several: list[float] = dataclasses.field(default_factory=lambda: [1.0])
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("number", "number=None is no number: type one, such as number=0.5."),
+        ("perhaps", "perhaps=None is no number: type one, such as perhaps=0.1. Nothing is perhaps=null."),
+        ("several.0", "several[0]=None is no number: type one, such as several[0]=0.1."),
+    ],
+)
+def test_null_is_told_of_where_a_key_takes_it(key, told):
+    with pytest.raises(ValidationError) as caught:
+        OmegaConf.update(OmegaConf.structured(Keys), key, "None")
+    assert str(messages.translated(caught.value)) == told
+
+
+def test_an_address_is_no_folder_to_make(tmp_path, monkeypatch):
+    """Lightning writes there by fsspec."""
+    monkeypatch.chdir(tmp_path)
+    trainers._check_root("s3://bucket/runs")
+    trainers._check_root("made")
+    assert [each.name for each in tmp_path.iterdir()] == ["made"]
+
+
+def test_a_profiler_is_named_in_any_case_as_in_lightning():
+    allowed.check(OmegaConf.create({"trainer": {"profiler": "Simple"}}), whole=True)

@@ -373,6 +373,13 @@ def test_a_word_that_is_no_option_of_lightnings_command_says_what_to_type(words,
     assert told in capsys.readouterr().err
 
 
+def test_values_of_options_are_no_commands(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["lit-rl"])
+    for words in (["--config-name", "test", "--cfg"], ["--config-dir", str(tmp_path), "-cn", "fit", "--cfg"]):
+        assert cli.run(words) == 2
+        assert "stands before" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [

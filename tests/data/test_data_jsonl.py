@@ -72,7 +72,7 @@ BAD = {
     "infinity": (b'{"a": -Infinity}', "-Infinity"),
     "float overflow": (b'{"a": 1e999}', "too large"),
     "latin-1": (b'{"a": "\xe9"}', "UTF-8 at byte 8"),
-    "a key twice": (b'{"a": 1, "b": {"c": 1, "d": 2, "c": 1}}', "the key 'c' stands twice"),
+    "a key twice": (b'{"c": 1, "b": {"d": 1, "d": 2}, "c": 1}', "the key 'c' stands twice"),
     "too deep": (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deep"),
     "huge integer": (b'{"a": ' + b"9" * 5000 + b"}", "4300"),
 }
@@ -90,6 +90,11 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, reason):
     assert list(skipping) == [(1, {"a": 0}), (4, {"a": 3})]
     assert skipping.skipped == 1
     assert [*skipping] and skipping.skipped == 1, "a second pass counts anew"
+
+
+def test_of_two_equal_keys_deep_in_a_row_the_last_one_counts(tmp_path):
+    path = write(tmp_path / "x.jsonl", b'{"a": {"c": 1, "d": [{"e": 1, "e": 2}], "c": 3}}')
+    assert list(read_jsonl(path)) == [(1, {"a": {"c": 3, "d": [{"e": 2}]}})]
 
 
 def test_a_message_shows_80_characters_and_nothing_a_terminal_obeys(tmp_path):

@@ -310,9 +310,51 @@ def test_the_older_api_and_llama_factory_answer_a_call_with_a_message_of_the_too
         assert conversation(found, "f:1") == [ANTHROPIC[0], calling, answer]
 
 
+OTHER_CALL = {"type": "function", "function": {"name": "time", "arguments": {}}}
+TEXT_OF_IT = {"type": "function", "function": {**CALL["function"], "arguments": json.dumps(ARGUMENTS)}}
+SAME = {
+    "older and newer API": (_calling([CALL], function_call=TEXT_OF_IT["function"]), OF_OURS),
+    "content and key": ({**ANTHROPIC[1], "tool_calls": [NAMED]}, OPENAI[1]),
+    "blanks before a thought": (
+        {**ANTHROPIC[1], "content": [{"type": "text", "text": "\n\n"}, *ANTHROPIC[1]["content"]]},
+        OPENAI[1],
+    ),
+    "null as text": (
+        {"role": "assistant", "content": "a", "tool_calls": "null"},
+        {"role": "assistant", "content": "a"},
+    ),
+    "None as text": (
+        {"role": "assistant", "content": "a", "tool_calls": "None"},
+        {"role": "assistant", "content": "a"},
+    ),
+    "a struct of a table": (
+        {"role": "assistant", "content": "a", "function_call": {"name": None, "arguments": None}},
+        {"role": "assistant", "content": "a"},
+    ),
+    "a part of the system": (
+        {"role": "system", "content": [{"type": "input_text", "text": "a"}]},
+        {"role": "system", "content": "a"},
+    ),
+}
+
+
+@pytest.mark.parametrize("message, ours", SAME.values(), ids=[*SAME])
+def test_what_is_written_twice_or_says_nothing_is_read_once(message, ours):
+    assert conversation(in_our_form({"messages": [*ASK, message]}, "f:1")[0]["messages"], "f:1") == [*ASK, ours]
+
+
+def test_in_a_call_of_our_form_its_arguments_count_and_an_answer_without_id_has_no_name():
+    call = {"function": {"name": "f", "arguments": {}, "parameters": {"x": 1}}}
+    answer = {"role": "user", "content": [{"type": "tool_result", "content": "1"}]}
+    given = [*ASK, _calling([call]), answer]
+    found = in_our_form({"messages": given}, "f:1")[0]["messages"]
+    assert found == [*given[:-1], {"role": "tool", "content": "1"}] and found[1] is given[1]
+
+
 UNCLEAR = {
     "two names": (_calling([{"name": "f", "arguments": {}, "parameters": {"a": 1}}]), "arguments and parameters: keep"),
-    "two keys": (_calling([CALL], function_call=CALL["function"]), "function_call and in tool_calls"),
+    "two keys": (_calling([OTHER_CALL], function_call=CALL["function"]), "function_call and others in tool_calls"),
+    "two ids": (_calling([NAMED], function_call={**NAMED, "id": "c2"}), "function_call and others in tool_calls"),
     "text": (_calling("f(1)"), "calls of tools that are no JSON"),
     "words behind a call": (
         {"role": "assistant", "content": [*ANTHROPIC[1]["content"], {"type": "text", "text": "Wait."}]},
@@ -324,7 +366,7 @@ UNCLEAR = {
     ),
     "encrypted": ({"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}, "encrypted"),
     "two thoughts": ({**ANTHROPIC[1], "reasoning": "hm"}, "thoughts in its content and in a key of its own"),
-    "two places": ({**ANTHROPIC[1], "tool_calls": [CALL]}, "calls in its content and in tool_calls"),
+    "two places": ({**ANTHROPIC[1], "tool_calls": [OTHER_CALL]}, "calls in its content and others in tool_calls"),
     "no text": ({"role": "assistant", "content": [{"type": "thinking", "thinking": 3}]}, "a thought without text"),
 }
 

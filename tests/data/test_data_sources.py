@@ -152,6 +152,8 @@ BAD_FILES = {
     "page.jsonl": (b"\n<!DOCTYPE html>\n<html>", "is a web page: download the file itself"),
     "page.parquet": (b"<html>", "is a web page: download the file itself"),
     "tables.json": (b'{"train": [{"a": 1}], "test": [{"a": 2}]}', "several tables: train, test"),
+    "twice.json": (b'[{"a": 1}, {"a": 1, "b": 2, "a": 3}]', r"twice\.json\[1\]: the key 'a' stands twice"),
+    "tables_twice.json": (b'{"data": [{"a": 1}],\n"data": [{"a": 2}]}', "the key 'data' stands twice"),
     "number.json": (b"[\n1\n]", r"number\.json\[0\]: expected an object"),
     "cut.json": (b'[{"a": 1}, {"a"', r"not valid JSON .*column 16"),
     "cut_lines.json": (b'{"a": [\n{"a": 1}\n', r"cut_lines\.json:1: not valid JSON .*on_bad_row=skip"),
@@ -176,7 +178,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path, name):
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("name, kept", [("cells.csv", 1), ("array.json", 1)])
+@pytest.mark.parametrize("name, kept", [("cells.csv", 1), ("array.json", 1), ("twice.json", 1)])
 def test_skip_counts_what_error_refuses(tmp_path, name, kept):
     (tmp_path / name).write_bytes(BAD_FILES[name][0])
     rows = load_rows(tmp_path / name, on_bad_row="skip")

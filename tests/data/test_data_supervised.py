@@ -102,6 +102,15 @@ def test_a_prompt_of_messages_is_rendered_as_the_run_renders_its_own_and_checked
         bad.check(encoder, None)
 
 
+def test_before_a_run_the_first_256_rows_of_messages_are_rendered(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": "ab"}], "text": "cd"}] * 300)
+    source = SupervisedText(path, prompt_key="prompt")
+    seen = []
+    monkeypatch.setattr(SupervisedText, "_encode", lambda self, encoder, index: seen.append(index))
+    source.check(Encoder(make_tokenizer(template=CHATML)), None)
+    assert seen == [*range(256)]
+
+
 def test_long_texts_are_cut_at_the_end(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"p": "abc", "text": "defg"}])
     cut = SupervisedText(path, batch_size=1, max_tokens=5, prompt_key="p").batch(ENCODER, 0, seed=0)

@@ -16,8 +16,9 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
 from lit_rl.continuation import marks_start
+from lit_rl.data.offline import encode
 from lit_rl.data.offline.encode import Encoder
-from lit_rl.data.templates import encode_prompt
+from lit_rl.data.templates import encode_prompt, turn_end
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.named import TINY
 from lit_rl.rewards import RewardModel
@@ -269,3 +270,11 @@ def test_a_reward_model_that_was_trained_on_these_tokens_reads_them_again(parts,
     monkeypatch.setattr(scorer, "load", lambda: (SimpleNamespace(config=config), tokenizer))
     trained = Encoder(tokenizer, {}, "completion").encode(parts[0], parts[1], "row")
     assert scorer._ids(tokenizer, *parts) == trained.ids
+
+
+def test_the_end_of_a_turn_is_rendered_once_for_equal_arguments_of_rows(monkeypatch):
+    tokenizer = make_tokenizer(template=CHATML.replace("<|im_end|>", "{{ mood }}<|im_end|>"))
+    encoder, made = Encoder(tokenizer, {"mood": "."}), []
+    monkeypatch.setattr(encode, "turn_end", lambda _, kwargs: made.append(kwargs) or turn_end(tokenizer, kwargs))
+    ends = [encoder.with_kwargs(own).turn_end for own in ({"mood": "!"}, {"mood": "?"}, {"mood": "!"}, {})]
+    assert [end[0] for end in ends] == ["!", "?", "!", "."] and len(made) == 3

@@ -85,7 +85,8 @@ SAID = WORDS.filter(str.strip)
 
 @st.composite
 def replies(draw: Any) -> dict[str, Any]:
-    reply: dict[str, Any] = {"role": "assistant", "content": draw(SAID)}
+    marks = draw(st.sampled_from(["", "", "a </think> b"]))  # a reply may talk of them
+    reply: dict[str, Any] = {"role": "assistant", "content": f"{draw(SAID)}{marks}{draw(WORDS) if marks else ''}"}
     if draw(st.integers(0, 3)) == 0:
         arguments = {"left": draw(st.integers(0, 99)), "word": draw(WORDS), "deep": {"flag": [draw(st.booleans())]}}
         as_text = draw(st.booleans())
@@ -395,6 +396,24 @@ def test_thoughts_are_learned_once_under_whatever_key_or_between_whatever_marks_
                 assert found[0].count("</think>") == 1 or "</think>" not in keys[0][0], (name, found)
                 assert not told or found[0].count("<think>") == 1, (name, found)
     assert read >= 15
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "Use `<think>x</think>` tags.",
+        "In prose, </think> closes it.",
+        "So:\n<think>\nx\n</think>\nDone.",
+        "It is </think>",
+    ],
+)
+def test_marks_that_a_reply_talks_of_are_no_thought(content):
+    for name in FILES:
+        tokenizer, _ = model(name, "bytes")
+        found = learned_of(name, content=content)
+        if found is not None and tokenizer.chat_template not in IN_PARTS:
+            whole = rendered(tokenizer, [*ASKED, {"role": "assistant", "content": content}])
+            assert squeezed(found[0]).startswith(squeezed(whole.rpartition("QUESTION")[2])), name
 
 
 def test_a_template_that_takes_no_thought_beside_a_call_leaves_it_out_and_that_is_said():

@@ -22,10 +22,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from lit_rl.algorithms.preflight import environments
 from lit_rl.algorithms.preflight.environments import source_of
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.environments.custom import CustomEnvironment
 from lit_rl.environments.function_tools import FunctionTools
+from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.observations import content_of
 from lit_rl.environments.tools import FunctionTool, ToolAnswer, Toolbox, ToolCall, _whole
 from lit_rl.errors import ConfigError
@@ -439,6 +441,28 @@ def test_tools_of_rows_are_told_where_the_environment_has_none_and_named_where_i
     assert [name for name in ("multiply", "weather") if name in text] == told
     lines = [str(each.message) for each in heard if "column tools" in str(each.message)]
     assert len(lines) == bool(said) and said in "".join(lines)
+
+
+def test_arguments_of_rows_are_tried_once_each_the_first_256_and_64_are_kept(monkeypatch):
+    tokenizer, ends = tokenizer_of("qwen3")
+    interaction = Interaction(FunctionTools([multiply]), tokenizer, eos_ids=ends, chat=True, template_kwargs={})
+    asked_for: list[int] = []
+    (ready,) = interaction._ready.values()
+
+    def made_ready(kind: Any, own: Any) -> Any:
+        asked_for.append(own["n"])
+        return ready
+
+    monkeypatch.setattr(interaction, "_made_ready", made_ready)
+    numbers = [n // 2 for n in range(600)]
+    columns = {"prompt": numbers, "chat_template_kwargs": [{"n": n, "other": [1]} for n in numbers]}
+    data = SimpleNamespace(columns_of_sets=lambda: [columns, columns])
+    rows = [*environments._rows_of_arguments(interaction.factory, data)]
+    assert [row["prompt"] for row in rows] == [*range(300)]
+    for row in [*rows[:70], rows[69], rows[6], rows[70], rows[6], rows[7]]:
+        interaction.ready_for(row)
+    assert len(interaction._ready_of_rows) == 64
+    assert asked_for == [*range(71), 7], "the one that was asked for longest ago has gone"
 
 
 class Adder:

@@ -60,7 +60,8 @@ NUMBERS = {
     "1, 2, 3": "3",
     "2e3": "2e3",
     "It is 2½ m": "2½",
-    "so 1 1/2.": "1 1/2",
+    "score of question 7 9/10": "9/10",
+    " -1 1/2. ": "-1 1/2",
     "In 2023 1/3": "1/3",
     "none at all": None,
     "": None,
@@ -236,6 +237,14 @@ def test_answers_that_a_completion_cannot_simply_give_are_said_before_a_run(answ
     count, never = sum(not any(both) for both in zip(plainly, boxed_up)), "no completion can equal"
     assert (f"{never} {count} of {len(answers)} answers" in lines) == (count > 0)
     assert ("in \\boxed{...} equals" in lines) == any(b and not p for p, b in zip(plainly, boxed_up))
+
+
+def test_of_many_answers_the_first_are_looked_at(monkeypatch):
+    monkeypatch.setattr("lit_rl.rewards.builtin.math._LOOKED_AT", 2)
+    with pytest.warns(
+        UserWarning, match=r"equals 2 of the 3 answers that were looked at; the first is 'x\^2' of row 1"
+    ):
+        Rewards(math_answer).check({"answer": ["5", "x^2", "x^2", "y^2"]})
 
 
 def test_answers_that_math_verify_cannot_read_are_said():

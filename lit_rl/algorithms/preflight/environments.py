@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.data.message_forms import told_of
 from lit_rl.data.templates import OF_ROWS
+from lit_rl.environments.custom import COLUMN
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.journal import Journal
@@ -137,11 +141,28 @@ def source_of(env: Interactive, model: LanguageModel, data: Any, journal: Journa
         processor=model.processor,
         max_image_pixels=data.options.max_image_pixels,
     )
-    for columns in data.columns_of_sets():  # now: arguments of a row by which nothing can be rendered
-        for number, own in enumerate(columns.get(OF_ROWS) or ()):
-            if own:
-                made.ready_for({name: values[number] for name, values in columns.items()})
+    for row in islice(_rows_of_arguments(env, data), _LOOKED_AT):  # now, and not at the row's step
+        made.ready_for(row)
     return made
+
+
+_LOOKED_AT = 256
+"""Different arguments of rows with which the chat template is tried before a run begins, some renderings each."""
+
+
+def _rows_of_arguments(env: EnvironmentFactory, data: Any) -> Iterator[dict[str, Any]]:
+    """Yield the first row of each kind of environment and arguments of the chat template."""
+    met: set[tuple[str, str]] = set()
+    for columns in data.columns_of_sets():
+        kinds = columns.get(COLUMN)
+        for number, own in enumerate(columns.get(OF_ROWS) or ()):
+            if not own:
+                continue
+            kind = env.kind_of({COLUMN: kinds[number]} if kinds else {})
+            key = kind, json.dumps(own, sort_keys=True, default=str)
+            if key not in met:
+                met.add(key)
+                yield {name: values[number] for name, values in columns.items()}
 
 
 def _say_other_tools(env: EnvironmentFactory, data: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 Learn = Literal["completion", "assistant", "all"]
 LEARN = ("completion", "assistant", "all")
+_TURN_ENDS = 1024
+"""Ends of turns that are remembered, of as many arguments of the chat template."""
 
 
 _UNSPLIT = (
@@ -69,7 +72,7 @@ class _Rendered:
 
 @dataclass
 class Encoder:
-    """Renders and tokenises the parts of records.
+    """A renderer and tokeniser of the parts of records.
 
     Strings: the prompt's tokens are those of `encode_prompt`, with which the model is asked when it generates. Where
     they begin the tokens of prompt and completion together, those are the text, as in TRL 1.16. Where a token would
@@ -116,11 +119,13 @@ class Encoder:
         self.ends = self.ends or frozenset((eos,))
         self.left_out = LeftOut(self.tokenizer, self.template_kwargs)
         self.spaces: dict[int, bool] = {}
+        self.turn_ends: dict[str, str] = {}
+        """What the chat template writes after the last turn, by its arguments as JSON; shared by encoders of rows."""
         self.latest: tuple[str, list[int]] = ("", [])
         """A string prompt and its tokens: those of a pair ask for them twice."""
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> Encoder:
-        """The encoder of a row with its own arguments of the chat template; what it finds left out, this one says."""
+        """Return the encoder of a row with its own arguments of the chat template; this one says what is left out."""
         if not kwargs:
             return self
         own = copy(self)
@@ -308,7 +313,12 @@ class Encoder:
     @cached_property
     def turn_end(self) -> str:
         """Return what the chat template writes after the last turn."""
-        return turn_end(self.tokenizer, self.template_kwargs)
+        key = json.dumps(self.template_kwargs, sort_keys=True, default=str)
+        if key not in self.turn_ends:
+            if len(self.turn_ends) >= _TURN_ENDS:
+                self.turn_ends.clear()
+            self.turn_ends[key] = turn_end(self.tokenizer, self.template_kwargs)
+        return self.turn_ends[key]
 
     def _marked(self, rendered: _Rendered, text: Encoded, marks: Sequence[bool]) -> Encoded:
         """The tokens with those learned that have a marked character."""
@@ -382,7 +392,7 @@ class Encoder:
         return found
 
     def _closed(self, text: Encoded, where: str) -> Encoded:
-        """The text with an end of its last turn, at which generation ends.
+        """Return the text with an end of its last turn, at which generation ends.
 
         Raises:
             ConfigError: the template ends it by a control token at which generation does not end.

@@ -43,7 +43,7 @@ _LEARNERS: dict[Kind, str] = {
 
 
 class ExampleDataModule(SourcedDataModule):
-    """What the three share. The format of the rows is recognised from their columns; every row left out is counted in
+    """The base of the three. The format of the rows is recognised from their columns; every row left out is counted in
     `report`.
 
     Args:
@@ -195,7 +195,7 @@ class ExampleDataModule(SourcedDataModule):
         return replace(self._sets, train=self._windows.at(self._windows.start).data)
 
     def unread_columns(self, *, margins: bool) -> list[str]:
-        """Names of the columns that rows have beside those that examples are made of; rewards may read them.
+        """Return the columns that rows have beside those that examples are made of; rewards may read them.
 
         Args:
             margins: Whether the method reads margins of pairs.

@@ -32,7 +32,7 @@ OTHER_MASKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 
 @dataclass(frozen=True)
 class Record:
-    """What a row says, before anything is tokenised."""
+    """A row's content, before anything is tokenised."""
 
     format: str
     """Name of the format, for messages and reports."""
@@ -60,7 +60,7 @@ class Record:
 def read_record(
     row: Mapping[str, Any], where: str, kind: Kind, *, system_prompt: str | None = None, learn: str = "completion"
 ) -> Record:
-    """The row, recognised from its columns and checked. A column whose value is None counts as absent.
+    """Return the row, recognised from its columns and checked. A column whose value is None counts as absent.
 
     Prompt and completions are strings or lists of messages; where only one of them is messages, the string becomes the
     user's (the assistant's) message. A pair without a prompt, or with a string prompt beside whole conversations, has

@@ -20,7 +20,7 @@ from lit_rl.errors import ConfigError, in_range
 
 @dataclass(frozen=True)
 class ExampleOptions:
-    """How a row becomes an example; the fields are those of the data modules.
+    """Settings by which a row becomes an example; the fields are those of the data modules.
 
     Args:
         rename: New names of columns, old to new.

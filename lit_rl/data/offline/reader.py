@@ -22,7 +22,7 @@ COMPLETIONS = ("completion", "chosen", "rejected", "completions")
 
 
 class Reader:
-    """Reads rows one at a time and remembers what only all rows together can prove wrong."""
+    """A reader of rows one at a time, which remembers what only all rows together can prove wrong."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Reader:
         self.margins: dict[bool, str] = {}
 
     def record(self, row: dict[str, Any], where: str) -> Record:
-        """The row after `map_row` and `rename`, recognised and checked."""
+        """Return the row after `map_row` and `rename`, recognised and checked."""
         options = self.options
         row, images = self.rows.read(row, where, "prompt", "messages", without=COMPLETIONS)
         record = read_record(row, where, self.kind, system_prompt=options.system_prompt, learn=options.learn)
@@ -54,7 +54,7 @@ class Reader:
         return record
 
     def texts(self, record: Record, where: str) -> tuple[Encoded, ...]:
-        """The tokens of a record that has something to learn from, not cut yet."""
+        """Return the tokens of a record that has something to learn from, not cut yet."""
         self.formats.setdefault(record.format, where)
         self.margins.setdefault(record.margin is not None, where)
         if record.template_kwargs and not record.conversational:

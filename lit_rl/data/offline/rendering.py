@@ -134,7 +134,7 @@ def borders_of_turns(
 
 
 def _end_of_turn(alone: str, text: str, at: int, control: Sequence[str], ends: Sequence[str]) -> int | None:
-    """The place where a turn ends that begins at a place of a text: see `borders_of_turns`."""
+    """Return the place where a turn ends that begins at a place of a text: see `borders_of_turns`."""
     if text.startswith(alone) and len(alone) >= at:
         return len(alone)
     while mark := next((each for each in control if alone.rstrip().endswith(each)), ""):

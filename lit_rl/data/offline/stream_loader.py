@@ -13,7 +13,7 @@ from lit_rl.examples import ExampleBatch
 
 
 class StreamLoader:
-    """Yields this rank's micro-batches of the optimizer steps of one window after another, as `ExampleLoader` does.
+    """An iterable over this rank's micro-batches of one window's steps after another's, as `ExampleLoader` is.
 
     Its rows have no end: an iteration is as many batches as it is told, and the next one goes on with the step after.
     `state_dict` is the same on every rank. A state taken at any batch resumes with the batch that would have come next;
@@ -90,7 +90,7 @@ class StreamLoader:
         self._place, self._position = end, 0
 
     def _loader(self) -> ExampleLoader:
-        """Of the window at hand."""
+        """Return the loader of the window at hand."""
         window = self._windows.at(self._place)
         order = window.order(self._windows.batch_size, self._seed, self._shuffle)
         loader = ExampleLoader(window.data, order, accumulate=self._slots, **self._part)
