@@ -239,7 +239,8 @@ def _of_its_type(error: Any, reason: str) -> ConfigError:
         return ConfigError(f"{key}: {reason}.")
     value, came, kind = wrong[1], wrong[2], wrong[3] or wrong[4]
     what, such = _KINDS[kind]
-    value = next((word.partition("=")[2] for word in sys.argv if word.lstrip("+").startswith(f"{key}=")), value)
+    typed = [word.partition("=")[2] for word in sys.argv if word.lstrip("+").startswith(f"{key}=")]
+    value = typed[-1] if typed else value  # the last one counts
     example = such if default is None or isinstance(default, str) else str(default).lower()
     if not value:
         return ConfigError(
