@@ -59,7 +59,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
         "type-int",
         ["algo.group_size=four"],
         2,
-        ["algo.group_size=four is no whole number: type one, such as algo.group_size=8."],
+        ["algo.group_size=four is no whole number: type one, such as algo.group_size="],
     ),
     ("type-float", ["optimizer.lr=1e-6x"], 2, ["optimizer.lr=1e-6x is no number"]),
     ("type-fraction", ["sampling.max_new_tokens=1.5"], 2, ["sampling.max_new_tokens=1.5 is no whole number"]),
