@@ -134,6 +134,7 @@ TESTS = {
     "._get_root": "tests/cli/test_bad_config.py",
     "._is_missing": "tests/cli/test_bad_config.py",
     "._is_none": "tests/cli/test_bad_config.py",
+    "._is_optional": "tests/cli/test_bad_config.py",
     "._value": "tests/cli/test_bad_config.py",
     "._normalize_file_name": "tests/cli/test_configs.py",
     "._context": "tests/rewards/test_rewards_remote.py",
@@ -141,6 +142,7 @@ TESTS = {
     "wandb.Table.MAX_ROWS": "tests/agents/test_wandb.py",
     # signatures, by the file that reads them
     "lit_rl/algorithms/optim/schedule_by_path.py": "tests/doors/test_torch_schedules.py",
+    "lit_rl/cli/trainers.py": "tests/cli/test_bad_config.py",
     "lit_rl/cli/schemas.py": "tests/cli/test_configs.py",
     "lit_rl/commands/defaults.py": "tests/docs/test_reference_docs.py",
     "lit_rl/keywords.py": "tests/algorithms/test_trainer_settings.py",
@@ -161,7 +163,11 @@ OWN_SIGNATURES = {
         "lit_rl/algorithms/preflight/given.py",
     ),
     *("lit_rl/cli/lightning_app.py", "lit_rl/environments/user_class.py", "lit_rl/generation/rollout_function.py"),
-    *("lit_rl/algorithms/rollouts/identity.py", "lit_rl/environments/tools.py"),
+    *(
+        "lit_rl/algorithms/rollouts/identity.py",
+        "lit_rl/environments/tools.py",
+        "lit_rl/environments/function_tools.py",
+    ),
     *("lit_rl/algorithms/rollouts/user_code.py", "lit_rl/environments/source.py"),
     *("lit_rl/rewards/builtin/lengths.py", "lit_rl/rewards/functions/contract.py"),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -65,25 +64,10 @@ def toolbox_of(functions: Functions, key: str, pool: Pool | None = None) -> Tool
     if not isinstance(listed, Iterable) or isinstance(listed, Mapping):
         raise ConfigError(f"{key}={functions!r:.80}: give a function, its path, or a list of these.")
     if pool is None:
-        return Toolbox(
-            [_with_its_object(named_by(each, key).value if isinstance(each, str) else each) for each in listed]
-        )
+        return Toolbox([named_by(each, key).value if isinstance(each, str) else each for each in listed])
     return Toolbox([_in_worker(each, key, pool) for each in listed])
 
 
 def _in_worker(function: str | Callable[..., Any], key: str, pool: Pool) -> FunctionTool:
     named, target = target_of(function, key)
-    return FunctionTool(_with_its_object(named.value)).by(pool.function(target))
-
-
-def _with_its_object(function: Any) -> Any:
-    """Return a tool as it is.
-
-    Raises:
-        ConfigError: it is a method that has no object.
-    """
-    if inspect.isfunction(function) and next(iter(inspect.signature(function).parameters), None) == "self":
-        owner, _, name = function.__qualname__.rpartition(".")
-        made = f"{owner or 'CLASS'}(...).{name}"
-        raise ConfigError(f"The tool {name!r} is a method without its object: give one of an object, {made}.")
-    return function
+    return FunctionTool(named.value).by(pool.function(target))

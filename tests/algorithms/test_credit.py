@@ -316,7 +316,7 @@ def test_an_estimator_gets_every_column_that_it_names(monkeypatch):
     assert got["r"].tolist() == pytest.approx([1, 1, 1, math.nan], nan_ok=True)
     assert got["g"].tolist() == [0, 0, 1, 1] and got["lengths"].tolist() == [2, 1, 2, 2]
     torch.testing.assert_close(got["values"], torch.tensor(table), equal_nan=True)
-    assert got["weights"].tolist() == [[1.0, 1.0]] * 4 and got["greedy_rewards"] is greedy
+    assert got["weights"].tolist() == [[1.0, 1.0]] * 4 and torch.equal(got["greedy_rewards"], greedy)
     assert got["token_rewards"].tolist() == [[0, 1], [1, 0], [0, 1], [0, 0]]
     assert torch.equal(got["mask"], drawn().response_mask)
     assert got["step_ends"].tolist() == [[False, True], [True, False], [False, True], [False, True]]

@@ -145,8 +145,8 @@ def test_rewards_and_groups_go_by_position_whatever_they_are_called():
 
     columns = columns_of(0, [3])
     Ranks().apply(estimator, columns)
-    assert seen["first"] is columns["rewards"] and seen["second"] is columns["group_id"]
-    assert seen["lengths"] is columns["lengths"]
+    given = {"first": "rewards", "second": "group_id", "lengths": "lengths"}
+    assert all(torch.equal(seen[name], columns[column]) for name, column in given.items())
 
 
 # ---------------------------------------------------------------------- signatures

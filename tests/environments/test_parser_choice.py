@@ -69,7 +69,8 @@ FAMILIES: dict[type[Parser], list[str]] = {
 FAMILY = {name: family for family, members in FAMILIES.items() for name in members}
 RENDER_NO_CALLS = {
     **dict.fromkeys(["cohere", "gemma", "gemma3"], "refuses them: Conversation roles must alternate"),
-    **dict.fromkeys(["idefics3", "llava_next", "smolvlm"], "refuses them: str object has no element 0"),
+    "llava_next": "refuses them: Only user and assistant roles are supported",
+    **dict.fromkeys(["idefics3", "smolvlm"], "drops the calls of tools"),
     **dict.fromkeys(["cohere2", "deepseek_r1_distill", "lfm2", "llama3"], "drops the calls of tools"),
     **dict.fromkeys(["phi3", "phi3_5", "qwen2_5_vl"], "drops the calls of tools"),
 }

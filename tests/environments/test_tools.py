@@ -522,7 +522,7 @@ def test_what_a_partial_has_set_cannot_be_set_by_the_policy() -> None:
         (len, "'len' is built in, and has no types to describe it"),
         (Adder, r"'Adder' is a class. Give an object of it, made by Adder\(...\)"),
         (5, "is 5, which cannot be called: give a function."),
-        (Adder.__call__, r"is a method without its object: give one of an object, Adder\(...\).__call__"),
+        (Adder.__call__, r"needs the argument 'self', which no call can give. Of a class give the method of an object"),
         (functools.partial(len), "'len' is built in"),
     ],
 )
