@@ -166,7 +166,6 @@ OWN_SIGNATURES = {
     *(
         "lit_rl/algorithms/rollouts/identity.py",
         "lit_rl/environments/tools.py",
-        "lit_rl/environments/function_tools.py",
     ),
     *("lit_rl/algorithms/rollouts/user_code.py", "lit_rl/environments/source.py"),
     *("lit_rl/rewards/builtin/lengths.py", "lit_rl/rewards/functions/contract.py"),
