@@ -53,7 +53,7 @@ def joined(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> tuple[li
 
 
 def _control(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """The texts of the control tokens."""
+    """Return the texts of the control tokens."""
     return {number: str(token.content) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 

@@ -212,7 +212,7 @@ def _settings() -> list[_Setting]:
 
 
 def _torch() -> ModuleType | None:
-    """PyTorch, where its import is over."""
+    """Return PyTorch, where its import is over."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "get_default_device") else None
 

@@ -167,7 +167,7 @@ OWN_SIGNATURES = {
         "lit_rl/algorithms/rollouts/identity.py",
         "lit_rl/environments/tools.py",
     ),
-    *("lit_rl/algorithms/rollouts/user_code.py", "lit_rl/environments/source.py"),
+    *("lit_rl/user_code.py", "lit_rl/environments/source.py"),
     *("lit_rl/rewards/builtin/lengths.py", "lit_rl/rewards/functions/contract.py"),
 }
 """Files that read signatures of lit_rl's own functions, or of the user's."""

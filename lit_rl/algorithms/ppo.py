@@ -284,9 +284,8 @@ class PPO(PolicyGradient):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if self.ptx is not None and stage == "fit":
-            self.ptx.check(
-                self._encoder, self.model.processor
-            )  # now: a bad file ends the run before any weight is loaded
+            # Now: a bad file ends the run before any weight is loaded.
+            self.ptx.check(self._encoder, self.model.processor)
 
     @property
     def unproven_with_zero(self) -> Mapping[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +16,7 @@ from lit_rl.data.order import RolloutOrder, count_occurrences
 from lit_rl.data.prompt_set import PromptSet
 from lit_rl.errors import ConfigError, DataError, in_range
 from lit_rl.rollout import PromptBatch
+from lit_rl.user_code import digest, named
 
 Batch = TypeVar("Batch")
 
@@ -218,12 +217,8 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or isinstance(value, bool | int | float):
             found[name] = value
             continue
-        text = repr(value)
-        if callable(value):
-            with contextlib.suppress(OSError, TypeError):  # of a shell, or made by `exec`
-                text = inspect.getsource(value)
-            text = text if "at 0x" not in text else getattr(value, "__qualname__", type(value).__qualname__)
-        found[name] = f"#{hashlib.blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=6).hexdigest()}"
+        text = named(value) if callable(value) else repr(value)
+        found[name] = digest(text if " at 0x" not in text else type(value).__qualname__)
     return found
 
 

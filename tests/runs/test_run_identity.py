@@ -521,7 +521,7 @@ def test_a_record_stays_small_and_the_same_at_every_start() -> None:
     assert all(len(note) < 90 for note in notes)
     assert identity.differences(notes[0], notes[1]) == ["reward.table changed"]
     code = "lambda completions, **_: [float(c in {'yes', 'no', 'perhaps'}) for c in completions]"
-    script = f"from lit_rl.algorithms.rollouts.user_code import named; print(named({code}))"
+    script = f"from lit_rl.user_code import named; print(named({code}))"
     printed = {
         subprocess.run(
             [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True

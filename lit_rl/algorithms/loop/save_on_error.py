@@ -76,8 +76,8 @@ class SaveOnError(L.Callback):
         self._place = None
 
     def _take_down(self, trainer: L.Trainer) -> None:
-        """Where the loops and the data stand: a rollout that cannot be drawn begins by moving them on. And torch's
-        random generators, of which a reward function may draw."""
+        """Note where loops and data stand, which a rollout that cannot be drawn moves on, and torch's generators, of
+        which a reward function may draw."""
         self._place = {
             "epoch": trainer.current_epoch,
             "fit_loop": trainer.fit_loop.state_dict(),
@@ -85,7 +85,7 @@ class SaveOnError(L.Callback):
         }
 
     def saves_after(self, exception: BaseException) -> bool:
-        """Whether what was learned is worth saving behind this: not where it is no number, or nobody waits for it."""
+        """Tell whether what was learned is worth saving behind this: not where it is no number, or nobody waits."""
         return not isinstance(exception, NumericError)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -148,7 +148,7 @@ class SaveOnError(L.Callback):
         return path
 
     def is_saved(self, path: Path) -> bool:
-        """Whether a checkpoint that can be used is there."""
+        """Tell whether a checkpoint that can be used is there."""
         return path.exists()
 
     def save(self, trainer: L.Trainer, path: Path) -> None:
@@ -220,14 +220,14 @@ def folder_of(trainer: L.Trainer) -> Path | None:
 
 
 def validates_next(trainer: L.Trainer) -> bool:
-    """Whether Lightning validates after this optimizer step, whatever has come."""
+    """Tell whether Lightning validates after this optimizer step, whatever has come."""
     epoch_loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     batches = sum(epoch_loop.val_loop.max_batches)
     return fetcher is not None and batches > 0 and epoch_loop._should_check_val_fx(fetcher)
 
 
 def _between_step_and_validation(trainer: L.Trainer) -> bool:
-    """Whether a callback saves at the end of an optimizer step, and a validation is due in the middle of an epoch.
+    """Tell whether a callback saves at the end of a step, and a validation is due in the middle of an epoch.
 
     Lightning takes it for made where such a checkpoint is resumed, unless the checkpoint says that it has begun. (At
     the end of an epoch it makes it by itself.)
@@ -243,7 +243,7 @@ def _between_step_and_validation(trainer: L.Trainer) -> bool:
 
 
 def _validation_to_begin(fit_loop: dict[str, Any]) -> dict[str, Any]:
-    """Loops at the end of a batch, as if in the first batch of the validation behind it."""
+    """Return loops at the end of a batch, as if in the first batch of the validation behind it."""
     train, validation = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"
     done = {part: {**fit_loop[train][part]} for part in ("total", "current")}
     for counts in done.values():
@@ -261,7 +261,7 @@ def _validation_to_begin(fit_loop: dict[str, Any]) -> dict[str, Any]:
 
 
 def _before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
-    """Loops that stopped in a validation, as if in its first batch: half of its numbers would be lost otherwise."""
+    """Return loops that stopped in a validation, as if in its first batch: else half of its numbers would be lost."""
     key = "epoch_loop.val_loop.batch_progress"
     done = fit_loop[key]["current"]["completed"]
     counts = {part: _before_a_batch(fit_loop[key][part]["completed"] - done) for part in ("total", "current")}
@@ -269,5 +269,5 @@ def _before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
 
 
 def _before_a_batch(done: int) -> dict[str, int]:
-    """Lightning's counts where so many batches are done and the next one has begun."""
+    """Return Lightning's counts where so many batches are done and the next one has begun."""
     return {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}

@@ -25,11 +25,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms.rollouts.user_code import digest, is_mark, named, read_by
 from lit_rl.by_path import named_by
 from lit_rl.environments.source import Interactive
 from lit_rl.errors import StorageError
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.trunk import name_in_base
+from lit_rl.user_code import digest, is_mark, named, read_by
 
 Record = dict[str, Any]
 """Names of parts, as users know them, and plain values."""
@@ -69,7 +70,7 @@ def model_record(description: LanguageModel, policy: nn.Module, reference: Any) 
     """
     from peft import PeftModel
 
-    frozen = {_in_the_base(name): p for name, p in policy.named_parameters() if not p.requires_grad}
+    frozen = {name_in_base(name): p for name, p in policy.named_parameters() if not p.requires_grad}
     record: Record = {"model.name": description.name, "tokenizer": _tokenizer(description.tokenizer)}
     if frozen:
         record["frozen weights"] = weights_digest(frozen)
@@ -81,14 +82,12 @@ def model_record(description: LanguageModel, policy: nn.Module, reference: Any) 
     return record
 
 
-def _in_the_base(name: str) -> str:
-    """The name of a weight, wherever adapters stand."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-
-
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
-    """Equal for equal weights, of whatever floating type they are held in; other where a row of a tensor is another, or
-    many numbers are: one of each row is looked at, each in the next column, and 16,384 of the whole at least."""
+    """Return a mark that is equal for equal weights, of whatever floating type they are held in.
+
+    It is another one where a row of a tensor is, or many numbers are: one number of each row is looked at, each in the
+    next column, and 16,384 of the whole at least.
+    """
     made = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(weights.items()):
         held = tensor.detach().reshape(-1)
@@ -165,7 +164,7 @@ def _listed(kind: type) -> dict[str, set[Any]]:
 
 
 def _choices(hint: Any) -> set[Any]:
-    """The strings of every `Literal` in an annotation."""
+    """Return the strings of every `Literal` in an annotation."""
     if typing.get_origin(hint) is Literal:
         return {each for each in typing.get_args(hint) if isinstance(each, str)}
     return set().union(*(_choices(each) for each in typing.get_args(hint)))

@@ -7,7 +7,6 @@ and each reads the same tokens as the policy. One pass of each over `TOKENS` tok
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ from lit_rl.images import pillow
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.partitions import has_partitions
-from lit_rl.models.policy.trunk import base_of
+from lit_rl.models.policy.trunk import base_of, name_in_base
 from lit_rl.models.policy.vision_parts import placeholder_ids
 
 TOKENS = 32
@@ -57,7 +56,7 @@ class Probe:
     ) -> None:
         self.load_base = load_base
         self._state = state
-        self._trained = {_in_the_base(name) for name in _trained(policy)}
+        self._trained = {name_in_base(name) for name in _trained(policy)}
         self._inputs = probe_inputs(description, policy)
         writes = base_of(policy).get_output_embeddings() is not None  # a model that scores says no token
         self._ruled_out = list(placeholder_ids(description.config)) if description.sees and writes else []
@@ -106,7 +105,7 @@ class Probe:
         Returns:
             The number of rows; 0 where the base has as many.
         """
-        under = {_in_the_base(name): tensor for name, tensor in self._state.items()}
+        under = {name_in_base(name): tensor for name, tensor in self._state.items()}
         table = base.get_input_embeddings().weight
         name = next(name for name, parameter in base.named_parameters() if parameter is table)
         had = len(table)
@@ -126,7 +125,7 @@ class Probe:
         where there is none. Some numbers of each are compared, from all over; of what the adapter's folder holds whole,
         the shape."""
         there = base.state_dict()
-        for name, under in ((_in_the_base(name), tensor) for name, tensor in self._state.items()):
+        for name, under in ((name_in_base(name), tensor) for name, tensor in self._state.items()):
             if name in there and there[name].shape != under.shape:
                 return name
             if name in there and name not in self._trained and not _same(under, there[name]):
@@ -229,10 +228,3 @@ def _same(tensor: Tensor, other: Tensor | None) -> bool:
         return False
     some = slice(None, None, max(1, tensor.numel() // _SAMPLED))
     return torch.equal(tensor.detach().reshape(-1)[some].cpu(), other.detach().reshape(-1)[some].to(tensor.dtype).cpu())
-
-
-def _in_the_base(name: str) -> str:
-    """Return the name of a weight in the plain model, by its name under adapters."""
-    for part in (".base_layer", ".token_adapter", ".original_module"):
-        name = name.replace(part, "")
-    return re.sub(r"\.modules_to_save\.\w+", "", name).removeprefix("base_model.model.")

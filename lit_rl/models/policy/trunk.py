@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,6 +20,13 @@ def base_of(model: nn.Module) -> Any:
     from peft import PeftModel
 
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def name_in_base(name: str) -> str:
+    """Return the name of a weight in the plain model, by its name under adapters."""
+    for part in (".base_layer", ".token_adapter", ".original_module"):
+        name = name.replace(part, "")
+    return re.sub(r"\.modules_to_save\.\w+", "", name).removeprefix("base_model.model.")
 
 
 def trunk_of(model: nn.Module) -> nn.Module:

@@ -12,24 +12,22 @@ import hashlib
 import inspect
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 _OURS = ("lit_rl.", "torch.")
-_MOST = 10_000
-"""Things in a container whose values are looked at; of more of them their number."""
 
 
 def digest(text: str | bytes) -> str:
-    """A short mark, equal for equal texts."""
+    """Return a short mark, equal for equal texts."""
     plain = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     return f"#{hashlib.blake2b(plain, digest_size=6).hexdigest()}"
 
 
 def named(function: Any) -> str:
-    """The name of a function or class; of code that is not this package's also a mark of its text."""
+    """Return the name of a function or class; of code that is not this package's also a mark of its text."""
     plain = inspect.unwrap(function)
     name = f"{getattr(plain, '__module__', '')}.{getattr(plain, '__qualname__', type(plain).__name__)}"
     if name.startswith(_OURS):
@@ -51,7 +49,7 @@ def _text(function: Any, plain: Any) -> str | bytes:
 
 
 def _instructions(code: CodeType) -> str:
-    """What a code object does, wherever it stands."""
+    """Return what a code object does as text, wherever the code stands."""
     constants = [_constant(each) for each in code.co_consts]
     return repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
 
@@ -101,15 +99,11 @@ def _reads(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, ModuleType) or inspect.isclass(value) or isinstance(value, FunctionType):
             yield from _other(value, function.__module__, seen)
         else:
-            yield name, len(value) if _is_long(value) else value
-
-
-def _is_long(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple | set | frozenset) and len(value) > _MOST
+            yield name, value
 
 
 def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Of parameters: their text may name what has another value."""
+    """Yield defaults of parameters: their text may name what has another value."""
     for name, parameter in inspect.signature(function).parameters.items():
         if isinstance(parameter.default, bool | int | float | str) and parameter.default is not parameter.empty:
             yield name, parameter.default
@@ -130,7 +124,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _other(value: Any, home: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """A module, or a function or class, that somebody's code in the module `home` names."""
+    """Yield what a module, a function or a class is that somebody's code in the module `home` names."""
     module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
     if not isinstance(module, ModuleType) or not is_users(module):
         return
@@ -147,7 +141,7 @@ class _Text(str):
 
 
 def _files(file: ModuleType, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """A mark of a module's file, and of those that it imports."""
+    """Yield a mark of a module's file, and of those that it imports."""
     if id(file) in seen or not is_users(file):
         return
     seen.add(id(file))
@@ -168,7 +162,7 @@ def _installed() -> tuple[str, ...]:
 
 
 def is_users(owner: str | ModuleType | None) -> bool:
-    """Whether a module is neither installed nor this package's: a script, a notebook, a file beside them."""
+    """Tell whether a module is neither installed nor this package's: a script, a notebook, a file beside them."""
     found = owner if isinstance(owner, ModuleType) else sys.modules.get(str(owner))
     name = getattr(found, "__name__", "lit_rl")
     if f"{name}.".startswith(_OURS) or name in sys.builtin_module_names:
@@ -183,5 +177,5 @@ def is_users(owner: str | ModuleType | None) -> bool:
 
 
 def is_mark(value: Any) -> bool:
-    """Whether it is a name with a mark, which `read_by` made."""
+    """Tell whether it is a name with a mark, which `read_by` made."""
     return isinstance(value, _Text)
