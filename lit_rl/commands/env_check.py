@@ -8,7 +8,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -29,6 +28,7 @@ from lit_rl.environments.interaction import Interaction
 from lit_rl.errors import ConfigError, GenerationError, LitRLError
 from lit_rl.generation.collect import as_reward_input
 from lit_rl.generation.noise import prompt_key
+from lit_rl.process_state import generators_kept
 from lit_rl.rollout import PromptBatch
 
 _SECONDS, _SECONDS_OF_LEAKS = 2.0, 10.0
@@ -54,7 +54,7 @@ def env_check(run: Run, *, settings: Mapping[str, Any], actions: Sequence[str] |
     checked = _Checked.of(run)
     cases, asked = checked.cases(actions)
     console = Console(highlight=False)
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         player = Player(checked.factory, checked.interaction.parsers, checked.interaction.max_image_pixels)
         first = list(_within(player, cases, _SECONDS))  # before all else, as another process plays them
         _show(console, checked, cases[0])

@@ -25,6 +25,7 @@ from lit_rl.commands.replay_tokens import SeenTokens, write_tokens
 from lit_rl.commands.saved_policy import saved_policy
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics
+from lit_rl.process_state import generators_kept
 from lit_rl.rollout import PromptBatch, Rollout
 
 _CHUNK = 1 << 24
@@ -58,7 +59,7 @@ def replay(job: Replay) -> int:
         StorageError: the checkpoint is not of the run's model.
         RewardError, ConfigError: an objective needs what was not saved.
     """
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         step = _load(job)
     notes = [*job.notes, *_notes(job, step)]
     measured = [_measure(name, module, job) for name, module in job.modules]
@@ -152,8 +153,7 @@ def _notes(job: Replay, step: int) -> list[str]:
 
 def _measure(name: str, module: PolicyGradient, job: Replay) -> _Measured:
     """Loss and gradient of one objective, and what it saw."""
-    devices = [job.fabric.device] if job.fabric.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with generators_kept():
         torch.manual_seed(module.seed)  # dropout, where there is any, and random shares are the same for all
         with job.fabric.autocast(), module.rollout_context():
             scored, rollout = _credited(module, job)

@@ -20,7 +20,7 @@ from lit_rl.generation import noise
 from lit_rl.generation.bans import Bans, bad_word_ids
 from lit_rl.generation.batches import DecodeBatch
 from lit_rl.ops.history import penalised
-from lit_rl.ops.transforms import kept_logmass, temperature
+from lit_rl.ops.transforms import kept_logmass, running_sum, temperature
 from lit_rl.rollout import Prompts, Sampling
 
 _FLAT = 4096
@@ -73,18 +73,18 @@ def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     if size <= _FLAT:
         top = logits.amax(-1, keepdim=True)
         weights = (logits - top).exp_()
-        cdf = weights.cumsum(-1)
+        cdf = running_sum(weights)
         total = cdf[:, -1:]
         tokens = _reaching(cdf, left * total)
     else:
         top = _tops(logits).amax(-1, keepdim=True)
         weights = (logits - top).exp_()
         blocks = _by_block(weights, lambda part: part.sum(-1))
-        cdf = blocks.cumsum(-1)
+        cdf = running_sum(blocks)
         total = cdf[:, -1:]
         mass = left * total
         block = _reaching(cdf, mass)
-        inside = _of_block(weights, block, 0.0).cumsum(-1)
+        inside = running_sum(_of_block(weights, block, 0.0))
         # Blocks and tokens are summed in another order. Whatever that leaves is a mass in (0, that of the block].
         rest = (mass - (cdf - blocks).gather(-1, block)).clamp(min=torch.finfo(mass.dtype).tiny)
         tokens = (block * _BLOCK + _reaching(inside, rest.minimum(inside[:, -1:]))).clamp_(max=size - 1)

@@ -36,11 +36,26 @@ def top_k(logits: Float[Tensor, "... v"], k: int) -> Float[Tensor, "... v"]:
     return ban(logits, logits < threshold)
 
 
+def running_sum(x: Float[Tensor, "... n"]) -> Float[Tensor, "... n"]:
+    """Return the cumulative sum over the last axis, in a fixed order where one is asked for.
+
+    Under ``trainer.deterministic=true`` CUDA's `cumsum` of floating point raises. There sums of doubling length are
+    added, log2(n) times (Hillis and Steele, 1986).
+    """
+    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return x.cumsum(-1)
+    length = 1
+    while length < x.shape[-1]:
+        x = torch.cat([x[..., :length], x[..., length:] + x[..., :-length]], -1)
+        length *= 2
+    return x
+
+
 def top_p(logits: Float[Tensor, "... v"], p: float) -> Float[Tensor, "... v"]:
     """Keep the smallest set of likeliest tokens whose mass reaches ``p`` (1904.09751, eq. 2); never an empty one."""
     # Stable: else the library's choice among equals would depend on the shape, and differ between engine and scoring.
     ascending, order = logits.sort(dim=-1, stable=True)
-    dropped = ascending.softmax(-1).cumsum(-1) <= 1 - p
+    dropped = running_sum(ascending.softmax(-1)) <= 1 - p
     dropped[..., -1] = False
     return ban(logits, dropped.scatter(-1, order, dropped))
 

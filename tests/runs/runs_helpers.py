@@ -82,5 +82,5 @@ def interrupted(whole: Path, again: Path, step: int) -> None:
         if int(path.stem[5:]) > step:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     summary = json.loads((again / "summary.json").read_text())
-    kept = {name: summary[name] for name in ("before", "losses") if name in summary}
+    kept = {name: summary[name] for name in ("before", "losses", "prompts") if name in summary}
     (again / "summary.json").write_text(json.dumps({"status": "running", **kept, "seconds": 1.0}))

@@ -24,6 +24,7 @@ from lit_rl.errors import ConfigError, LitRLError
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.loaded import LoadedModel
+from lit_rl.process_state import generators_kept
 from lit_rl.rewards.judges.base import Judge, ask, check_verdicts
 from lit_rl.rewards.sums.weighted import TrainerState
 from lit_rl.rollout import PromptBatch
@@ -115,7 +116,7 @@ class ComparedModel:
     def _load(self, against: str, drawing: Drawing) -> tuple[LanguageModel, nn.Module]:
         if self._loaded is None:
             description = self.describe(against)
-            with _keys_of_the_evaluation(), torch.random.fork_rng(devices=[]):
+            with _keys_of_the_evaluation(), generators_kept():
                 torch.manual_seed(drawing.asked.seed)  # fresh adapters are random, and change nothing yet
                 weights = description.load()
             self._loaded = description, weights.eval().requires_grad_(False).to(drawing.device)  # pyright: ignore

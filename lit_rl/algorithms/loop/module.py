@@ -91,6 +91,7 @@ from lit_rl.models.reference.base import Auto, Copy, Reference, Scorer
 from lit_rl.ops.linear_logprobs import part_numbers
 from lit_rl.ops.logprobs import block_numbers
 from lit_rl.ops.transforms import NO_TRUNCATION
+from lit_rl.process_state import generators_kept
 
 _GROUPS = {
     **{name: name for name in ("reward", "sampling", "generator", "env", "judge", "reference", "scheduler")},
@@ -555,7 +556,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             return
         if self.model.sees:
             self._check_sees()
-        with torch.random.fork_rng(devices=[]):
+        with generators_kept():
             torch.manual_seed(self.seed)  # fresh adapters are random: the same ones on every rank and in every run
             policy = self.load_policy()
             if self._fitting:

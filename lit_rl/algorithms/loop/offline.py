@@ -211,7 +211,7 @@ class OfflineModule(PolicyModule, ABC):
         if self._whole is not None:
             self._whole.draw_again(batch)
         loss, metrics = self.training_loss(batch, self._whole)
-        self._records.add({"loss": (loss, loss.new_tensor(1 / shares)), **metrics})
+        self._records.add({"loss": (loss, loss.new_full((), 1 / shares)), **metrics})
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
         return self.with_blind_rows(loss * shares)
 

@@ -201,7 +201,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         scores = self.token_scores(micro.completions)
         loss, metrics = self.loss(micro, scores, totals_of(self._counts[step], self.plan), self._step_tokens)
         shares = self.plan.accumulate * self.plan.world_size
-        self._records.add({"loss": (loss, loss.new_tensor(1 / shares)), **metrics})
+        self._records.add({"loss": (loss, loss.new_full((), 1 / shares)), **metrics})
         self.after_micro_batch(micro, scores, self._step_tokens)
         self.seen = SeenRows.of(self._rows_of(batch), scores)
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.

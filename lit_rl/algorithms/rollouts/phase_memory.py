@@ -60,4 +60,5 @@ def process_peak() -> int:
 
 
 def _on_gpu() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    """Return whether this process has had tensors on a GPU: Lightning wakes one for a run on the CPU too."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.max_memory_allocated() > 0

@@ -28,9 +28,16 @@ ADAPTER = "policy"
 
 
 def _launched() -> dict[str, str]:
-    """What a launcher would have told this process: vLLM asks for it where ranks share an engine."""
+    """Return what a launcher would have told this process: vLLM asks for it where ranks share an engine.
+
+    ``LOCAL_RANK`` is this process's device, else its rank on its node as Slurm counts it: of several nodes a rank is no
+    number of a device.
+    """
     rank, size = str(ranks.rank()), str(ranks.world_size())
-    missing = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    local = os.environ.get("SLURM_LOCALID", rank)
+    if torch.cuda.is_initialized():
+        local = str(torch.cuda.current_device())
+    missing = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     return {name: value for name, value in missing.items() if name not in os.environ}
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.adapter_kinds import check_kind, check_start
 from lit_rl.models.policy.lora import Lora, check_targets
@@ -104,7 +106,8 @@ class PeftAdapter:
                 else [*(theirs or ()), *unasked]
             )
         try:
-            adapted = get_peft_model(model, config)
+            with torch.device("cpu"):  # not Lightning's GPU: VeRA, RandLoRA and FourierFT draw by a CPU's generator
+                adapted = get_peft_model(model, config)
         except (ValueError, TypeError, re.error) as error:
             raise ConfigError(f"model.lora={type(config).__name__}(...) does not fit this model: {error}") from error
         assert isinstance(adapted, PeftModel)

@@ -1,0 +1,11 @@
+"""Starts the pretended GPU in every Python process that has this folder on its PYTHONPATH: see ../pretend.py."""
+
+import os
+import sys
+from pathlib import Path
+
+if os.environ.get("PRETEND"):
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    import pretend
+
+    pretend.start(int(os.environ["PRETEND"]))
