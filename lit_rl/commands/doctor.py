@@ -24,6 +24,7 @@ from lit_rl.generation.vllm.generator import EngineGenerator
 from lit_rl.generation.vllm.probe import LIMITS
 from lit_rl.models.policy.forward import score
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.shared_prefix import can_share
 from lit_rl.ops.engine import engine_log_ratio, engine_ratios
 from lit_rl.ops.masking import masked_mean, masked_moments
 from lit_rl.ops.mismatch import effective_share, token_truncate
@@ -118,6 +119,8 @@ def _examine(job: Doctor, policy: Any) -> Findings:
         planned=job.planned,
         policy=policy,
         device=job.fabric.device,
+        steps=getattr(generator, "steps", None),
+        shares_prompts=job.model.forward_options.shared_prompts and can_share(policy),
     )
 
 

@@ -101,6 +101,10 @@ class Findings:
     planned: Planned
     policy: nn.Module
     device: torch.device
+    steps: str | None = None
+    """How `native` decoded: see `NativeGenerator.steps`. None of another generator."""
+    shares_prompts: bool = False
+    """Whether training may compute the prompt of a group once."""
 
 
 def scored(sampling: Sampling) -> Sampling:

@@ -54,6 +54,7 @@ def say(found: Findings) -> None:
     console.print(_seconds(found))
     console.print()
     console.print(f"SOUND: {_verdict(found)}", highlight=False, markup=False)
+    console.print(_ways(found), highlight=False, markup=False)
     for line in advice(found):
         console.print(f"- {line}", highlight=False, markup=False)
 
@@ -96,6 +97,18 @@ def _verdict(found: Findings) -> str:
     gap = found.updates[1].gap
     probed = "" if gap is None else f"; its probe then differed by {gap.mean:.2g} nats (mean) and {gap.max:.2g} (max)"
     return f"the generator holds the policy, and {followed}{probed}."
+
+
+def _ways(found: Findings) -> str:
+    """Which of the quicker ways to decode and to learn this model takes."""
+    decoded = {
+        "lean_steps": "operations on its weights, over keys and values that are held once a prompt",
+        "grouped_cache": "its own modules, over keys and values that are held once a prompt",
+        "own": "its own modules, attention and cache: keys and values of a prompt are held once a sample",
+    }
+    native = "" if found.steps is None else f"Decoded by {decoded[found.steps]}. "
+    rows = "once for all its samples" if found.shares_prompts else "for each of its samples"
+    return f"{native}In training a prompt is computed {rows}."
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -388,6 +388,8 @@ def _save(run: Run, summary: dict[str, Any]) -> None:
     if run.trainer.is_global_zero:
         missing = [str(each) for each in not_written(run.trainer)]
         summary = summary | {"peak_memory": peak_memory(), "phase_memory": run.module.phase_memory.held}
+        if steps := getattr(getattr(run.module, "generator", None), "steps", None):
+            summary["decode_steps"] = steps
         run.run_dir.write_summary(summary | ({"not_written": missing} if missing else {}))
 
 

@@ -35,6 +35,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lit_rl.errors import GenerationError
 from lit_rl.generation.decoding import at_columns, joined, moved_up
 from lit_rl.models.policy.attention import is_causal, plain_attention
+from lit_rl.models.policy.trial import Unfit
 
 IMPLEMENTATION = "lit_rl_grouped"
 """What a model's config calls this attention while it decodes."""
@@ -43,11 +44,12 @@ _ROOM = 32
 """Tokens a row has room for at first."""
 
 
-class NotGrouped(GenerationError):
+class NotGrouped(GenerationError, Unfit):
     """A model's attention asked for more than one query a row over all cached keys."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"generator.grouped_cache=true cannot decode this model: {why}. Set it to false.")
+        self.why = why
 
 
 class GroupedLayer(CacheLayerMixin):

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -32,10 +33,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_rl.generation.batches import DecodeBatch
-from lit_rl.generation.decoding import DecodingSteps
 from lit_rl.generation.grouped_cache import GroupedCache, ProvingCache
-from lit_rl.generation.grouped_steps import GroupedSteps, decoded_probe, probe
+from lit_rl.generation.grouped_steps import GroupedSteps, both_ways
 from lit_rl.models.policy.liger import computes_as_its_class
+from lit_rl.models.policy.trial import Trial, Unfit
 from lit_rl.models.policy.trunk import base_of
 
 _MODEL = {"model", "lm_head"}
@@ -51,17 +52,13 @@ _STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 _OF_POSITIONS = {"position_ids", "cache_position", "get_seq_length", "arange"}
 """What an attention names that reads positions itself. Llama's is given the angles, and nothing else of them."""
 
-_ALIKE = 1e-3
-"""Of the spread of the logits: how far the two ways may differ in a proof. On deterministic kernels they are equal."""
+_TRIAL = Trial("generator.lean_steps", "The model's own modules take its decode steps", most=1e-3)
+"""On deterministic kernels the logits of the two ways are equal."""
 
 _ROUNDINGS = 8
 """Roundings of the largest number of a tensor, by which an operation may differ from its module."""
 
 Piece = Callable[[Tensor], Tensor]
-
-
-class NotLean(Exception):
-    """An operation differs from the module that it stands for."""
 
 
 class LeanModel:
@@ -318,7 +315,7 @@ class _ProvingModel(LeanModel):
 
         def both(x: Tensor) -> Tensor:
             theirs = module(x)
-            _hold(piece(x), theirs, x)
+            _hold(type(module).__name__, piece(x), theirs, x)
             return theirs
 
         return both
@@ -326,7 +323,7 @@ class _ProvingModel(LeanModel):
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         one, other = x.chunk(2, -1)
         theirs = x * cos + torch.cat([other, one], -1) * sin
-        _hold(super()._turned(x, cos, sin), theirs, x)
+        _hold("its rotary embedding", super()._turned(x, cos, sin), theirs, x)
         return theirs
 
 
@@ -334,19 +331,19 @@ class _ProvingSteps(LeanSteps):
     kind = ProvingCache
 
 
-def _hold(ours: Tensor, theirs: Tensor, x: Tensor) -> None:
+def _hold(what: str, ours: Tensor, theirs: Tensor, x: Tensor) -> None:
+    """Raise Unfit where an operation differs from what it stands for."""
     eps = max(torch.finfo(part.dtype).eps for part in (theirs, x))
-    limit = _ROUNDINGS * eps * theirs.abs().max()
-    if ours.dtype != theirs.dtype or not bool((ours - theirs).abs().max() <= limit):
-        raise NotLean
+    apart, largest = (part.abs().max().item() for part in (ours - theirs, theirs))
+    if ours.dtype != theirs.dtype:
+        raise Unfit(f"{what} gives {theirs.dtype}, and its operation {ours.dtype}")
+    if not apart <= _ROUNDINGS * eps * largest:
+        raise Unfit(
+            f"{what} and its operation differ on {x.device.type} by {apart:.2g}: {apart / (eps * largest):.1f} "
+            f"roundings of its largest number, and {_ROUNDINGS} are allowed"
+        )
 
 
 def proven(policy: nn.Module) -> bool:
     """Decode a few tokens of two prompts both ways, and compare. In evaluation mode, without gradient."""
-    batch = probe(policy)
-    try:
-        lean = decoded_probe(_ProvingSteps(_ProvingModel(policy, 16), policy, batch, 5))
-    except Exception:  # whatever a model's own code makes of what it was not written for
-        return False
-    plain = decoded_probe(DecodingSteps(policy, batch, 5))
-    return bool((lean - plain).abs().max() <= _ALIKE * plain.std())
+    return _TRIAL.passes(policy, lambda: both_ways(policy, partial(_ProvingSteps, _ProvingModel(policy, 16), policy)))

@@ -55,6 +55,9 @@ class NativeGenerator(InProcessGenerator):
         self.grouped_cache = grouped_cache
         self.lean_steps = lean_steps
         self.continuous_batching = continuous_batching
+        self.steps: str | None = None
+        """How the last batch was decoded: by `lean_steps`, over a `grouped_cache` without them, or, with neither, by
+        the model's `own` attention and cache."""
         self._proven: bool | None = None
         self._proven_lean: bool | None = None
 
@@ -69,6 +72,7 @@ class NativeGenerator(InProcessGenerator):
         (whole,) = decode_batches(prompts, None, device)
         longest = prompts.longest_response(sampling)
         kind = DecodingSteps if prompts.vision else self._kind(policy, whole.prompt_ids.shape[1] + longest)
+        self.steps = "own" if kind is DecodingSteps else "lean_steps" if isinstance(kind, partial) else "grouped_cache"
         if prompts.responder is not None and kind is DecodingSteps:
             _refuse_partial_caches(policy)
         places = self.rows_a_batch or len(whole.rows)

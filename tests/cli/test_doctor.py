@@ -34,6 +34,8 @@ def test_a_generator_that_decodes_with_the_policy_is_exact(command: Command, cwd
     moved = re.search(r"SOUND: .*moved by ([\d.]+) nats", outcome.out)
     assert moved and float(moved[1]) >= 0.5
     assert "algo/correction=none" in outcome.out and "generator.dtype" not in outcome.out
+    assert ("Decoded by operations on its weights" in outcome.out) == (generator == "native")
+    assert "In training a prompt is computed once for all its samples." in outcome.out
     assert contents(cwd) == []
 
 

@@ -146,7 +146,7 @@ def test_a_trial_finds_a_bias_that_attention_adds(make_model, completions, folde
     whole = layer.forward
 
     def biased(*args, **kwargs):
-        return whole(*args, **kwargs, position_bias=torch.zeros(1))
+        return whole(*args, **kwargs, position_bias=torch.zeros(1, dtype=torch.float64))
 
     layer.forward = biased
     assert shared_prefix._proven(model) is False

@@ -285,6 +285,7 @@ def test_a_finished_run_holds_what_the_design_promises(train, tmp_path):
     most = summary["peak_memory"]["process"]
     assert 2**27 < most < 2**40, "bytes, with torch in them"
     assert set(summary["phase_memory"]) == {"generate", "reward", "update"}
+    assert summary["decode_steps"] == "lean_steps"
     assert all(2**27 < held <= most for held in summary["phase_memory"].values())
     assert {row["step"] for row in rows(run)} >= set(range(1, 13))
 

@@ -104,9 +104,10 @@ class Lora:
                 ``targets`` are in frozen parts alone; or the
                 head is of a kind of which single rows cannot be trained.
         """
+        import torch
         from peft import LoraConfig, PeftModel, get_peft_model
 
-        from lit_rl.models.policy.pieces import check_merge  # which needs torch
+        from lit_rl.models.policy.pieces import check_merge
 
         self._check_names(model)
         unasked = layers_unasked(model, self.targets, frozen)
@@ -125,7 +126,8 @@ class Lora:
             exclude_modules=[*head, *unasked] or None,
         )
         try:
-            adapted = get_peft_model(model, config)
+            with torch.device("cpu"):  # the same adapters on every device; PEFT puts them beside their layers
+                adapted = get_peft_model(model, config)
         except ValueError as error:
             read = " A text is read as a regular expression of whole names; a list, [q_proj], holds layer names."
             how = read if isinstance(self.targets, str) else ""

@@ -106,7 +106,7 @@ class PeftAdapter:
                 else [*(theirs or ()), *unasked]
             )
         try:
-            with torch.device("cpu"):  # not Lightning's GPU: VeRA, RandLoRA and FourierFT draw by a CPU's generator
+            with torch.device("cpu"):  # as `Lora` does; VeRA, RandLoRA and FourierFT draw by a CPU's generator alone
                 adapted = get_peft_model(model, config)
         except (ValueError, TypeError, re.error) as error:
             raise ConfigError(f"model.lora={type(config).__name__}(...) does not fit this model: {error}") from error

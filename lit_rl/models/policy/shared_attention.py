@@ -30,6 +30,7 @@ from lit_rl.models.policy.attention import (
     text_config,
 )
 from lit_rl.models.policy.forward_names import cache_input
+from lit_rl.models.policy.trial import Unfit
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.folded_attention import Sharers, folded_attention, is_worth
 
@@ -37,11 +38,12 @@ IMPLEMENTATION = "lit_rl_folded"
 """What a model's config calls this attention while it runs responses behind their prompts."""
 
 
-class NotFolded(ConfigError):
+class NotFolded(ConfigError, Unfit):
     """A model's attention asked for something else than causal attention over prompt and own tokens."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"model.folded_attention=true cannot run this model: {why}. Set it to false.")
+        self.why = why
 
 
 def can_fold(model: nn.Module, mask: Tensor, p: int, rows: int) -> bool:

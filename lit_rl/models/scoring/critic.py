@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError, in_range
@@ -210,7 +211,8 @@ class AdapterCritic(_OwnTrunk):
             exclude_modules=layers_unasked(trunk, self.targets, frozen) or None,
         )
         try:
-            adapted = get_peft_model(trunk, config, adapter_name="critic")
+            with torch.device("cpu"):  # the same adapter on every device; PEFT puts it beside its layers
+                adapted = get_peft_model(trunk, config, adapter_name="critic")
         except ValueError as error:
             linear = {name.rpartition(".")[2] for name, part in trunk.named_modules() if isinstance(part, nn.Linear)}
             raise ConfigError(

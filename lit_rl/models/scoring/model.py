@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.policy import hub, liger
 from lit_rl.models.policy.checkpointing import set_checkpointing
@@ -176,7 +179,23 @@ def load_scoring_base(model: LanguageModel, scoring: Scoring) -> PreTrainedModel
     refuse_hidden_adapters(base, f"model.name={model.name!r}")
     if model.quantization is not None:
         let_gradients_through(base)
+    if fresh:
+        _draw_on_the_cpu(base, getattr(base, head_name(base)))
     return base
+
+
+@torch.no_grad()
+def _draw_on_the_cpu(base: PreTrainedModel, head: nn.Module) -> None:
+    """Draw a fresh head anew where transformers has drawn it on another device: one seed means one head."""
+    device = next(head.parameters()).device
+    if device.type == "cpu":
+        return
+    head.to("cpu")
+    parts: list[Any] = [*head.modules(), *head.parameters()]
+    for part in parts:
+        part._is_hf_initialized = False  # transformers draws nothing twice
+    head.apply(base._initialize_weights)
+    head.to(device)
 
 
 def scoring_config(model: LanguageModel, found: PreTrainedConfig, scoring: Scoring) -> PreTrainedConfig:

@@ -1,0 +1,73 @@
+"""The trial of a quicker way to compute what a model computes: whether it is taken, and what is said where it is not.
+
+A way is tried once a model, on a few tokens, beside the model's own. Nothing is taken silently in its place: that a
+model does not fit, and by how much numbers differ, is a note; an error that nobody foresaw is a warning, as it is a
+defect that costs speed alone and would be found by nobody. Our tests turn that warning into an error (pyproject.toml).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lit_rl.models.policy.trunk import base_of
+
+
+class Unfit(Exception):
+    """A model does not compute what the quicker way stands for.
+
+    Args:
+        why: Ends a sentence, without a full stop.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a quicker way is tried.
+
+    Args:
+        key: The setting that switches it on.
+        instead: What is done where it is not taken, as a whole sentence without a full stop.
+        most: By how much the largest number may differ, in standard deviations of all numbers, above 0.
+    """
+
+    key: str
+    instead: str
+    most: float
+
+    def passes(self, model: nn.Module, both: Callable[[], tuple[Tensor, Tensor]]) -> bool:
+        """Compute both ways, and tell whether the quicker one gives the same numbers. If not, it is said why.
+
+        Args:
+            model: Whose numbers they are.
+            both: Returns the numbers of the quicker way and the model's own, of one shape.
+        """
+        from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+        name = type(base_of(model)).__name__
+        try:
+            quick, own = both()
+            apart, spread = (quick - own).abs().max().item(), own.std().item()
+        except Unfit as unfit:
+            rank_zero_info(f"{self.key}=true does not fit {name}: {unfit.why}. {self.instead}.")
+            return False
+        except Exception as error:  # also of a model's own code, which may be anybody's
+            first = " ".join(str(error).split())[:300]
+            rank_zero_warn(
+                f"{self.key}=true could not be tried on {name}, for {type(error).__name__}: {first}. {self.instead}. "
+                f"Please report it; {self.key}=false goes without."
+            )
+            return False
+        if apart <= self.most * spread:
+            return True
+        rank_zero_info(
+            f"{self.key}=true does not fit {name} on {own.device.type}: its numbers differ from the model's own by "
+            f"{apart:.2g}, and {self.most:g} x {spread:.2g} is allowed. {self.instead}."
+        )
+        return False
