@@ -11,7 +11,7 @@ import torch
 
 from lit_rl.errors import ConfigError, GenerationError, NumericError
 from lit_rl.generation import ranks
-from lit_rl.generation.vllm import host, transports
+from lit_rl.generation.vllm import host, in_process_engine, own_server, transports
 from lit_rl.generation.vllm.calls import ServerRefused
 from lit_rl.generation.vllm.engine import Facts
 from lit_rl.generation.vllm.generator import EngineGenerator
@@ -19,6 +19,7 @@ from lit_rl.generation.vllm.heartbeat import Beat
 from lit_rl.generation.vllm.probe import VISIBLE, Asked, Probe
 from lit_rl.generation.vllm.requests import Answer, completions_of, requests_of
 from lit_rl.generation.vllm.server import VLLMServerGenerator
+from lit_rl.generation.vllm.settings import EngineSettings
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.rollout import Prompts, Sampling
 
@@ -113,6 +114,7 @@ def test_completions_are_told_as_their_group_is_done(temperature: float) -> None
     [
         ({}, r"generator\.urls=\[\] with generator\.launch=false.*lit-rl serve"),
         ({"urls": ["http://127.0.0.1:1"], "launch": True}, "with generator.launch=true"),
+        ({"launch": True, "transport": "nccl"}, "nccl with generator.launch=true.*one GPU.*shared_memory"),
         ({"urls": "http://127.0.0.1:1"}, "takes a list"),
         ({"urls": ["http://127.0.0.1:1"], "lag": -1}, r"generator\.lag=-1"),
         ({"urls": ["http://127.0.0.1:1"], "deadline": 0}, r"generator\.deadline=0"),
@@ -126,6 +128,49 @@ def test_completions_are_told_as_their_group_is_done(temperature: float) -> None
 def test_settings_are_checked(settings: dict, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         VLLMServerGenerator(**settings)
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "environment", "local"),
+    [
+        ("cuda:0", 0, {}, "0"),
+        ("cuda:1", 0, {}, "1"),  # trainer.devices=[1]
+        ("cuda:3", 1, {"LOCAL_RANK": "1"}, "3"),  # trainer.devices=[2,3], by Lightning's own launcher
+        ("cuda:1", 5, {"SLURM_LOCALID": "1"}, "1"),  # the second node of four GPUs
+        ("cuda:0", 5, {"LOCAL_RANK": "1"}, "0"),  # a launcher that shows each rank its own GPU alone
+        ("cpu", 5, {"LOCAL_RANK": "1"}, "1"),
+        ("cpu", 5, {"SLURM_LOCALID": "1"}, "1"),
+        ("cpu", 1, {}, "1"),
+    ],
+)
+def test_an_engine_of_a_rank_is_on_the_gpu_of_its_policy(
+    device: str, rank: int, environment: dict[str, str], local: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_LOCALID", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(in_process_engine.ranks, "rank", lambda: rank)
+    monkeypatch.setattr(in_process_engine.ranks, "world_size", lambda: 8)
+    told = in_process_engine.launched(torch.device(device))
+    assert told["LOCAL_RANK"] == local and (told["RANK"], told["WORLD_SIZE"]) == (str(rank), "8")
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert not {"RANK", "MASTER_PORT"} & in_process_engine.launched(torch.device(device)).keys(), "the launcher's stay"
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "said"),
+    [
+        ("cuda:0", 1, "the first visible GPU, beside the training (generator.gpu_memory_utilization=0.3"),
+        ("cuda:1", 1, "the first visible GPU"),
+        ("cuda:1", 2, "the first 2 visible GPUs, beside the training"),
+        ("cpu", 1, "the first visible GPU"),
+    ],
+)
+def test_a_launched_server_says_which_gpu_it_takes(device: str, size: int, said: str) -> None:
+    line = own_server.places(torch.device(device), EngineSettings(tensor_parallel_size=size))
+    assert line.startswith(said) and ("beside" in line) == ("beside" in said) == ("generator.urls" in line)
 
 
 def test_lengths_and_temperatures_are_checked_before_there_is_an_engine() -> None:

@@ -16,6 +16,7 @@ from lit_rl.generation.vllm.generator import EngineGenerator
 from lit_rl.generation.vllm.in_process_engine import InProcessEngine
 from lit_rl.generation.vllm.model_files import write_model_files
 from lit_rl.generation.vllm.work import Completing, Work
+from lit_rl.models.policy.device import device_of
 from lit_rl.vllm_package import require_vllm
 
 
@@ -60,7 +61,8 @@ class VLLMGenerator(EngineGenerator):
         self.sleeps = sleeps
         with tempfile.TemporaryDirectory(prefix="lit_rl_model_") as folder:
             write_model_files(policy, self.model, folder)
-            return InProcessEngine(folder, settings, sleeps=sleeps, trust_remote_code=self.model.trust_remote_code)
+            how = {"sleeps": sleeps, "trust_remote_code": self.model.trust_remote_code}
+            return InProcessEngine(folder, settings, device=device_of(policy), **how)
 
     def check_converses(self) -> None:
         self.check_asked_alone()

@@ -27,18 +27,21 @@ ADAPTER = "policy"
 """The one adapter that an engine runs, under this name."""
 
 
-def _launched() -> dict[str, str]:
-    """Return what a launcher would have told this process: vLLM asks for it where ranks share an engine.
+def launched(device: torch.device) -> dict[str, str]:
+    """Return what vLLM's external launcher is to tell this process, and the environment does not, or says wrongly.
 
-    ``LOCAL_RANK`` is this process's device, else its rank on its node as Slurm counts it: of several nodes a rank is no
-    number of a device.
+    vLLM takes ``LOCAL_RANK`` for the index of a GPU among those that the process sees. A launcher counts processes by
+    it: of ``trainer.devices=[2,3]`` the second has 1. So it is the index of the GPU that the policy is on; of a policy
+    on the CPU the launcher's number, or else Slurm's: a rank counts over all nodes.
+
+    Args:
+        device: The policy's.
     """
-    rank, size = str(ranks.rank()), str(ranks.world_size())
-    local = os.environ.get("SLURM_LOCALID", rank)
-    if torch.cuda.is_initialized():
-        local = str(torch.cuda.current_device())
-    missing = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    return {name: value for name, value in missing.items() if name not in os.environ}
+    rank = str(ranks.rank())
+    local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or rank
+    world = {"RANK": rank, "WORLD_SIZE": str(ranks.world_size()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    missing = {name: value for name, value in world.items() if name not in os.environ}
+    return missing | {"LOCAL_RANK": str(device.index or 0) if device.type == "cuda" else local}
 
 
 _running: set[InProcessEngine] = set()
@@ -64,13 +67,25 @@ def _failing() -> Iterator[None]:
 
 
 class InProcessEngine:
-    """vLLM's `LLM` under the verbs of `Engine`."""
+    """vLLM's `LLM` under the verbs of `Engine`.
 
-    def __init__(self, folder: str, settings: EngineSettings, *, sleeps: bool, trust_remote_code: bool) -> None:
+    Args:
+        folder: Config and tokenizer of the policy.
+        settings: How vLLM holds it.
+        device: The policy's, whose GPU the engine shares.
+        sleeps: Whether the engine gives its memory back while the policy learns.
+        trust_remote_code: Of the policy.
+    """
+
+    def __init__(
+        self, folder: str, settings: EngineSettings, *, device: torch.device, sleeps: bool, trust_remote_code: bool
+    ) -> None:
         cpu = vllm_settings.runs_on_cpu()
         arguments = settings.engine_arguments(model_dtype="auto", cpu=cpu)
-        # Inside the processes that are there already: on GPUs, each rank's engine takes the rank's own.
-        shared = settings.tensor_parallel_size > 1 or (ranks.world_size() > 1 and not cpu)
+        # Inside the processes that are there already: on GPUs, each rank's engine takes the rank's own. Of one process
+        # vLLM would take the first.
+        several = ranks.world_size() > 1 or (device.type == "cuda" and device.index)
+        shared = settings.tensor_parallel_size > 1 or bool(several and not cpu)
         # Only a model that is cut over ranks has them meet in every step: engines of one rank each meet while they
         # start, also where they share vLLM's world.
         self._steps_alone = settings.tensor_parallel_size == 1
@@ -79,7 +94,7 @@ class InProcessEngine:
         if sleeps and not cpu:
             arguments["enable_sleep_mode"] = True
         with undisturbed({**vllm_settings.environment(cpu=cpu), **vllm_settings.IN_PROCESS}):
-            os.environ.update(_launched() if shared else {})
+            os.environ.update(launched(device) if shared else {})
             from vllm import LLM  # pyright: ignore
 
             try:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from lit_rl.errors import GenerationError
@@ -17,6 +18,7 @@ from lit_rl.generation.vllm.launch import ServerProcess, checked_port, server_ar
 from lit_rl.generation.vllm.model_files import write_model_files
 from lit_rl.generation.vllm.settings import EngineSettings
 from lit_rl.generation.vllm.transports import at_once
+from lit_rl.models.policy.device import device_of
 from lit_rl.models.policy.language_model import LanguageModel
 
 _LOOPBACK = "127.0.0.1"
@@ -47,6 +49,7 @@ class OwnServer:
         transfer = None if cpu else "nccl"
         flags = server_arguments(engine, name=model.label, host=_LOOPBACK, port=port, transfer=transfer)
         path = temporary_log() if log is None else Path(log)
+        self._place = "" if cpu else f" on {places(device_of(policy), settings)}"
         self._process = ServerProcess(flags, url=f"http://{_LOOPBACK}:{port}", cpu=cpu, log=path)
 
     @property
@@ -65,7 +68,7 @@ class OwnServer:
             GenerationError: it did not come up within `deadline` seconds; with the last lines of its log.
         """
         self._process.stop()
-        say(f"Starting a vLLM server on {self.url}; its output is in {self._process.log}")
+        say(f"Starting a vLLM server at {self.url}{self._place}; its output is in {self._process.log}")
         self._process.start()
         self._process.wait_healthy(deadline, say)
 
@@ -76,6 +79,19 @@ class OwnServer:
     def stop(self) -> None:
         self._process.stop()
         self._folder.cleanup()
+
+
+def places(policy: torch.device, settings: EngineSettings) -> str:
+    """The GPUs that vLLM takes, which are the first that it sees, and who else is there."""
+    size = settings.tensor_parallel_size
+    taken = "the first visible GPU" if size == 1 else f"the first {size} visible GPUs"
+    if policy.type != "cuda" or (policy.index or 0) >= size:
+        return taken
+    share = settings.gpu_memory_utilization
+    return (
+        f"{taken}, beside the training (generator.gpu_memory_utilization={share:g}; for GPUs of its own, start it by "
+        "CUDA_VISIBLE_DEVICES=... lit-rl serve, and name it in generator.urls)"
+    )
 
 
 def answering(urls: Sequence[str], deadline: float) -> list[str]:

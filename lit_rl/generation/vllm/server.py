@@ -94,6 +94,12 @@ class VLLMServerGenerator(EngineGenerator):
             )
         if transport == "nccl" and len(self.urls) > 1:
             raise ConfigError("generator.transport=nccl sends to one server: name one in generator.urls, or take gloo.")
+        if launch and transport == "nccl":
+            raise ConfigError(
+                "generator.transport=nccl with generator.launch=true: the server starts on a GPU of the training, and "
+                "NCCL refuses two processes on one GPU. Take generator.transport=shared_memory (auto does), or start "
+                "the server on another GPU (CUDA_VISIBLE_DEVICES=1 lit-rl serve) and name it in generator.urls."
+            )
         if launch:
             require_vllm("generator.launch=true")
 
