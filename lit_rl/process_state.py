@@ -29,7 +29,7 @@ def mixed(*parts: object) -> int:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed Python's generator, NumPy's and PyTorch's; a CUDA device's where one is in use.
+    """Seed Python's generator, NumPy's and PyTorch's; a GPU's where one is in use.
 
     Args:
         seed: In [0, 2^32).
@@ -39,8 +39,8 @@ def seed_generators(seed: int) -> None:
         numpy.random.seed(seed)
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed(seed)
+        if (gpu := _gpu(torch)) is not None:
+            gpu.manual_seed(seed)
 
 
 def raised_by_itself(error: BaseException) -> bool:
@@ -121,8 +121,8 @@ def generators_kept() -> Iterator[None]:
     python = random.getstate()
     array = None if numpy is None else numpy.random.get_state()
     tensor = None if torch is None else torch.get_rng_state()
-    on_gpu = torch is not None and torch.cuda.is_initialized()
-    device = torch.cuda.get_rng_state() if on_gpu and torch is not None else None
+    gpu = None if torch is None else _gpu(torch)
+    drawn = None if gpu is None else gpu.get_rng_state()
     try:
         yield
     finally:
@@ -131,8 +131,8 @@ def generators_kept() -> Iterator[None]:
             numpy.random.set_state(array)
         if torch is not None:
             torch.set_rng_state(tensor)
-            if device is not None:
-                torch.cuda.set_rng_state(device)
+        if gpu is not None:
+            gpu.set_rng_state(drawn)
 
 
 @contextmanager
@@ -209,6 +209,14 @@ def _settings() -> list[_Setting]:
     if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "geterr"):
         found.append(_Setting("numpy.seterr", numpy.geterr, lambda before: numpy.seterr(**before)))
     return found
+
+
+def _gpu(torch: ModuleType) -> Any:
+    """Return the module of the kind of GPU that this process uses, which has a generator of its own; None without."""
+    for kind in ("cuda", "xpu"):
+        if getattr(torch, kind).is_initialized():
+            return getattr(torch, kind)
+    return torch.mps if torch.backends.mps.is_available() else None
 
 
 def _torch() -> ModuleType | None:

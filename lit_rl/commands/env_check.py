@@ -86,6 +86,7 @@ class _Checked:
     def of(cls, run: Run) -> _Checked:
         """All that a run refuses before it loads weights is refused here, in the same words."""
         module, data = run.generating, run.data
+        module.reward_functions.run_on(run.trainer.strategy.root_device)
         factory = getattr(module, "env", None)
         if not isinstance(module, OnPolicyModule) or factory is None:
             raise ConfigError(

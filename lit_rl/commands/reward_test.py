@@ -56,6 +56,7 @@ def reward_test(run: Run, *, rows: int = 4, completions: str | None = None) -> i
     in_range("reward_test.rows", rows, low=1)
     given = None if completions is None else _read(Path(completions).expanduser())
     tokenizer, reward = run.generating.tokenizer, run.generating.reward_functions
+    reward.run_on(run.trainer.strategy.root_device)
     data: Any = run.data
     data.prepare(tokenizer, processor=run.generating.model.processor, stage="predict")
     batch = _own_rows(given)

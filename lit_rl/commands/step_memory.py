@@ -10,7 +10,7 @@ import torch
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.cut import remedies
 from lit_rl.algorithms.preflight.memory import MemoryPlan
-from lit_rl.algorithms.rollouts.phase_memory import process_peak
+from lit_rl.algorithms.rollouts.phase_memory import on_gpu, process_peak
 from lit_rl.errors import BackendError, in_words, is_out_of_memory
 from lit_rl.generation.base import DecodingMemoryError
 
@@ -31,7 +31,7 @@ def peak_memory() -> dict[str, int]:
     """Bytes that this process held at most since it began: `process` of the machine's memory; and where it used a GPU,
     `tensors` there, and `reserved`, with what PyTorch keeps for the next ones. Empty where nobody counts."""
     found = {"process": size} if (size := process_peak()) else {}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if on_gpu():
         found |= {"tensors": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     return found
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_rl.errors import ConfigError, GenerationError, NumericError
+from lit_rl.errors import BackendError, ConfigError, GenerationError, NumericError
 from lit_rl.generation import ranks
 from lit_rl.generation.vllm import host, in_process_engine, own_server, transports
 from lit_rl.generation.vllm.calls import ServerRefused
@@ -157,6 +157,25 @@ def test_an_engine_of_a_rank_is_on_the_gpu_of_its_policy(
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert not {"RANK", "MASTER_PORT"} & in_process_engine.launched(torch.device(device)).keys(), "the launcher's stay"
+
+
+@pytest.mark.parametrize(
+    ("kind", "url", "device", "transport"),
+    [
+        ("auto", "http://127.0.0.1:1", "cuda", transports.SharedMemory),
+        ("auto", "http://192.0.2.1:1", "cuda", transports.NCCL),
+        ("auto", "http://192.0.2.1:1", "cpu", transports.Gloo),  # of a machine with a GPU too
+        ("nccl", "http://192.0.2.1:1", "cuda", transports.NCCL),
+    ],
+)
+def test_weights_travel_by_nccl_where_the_policy_is_on_a_gpu(
+    kind: str, url: str, device: str, transport: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    clients = [transports.Client(url)]
+    assert type(transports.transport_for(kind, clients, 1.0, torch.device(device))) is transport
+    with pytest.raises(BackendError, match="nccl sends from GPU to GPU, and the policy is on cpu"):
+        transports.transport_for("nccl", clients, 1.0, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

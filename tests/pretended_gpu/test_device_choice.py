@@ -7,19 +7,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lit_rl
+from lit_rl import GRPO, RolloutDataModule
+from lit_rl.algorithms.rollouts.state import rng_state, set_rng_state
+from lit_rl.commands.step_memory import peak_memory
+from lit_rl.examples import TokenBatch
 from lit_rl.generation import grouped_steps
 from lit_rl.generation.collect import Vocabulary
 from lit_rl.generation.lean_steps import LeanModel
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.lora import Lora
+from lit_rl.models.policy.neftune import noisy_embeddings
 from lit_rl.models.scoring.critic import AdapterCritic
 from lit_rl.models.scoring.model import SEQUENCES, TOKENS, load_scoring
+from lit_rl.process_state import generators_kept, seed_generators
+from lit_rl.rewards import RewardModel
+from lit_rl.rewards.scorers.placed import Placed
 from lit_rl.rollout import Sampling
 
 TINY = str(Path(lit_rl.__file__).parent / "models" / "tiny")
@@ -99,3 +108,102 @@ def decode(policy: Any) -> NativeGenerator:
         generator.sync(policy, version)
         generator.generate(prompts, Sampling(max_new_tokens=2))
     return generator
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A reward model's folder."""
+    folder = tmp_path_factory.mktemp("scorer")
+    model: Any = load_scoring(LanguageModel(TINY), SEQUENCES)
+    model.save_pretrained(folder)
+    LanguageModel(TINY).tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "devices", "device", "where"),
+    [("cpu", 1, None, "cpu"), ("auto", [1], None, "cuda:1"), ("auto", 1, "cpu", "cpu"), ("cpu", 1, "cuda:1", "cuda:1")],
+)
+def test_a_reward_model_is_on_the_device_of_the_run(
+    scorer: str, accelerator: str, devices: Any, device: str | None, where: str
+) -> None:
+    """And not on a GPU that is there."""
+    reward = RewardModel(scorer, device=device)
+    module = GRPO(TINY, reward=reward, group_size=2, sampling=Sampling(max_new_tokens=2))
+    trainer = L.Trainer(
+        accelerator=accelerator, devices=devices, max_steps=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, RolloutDataModule([{"prompt": "1+1="}] * 2, prompts_per_rollout=2, val_fraction=0))
+    assert trainer.global_step == 1
+    assert {weight.device for weight in reward.load()[0].parameters()} == {torch.device(where)}
+
+
+def test_outside_of_a_run_a_scorer_takes_the_gpu() -> None:
+    torch.cuda.set_device(1)
+    assert Placed().place == torch.device("cuda", 1)
+
+
+def test_noise_on_embeddings_is_the_same_on_every_device() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]).bool()
+    segment = torch.tensor([[0, 0, 1, 1, 0, 0], [0] * 6])
+    noise = []
+    for device in ("cpu", "cuda"):
+        tokens = TokenBatch(torch.zeros(2, 6, dtype=torch.long), mask, mask, segment=segment)
+        embedding = Embedder().to(device).train()
+        with noisy_embeddings(embedding, tokens.to(device), 5.0, [3, 4]):
+            noise.append(embedding.table(tokens.input_ids.to(device)).detach())
+        assert noise[-1].device.type == device
+    assert torch.equal(noise[0], noise[1].cpu()) and noise[0][mask].all() and not noise[0][~mask].any()
+
+
+class Embedder(nn.Module):
+    """A model of an embedding of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1, 8, _weight=torch.zeros(1, 8))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_checkpoint_holds_the_generators_that_a_run_draws_from(kind: str) -> None:
+    def drawn() -> list[float]:
+        return [torch.rand(1).item(), torch.rand(1, device=kind).item()]
+
+    saved = rng_state(kind)
+    assert saved.keys() == {"cpu", kind}, "a run on the CPU does not wake a GPU that is there"
+    first = drawn()
+    set_rng_state(saved, kind)
+    assert drawn() == first
+    with generators_kept():
+        torch.manual_seed(0)
+        seed_generators(1)
+        seeded = drawn()
+        seed_generators(1)
+        assert drawn() == seeded
+    second = drawn()
+    set_rng_state(saved, kind)
+    assert [drawn(), drawn()] == [first, second]
+
+
+def test_a_checkpoint_of_a_gpu_is_resumed_on_the_cpu_and_the_other_way_round() -> None:
+    """Checkpoints of earlier versions name both where a GPU was there."""
+    of_gpu, of_cpu = rng_state("cuda"), rng_state("cpu")
+    torch.rand(1), torch.rand(1, device="cuda")
+    set_rng_state(of_gpu, "cpu")
+    assert torch.equal(torch.get_rng_state(), of_cpu["cpu"])
+    assert not torch.equal(torch.cuda.get_rng_state(), of_gpu["cuda"])
+    set_rng_state({kind: state.to("cuda") for kind, state in of_gpu.items()}, "cuda")  # as a Trainer loads them
+    assert torch.equal(torch.cuda.get_rng_state(), of_gpu["cuda"])
+    set_rng_state(of_cpu, "cuda")
+
+
+def test_a_run_on_the_cpu_beside_a_gpu_reports_the_memory_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning wakes the GPU for it too."""
+    kept = torch.ones(1000, device="cuda")
+    assert peak_memory()["tensors"] >= kept.nbytes
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 0)
+    assert peak_memory().keys() == {"process"}

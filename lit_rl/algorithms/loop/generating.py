@@ -37,6 +37,7 @@ from lit_rl.models.policy.foresight import refuse_foresight
 from lit_rl.process_state import settings_kept
 from lit_rl.rewards.judges.base import Judge
 from lit_rl.rewards.judges.functions import as_judge
+from lit_rl.rewards.scorers.placed import Placed
 from lit_rl.rewards.sums.begun import BegunRewards
 from lit_rl.rewards.sums.weighted import Rewards, Scores, TrainerState
 from lit_rl.rollout import Completions, PromptBatch, Sampling
@@ -90,6 +91,12 @@ class GeneratingModule(PolicyModule):
         self._early = EarlyRewards()
         self._evaluated: list[EvaluationRows] = []
         self._compared_model = ComparedModel(self.model)
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.reward_functions.run_on(self.trainer.strategy.root_device)
+        if isinstance(self.judge, Placed):
+            self.judge.run_device = self.trainer.strategy.root_device
 
     def decoding(self) -> Lengths | None:
         data: Any = self.trainer.datamodule  # pyright: ignore

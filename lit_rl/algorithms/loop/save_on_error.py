@@ -81,7 +81,7 @@ class SaveOnError(L.Callback):
         self._place = {
             "epoch": trainer.current_epoch,
             "fit_loop": trainer.fit_loop.state_dict(),
-            "rng": rng_state(),
+            "rng": rng_state(trainer.strategy.root_device),
         }
 
     def saves_after(self, exception: BaseException) -> bool:
@@ -132,7 +132,7 @@ class SaveOnError(L.Callback):
             The checkpoint; None where none can be saved.
         """
         if _ends_step(trainer):  # as any callback saves here
-            self._place, anew = {"rng": rng_state()}, False
+            self._place, anew = {"rng": rng_state(trainer.strategy.root_device)}, False
         if self._place is not None and in_validation:
             rng = self._place["rng"]
             self._take_down(trainer)
@@ -143,7 +143,7 @@ class SaveOnError(L.Callback):
         path = folder / f"step_{trainer.global_step:08d}.ckpt"
         if anew or not trainer.strategy.broadcast(self.is_saved(path)):
             self._failed = "fit_loop" in self._place
-            set_rng_state(self._place["rng"])
+            set_rng_state(self._place["rng"], trainer.strategy.root_device)
             self.save(trainer, path)
         return path
 

@@ -35,12 +35,12 @@ class PhaseMemory:
 
 def most_held() -> int:
     """Since the process began."""
-    return torch.cuda.max_memory_allocated() if _on_gpu() else process_peak()
+    return torch.cuda.max_memory_allocated() if on_gpu() else process_peak()
 
 
 def held_now() -> int:
     """At this moment; where the system does not say, what was held at most."""
-    if _on_gpu():
+    if on_gpu():
         return torch.cuda.memory_allocated()
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else process_peak()
@@ -59,6 +59,6 @@ def process_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _on_gpu() -> bool:
+def on_gpu() -> bool:
     """Return whether this process has had tensors on a GPU: Lightning wakes one for a run on the CPU too."""
     return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.max_memory_allocated() > 0

@@ -291,18 +291,22 @@ def check_kind(checkpoint: Mapping[str, Any], algorithm: type) -> None:
         )
 
 
-def rng_state() -> dict[str, Any]:
-    """The global generators' states: only dropout draws from them, samples never do."""
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+def rng_state(device: torch.device | str) -> dict[str, Tensor]:
+    """Return the states of torch's global generators, by type of device: the CPU's, and that of the run's device.
+
+    Dropout and Clip-Cov draw from them, samples never do.
+    """
+    return {kind: _generator(kind).get_rng_state() for kind in ("cpu", torch.device(device).type)}
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"].cpu())
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
+def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str) -> None:
+    """Put them back. What a checkpoint from a device of another type has of that one is left out."""
+    for kind in {"cpu", torch.device(device).type} & state.keys():
+        _generator(kind).set_rng_state(state[kind].cpu())
+
+
+def _generator(kind: str) -> Any:
+    return torch if kind == "cpu" else torch.get_device_module(kind)
 
 
 def check_weights(saved: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

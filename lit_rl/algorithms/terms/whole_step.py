@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.rollouts.state import rng_state, set_rng_state
 from lit_rl.examples import ExampleBatch
 
 Look = Callable[[Any], dict[str, Tensor]]
@@ -25,25 +26,21 @@ Look = Callable[[Any], dict[str, Tensor]]
 class Noise:
     """Where the random numbers stand that dropout draws: those of the CPU and those of the device."""
 
+    device: torch.device | str
     states: dict[str, Tensor]
     """By the type of the device."""
 
     @classmethod
     def of(cls, device: torch.device | str) -> Noise:
-        return cls({kind: _generator(kind).get_rng_state() for kind in ("cpu", torch.device(device).type)})
+        return cls(device, rng_state(device))
 
     @property
     def is_current(self) -> bool:
         """Whether nothing was drawn since."""
-        return all(torch.equal(_generator(kind).get_rng_state(), state) for kind, state in self.states.items())
+        return all(torch.equal(state, self.states[kind]) for kind, state in rng_state(self.device).items())
 
     def restore(self) -> None:
-        for kind, state in self.states.items():
-            _generator(kind).set_rng_state(state)
-
-
-def _generator(kind: str) -> Any:
-    return torch if kind == "cpu" else torch.get_device_module(kind)
+        set_rng_state(self.states, self.device)
 
 
 @dataclass(frozen=True)

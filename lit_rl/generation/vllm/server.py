@@ -21,6 +21,7 @@ from lit_rl.generation.vllm.server_engine import ServerEngine
 from lit_rl.generation.vllm.transports import TRANSPORTS, transport_for
 from lit_rl.generation.vllm.work import Work
 from lit_rl.interruption import may_be_given_up
+from lit_rl.models.policy.device import device_of
 from lit_rl.vllm_package import require_vllm
 
 _KNOCK = 2.0
@@ -138,10 +139,11 @@ class VLLMServerGenerator(EngineGenerator):
             ) from error
 
     def _connect(self, urls: Sequence[str], *, after_loss: bool = False) -> Engine:
+        assert self._policy is not None
         clients = [Client(url) for url in urls]
         return ServerEngine(
             clients,
-            transport_for(self.transport, clients, self.answer_deadline),
+            transport_for(self.transport, clients, self.answer_deadline, device_of(self._policy)),
             say=self._say,
             deadline=self.deadline,
             answer_deadline=self.answer_deadline,

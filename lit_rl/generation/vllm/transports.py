@@ -144,11 +144,6 @@ class NCCL(Transport):
     def __init__(self, clients: Sequence[Client], deadline: float) -> None:
         super().__init__(clients, deadline)
         self._senders: list[Any] = []
-        if not torch.cuda.is_available():
-            raise BackendError(
-                "generator.transport=nccl sends from GPU to GPU, and this process sees no GPU. Take "
-                "generator.transport=shared_memory (one host) or gloo."
-            )
 
     def begin(self, shapes: Shapes) -> None:
         """Agree to names and shapes; vLLM's engine opens its update itself."""
@@ -253,9 +248,24 @@ def here(urls: Sequence[str]) -> bool:
 TRANSPORTS: dict[str, type[Transport]] = {"shared_memory": SharedMemory, "gloo": Gloo, "nccl": NCCL}
 
 
-def transport_for(kind: str, clients: Sequence[Client], deadline: float) -> Transport:
-    """The transport of a name; "auto" takes shared memory on one machine, else NCCL with a GPU, else gloo."""
+def transport_for(kind: str, clients: Sequence[Client], deadline: float, device: torch.device) -> Transport:
+    """Return the transport of a name; "auto" takes shared memory on one machine, else NCCL from a GPU, else gloo.
+
+    Args:
+        kind: Its name, or "auto".
+        clients: The servers.
+        deadline: Seconds for an answer.
+        device: The policy's.
+
+    Raises:
+        BackendError: NCCL, and the policy is on no GPU.
+    """
     if kind == "auto":
         alone = here([client.url for client in clients])
-        kind = "shared_memory" if alone else "nccl" if torch.cuda.is_available() and len(clients) == 1 else "gloo"
+        kind = "shared_memory" if alone else "nccl" if device.type == "cuda" and len(clients) == 1 else "gloo"
+    elif kind == "nccl" and device.type != "cuda":
+        raise BackendError(
+            f"generator.transport=nccl sends from GPU to GPU, and the policy is on {device.type}. Take "
+            "generator.transport=shared_memory (one host) or gloo."
+        )
     return TRANSPORTS[kind](clients, deadline)

@@ -61,6 +61,10 @@ class OnTheHost(torch.autograd.graph.saved_tensors_hooks):
     """Inside, what the backward pass of a checkpoint reads is kept in pinned memory of the host.
 
     Only what carries a gradient is: masks and angles of positions are the same tensor in every layer.
+
+    No copy needs an event of its own. Autograd runs the backward pass of a layer on the stream of its forward pass, so
+    both copies and the work before and behind them are in one stream; and PyTorch gives neither side's memory to others
+    before the copy is over: the device's by its stream, the host's by an event that it records for pinned memory.
     """
 
     def __init__(self) -> None:

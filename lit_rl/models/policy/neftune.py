@@ -18,7 +18,7 @@ def noisy_embeddings(model: nn.Module, tokens: TokenBatch, alpha: float, keys: S
 
     The noise is uniform on +-alpha / sqrt(L d), with L the tokens of the token's own text and d the width of the
     embedding (2310.05914, algorithm 1; TRL's L is the padded row). It depends on the row's key and the row alone, not
-    on padding, the other rows or a global generator.
+    on padding, the other rows, a global generator or the device.
 
     Args:
         model: A language model, PEFT-wrapped or not.
@@ -30,7 +30,7 @@ def noisy_embeddings(model: nn.Module, tokens: TokenBatch, alpha: float, keys: S
     def add(module: nn.Module, args: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
         if not module.training:  # a trial of the model, on tokens of its own
             return embedded
-        noise = _noise(tokens, embedded.shape[-1], alpha, keys).to(embedded)
+        noise = _noise(tokens, embedded.shape[-1], alpha, keys).to(embedded.dtype).to(embedded.device)
         return embedded + noise.reshape(embedded.shape)
 
     handle = base_of(model).get_input_embeddings().register_forward_hook(add)
@@ -41,18 +41,19 @@ def noisy_embeddings(model: nn.Module, tokens: TokenBatch, alpha: float, keys: S
 
 
 def _noise(tokens: TokenBatch, width: int, alpha: float, keys: Sequence[int]) -> Tensor:
-    """Float32 `(b, s, d)`, 0 at padding."""
-    attended, device = tokens.attention_mask, tokens.attention_mask.device
-    noise = torch.zeros((*attended.shape, width), device=device)
+    """Float32 `(b, s, d)` on the CPU, whose generator is the same everywhere; 0 at padding."""
+    attended = tokens.attention_mask.cpu()
+    noise = torch.zeros((*attended.shape, width), device="cpu")
     for row, (key, length) in enumerate(zip(keys, attended.sum(1).tolist(), strict=True)):
-        generator = torch.Generator(device).manual_seed(key)
-        noise[row, :length] = 2 * torch.rand((length, width), generator=generator, device=device) - 1
-    return noise * (alpha / (_text_lengths(tokens) * width).sqrt()).unsqueeze(-1)
+        generator = torch.Generator().manual_seed(key)
+        torch.rand((length, width), generator=generator, out=noise[row, :length]).mul_(2).sub_(1)
+    segment = None if tokens.segment is None else tokens.segment.cpu()
+    return noise * (alpha / (_text_lengths(attended, segment) * width).sqrt()).unsqueeze(-1)
 
 
-def _text_lengths(tokens: TokenBatch) -> Tensor:
+def _text_lengths(mask: Tensor, segment: Tensor | None) -> Tensor:
     """Float32 `(b, s)`: tokens of the text that each token belongs to, at least 1."""
-    attended = tokens.attention_mask.long()
-    segment = torch.zeros_like(attended) if tokens.segment is None else tokens.segment
+    attended = mask.long()
+    segment = torch.zeros_like(attended) if segment is None else segment
     counts = torch.zeros_like(attended).scatter_add(1, segment, attended)
     return counts.gather(1, segment).clamp(min=1).float()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lit_rl.errors import ConfigError, RewardError, StorageError, in_range, one_of
 from lit_rl.rewards.completion import Completion, content_of, text_of
 from lit_rl.rewards.judges.base import LogMetric, Verdict, average_orders, check_columns
+from lit_rl.rewards.scorers.placed import Placed
 from lit_rl.rewards.workers.job import TrainerState
 from lit_rl.rollout import Prompt
 
@@ -23,7 +24,7 @@ SOURCE, FIRST, SECOND = "<|source|>", "<|candidate1|>", "<|candidate2|>"
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
-class PairRMJudge:
+class PairRMJudge(Placed):
     """A local model of PairRM's kind: DeBERTa reads prompt and both completions, and two scores tell them apart.
 
     The input is three texts, each with the special tokens of the tokenizer around it, behind ``<|source|>``,
@@ -40,7 +41,7 @@ class PairRMJudge:
         temperature: Divides the logit, above 0. Only methods that read a probability (Nash-MD) see a difference.
         revision: Branch, tag or commit of the hub repository.
         dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
-        device: Where the model runs. None: the rank's own GPU, else the CPU.
+        device: Where the model runs. None: on the run's device; outside of a run on a GPU, else the CPU.
         batch_size: Pairs of one forward pass.
         max_prompt_tokens: Tokens of a prompt; a longer one loses its begin.
         max_completion_tokens: Tokens of a completion; a longer one loses its end. What a prompt leaves of its room the
@@ -217,7 +218,6 @@ def _load(judge: PairRMJudge) -> tuple[Any, PreTrainedTokenizerBase]:
     from transformers import AutoConfig, AutoTokenizer
 
     from lit_rl.models.policy import hub
-    from lit_rl.rewards.scorers.classifier import device_named
 
     name, path, revision = judge.name, judge.path, judge.revision
     with hub.reading("judge.name", name, path):
@@ -247,4 +247,4 @@ def _load(judge: PairRMJudge) -> tuple[Any, PreTrainedTokenizerBase]:
             f"judge.name={name!r}: its files lack {len(missing)} weights ({', '.join(missing[:5])}), which would be "
             "random numbers."
         )
-    return model.to(device_named(judge.device)).eval().requires_grad_(False), tokenizer
+    return model.to(judge.place).eval().requires_grad_(False), tokenizer

@@ -12,6 +12,7 @@ from torch import Tensor
 from lit_rl.errors import ConfigError, RewardError, StorageError, did_you_mean, in_range
 from lit_rl.examples import TokenBatch
 from lit_rl.rewards.scorers.init_kwargs import BESIDE, OTHERWISE, check_init_kwargs, check_template_kwargs
+from lit_rl.rewards.scorers.placed import Placed
 from lit_rl.rewards.scorers.spread import Lockstep, can_spread, give_back, local_bytes, on_all_ranks, spread
 from lit_rl.vision import PromptVision, Vision
 
@@ -29,7 +30,7 @@ else:
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
-class Classifier:
+class Classifier(Placed):
     """What reward models share: where the model is, how long its rows are, and that it is loaded once.
 
     Args:
@@ -37,7 +38,7 @@ class Classifier:
         tokenizer: Of a model that is loaded already.
         revision: Branch, tag or commit of the hub repository.
         dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
-        device: Where the model runs. None: the rank's own GPU, else the CPU.
+        device: Where the model runs. None: on the run's device; outside of a run on a GPU, else the CPU.
         batch_size: Rows of one forward pass.
         max_length: Longest row in tokens. None: what the model's config allows.
         overlong: What to do with a longer row; one of `allowed_overlong`.
@@ -117,9 +118,7 @@ class Classifier:
             BackendError: the model cannot be reached.
         """
         if self._loaded is None:
-            self._loaded = (
-                _load(self, device_named(self.device)) if self._given is None else _placed(self, *self._given)
-            )
+            self._loaded = _load(self, self.place) if self._given is None else _placed(self, *self._given)
         return self._loaded
 
     def load_spread(self, mesh: DeviceMesh) -> None:
@@ -144,7 +143,7 @@ class Classifier:
             spread(model, mesh)
             self.lockstep = Lockstep(mesh)
         elif fresh:
-            self._loaded = model.to(device_named(None)), tokenizer  # pyright: ignore[reportArgumentType]
+            self._loaded = model.to(self.place), tokenizer  # pyright: ignore[reportArgumentType]
 
     def processor(self) -> VisionProcessor | None:
         """What makes pixels of prompts with images, loaded when it is first asked for. None for a model over text.
@@ -265,7 +264,7 @@ def _placed(description: Classifier, model: Any, tokenizer: Any) -> tuple[PreTra
     if description.chat_template is not None:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.chat_template = description.chat_template
-    return model.to(device_named(description.device)).eval(), tokenizer
+    return model.to(description.place).eval(), tokenizer
 
 
 def _load(description: Classifier, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -305,15 +304,6 @@ def _load(description: Classifier, device: torch.device) -> tuple[PreTrainedMode
     if description.chat_template is not None:
         tokenizer.chat_template = description.chat_template
     return model.to(device).eval().requires_grad_(False), tokenizer
-
-
-def device_named(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device={name!r} is no device: allowed is cpu, cuda, cuda:1, ...") from error
 
 
 def _longest(model: PreTrainedModel) -> int | None:

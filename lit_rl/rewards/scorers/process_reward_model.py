@@ -41,7 +41,7 @@ class ProcessRewardModel(Classifier):
             own to the characters of that step, and the reward is their sum.
         revision: Branch, tag or commit of the hub repository.
         dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
-        device: Where the model runs. None: the rank's own GPU, else the CPU.
+        device: Where the model runs. None: on the run's device; outside of a run on a GPU, else the CPU.
         batch_size: Rows of one forward pass.
         max_length: Longest row in tokens. None: what the model's config allows.
         overlong: What to do with a longer row: `error` ends the run, `skip` gives it no score (None).

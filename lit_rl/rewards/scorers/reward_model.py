@@ -33,7 +33,8 @@ class RewardModel(Classifier):
         name: A folder or a hub id; in Python also a classifier that is loaded already, with its tokenizer.
         revision: Branch, tag or commit of the hub repository.
         dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
-        device: Where the model runs, such as "cpu" or "cuda:1". None: the rank's own GPU, else the CPU.
+        device: Where the model runs, such as "cpu" or "cuda:1". None: on the run's device; outside of a run on a GPU,
+            else the CPU.
         batch_size: Rows of one forward pass.
         max_length: Longest row in tokens. None: what the model's config allows.
         overlong: What to do with a longer row: `error` ends the run, `truncate_left` keeps its last tokens, `skip`

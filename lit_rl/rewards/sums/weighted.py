@@ -25,6 +25,7 @@ from lit_rl.rewards.functions.by_path import FunctionFromPath
 from lit_rl.rewards.functions.contract import LooksAtData, Part, columns_read
 from lit_rl.rewards.functions.names import check_columns
 from lit_rl.rewards.scorers.classifier import Classifier
+from lit_rl.rewards.scorers.placed import Placed
 from lit_rl.rewards.sums.begun import BegunRewards
 from lit_rl.rewards.sums.by_name import functions_by_name
 from lit_rl.rewards.sums.watch import ValueWatch
@@ -186,6 +187,12 @@ class Rewards:
     def _seen_by(self, name: str, columns: Mapping[str, Sequence[Any]]) -> Mapping[str, Sequence[Any]]:
         """The rows of the data that a function is asked about."""
         return columns
+
+    def run_on(self, device: torch.device) -> None:
+        """Have reward models loaded on the device of a run, where they name none of their own."""
+        for function in self.functions.values():
+            if isinstance(function, Placed):
+                function.run_device = device
 
     def load(self, mesh: DeviceMesh | None = None) -> None:
         """Load the reward models now: a bad one ends the run before it begins. The first call would load them too.
