@@ -118,6 +118,8 @@ TESTS = {
     "transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register": _GROUPED,
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.register": _GROUPED,
     "._attn_implementation": _GROUPED,
+    "._initialize_weights": "tests/pretended_gpu/test_device_choice.py",
+    "._is_hf_initialized": "tests/pretended_gpu/test_device_choice.py",
     "._commit_hash": "tests/models/test_models_reference_other.py",
     "._no_split_modules": "tests/runs/test_dist_mesh.py",
     "._model_mapping": "tests/models/test_models_scoring.py",

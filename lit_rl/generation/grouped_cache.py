@@ -420,8 +420,8 @@ def attention(
     """
     if grouped_cache is None:
         raise NotGrouped("its layers do not hand keywords on to their attention")
-    layer: Any = grouped_cache.layers[module.layer_idx]  # type: ignore[index]
-    if layer.own is None or key is not layer.own[0] or value is not layer.own[1]:
+    layer: Any = next(iter(grouped_cache.layers[module.layer_idx :]), None)  # type: ignore[misc]
+    if layer is None or layer.own is None or key is not layer.own[0] or value is not layer.own[1]:
         raise NotGrouped("it attends to other keys or values than those of its cache")
     if attention_mask is not None or others.get("position_bias") is not None:
         raise NotGrouped("it masks or biases single tokens")

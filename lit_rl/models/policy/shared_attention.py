@@ -199,8 +199,8 @@ def attention(
     """
     if folded_cache is None:
         raise NotFolded("its layers do not hand keywords on to their attention")
-    layer: Any = folded_cache.layers[module.layer_idx]  # type: ignore[index]
-    if layer.own is None or key is not layer.own[0] or value is not layer.own[1]:
+    layer: Any = next(iter(folded_cache.layers[module.layer_idx :]), None)  # type: ignore[misc]
+    if layer is None or layer.own is None or key is not layer.own[0] or value is not layer.own[1]:
         raise NotFolded("it attends to other keys or values than those of its cache")
     if attention_mask is not None or others.get("position_bias") is not None or others.get("is_causal") is False:
         raise NotFolded("it masks or biases single tokens")
