@@ -918,7 +918,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
             checkpoint["state_dict"] = weights
         checkpoint["algorithm"] = state.kind_of(type(self))
         checkpoint["run"] = self._identity()
-        mine = {"format": state.FORMAT, "module": self.rank_state(), "rng": state.rng_state(self.ranks.device)}
+        device = self.trainer.strategy.root_device if self.trainer_or_none else self.device
+        mine = {"format": state.FORMAT, "module": self.rank_state(), "rng": state.rng_state(device)}
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
         if self.trainer_or_none is not None:
             checkpoint["precision"] = str(self.trainer.precision)
@@ -1113,7 +1114,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if isinstance(self.model, LoadedModel):
             self.model.note_training()
         if self._resumed_rng is not None:
-            state.set_rng_state(self._resumed_rng, self.ranks.device)
+            state.set_rng_state(self._resumed_rng, self.trainer.strategy.root_device)
             self._resumed_rng = None
         elif self._other_world:
             torch.manual_seed(mix(self.seed, self.data_rank, self.global_step))

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 if os.environ.get("PRETEND"):
@@ -9,3 +10,5 @@ if os.environ.get("PRETEND"):
     import pretend
 
     pretend.start(int(os.environ["PRETEND"]))
+    # A mixture of devices in a trial would cost speed alone: see lit_rl/models/policy/trial.py.
+    warnings.filterwarnings("error", ".* could not be tried on")
