@@ -44,8 +44,7 @@ def run(config: DictConfig) -> int:
     model = build(tree["model"])
     precision = tree["trainer"]["precision"]
     if precision == AUTO:  # as the run will hold the policy on such a device
-        on_gpu = tree["trainer"]["accelerator"] != "cpu" and torch.cuda.is_available()
-        device = torch.device("cuda" if on_gpu else "cpu")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         precision = automatic_on(device, SingleDeviceStrategy, model).precision
     if precision == BF16:
         model = model.held_in("bfloat16")
