@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lit_rl.transfers import to_device, to_host
 from lit_rl.vision import Vision
 
 
@@ -33,9 +34,28 @@ class TokenBatch:
     """Long ``(b, s)``: which text of a packed row a token belongs to, from 0. None where every row is one text."""
     vision: Vision | None = None
     """What the model sees beside the tokens, of prompts with which the rows begin. None where no row has images."""
+    host: TokenBatch | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The same rows in the host's memory: `to` keeps those that it moves. None where they are there, or unknown."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
+
+    @property
+    def on_host(self) -> TokenBatch:
+        """The same rows in the host's memory, from which lengths and columns are read. Where there is no copy yet, the
+        device is waited for."""
+        if self.input_ids.device.type == "cpu":
+            return self
+        if self.host is not None:
+            return self.host
+        columns = [self.input_ids, self.attention_mask, self.loss_mask]
+        return TokenBatch(*to_host(columns if self.segment is None else [*columns, self.segment]))
+
+    def with_host(self) -> TokenBatch:
+        """The same, with a copy in the host's memory beside what lies on a device. Whoever replaces a column has to
+        drop it."""
+        at_home = self.host is not None or self.input_ids.device.type == "cpu"
+        return self if at_home else dataclasses.replace(self, host=self.on_host)
 
     @property
     def position_ids(self) -> Tensor:
@@ -55,20 +75,26 @@ class TokenBatch:
         return self.loss_mask[:, 1:]
 
     def take(self, rows: slice | Tensor, width: int | None = None) -> TokenBatch:
-        """Some of the rows; of them the first `width` columns, where that is given."""
-        segment = None if self.segment is None else self.segment[rows, :width]
-        numbers = torch.arange(len(self))[rows.cpu() if isinstance(rows, Tensor) else rows]
+        """Some of the rows, which are best given in the host's memory; of them the first `width` columns, where that is
+        given."""
+        here = rows.cpu() if isinstance(rows, Tensor) else rows
+        there = to_device(here, self.input_ids.device) if isinstance(here, Tensor) else here
+        segment = None if self.segment is None else self.segment[there, :width]
         return TokenBatch(
-            self.input_ids[rows, :width],
-            self.attention_mask[rows, :width],
-            self.loss_mask[rows, :width],
+            self.input_ids[there, :width],
+            self.attention_mask[there, :width],
+            self.loss_mask[there, :width],
             segment,
-            None if self.vision is None else self.vision.select(numbers),
+            None if self.vision is None else self.vision.select(torch.arange(len(self))[here]),
+            None if self.host is None else self.host.take(here, width),
         )
 
-    def to(self, device: Any) -> Self:
-        """The same batch with its tensors on the device."""
-        return _to(self, device)
+    def to(self, device: Any) -> TokenBatch:
+        """The same batch with its tensors on the device, and what the host had of them in `host`."""
+        moved = _to(self, device)
+        if self.input_ids.device.type != "cpu" or moved.input_ids.device.type == "cpu":
+            return dataclasses.replace(moved, host=None)
+        return dataclasses.replace(moved, host=dataclasses.replace(self, vision=None))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from lit_rl.episodes import Message as Message
 from lit_rl.errors import ConfigError, check_strings, in_range
 from lit_rl.keywords import answered
 from lit_rl.ops.transforms import Truncation
+from lit_rl.transfers import to_device, to_host
 from lit_rl.turns import Responder
 from lit_rl.vision import PromptVision, Vision
 
@@ -248,9 +249,29 @@ class Completions:
     """What the model sees beside tokens. None where no prompt has images."""
     episodes: tuple[Episode, ...] | None = None
     """One a row: what was said and answered, in words. None where nothing answers the policy."""
+    host: Completions | None = field(default=None, repr=False, compare=False)
+    """The same rows in the host's memory, see `with_host`. None where it has no copy of them."""
 
     def __len__(self) -> int:
         return self.response_ids.shape[0]
+
+    @property
+    def on_host(self) -> Completions:
+        """The same rows in the host's memory, from which lengths, columns and groups are read. Where there is no copy
+        yet, the device is waited for."""
+        if self.response_ids.device.type == "cpu":
+            return self
+        if self.host is not None:
+            return self.host
+        columns = {name: value for name, _, value in columns_of(self) if value is not None}
+        copies = dict(zip(columns, to_host(list(columns.values()))))
+        return dataclasses.replace(self, **copies, vision=None)
+
+    def with_host(self) -> Completions:
+        """The same, with a copy in the host's memory beside what lies on a device. `select` and `trim` take the copy
+        along; whoever replaces a column has to drop it."""
+        at_home = self.host is not None or self.response_ids.device.type == "cpu"
+        return self if at_home else dataclasses.replace(self, host=self.on_host)
 
     @property
     def attention_mask(self) -> Tensor:
@@ -316,17 +337,27 @@ class Rollout:
 
 
 def select(item: Any, rows: Tensor) -> Any:
-    """The given rows of a frozen dataclass of tensors, recursively; what has no row dimension is kept as it is."""
+    """The given rows of a frozen dataclass of tensors, recursively; what has no row dimension is kept as it is.
+
+    Rows are best given in the host's memory: then a device is not waited for, and they are moved to it once.
+    """
+    return _selected(item, {rows.device: rows}, rows)
+
+
+def _selected(item: Any, there: dict[torch.device, Tensor], rows: Tensor) -> Any:
+    """`select`, with the rows on each device where they were needed so far."""
     if isinstance(item, Tensor):
-        return item[rows.to(item.device)]
+        if item.device not in there:
+            there[item.device] = to_device(rows, item.device) if rows.device.type == "cpu" else rows.to(item.device)
+        return item[there[item.device]]
     if isinstance(item, Vision):
         return item.select(rows)
     if isinstance(item, Mapping):
-        return {key: select(value, rows) for key, value in item.items()}
+        return {key: _selected(value, there, rows) for key, value in item.items()}
     if isinstance(item, tuple):
         return tuple(item[row] for row in rows.tolist())
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        changes = {f.name: select(getattr(item, f.name), rows) for f in dataclasses.fields(item)}
+        changes = {f.name: _selected(getattr(item, f.name), there, rows) for f in dataclasses.fields(item)}
         return dataclasses.replace(item, **changes)
     return item
 
@@ -348,9 +379,9 @@ def used_columns(completions: Completions) -> dict[Width, slice]:
 
 
 def used_columns_of_parts(completions: Completions, parts: Sequence[Tensor | slice]) -> list[dict[Width, slice]]:
-    """`used_columns` of these rows, of those, and so on; the device is waited for once."""
+    """`used_columns` of these rows, of those, and so on, from `Completions.on_host`: give rows of the host."""
     p = completions.prompt_mask.shape[1]
-    attended = completions.attention_mask
+    attended = completions.on_host.attention_mask
     columns = torch.arange(attended.shape[1], device=attended.device)
     bounds = []
     for rows in parts:
@@ -364,11 +395,13 @@ def used_columns_of_parts(completions: Completions, parts: Sequence[Tensor | sli
 
 
 def _cut(item: Any, used: Mapping[Width, slice]) -> Any:
-    cut = {
+    cut: dict[str, Any] = {
         name: value[:, used[width]]
         for name, width, value in columns_of(item)
         if value is not None and width is not Width.NONE
     }
+    if isinstance(item, Completions) and item.host is not None:
+        cut["host"] = _cut(item.host, used)
     return dataclasses.replace(item, **cut)
 
 
@@ -383,7 +416,7 @@ def join_completions(first: Completions, second: Completions) -> Completions:
     if first.vision is not None or second.vision is not None:
         vision = (first.vision or Vision.blind(len(first))).joined(second.vision or Vision.blind(len(second)))
     episodes = None if first.episodes is None or second.episodes is None else (*first.episodes, *second.episodes)
-    return dataclasses.replace(joined, vision=vision, episodes=episodes)
+    return dataclasses.replace(joined, vision=vision, episodes=episodes, host=None)
 
 
 def join_rollouts(first: Rollout, second: Rollout) -> Rollout:

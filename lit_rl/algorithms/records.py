@@ -65,19 +65,19 @@ class Records:
         Raises:
             RewardError: no reward applied to any completion, for too many rollouts in a row.
         """
-        completions, scores = scored.completions, scored.scores
+        scores, host, completions = scored.scores, scored.completions.on_host, scored.completions
         columns = {
             "values": scores.values,
             "rewards": scores.total,
-            "group_id": completions.group_id,
-            "lengths": completions.lengths,
-            "ended": completions.ended,
+            "group_id": host.group_id,
+            "lengths": host.lengths,
+            "ended": host.ended,
         }
-        of_all = {name: ranks.gather(column) for name, column in columns.items()}
+        of_all = ranks.gather_to_host(columns)
         self._count_unscored(scores.names, of_all["rewards"])
         tokens = sum(ranks.counts(sampled_tokens))
         self._tokens_seen += tokens
-        self._input_tokens_seen += sum(ranks.counts(input_tokens(completions)))
+        self._input_tokens_seen += sum(ranks.counts(input_tokens(host)))
         self._stats = rollout_metrics(scores.names, **of_all)
         self._stats |= {"num_tokens": float(self._tokens_seen), "rollout_tokens": float(tokens)}
         self._stats["num_input_tokens_seen"] = float(self._input_tokens_seen)
@@ -90,8 +90,8 @@ class Records:
             self.add({"sampling/kept_mass": (kept, mask.sum())})
         repeated, long_enough = repeated_share(completions.response_ids, completions.response_mask)
         self.add({"completions/repetition": (repeated.sum(), long_enough.sum())})
-        texts = texts_of(completions, tokenizer)
-        self.samples = sample_table(step, scored.batch, texts, completions, scores, _one_a_row(rollout))
+        texts = texts_of(host, tokenizer)
+        self.samples = sample_table(step, scored.batch, texts, host, scores, _one_a_row(rollout))
         if completions.episodes is not None:
             self.samples |= token_columns(completions, rollout, tokenizer)
         self.noted = _noted(self.samples, {*scored.batch.columns, *scores.extras})
@@ -265,6 +265,6 @@ def _one_a_row(rollout: Rollout) -> Tensor | None:
 def _logged_by_rewards(scores: Scores, ranks: Ranks) -> Metrics:
     """What rewards gave to `log_metric`: a mean over everything logged on every rank."""
     return {
-        name: (torch.tensor(total, device=ranks.device), torch.tensor(float(count), device=ranks.device))
+        name: (torch.full((), float(total), device=ranks.device), torch.full((), float(count), device=ranks.device))
         for name, (total, count) in scores.metrics.items()
     }

@@ -44,6 +44,7 @@ from lit_rl.models.policy.tensor_parallel import is_spread
 from lit_rl.models.reference.base import shared_copy
 from lit_rl.ops.step import Highest, Metrics
 from lit_rl.rollout import Completions, PromptBatch, Sampling
+from lit_rl.transfers import to_device
 from lit_rl.vision import PromptVision
 
 _PATIENCE = 5.0
@@ -259,7 +260,7 @@ class RolloutSource:
         gap = self._gap if self.generator.lag > 1 else self.generator.gap
         if gap is None:
             return {}
-        mean, most = torch.tensor([gap.mean, gap.max], device=device)
+        mean, most = to_device(torch.tensor([gap.mean, gap.max]), device)
         name = "sampling/sampling_logp_difference"
         return {f"{name}/probe_mean": (mean, torch.ones_like(mean)), f"{name}/probe_max": Highest(most)}
 
