@@ -22,7 +22,7 @@ from lit_rl.episodes import Message as Message
 from lit_rl.errors import ConfigError, check_strings, in_range
 from lit_rl.keywords import answered
 from lit_rl.ops.transforms import Truncation
-from lit_rl.transfers import to_device, to_host
+from lit_rl.transfers import HostCopy, to_device, to_host
 from lit_rl.turns import Responder
 from lit_rl.vision import PromptVision, Vision
 
@@ -249,29 +249,43 @@ class Completions:
     """What the model sees beside tokens. None where no prompt has images."""
     episodes: tuple[Episode, ...] | None = None
     """One a row: what was said and answered, in words. None where nothing answers the policy."""
-    host: Completions | None = field(default=None, repr=False, compare=False)
-    """The same rows in the host's memory, see `with_host`. None where it has no copy of them."""
+    host: HostCopy | None = field(default=None, repr=False, compare=False)
+    """See `with_host`. None where the host has no copy."""
 
     def __len__(self) -> int:
         return self.response_ids.shape[0]
 
     @property
-    def on_host(self) -> Completions:
-        """The same rows in the host's memory, from which lengths, columns and groups are read. Where there is no copy
-        yet, the device is waited for."""
+    def kept_on_host(self) -> Completions | None:
+        """The same rows in the host's memory, where it has a copy of these very columns."""
         if self.response_ids.device.type == "cpu":
             return self
-        if self.host is not None:
-            return self.host
+        return None if self.host is None else self.host.rows_of(self._columns)
+
+    @property
+    def on_host(self) -> Completions:
+        """The same rows in the host's memory, from which lengths, columns and groups are read; without `vision`. Where
+        it has no copy of them, the device is waited for."""
+        if (kept := self.kept_on_host) is not None:
+            return kept
         columns = {name: value for name, _, value in columns_of(self) if value is not None}
         copies = dict(zip(columns, to_host(list(columns.values()))))
-        return dataclasses.replace(self, **copies, vision=None)
+        return dataclasses.replace(self, **copies, vision=None, host=None)
 
-    def with_host(self) -> Completions:
-        """The same, with a copy in the host's memory beside what lies on a device. `select` and `trim` take the copy
-        along; whoever replaces a column has to drop it."""
-        at_home = self.host is not None or self.response_ids.device.type == "cpu"
-        return self if at_home else dataclasses.replace(self, host=self.on_host)
+    def with_host(self, copy: Completions | None = None) -> Completions:
+        """The same, with a copy in the host's memory beside what lies on a device. `select` and `trim` take it along;
+        it is none any more of completions in which a column was replaced.
+
+        Args:
+            copy: The copy, where there is one.
+        """
+        if self.response_ids.device.type == "cpu":
+            return self
+        return dataclasses.replace(self, host=HostCopy(self.on_host if copy is None else copy, self._columns))
+
+    @property
+    def _columns(self) -> tuple[Tensor | None, ...]:
+        return tuple(value for _, _, value in columns_of(self))
 
     @property
     def attention_mask(self) -> Tensor:
@@ -357,8 +371,11 @@ def _selected(item: Any, there: dict[torch.device, Tensor], rows: Tensor) -> Any
     if isinstance(item, tuple):
         return tuple(item[row] for row in rows.tolist())
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        changes = {f.name: _selected(getattr(item, f.name), there, rows) for f in dataclasses.fields(item)}
-        return dataclasses.replace(item, **changes)
+        names = [f.name for f in dataclasses.fields(item) if f.name != "host"]
+        found = dataclasses.replace(item, **{name: _selected(getattr(item, name), there, rows) for name in names})
+        if isinstance(item, Completions) and item.host is not None and (kept := item.kept_on_host) is not None:
+            found = found.with_host(_selected(kept, there, rows))
+        return found
     return item
 
 
@@ -395,14 +412,15 @@ def used_columns_of_parts(completions: Completions, parts: Sequence[Tensor | sli
 
 
 def _cut(item: Any, used: Mapping[Width, slice]) -> Any:
-    cut: dict[str, Any] = {
+    cut = {
         name: value[:, used[width]]
         for name, width, value in columns_of(item)
         if value is not None and width is not Width.NONE
     }
-    if isinstance(item, Completions) and item.host is not None:
-        cut["host"] = _cut(item.host, used)
-    return dataclasses.replace(item, **cut)
+    found = dataclasses.replace(item, **cut)
+    if isinstance(item, Completions) and item.host is not None and (kept := item.kept_on_host) is not None:
+        found = found.with_host(_cut(kept, used))
+    return found
 
 
 def join_completions(first: Completions, second: Completions) -> Completions:
@@ -416,7 +434,7 @@ def join_completions(first: Completions, second: Completions) -> Completions:
     if first.vision is not None or second.vision is not None:
         vision = (first.vision or Vision.blind(len(first))).joined(second.vision or Vision.blind(len(second)))
     episodes = None if first.episodes is None or second.episodes is None else (*first.episodes, *second.episodes)
-    return dataclasses.replace(joined, vision=vision, episodes=episodes, host=None)
+    return dataclasses.replace(joined, vision=vision, episodes=episodes)
 
 
 def join_rollouts(first: Rollout, second: Rollout) -> Rollout:

@@ -6,10 +6,24 @@ more. So sizes and choices are read from copies in the host's memory, and number
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class HostCopy(NamedTuple):
+    """What the host has of columns that lie on a device."""
+
+    rows: Any
+    """The copy."""
+    of: tuple[Tensor | None, ...]
+    """The columns that it is a copy of."""
+
+    def rows_of(self, columns: Iterable[Tensor | None]) -> Any:
+        """Return the copy if it is one of these columns; None where one of them was replaced since."""
+        return self.rows if all(mine is theirs for mine, theirs in zip(self.of, columns, strict=True)) else None
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

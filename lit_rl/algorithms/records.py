@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -65,7 +66,7 @@ class Records:
         Raises:
             RewardError: no reward applied to any completion, for too many rollouts in a row.
         """
-        scores, host, completions = scored.scores, scored.completions.on_host, scored.completions
+        completions, scores, host = scored.completions, scored.scores, scored.completions.on_host
         columns = {
             "values": scores.values,
             "rewards": scores.total,
@@ -234,11 +235,7 @@ class OfflineRecords:
 
 def _reduced(averages: Averages, ranks: Ranks, *, kept: bool) -> dict[str, float]:
     """The averages as numbers; `kept`, they go on as if nobody had looked. A collective."""
-    held = averages.state() if kept else None
-    reduced = averages.reduce(ranks)
-    if held is not None:
-        averages.load_state(held, torch.device(ranks.device))
-    return reduced
+    return (copy.copy(averages) if kept else averages).reduce(ranks)
 
 
 def step_metrics(grad_norm: Tensor, *, skipped: bool) -> Metrics:

@@ -68,7 +68,8 @@ class Averages:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """For a checkpoint."""
         parts = {"means": self._means, "extremes": self._extremes, "sums": self._sums}
-        return {part: {name: value.cpu().clone() for name, value in values.items()} for part, values in parts.items()}
+        there = iter(to_host([value for values in parts.values() for value in values.values()]))
+        return {part: {name: next(there).clone() for name in values} for part, values in parts.items()}
 
     def load_state(self, saved: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
         """The counterpart of `state`."""

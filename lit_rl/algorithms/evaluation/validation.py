@@ -94,9 +94,8 @@ class EvaluationRows:
         self.names = scores.names
         per_prompt = len(scores.total) // len(batch)
         # Of the whole batch at once: what lies on a device is waited for.
-        totals, values, lengths, ended, *counted = to_host(
-            [scores.total, scores.values, completions.lengths, completions.ended, *sums.values()]
-        )
+        totals, values, *counted = to_host([scores.total, scores.values, *sums.values()])
+        lengths, ended = completions.on_host.lengths, completions.on_host.ended
         sums = dict(zip(sums, counted))
         for i, row in enumerate(batch.rows):
             part = slice(i * per_prompt, (i + 1) * per_prompt)

@@ -17,7 +17,7 @@ from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.mismatch import WeightTotals
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.rollout import Completions, Rollout, Sampling, Width, select, trim, trim_rollout, used_columns
-from lit_rl.transfers import to_device, to_host
+from lit_rl.transfers import to_device
 
 
 def minibatch_rows(group_id: Tensor, plan: BatchPlan, seed: int, rollout: int, iteration: int) -> list[Tensor]:
@@ -106,7 +106,7 @@ def step_counts(
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> Tensor:
     """Float64 `(optimizer steps, 6)`: what each step of the rollout counts, over all ranks. See `COUNTS`."""
-    mask, (group_id,) = rollout.loss_mask, to_host([rollout.completions.group_id])
+    mask, group_id = rollout.loss_mask, rollout.completions.on_host.group_id
     weights = torch.ones(mask.shape, device=mask.device) if rollout.weights is None else rollout.weights
     rows_in_use, tokens = mask.any(1) | ~rollout.rewards.isnan(), mask.sum(1)
     better = torch.zeros_like(tokens) if rollout.verdicts is None else tokens * (rollout.verdicts > 0)

@@ -150,9 +150,10 @@ class RolloutSource:
         return _ask(self.generator, asked)
 
     def _received(self, completions: Completions, batch: PromptBatch, ranks: Ranks) -> Completions:
-        self.sampled_tokens += int(completions.lengths.sum())
-        self.failures.count(completions.episodes or ())
-        return replace(completions, group_id=completions.group_id + ranks.rank * len(batch))
+        found = replace(completions, group_id=completions.group_id + ranks.rank * len(batch)).with_host()
+        self.sampled_tokens += int(found.on_host.lengths.sum())
+        self.failures.count(found.episodes or ())
+        return found
 
     @contextmanager
     def aside(self) -> Iterator[None]:
