@@ -372,7 +372,7 @@ def _selected(item: Any, there: dict[torch.device, Tensor], rows: Tensor) -> Any
         return tuple(item[row] for row in rows.tolist())
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         names = [f.name for f in dataclasses.fields(item) if f.name != "host"]
-        found = dataclasses.replace(item, **{name: _selected(getattr(item, name), there, rows) for name in names})
+        found: Any = dataclasses.replace(item, **{name: _selected(getattr(item, name), there, rows) for name in names})
         if isinstance(item, Completions) and item.host is not None and (kept := item.kept_on_host) is not None:
             found = found.with_host(_selected(kept, there, rows))
         return found

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices, sdpa_mask
-from transformers.utils import is_tracing
+from transformers.utils.import_utils import is_tracing
 
 from lit_rl.transfers import to_device
 
