@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lit_rl.transfers import HostCopy, to_device, to_host
 from lit_rl.vision import Vision
 
 
@@ -33,9 +34,42 @@ class TokenBatch:
     """Long ``(b, s)``: which text of a packed row a token belongs to, from 0. None where every row is one text."""
     vision: Vision | None = None
     """What the model sees beside the tokens, of prompts with which the rows begin. None where no row has images."""
+    host: HostCopy | None = dataclasses.field(default=None, repr=False, compare=False)
+    """What `to` keeps of the rows that it moves to a device. None where they are in the host's memory, or unknown."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
+
+    @property
+    def kept_on_host(self) -> TokenBatch | None:
+        """The same rows in the host's memory, where it has a copy of these very columns."""
+        if self.input_ids.device.type == "cpu":
+            return self
+        return None if self.host is None else self.host.rows_of(self._columns)
+
+    @property
+    def on_host(self) -> TokenBatch:
+        """The same rows in the host's memory, from which lengths and columns are read; without `vision`. Where it has
+        no copy of them, the device is waited for."""
+        if (kept := self.kept_on_host) is not None:
+            return kept
+        copies = iter(to_host([column for column in self._columns if column is not None]))
+        return TokenBatch(*(None if column is None else next(copies) for column in self._columns))  # pyright: ignore
+
+    def with_host(self, copy: TokenBatch | None = None) -> TokenBatch:
+        """The same, with a copy in the host's memory beside what lies on a device. It is none any more of a batch in
+        which a column was replaced.
+
+        Args:
+            copy: The copy, where there is one.
+        """
+        if self.input_ids.device.type == "cpu":
+            return self
+        return dataclasses.replace(self, host=HostCopy(self.on_host if copy is None else copy, self._columns))
+
+    @property
+    def _columns(self) -> tuple[Tensor | None, ...]:
+        return self.input_ids, self.attention_mask, self.loss_mask, self.segment
 
     @property
     def position_ids(self) -> Tensor:
@@ -55,20 +89,26 @@ class TokenBatch:
         return self.loss_mask[:, 1:]
 
     def take(self, rows: slice | Tensor, width: int | None = None) -> TokenBatch:
-        """Some of the rows; of them the first `width` columns, where that is given."""
-        segment = None if self.segment is None else self.segment[rows, :width]
-        numbers = torch.arange(len(self))[rows.cpu() if isinstance(rows, Tensor) else rows]
-        return TokenBatch(
-            self.input_ids[rows, :width],
-            self.attention_mask[rows, :width],
-            self.loss_mask[rows, :width],
+        """Some of the rows, which are best given in the host's memory; of them the first `width` columns, where that is
+        given."""
+        here = rows.cpu() if isinstance(rows, Tensor) else rows
+        there = to_device(here, self.input_ids.device) if isinstance(here, Tensor) else here
+        segment = None if self.segment is None else self.segment[there, :width]
+        found = TokenBatch(
+            self.input_ids[there, :width],
+            self.attention_mask[there, :width],
+            self.loss_mask[there, :width],
             segment,
-            None if self.vision is None else self.vision.select(numbers),
+            None if self.vision is None else self.vision.select(torch.arange(len(self))[here]),
         )
+        kept = None if self.host is None else self.kept_on_host
+        return found if kept is None else found.with_host(kept.take(here, width))
 
-    def to(self, device: Any) -> Self:
-        """The same batch with its tensors on the device."""
-        return _to(self, device)
+    def to(self, device: Any) -> TokenBatch:
+        """The same batch with its tensors on the device, and with what the host had of them."""
+        moved = dataclasses.replace(_to(self, device), host=None)
+        here = self.input_ids.device.type == "cpu"
+        return moved.with_host(dataclasses.replace(self, vision=None)) if here else moved
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from lit_rl.episodes import Message as Message
 from lit_rl.errors import ConfigError, check_strings, in_range
 from lit_rl.keywords import answered
 from lit_rl.ops.transforms import Truncation
+from lit_rl.transfers import HostCopy, to_device, to_host
 from lit_rl.turns import Responder
 from lit_rl.vision import PromptVision, Vision
 
@@ -248,9 +249,43 @@ class Completions:
     """What the model sees beside tokens. None where no prompt has images."""
     episodes: tuple[Episode, ...] | None = None
     """One a row: what was said and answered, in words. None where nothing answers the policy."""
+    host: HostCopy | None = field(default=None, repr=False, compare=False)
+    """See `with_host`. None where the host has no copy."""
 
     def __len__(self) -> int:
         return self.response_ids.shape[0]
+
+    @property
+    def kept_on_host(self) -> Completions | None:
+        """The same rows in the host's memory, where it has a copy of these very columns."""
+        if self.response_ids.device.type == "cpu":
+            return self
+        return None if self.host is None else self.host.rows_of(self._columns)
+
+    @property
+    def on_host(self) -> Completions:
+        """The same rows in the host's memory, from which lengths, columns and groups are read; without `vision`. Where
+        it has no copy of them, the device is waited for."""
+        if (kept := self.kept_on_host) is not None:
+            return kept
+        columns = {name: value for name, _, value in columns_of(self) if value is not None}
+        copies = dict(zip(columns, to_host(list(columns.values()))))
+        return dataclasses.replace(self, **copies, vision=None, host=None)
+
+    def with_host(self, copy: Completions | None = None) -> Completions:
+        """The same, with a copy in the host's memory beside what lies on a device. `select` and `trim` take it along;
+        it is none any more of completions in which a column was replaced.
+
+        Args:
+            copy: The copy, where there is one.
+        """
+        if self.response_ids.device.type == "cpu":
+            return self
+        return dataclasses.replace(self, host=HostCopy(self.on_host if copy is None else copy, self._columns))
+
+    @property
+    def _columns(self) -> tuple[Tensor | None, ...]:
+        return tuple(value for _, _, value in columns_of(self))
 
     @property
     def attention_mask(self) -> Tensor:
@@ -316,18 +351,31 @@ class Rollout:
 
 
 def select(item: Any, rows: Tensor) -> Any:
-    """The given rows of a frozen dataclass of tensors, recursively; what has no row dimension is kept as it is."""
+    """The given rows of a frozen dataclass of tensors, recursively; what has no row dimension is kept as it is.
+
+    Rows are best given in the host's memory: then a device is not waited for, and they are moved to it once.
+    """
+    return _selected(item, {rows.device: rows}, rows)
+
+
+def _selected(item: Any, there: dict[torch.device, Tensor], rows: Tensor) -> Any:
+    """`select`, with the rows on each device where they were needed so far."""
     if isinstance(item, Tensor):
-        return item[rows.to(item.device)]
+        if item.device not in there:
+            there[item.device] = to_device(rows, item.device) if rows.device.type == "cpu" else rows.to(item.device)
+        return item[there[item.device]]
     if isinstance(item, Vision):
         return item.select(rows)
     if isinstance(item, Mapping):
-        return {key: select(value, rows) for key, value in item.items()}
+        return {key: _selected(value, there, rows) for key, value in item.items()}
     if isinstance(item, tuple):
         return tuple(item[row] for row in rows.tolist())
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        changes = {f.name: select(getattr(item, f.name), rows) for f in dataclasses.fields(item)}
-        return dataclasses.replace(item, **changes)
+        names = [f.name for f in dataclasses.fields(item) if f.name != "host"]
+        found: Any = dataclasses.replace(item, **{name: _selected(getattr(item, name), there, rows) for name in names})
+        if isinstance(item, Completions) and item.host is not None and (kept := item.kept_on_host) is not None:
+            found = found.with_host(_selected(kept, there, rows))
+        return found
     return item
 
 
@@ -348,9 +396,9 @@ def used_columns(completions: Completions) -> dict[Width, slice]:
 
 
 def used_columns_of_parts(completions: Completions, parts: Sequence[Tensor | slice]) -> list[dict[Width, slice]]:
-    """`used_columns` of these rows, of those, and so on; the device is waited for once."""
+    """`used_columns` of these rows, of those, and so on, from `Completions.on_host`: give rows of the host."""
     p = completions.prompt_mask.shape[1]
-    attended = completions.attention_mask
+    attended = completions.on_host.attention_mask
     columns = torch.arange(attended.shape[1], device=attended.device)
     bounds = []
     for rows in parts:
@@ -369,7 +417,10 @@ def _cut(item: Any, used: Mapping[Width, slice]) -> Any:
         for name, width, value in columns_of(item)
         if value is not None and width is not Width.NONE
     }
-    return dataclasses.replace(item, **cut)
+    found = dataclasses.replace(item, **cut)
+    if isinstance(item, Completions) and item.host is not None and (kept := item.kept_on_host) is not None:
+        found = found.with_host(_cut(kept, used))
+    return found
 
 
 def join_completions(first: Completions, second: Completions) -> Completions:

@@ -52,6 +52,7 @@ from lit_rl.ops.step import Metrics, StepTokens, Summed
 from lit_rl.ops.values import clipped_value_loss, value_sums
 from lit_rl.rewards.sums.weighted import Rewards, Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
+from lit_rl.transfers import to_device
 
 
 class PPO(PolicyGradient):
@@ -329,7 +330,7 @@ def _of_rollout(scored: Scored, credit: Credit, old: Tensor | None, ref: Tensor 
     """`objective/*` of the rollout: rows without a reward are left out, and what needs log-probs nobody took."""
     device, mask = credit.rewards.device, scored.completions.response_mask
     has_reward = ~credit.rewards.isnan()
-    count, total = has_reward.sum().double(), scored.scores.total.to(device)
+    count, total = has_reward.sum().double(), to_device(scored.scores.total, device)
     per_row = {
         "objective/scores": total,
         "objective/rlhf_reward": credit.rewards,

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lit_rl.algorithms.signatures import arguments_for, copies_for
 from lit_rl.generation.ranks import gather_objects
+from lit_rl.transfers import to_host
 
 
 def sharing_rows(trainer: Any) -> int:
@@ -67,6 +68,11 @@ class Ranks:
             column = F.pad(column, (0, int(width) - column.shape[1]))
         return torch.cat(self._gather(column))
 
+    def gather_to_host(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows of every rank, as `gather` returns them, of all columns in the host's memory; waits once."""
+        found = columns.values() if self.world_size == 1 else map(self.gather, columns.values())
+        return dict(zip(columns, to_host(list(found))))
+
     def gather_tokens(self, flat: Tensor) -> Tensor:
         """`(n,)`: the flat tokens of every rank, from our `(m,)`; every rank may have another number of them."""
         if self.world_size == 1:
@@ -81,7 +87,7 @@ class Ranks:
 
     def counts(self, count: int) -> list[int]:
         """The numbers that every rank gives, in the order of ranks."""
-        return self.gather(torch.tensor([count])).tolist()
+        return [count] if self.world_size == 1 else self.gather(torch.tensor([count])).tolist()
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on any process, also of those that share their rows."""

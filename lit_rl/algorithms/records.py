@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -65,19 +66,19 @@ class Records:
         Raises:
             RewardError: no reward applied to any completion, for too many rollouts in a row.
         """
-        completions, scores = scored.completions, scored.scores
+        completions, scores, host = scored.completions, scored.scores, scored.completions.on_host
         columns = {
             "values": scores.values,
             "rewards": scores.total,
-            "group_id": completions.group_id,
-            "lengths": completions.lengths,
-            "ended": completions.ended,
+            "group_id": host.group_id,
+            "lengths": host.lengths,
+            "ended": host.ended,
         }
-        of_all = {name: ranks.gather(column) for name, column in columns.items()}
+        of_all = ranks.gather_to_host(columns)
         self._count_unscored(scores.names, of_all["rewards"])
         tokens = sum(ranks.counts(sampled_tokens))
         self._tokens_seen += tokens
-        self._input_tokens_seen += sum(ranks.counts(input_tokens(completions)))
+        self._input_tokens_seen += sum(ranks.counts(input_tokens(host)))
         self._stats = rollout_metrics(scores.names, **of_all)
         self._stats |= {"num_tokens": float(self._tokens_seen), "rollout_tokens": float(tokens)}
         self._stats["num_input_tokens_seen"] = float(self._input_tokens_seen)
@@ -90,8 +91,8 @@ class Records:
             self.add({"sampling/kept_mass": (kept, mask.sum())})
         repeated, long_enough = repeated_share(completions.response_ids, completions.response_mask)
         self.add({"completions/repetition": (repeated.sum(), long_enough.sum())})
-        texts = texts_of(completions, tokenizer)
-        self.samples = sample_table(step, scored.batch, texts, completions, scores, _one_a_row(rollout))
+        texts = texts_of(host, tokenizer)
+        self.samples = sample_table(step, scored.batch, texts, host, scores, _one_a_row(rollout))
         if completions.episodes is not None:
             self.samples |= token_columns(completions, rollout, tokenizer)
         self.noted = _noted(self.samples, {*scored.batch.columns, *scores.extras})
@@ -234,11 +235,7 @@ class OfflineRecords:
 
 def _reduced(averages: Averages, ranks: Ranks, *, kept: bool) -> dict[str, float]:
     """The averages as numbers; `kept`, they go on as if nobody had looked. A collective."""
-    held = averages.state() if kept else None
-    reduced = averages.reduce(ranks)
-    if held is not None:
-        averages.load_state(held, torch.device(ranks.device))
-    return reduced
+    return (copy.copy(averages) if kept else averages).reduce(ranks)
 
 
 def step_metrics(grad_norm: Tensor, *, skipped: bool) -> Metrics:
@@ -265,6 +262,6 @@ def _one_a_row(rollout: Rollout) -> Tensor | None:
 def _logged_by_rewards(scores: Scores, ranks: Ranks) -> Metrics:
     """What rewards gave to `log_metric`: a mean over everything logged on every rank."""
     return {
-        name: (torch.tensor(total, device=ranks.device), torch.tensor(float(count), device=ranks.device))
+        name: (torch.full((), float(total), device=ranks.device), torch.full((), float(count), device=ranks.device))
         for name, (total, count) in scores.metrics.items()
     }

@@ -105,8 +105,9 @@ class GracefulStop(SaveOnError):
 
     def _is_to_end(self, trainer: L.Trainer) -> bool:
         """Whether a signal ends the run, the same on every rank: `signum` is that signal then."""
-        mine = torch.tensor(float(self.signum or 0), device=trainer.strategy.root_device)
-        self.signum = int(trainer.strategy.reduce(mine, reduce_op="max")) or None  # pyright: ignore
+        if trainer.world_size > 1:
+            mine = torch.tensor(float(self.signum or 0), device=trainer.strategy.root_device)
+            self.signum = int(trainer.strategy.reduce(mine, reduce_op="max")) or None  # pyright: ignore
         if self.signum is not None:
             interruption.agree_to_stop()
         return self.signum is not None

@@ -95,7 +95,9 @@ def token_table(
         tokenizer: Of the policy.
         noted: Rewards of each function and columns of the data, an entry a row of the rollout.
     """
-    rows = _rows_of_prompts(rollout.completions.group_id, seen.rows)[:most]
+    group_id = rollout.completions.group_id
+    learned = seen.rows.to(group_id.device)
+    rows = _rows_of_prompts(group_id, learned)[:most]
     blind = replace(rollout, completions=replace(rollout.completions, vision=None))  # pixels are not looked at
     chosen = trim_rollout(select(blind, rows))
     if chosen.advantages is None:
@@ -114,9 +116,9 @@ def token_table(
     reference = {} if chosen.ref_logprobs is None else {"ref_logprobs": chosen.ref_logprobs}
     scores, width = seen.scores, chosen.loss_mask.shape[1]
     said = {"logprobs": scores.logprobs, "entropies": scores.entropy, "values": scores.values}
-    now = {name: _of_rows(values, seen.rows, rows, width) for name, values in said.items() if values is not None}
+    now = {name: _of_rows(values, learned, rows, width) for name, values in said.items() if values is not None}
     table |= token_columns(completions, chosen, tokenizer, reference | now)
-    computed = torch.isin(rows, seen.rows).tolist()
+    computed = torch.isin(rows, learned).tolist()
     for name in now:
         column = table[TOKENS + name]
         table[TOKENS + name] = [values if there else None for values, there in zip(column, computed)]

@@ -147,8 +147,9 @@ def _twice_where_lost(draw: Callable[[], Completions], bring_back: Callable[[], 
 
 def response_ids(completions: Completions) -> list[list[int]]:
     """The sampled tokens of each row, EOS included; padding, and what an environment wrote between turns, left out."""
-    sampled = completions.response_ids[completions.response_mask].tolist()
-    ends = completions.lengths.cumsum(0).tolist()
+    host = completions.on_host
+    sampled = host.response_ids[host.response_mask].tolist()
+    ends = host.lengths.cumsum(0).tolist()
     return [sampled[start:end] for start, end in zip([0, *ends], ends)]
 
 

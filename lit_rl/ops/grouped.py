@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Groups:
 
     @classmethod
     def of(cls, values: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Groups:
-        index = torch.unique(group_id, return_inverse=True)[1]
+        index = renumbered(group_id)
         scored = ~values.isnan()
         known = values.double().masked_fill(~scored, torch.inf)
         lowest = -group_max(-known, index)
@@ -52,6 +53,13 @@ class Groups:
     def std(self) -> Float64[Tensor, " b"]:
         """Standard deviation of the group with ``n - 1`` in the denominator; 0 in groups of one row."""
         return (self.squares() / (self.size - 1).clamp(min=1)).sqrt()
+
+
+def renumbered(ids: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
+    """0, 1, ... in the order of the ids, as ``torch.unique`` does, which waits for a device to know how many."""
+    ordered, order = ids.sort(stable=True)
+    steps = F.pad((ordered[1:] != ordered[:-1]).long(), (1, 0))[: len(ids)]
+    return torch.empty_like(order).scatter_(0, order, steps.cumsum(0))
 
 
 def group_sum(values: Shaped[Tensor, " b"], index: Int[Tensor, " b"]) -> Shaped[Tensor, " b"]:

@@ -98,7 +98,8 @@ def test_micro_batches_are_balanced_by_tokens():
 
 def rollout_of(group_id: torch.Tensor, lengths: torch.Tensor) -> SimpleNamespace:
     """What is read of a rollout to deal it out."""
-    return SimpleNamespace(completions=SimpleNamespace(group_id=group_id, read_lengths=lengths))
+    read = SimpleNamespace(group_id=group_id, read_lengths=lengths)
+    return SimpleNamespace(completions=SimpleNamespace(on_host=read))
 
 
 def test_slots_run_through_passes_minibatches_and_micro_batches_in_this_order():

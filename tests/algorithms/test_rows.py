@@ -28,6 +28,8 @@ from lit_rl.rollout import (
     select,
     trim,
     trim_rollout,
+    used_columns,
+    used_columns_of_parts,
 )
 from lit_rl.vision import PromptVision, Vision
 
@@ -252,3 +254,26 @@ def test_no_reward_function_may_note_a_column_of_the_samples():
     assert set(table) - {"answer", "rewards/f0"} == COLUMNS - {"rank", "opponent", "opponent_reward", "win", "win_rate"}
     episodes = sample_table(3, batch([0]), ["a", "b"], dataclasses.replace(drawn, episodes=told), said, said.total)
     assert set(episodes) - set(table) <= EPISODE_COLUMNS and EPISODE_COLUMNS - set(episodes) <= {"returned_images"}
+
+
+def test_columns_of_many_parts_are_those_of_each():
+    draw = torch.Generator().manual_seed(0)
+    prompt, response = (torch.arange(w) < torch.randint(w + 1, (12, 1), generator=draw) for w in (5, 7))
+    drawn = Completions(
+        prompt_ids=torch.ones(12, 5, dtype=torch.long),
+        prompt_mask=prompt.flip(1),
+        response_ids=torch.ones(12, 7, dtype=torch.long),
+        response_mask=response,
+        sampler_logprobs=torch.zeros(12, 7),
+        ended=torch.ones(12, dtype=torch.bool),
+        group_id=torch.arange(12),
+    )
+    parts = [torch.tensor([row]) for row in range(12)] + [torch.tensor([3, 1]), torch.arange(12)]
+    assert used_columns_of_parts(drawn, parts) == [used_columns(select(drawn, rows)) for rows in parts]
+    for rows, used in zip(parts, used_columns_of_parts(drawn, parts), strict=True):
+        prompt_columns, response_columns = used.values()
+        mine = select(drawn, rows)
+        assert not mine.prompt_mask[:, : prompt_columns.start].any()
+        assert not mine.response_mask[:, response_columns.stop :].any()
+        assert prompt_columns.start == 5 or mine.prompt_mask[:, prompt_columns.start].any()
+        assert response_columns.stop == 1 or mine.response_mask[:, response_columns.stop - 1].any()

@@ -126,6 +126,7 @@ class _Row:
 
     def __init__(self, lengths, ended):
         self.lengths, self.ended = torch.tensor(lengths), torch.tensor(ended)
+        self.on_host = self
 
 
 def test_a_row_that_two_ranks_saw_counts_once():

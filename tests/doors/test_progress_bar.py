@@ -19,9 +19,12 @@ class Seen(L.Callback):
 
     def __init__(self) -> None:
         self.shown: list[dict[str, Any]] = []
+        self.read: dict[str, float] = {}
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.shown.append(dict(trainer.progress_bar_metrics))
+        metrics = trainer.callback_metrics  # what a ModelCheckpoint monitors
+        self.read = {name: float(metrics[name]) for name in ("reward", "train/reward") if name in metrics}
 
 
 def test_a_rollout_shows_its_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +38,7 @@ def test_a_rollout_shows_its_reward(tmp_path: Path, capsys: pytest.CaptureFixtur
     L.Trainer(max_epochs=1, callbacks=[seen], default_root_dir=tmp_path, **QUIET).fit(module, datamodule=data)
     (shown,) = seen.shown
     assert shown["reward"] == 0.5 and shown["loss"] == pytest.approx(0, abs=1e-5)
+    assert seen.read == {"reward": 0.5, "train/reward": 0.5}
     assert "reward" in capsys.readouterr().out
 
 

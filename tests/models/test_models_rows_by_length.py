@@ -19,6 +19,7 @@ from lit_rl.models.policy.rows_by_length import CALL_ON_CPU, MOST_CALLS, by_leng
 from lit_rl.models.policy.text_forward import score_texts
 from lit_rl.rollout import Sampling
 
+CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 600), min_size=1, max_size=40)
 
 
@@ -28,7 +29,7 @@ def cost(calls):
 
 @given(LENGTHS)
 def test_every_row_runs_once_and_fits_and_no_number_of_calls_is_cheaper(lengths):
-    calls = by_length(torch.tensor(lengths))
+    calls = by_length(torch.tensor(lengths), CPU)
     assert sorted(row for call in calls for row in call.rows.tolist()) == list(range(len(lengths)))
     for call in calls:
         assert call.width == max(lengths[row] for row in call.rows.tolist())
@@ -39,15 +40,15 @@ def test_every_row_runs_once_and_fits_and_no_number_of_calls_is_cheaper(lengths)
 
 
 def test_rows_of_one_length_run_in_one_call():
-    assert len(by_length(torch.full((64,), 100))) == 1
-    assert [call.width for call in by_length(torch.tensor([400, 10] * 8))] == [400, 10]
+    assert len(by_length(torch.full((64,), 100), CPU)) == 1
+    assert [call.width for call in by_length(torch.tensor([400, 10] * 8), CPU)] == [400, 10]
 
 
 @given(LENGTHS)
 def test_what_was_found_goes_back_to_its_row(lengths):
     width = max(lengths)
     values = torch.arange(len(lengths) * width).view(-1, width) + 1
-    calls = by_length(torch.tensor(lengths))
+    calls = by_length(torch.tensor(lengths), CPU)
     back = together([values[call.rows, : call.width] for call in calls], calls, width)
     for row, length in enumerate(lengths):
         assert torch.equal(back[row, :length], values[row, :length])

@@ -22,6 +22,7 @@ from lit_rl.ops.advantages import (
     whiten_rows,
     whiten_tokens,
 )
+from lit_rl.ops.grouped import renumbered
 
 reproducible = settings(derandomize=True, deadline=None, max_examples=40)
 
@@ -353,3 +354,9 @@ class TestWhitening:
             assert got.eq(0).all()
         rows = whiten_rows(advantages.flatten(), mask.flatten(), eps=0.0)
         torch.testing.assert_close(rows.reshape(b, t), whiten_tokens(advantages, mask, eps=0.0))
+
+
+@given(st.lists(st.integers(-3, 3), max_size=12))
+def test_ids_are_renumbered_in_their_order(ids):
+    found = torch.tensor(ids, dtype=torch.long)
+    assert torch.equal(renumbered(found), torch.unique(found, return_inverse=True)[1])

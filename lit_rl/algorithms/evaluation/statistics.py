@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from lit_rl.ops.mismatch import effective_share
 from lit_rl.ops.step import Highest, Lowest, Metric, Summed
 from lit_rl.ops.values import explained_variance
 from lit_rl.rollout import Completions
+from lit_rl.transfers import to_host
 
 SUMMARIES = {function.__name__: function for function in (effective_share, explained_variance, variance)}
 """What makes one number of the sums of a `Summed` metric."""
@@ -50,15 +50,15 @@ class Averages:
 
     def reduce(self, ranks: Ranks = Ranks()) -> dict[str, float]:  # noqa: B008 (frozen)
         """Everything added on every rank since the last call, as numbers; NaN where of nothing. A collective."""
-        means = _over_ranks(self._means, ranks, "SUM")
-        extremes = _over_ranks(self._extremes, ranks, "MAX")
-        sums = {
-            name: total
+        of_summaries = (
+            {name: value for name, value in self._sums.items() if name.startswith(f"{summary}:")}
             for summary in SUMMARIES
-            for name, total in _over_ranks(
-                {name: value for name, value in self._sums.items() if name.startswith(f"{summary}:")}, ranks, "SUM"
-            ).items()
-        }
+        )
+        parts = [(self._means, "SUM"), (self._extremes, "MAX"), *((part, "SUM") for part in of_summaries)]
+        tables = [_over_ranks(values, ranks, operation) for values, operation in parts]
+        there = to_host([table for _, table in tables])  # all of them at once
+        means, extremes, *others = (dict(zip(names, table.tolist())) for (names, _), table in zip(tables, there))
+        sums = {name: total for part in others for name, total in part.items()}
         self._means, self._extremes, self._sums = {}, {}, {}
         averages = {name: (num / den if den else math.nan) for name, (num, den) in means.items()}
         finite = {name: value if math.isfinite(value) else math.nan for name, value in extremes.items()}
@@ -68,7 +68,8 @@ class Averages:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """For a checkpoint."""
         parts = {"means": self._means, "extremes": self._extremes, "sums": self._sums}
-        return {part: {name: value.cpu().clone() for name, value in values.items()} for part, values in parts.items()}
+        there = iter(to_host([value for values in parts.values() for value in values.values()]))
+        return {part: {name: next(there).clone() for name in values} for part, values in parts.items()}
 
     def load_state(self, saved: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
         """The counterpart of `state`."""
@@ -97,17 +98,18 @@ def _summarised(name: str, total: Sequence[float]) -> float:
     return float(SUMMARIES[name.partition(":")[0]](torch.tensor(total, dtype=torch.float64)))
 
 
-def _over_ranks(values: Mapping[str, Tensor], ranks: Ranks, operation: str) -> dict[str, Any]:
-    """Sums, or highest values, of tensors of one shape by name; a rank may lack some of them."""
+def _over_ranks(values: Mapping[str, Tensor], ranks: Ranks, operation: str) -> tuple[list[str], Tensor]:
+    """Names, and the sums or highest values over ranks of tensors of one shape; a rank may lack some of them."""
     shapes = ranks.objects({name: tuple(value.shape) for name, value in values.items()})
     known = {name: shape for theirs in shapes for name, shape in theirs.items()}
     if not known:
-        return {}
+        return [], torch.zeros(0)
     names, neutral = sorted(known), 0.0 if operation == "SUM" else -torch.inf
+    lacking = (torch.full(known[name], neutral, device=ranks.device) for name in names if name not in values)
     table = torch.stack(
-        [values.get(name, torch.full(known[name], neutral)).to(ranks.device, torch.float64) for name in names]
+        [(values[name] if name in values else next(lacking)).to(ranks.device, torch.float64) for name in names]
     )
-    return dict(zip(names, ranks.all_reduce(table, operation).tolist()))
+    return names, ranks.all_reduce(table, operation)
 
 
 def rollout_metrics(

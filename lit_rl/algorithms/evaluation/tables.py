@@ -40,9 +40,10 @@ def sample_table(
     table |= {f"rewards/{name}": scores.values[:, i].tolist() for i, name in enumerate(scores.names)}
     if advantages is not None:
         table["advantage"] = advantages.tolist()
-    table |= {"length": completions.lengths.tolist(), "ended": completions.ended.tolist()}
+    host = completions.on_host
+    table |= {"length": host.lengths.tolist(), "ended": host.ended.tolist()}
     if completions.episodes is not None:
-        table |= {"group": completions.group_id.tolist()} | _of_episodes(completions.episodes)
+        table |= {"group": host.group_id.tolist()} | _of_episodes(completions.episodes)
     return table | {name: values for name, values in {**columns, **scores.extras}.items() if name not in table}
 
 

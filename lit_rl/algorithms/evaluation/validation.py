@@ -17,6 +17,7 @@ from lit_rl.errors import in_range
 from lit_rl.ops.masking import masked_sum
 from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Sampling
+from lit_rl.transfers import to_host
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,17 @@ class EvaluationRows:
         sums = {name: masked_sum(each, completions.response_mask, 1) for name, each in (of_tokens or {}).items()}
         self.names = scores.names
         per_prompt = len(scores.total) // len(batch)
+        # Of the whole batch at once: what lies on a device is waited for.
+        totals, values, *counted = to_host([scores.total, scores.values, *sums.values()])
+        lengths, ended = completions.on_host.lengths, completions.on_host.ended
+        sums = dict(zip(sums, counted))
         for i, row in enumerate(batch.rows):
             part = slice(i * per_prompt, (i + 1) * per_prompt)
             self.rows[row] = {
-                "total": scores.total[part].tolist(),
-                "values": scores.values[part].tolist(),
-                "length": completions.lengths[part].tolist(),
-                "ended": completions.ended[part].tolist(),
+                "total": totals[part].tolist(),
+                "values": values[part].tolist(),
+                "length": lengths[part].tolist(),
+                "ended": ended[part].tolist(),
                 "wins": None if wins is None else wins[part].tolist(),
                 "sums": {name: each[part].tolist() for name, each in sums.items()},
                 "episodes": [_counted(each) for each in (completions.episodes or ())[part]],

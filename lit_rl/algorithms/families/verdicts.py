@@ -65,7 +65,7 @@ class VerdictModule(OfflinePolicyModule, ABC):
         good, mask, rewards = _desirable(batch), batch.tokens.learned, self.beta * ratios
         metrics = mean_entropy(scores.entropy, mask)
         logps = masked_sum(scores.logprobs, mask, dim=1)
-        steps = rewards.new_tensor(1 / batch.totals.shares)  # so that all micro-batches of a step are one
+        steps = rewards.new_full((), 1 / batch.totals.shares)  # so that all micro-batches of a step are one
         for name, rows in (("chosen", good), ("rejected", ~good)):
             metrics[f"count/{name}"] = (rows.sum(), steps)
             metrics[f"rewards/{name}"] = mean_of(rewards, rows)
@@ -82,7 +82,7 @@ class VerdictModule(OfflinePolicyModule, ABC):
             return {"rewards/margins": (nothing, nothing)}
         weights = torch.where(good, 1 / totals.desirable, -1 / (totals.rows - totals.desirable))
         # A step weighs as many rows as it has.
-        return {"rewards/margins": (totals.rows * (weights * rewards).sum(), rewards.new_tensor(float(len(batch))))}
+        return {"rewards/margins": (totals.rows * (weights * rewards).sum(), rewards.new_full((), float(len(batch))))}
 
 
 def _desirable(batch: VerdictBatch) -> Tensor:

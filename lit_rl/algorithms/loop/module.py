@@ -195,7 +195,6 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self._optimizer_as_made: identity.Record = {}
         self._resumed: _Resumed | None = None
         self._other_world = False
-        self._in_bar: dict[str, float] = {}
         self.in_a_step = False
         """Whether a step has begun and not ended: what is counted then is in no checkpoint."""
         self.moves_weights = False
@@ -822,20 +821,23 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return False
 
     def tell_callbacks(self, metrics: dict[str, float], step: int) -> None:
-        """Let callbacks read metrics of the training that are reduced over ranks already, as `log` would.
+        """Let callbacks, and Lightning's own progress bar, read metrics of the training that are reduced over ranks
+        already, as `log` would.
 
         Lightning makes a metric object of each number that is logged, moves it to the device, and goes through all of
-        them again at every batch: thirty cost the host some ten milliseconds.
+        them again at every batch: thirty cost the host some ten milliseconds, and each waits for the device.
 
         Args:
             metrics: By name.
             step: The optimizer step that they are of.
         """
-        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        in_bar = {short: metrics[name] for name, short in IN_BAR.items() if name in metrics}
+        told = metrics | in_bar
+        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in told.items()})
+        self.trainer.progress_bar_metrics.update(in_bar)
         if self.told_at is None:
             monitors(self.trainer, metrics, "train/", self.may_log)
         self.told_at = step
-        self._in_bar = {short: metrics[name] for name, short in IN_BAR.items() if name in metrics}
 
     def on_train_epoch_end(self) -> None:
         """Log what has no line yet where the run ends, before callbacks see its end."""
@@ -845,11 +847,6 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     def log_rest(self) -> None:
         """Log the optimizer steps since the last line of the log. A checkpoint of now is as if that line were not."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Show what was measured last in Lightning's own progress bar."""
-        self.log_dict(self._in_bar, prog_bar=True, logger=False, batch_size=1)
-        self._in_bar = {}
 
     def log_validation(self, metrics: dict[str, float]) -> set[str]:
         """Log under the number of the step; returns the names."""

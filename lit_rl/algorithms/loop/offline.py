@@ -276,7 +276,7 @@ class OfflineModule(PolicyModule, ABC):
             self._val_averages.append(Averages())
         with torch.no_grad():
             loss, metrics = self.loss(batch)
-        part = loss.new_tensor(1 / batch.totals.shares)
+        part = loss.new_full((), 1 / batch.totals.shares)
         self._val_averages[dataloader_idx].add({"loss": (loss, part), **metrics})
         return None
 

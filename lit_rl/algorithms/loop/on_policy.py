@@ -556,12 +556,12 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._counts = step_counts(self.rollout, self.plan, seed=self.seed, index=index, ranks=self.ranks)
         self._dealt = None
         if (teaching := self.rows_that_teach(self.rollout)) is not None:
-            rows = torch.tensor(float(len(teaching)), device=teaching.device)
+            rows = torch.full((), float(len(teaching)), device=teaching.device)
             self._records.add({"frac_rows_skipped": (rows - teaching.sum(), rows)})
 
     def _episode_metrics(self) -> Metrics:
         def number(value: float) -> Tensor:
-            return torch.tensor(float(value), device=self.device)
+            return torch.full((), float(value), device=self.device)
 
         found = {} if self.interaction is None else self.interaction.pop_metrics()
         return {name: (number(above), number(below)) for name, (above, below) in found.items()}
@@ -588,6 +588,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         """
         assert self.rollout is not None and self.plan is not None
         rollout, teaching = self.rollout, self.rows_that_teach(self.rollout)
+        rollout = replace(rollout, completions=rollout.completions.with_host())  # each slot takes its part along
         rows = rows_of_slots(rollout, self.plan, seed=self.seed, index=index, teaching=teaching)
         if teaching is not None:
             rollout = replace(rollout, loss_mask=rollout.loss_mask & teaching[:, None])

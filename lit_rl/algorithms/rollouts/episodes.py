@@ -15,6 +15,7 @@ from lit_rl.errors import GenerationError, RewardError
 from lit_rl.ops.step import Highest, Metrics
 from lit_rl.rewards.functions.contract import Part, of_a_turn
 from lit_rl.rewards.sums.weighted import Scores
+from lit_rl.transfers import to_device
 
 
 class Failures:
@@ -98,13 +99,14 @@ def metrics_of(episodes: Sequence[Episode], ranks: Ranks) -> Metrics:
     device = ranks.device
 
     def over(count: int, *counted: float) -> tuple[Tensor, Tensor]:
-        return torch.tensor(float(sum(counted)), device=device), torch.tensor(float(count), device=device)
+        return torch.full((), float(sum(counted)), device=device), torch.full((), float(count), device=device)
 
-    seconds = torch.tensor([each.seconds for each in episodes], device=device)
+    seconds = torch.tensor([each.seconds for each in episodes])
+    seconds = seconds if ranks.world_size == 1 else seconds.to(device)  # of all ranks: gathered there
     rows, calls = len(episodes), sum(each.calls for each in episodes)
     return {
         "turns/mean": over(rows, *(each.turns for each in episodes)),
-        "turns/max": Highest(torch.tensor(float(max(each.turns for each in episodes)), device=device)),
+        "turns/max": Highest(torch.full((), float(max(each.turns for each in episodes)), device=device)),
         "completions/observation_length": over(rows, *(each.observed_tokens for each in episodes)),
         "tools/call_frequency": over(rows, calls),
         "tools/failure_frequency": over(calls, *(each.failed_calls for each in episodes)),
@@ -114,5 +116,5 @@ def metrics_of(episodes: Sequence[Episode], ranks: Ranks) -> Metrics:
         "env/cut": over(rows, *(each.cut for each in episodes)),
         "env/seconds_mean": over(rows, *(each.seconds for each in episodes)),
         "env/seconds_p50": over(1, float(ranks.gather_tokens(seconds).quantile(0.5))),
-        "env/seconds_max": Highest(seconds.max()),
+        "env/seconds_max": Highest(to_device(seconds.max(), torch.device(device))),
     }

@@ -17,14 +17,18 @@ from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.mismatch import WeightTotals
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.rollout import Completions, Rollout, Sampling, Width, select, trim, trim_rollout, used_columns
+from lit_rl.transfers import to_device
 
 
 def minibatch_rows(group_id: Tensor, plan: BatchPlan, seed: int, rollout: int, iteration: int) -> list[Tensor]:
-    """Rows of each mini-batch of one pass: whole groups, permuted anew at each pass by (seed, rollout, iteration)."""
+    """Rows of each mini-batch of one pass: whole groups, permuted anew at each pass by (seed, rollout, iteration).
+
+    `group_id` is in the host's memory, and so are they.
+    """
     groups = torch.unique(group_id)
     if plan.minibatches > 1:
         generator = torch.Generator().manual_seed(mix(seed, rollout, iteration))
-        groups = groups[torch.randperm(len(groups), generator=generator).to(groups.device)]
+        groups = groups[torch.randperm(len(groups), generator=generator)]
     return [torch.isin(group_id, part).nonzero().flatten() for part in groups.chunk(plan.minibatches)]
 
 
@@ -51,7 +55,8 @@ def micro_rows(rows: Tensor, group_id: Tensor, lengths: Tensor, plan: BatchPlan)
 def rows_of_slots(
     rollout: Rollout, plan: BatchPlan, *, seed: int, index: int, teaching: Tensor | None = None
 ) -> list[Tensor]:
-    """The rows of each slot of rollout number `index`: pass by pass, mini-batch by mini-batch, part by part.
+    """The rows of each slot of rollout number `index`, in the host's memory: pass by pass, mini-batch by mini-batch,
+    part by part.
 
     Args:
         rollout: Whose rows are dealt out.
@@ -62,9 +67,8 @@ def rows_of_slots(
             by the tokens of those that stay. A slot keeps one row at least: every rank takes as many forward and
             backward passes as all others. None: all rows.
     """
-    device = rollout.completions.group_id.device
-    # Slices are looked at one by one: on the host, so that an accelerator is waited for once and not for each.
-    group_id, lengths = rollout.completions.group_id.cpu(), rollout.completions.read_lengths.cpu()
+    host = rollout.completions.on_host
+    group_id, lengths = host.group_id, host.read_lengths
     teaching = None if teaching is None else teaching.cpu()
     computed = lengths if teaching is None else lengths * teaching
     slots = [
@@ -73,8 +77,7 @@ def rows_of_slots(
         for rows in minibatch_rows(group_id, plan, seed, index, iteration)
         for part in micro_rows(rows, group_id, computed, plan)
     ]
-    slots = slots if teaching is None else [_teaching(rows, teaching, lengths) for rows in slots]
-    return [rows.to(device) for rows in slots]
+    return slots if teaching is None else [_teaching(rows, teaching, lengths) for rows in slots]
 
 
 def _teaching(rows: Tensor, teaching: Tensor, lengths: Tensor) -> Tensor:
@@ -103,7 +106,7 @@ def step_counts(
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> Tensor:
     """Float64 `(optimizer steps, 6)`: what each step of the rollout counts, over all ranks. See `COUNTS`."""
-    mask, group_id = rollout.loss_mask, rollout.completions.group_id
+    mask, group_id = rollout.loss_mask, rollout.completions.on_host.group_id
     weights = torch.ones(mask.shape, device=mask.device) if rollout.weights is None else rollout.weights
     rows_in_use, tokens = mask.any(1) | ~rollout.rewards.isnan(), mask.sum(1)
     better = torch.zeros_like(tokens) if rollout.verdicts is None else tokens * (rollout.verdicts > 0)
@@ -112,7 +115,7 @@ def step_counts(
     per_row = torch.stack([column.double() for column in columns], dim=1)
     counts = torch.stack(
         [
-            per_row[rows].sum(0)
+            per_row[to_device(rows, mask.device)].sum(0)
             for iteration in range(plan.iterations)
             for rows in minibatch_rows(group_id, plan, seed, index, iteration)
         ]
@@ -138,7 +141,7 @@ class SeenRows:
     """Rows that were learned from, and what the policy said of their tokens then, without gradient."""
 
     rows: Tensor
-    """Long `(m,)`: which of the rollout."""
+    """Long `(m,)`, in the host's memory: which of the rollout."""
     scores: TokenScores
     """Of these rows, as wide as the longest of them."""
 
@@ -155,12 +158,12 @@ def without_gradient(
     model: nn.Module, completions: Completions, of_rows: Callable[[Completions], Tensor], *, rows_at_once: int
 ) -> Tensor:
     """`(b, t)` float32: `of_rows` of `rows_at_once` rows at a time, the model in evaluation mode, its mode restored."""
-    ids = completions.response_ids
+    ids, completions = completions.response_ids, completions.with_host()
     out = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
     with evaluation_mode(model):
-        for chunk in torch.arange(len(completions), device=out.device).split(rows_at_once):
+        for chunk in torch.arange(len(completions)).split(rows_at_once):
             part = select(completions, chunk)
-            out[chunk, used_columns(part)[Width.RESPONSE]] = of_rows(trim(part))
+            out[chunk[0] : chunk[-1] + 1, used_columns(part)[Width.RESPONSE]] = of_rows(trim(part))
     return out
 
 

@@ -44,6 +44,7 @@ from lit_rl.models.policy.tensor_parallel import is_spread
 from lit_rl.models.reference.base import shared_copy
 from lit_rl.ops.step import Highest, Metrics
 from lit_rl.rollout import Completions, PromptBatch, Sampling
+from lit_rl.transfers import to_device
 from lit_rl.vision import PromptVision
 
 _PATIENCE = 5.0
@@ -149,9 +150,10 @@ class RolloutSource:
         return _ask(self.generator, asked)
 
     def _received(self, completions: Completions, batch: PromptBatch, ranks: Ranks) -> Completions:
-        self.sampled_tokens += int(completions.lengths.sum())
-        self.failures.count(completions.episodes or ())
-        return replace(completions, group_id=completions.group_id + ranks.rank * len(batch))
+        found = replace(completions, group_id=completions.group_id + ranks.rank * len(batch)).with_host()
+        self.sampled_tokens += int(found.on_host.lengths.sum())
+        self.failures.count(found.episodes or ())
+        return found
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -259,7 +261,7 @@ class RolloutSource:
         gap = self._gap if self.generator.lag > 1 else self.generator.gap
         if gap is None:
             return {}
-        mean, most = torch.tensor([gap.mean, gap.max], device=device)
+        mean, most = to_device(torch.tensor([gap.mean, gap.max]), device)
         name = "sampling/sampling_logp_difference"
         return {f"{name}/probe_mean": (mean, torch.ones_like(mean)), f"{name}/probe_max": Highest(most)}
 

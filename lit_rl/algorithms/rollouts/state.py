@@ -22,7 +22,10 @@ _VISUAL = "lit_rl visual"
 
 
 def to_plain(item: Any) -> Any:
-    """Dataclasses to dicts, tensors to copies on the CPU, and what is seen to the rows of the data that show it."""
+    """Dataclasses to dicts, tensors to copies on the CPU, and what is seen to the rows of the data that show it.
+
+    Copies that the host has of rows on a device (`Completions.host`) are left out.
+    """
     if isinstance(item, Tensor):
         return item.detach().cpu().clone()
     if isinstance(item, Vision):
@@ -41,7 +44,7 @@ def to_plain(item: Any) -> Any:
     if isinstance(item, ImageRef | VideoRef):  # in the messages of an episode
         return {_VISUAL: _plain_visual(item)}
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return {f.name: to_plain(getattr(item, f.name)) for f in dataclasses.fields(item)}
+        return {f.name: to_plain(getattr(item, f.name)) for f in dataclasses.fields(item) if f.name != "host"}
     if isinstance(item, Mapping):
         return {key: to_plain(value) for key, value in item.items()}
     if isinstance(item, list):

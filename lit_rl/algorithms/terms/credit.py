@@ -19,6 +19,7 @@ from lit_rl.generation import noise
 from lit_rl.generation.collect import response_ids
 from lit_rl.rewards.functions.contract import Part
 from lit_rl.rollout import Completions
+from lit_rl.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,17 @@ class CreditAssignment:
         mask = completions.response_mask
         if scores.span_rewards is not None:
             self._refuse_changed_spans()
-        total = scores.total.to(mask.device)
+        # Rewards come from the host, which need not wait until they have arrived.
+        total, values, weights = (
+            to_device(each, mask.device) for each in (scores.total, scores.values, scores.weights)
+        )
         total = total if scored.kept is None else total.masked_fill(~scored.kept, torch.nan)
         rewards = self._of_rows(completions, total, ranks)
         per_token, step_ends = token_rewards(rewards, completions, scores.span_rewards, tokenizer)
-        values = scores.values.to(mask.device).masked_fill(rewards.isnan()[:, None], torch.nan)
+        values = values.masked_fill(rewards.isnan()[:, None], torch.nan)
         greedy = None if scored.greedy_rewards is None else self._greedy(scored.greedy_rewards)
         end_id = getattr(tokenizer, "eos_token_id", None)
-        return Credit(rewards, per_token, step_ends, values, scores.weights.to(mask.device), greedy, end_id)
+        return Credit(rewards, per_token, step_ends, values, weights, greedy, end_id)
 
     def _of_rows(self, completions: Completions, rewards: Tensor, ranks: Ranks) -> Tensor:
         """Rewards of rows after shaping, running normalisation and clipping, in this order."""
@@ -166,12 +170,11 @@ def token_rewards(
                     out[row, token] += value
                     ends[row, token] = True
                     rest[row] -= value
-    rows = mask.any(1).nonzero().flatten()
-    last = (torch.arange(mask.shape[1], device=mask.device) * mask).amax(1)
-    out[rows, last[rows]] += rest[rows]
-    without_spans = rows[~ends[rows].any(1)]
-    ends[without_spans, last[without_spans]] = True
-    return out, ends
+    spoke = mask.any(1)
+    last = (torch.arange(mask.shape[1], device=mask.device) * mask).amax(1, keepdim=True)
+    out.scatter_(1, last, out.gather(1, last) + (rest * spoke)[:, None].to(out.dtype))
+    without_spans = (spoke & ~ends.any(1))[:, None]
+    return out, ends.scatter(1, last, ends.gather(1, last) | without_spans)
 
 
 def turns_of(completions: Completions) -> Tensor:

@@ -13,6 +13,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.models.policy.forward_names import forward_parameters
 from lit_rl.models.policy.fused_accumulation import fused_accumulation
 from lit_rl.models.policy.head import Targets, TargetScores, run
+from lit_rl.models.policy.known_masks import known_masks
 from lit_rl.models.policy.options import DEFAULT, ForwardOptions
 from lit_rl.models.policy.positions import trunk_inputs
 from lit_rl.models.policy.rows_by_length import by_length
@@ -71,7 +72,9 @@ def score(
         if "output_router_logits" not in forward_parameters(model):
             raise no_router(model)
         with fused_accumulation(model, options):
-            scores, output = _one_call(model, completions, sampling, distribution, options, output_router_logits=True)
+            scores, output = _one_call(
+                model, completions.with_host(), sampling, distribution, options, output_router_logits=True
+            )
         if not isinstance(output.aux_loss, Tensor):
             raise no_router(model)
         return _token_scores(scores, output.aux_loss)
@@ -88,6 +91,7 @@ def response_logprobs(
 def _run(
     model: nn.Module, completions: Completions, sampling: Sampling, distribution: Distribution, options: ForwardOptions
 ) -> TargetScores:
+    completions = completions.with_host()
     with fused_accumulation(model, options):
         prompts = shared_prompts(model, completions) if options.shared_prompts else None
         if prompts is not None:
@@ -103,7 +107,7 @@ def _run_by_length(
 
     if not options.rows_by_length or isinstance(model, FSDPModule):
         return called(completions)
-    calls = by_length(completions.attention_mask.sum(1))
+    calls = by_length(completions.on_host.attention_mask.sum(1), completions.response_ids.device)
     if len(calls) == 1:
         return called(completions)
     parts = [called(trim(select(completions, call.rows))) for call in calls]
@@ -118,10 +122,11 @@ def _one_call(
     options: ForwardOptions,
     **extra: Any,
 ) -> tuple[TargetScores, Any]:
-    ids, wanted, history = completions.response_ids, completions.response_mask, _history(completions, sampling)
-    targets = Targets(ids, wanted, first=-_kept(completions), history=history)
+    ids, host, history = completions.response_ids, completions.on_host, _history(completions, sampling)
+    targets = Targets(ids, host.response_mask, first=-_kept(completions), history=history)
     inputs = {**trunk_inputs(model, completions), "logits_to_keep": _kept(completions), "use_cache": False}
-    return run(model, targets, distribution, fused=options.fused_head, **inputs, **extra)
+    with known_masks(host.attention_mask):
+        return run(model, targets, distribution, fused=options.fused_head, **inputs, **extra)
 
 
 def _distribution(sampling: Sampling, **wanted: bool) -> Distribution:

@@ -27,6 +27,7 @@ from lit_rl.ops.history import History
 from lit_rl.ops.linear_logprobs import Distribution, linear_logprobs
 from lit_rl.ops.logprobs import score_tokens
 from lit_rl.ops.token_stats import TokenStats, token_stats
+from lit_rl.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Targets:
     ids: Tensor
     """Long ``(b, t)``."""
     wanted: Tensor
-    """Bool ``(b, t)``: the others cost nothing."""
+    """Bool ``(b, t)``: the others cost nothing. The host reads it: best given in its memory."""
     first: int = 0
     """The column of the head's input that predicts the first column of ``ids``; negative counts from the end."""
     rows: Tensor | None = None
@@ -168,7 +169,7 @@ def _returns_what_its_head_does(model: nn.Module, head: nn.Linear) -> bool:
 
 
 def _of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: Distribution) -> TargetScores:
-    at = targets.wanted.flatten().nonzero().flatten()
+    at = to_device(targets.wanted.flatten().nonzero().flatten(), hidden.device)
     rows, weight, bias = factors(hidden.flatten(0, 1).index_select(0, at), head)
     summed = summed_weight(head.weight)
     weight = weight.detach() if summed else weight

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_rl.transfers import to_device
+
 CALL_ON_CPU, CALL_ON_GPU = 64, 4096
 """Tokens that could run in the time that a call takes beside its tokens."""
 
@@ -26,20 +28,21 @@ class Call:
     """Rows that run together."""
 
     rows: Tensor
-    """Long: their numbers."""
+    """Long, in the host's memory: their numbers."""
     width: int
     """Columns of the longest."""
 
 
-def by_length(lengths: Tensor) -> list[Call]:
+def by_length(lengths: Tensor, device: torch.device) -> list[Call]:
     """The calls that a pass over rows is cheapest in, from long rows to short ones; often one.
 
     Args:
-        lengths: Long ``(b,)``: columns that each row needs, b at least 1.
+        lengths: Long ``(b,)``, in the host's memory: columns that each row needs, b at least 1.
+        device: Where the pass runs.
     """
     order = lengths.argsort(descending=True, stable=True)
     falling = lengths[order].tolist()
-    beside = CALL_ON_CPU if lengths.device.type == "cpu" else CALL_ON_GPU
+    beside = CALL_ON_CPU if device.type == "cpu" else CALL_ON_GPU
     costs = {calls: _cost(falling, calls) + calls * beside for calls in range(1, min(MOST_CALLS, len(falling)) + 1)}
     calls = min(costs, key=lambda number: (costs[number], number))
     return [Call(rows, int(falling[start])) for rows, start in zip(order.tensor_split(calls), _starts(falling, calls))]
@@ -65,4 +68,5 @@ def _cost(falling: list[int], calls: int) -> int:
 def together(parts: Sequence[Tensor], calls: Sequence[Call], width: int) -> Tensor:
     """``(b, width)`` of the ``(rows, columns)`` of each call, whose columns are the first ones; 0 in the others."""
     wide = torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
-    return wide.index_select(0, torch.cat([call.rows for call in calls]).argsort())
+    order = torch.cat([call.rows for call in calls]).argsort()
+    return wide.index_select(0, to_device(order, wide.device))

@@ -36,6 +36,7 @@ from lit_rl.models.policy.checkpointing import recomputes
 from lit_rl.models.policy.device import device_of
 from lit_rl.models.policy.forward_names import cache_input, cache_name, forward_parameters
 from lit_rl.models.policy.head import Targets, TargetScores, run
+from lit_rl.models.policy.known_masks import known_masks
 from lit_rl.models.policy.loading import drops_out
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.options import ForwardOptions
@@ -46,6 +47,7 @@ from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.history import History
 from lit_rl.ops.linear_logprobs import Distribution
 from lit_rl.rollout import Completions
+from lit_rl.transfers import to_device
 from lit_rl.vision import Vision
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ WORTH = 0.15
 
 @dataclass(frozen=True)
 class PromptGroups:
-    """Which rows have the same prompt."""
+    """Which rows have the same prompt; in the host's memory."""
 
     rows: Tensor
     """Long ``(n,)``: a row of each prompt."""
@@ -69,22 +71,23 @@ class PromptGroups:
 
 def shared_prompts(model: nn.Module, completions: Completions) -> PromptGroups | None:
     """The prompts to compute once; None where each row has to run its own, or hardly anything would be saved."""
-    b, p = completions.prompt_ids.shape
-    t = completions.response_ids.shape[1]
+    host = completions.on_host
+    b, p = host.prompt_ids.shape
+    t = host.response_ids.shape[1]
     if t < 2:
         return None
-    ids, of_row = completions.group_id.unique(return_inverse=True)
+    ids, of_row = host.group_id.unique(return_inverse=True)
     n = len(ids)
     if (b - n) * p < WORTH * b * (p + t) or not can_share(model) or not turns_alike(base_of(model), p + t):
         return None
-    numbers = torch.arange(b, device=of_row.device)
+    numbers = torch.arange(b)
     rows = numbers.new_full((n,), b).scatter_reduce(0, of_row, numbers, "amin")
-    same = completions.prompt_ids[rows][of_row] == completions.prompt_ids
-    same &= completions.prompt_mask[rows][of_row] == completions.prompt_mask
+    same = host.prompt_ids[rows][of_row] == host.prompt_ids
+    same &= host.prompt_mask[rows][of_row] == host.prompt_mask
     if completions.vision is not None:
         if completions.vision.later:  # the second call shows no images
             return None
-        same &= _same_vision(completions.vision, rows[of_row])[:, None].to(same.device)
+        same &= _same_vision(completions.vision, rows[of_row])[:, None]
     return PromptGroups(rows, of_row) if bool(same.all()) else None
 
 
@@ -135,7 +138,10 @@ def run_shared(
     from lit_rl.models.policy.shared_attention import FoldedCache, can_fold
 
     folds = options.folded_attention and can_fold(
-        model, completions.attention_mask[prompts.rows], completions.prompt_ids.shape[1], len(prompts.of_row)
+        model,
+        completions.attention_mask[to_device(prompts.rows, completions.prompt_ids.device)],
+        completions.prompt_ids.shape[1],
+        len(prompts.of_row),
     )
     cache = FoldedCache if folds and _proven(model) else None
     return _run_behind(model, completions, prompts, distribution, options, cache, history)
@@ -153,33 +159,36 @@ def _run_behind(
     """What `run_shared` returns, of responses that run with this cache; None: with their prompts' keys repeated."""
     from transformers.cache_utils import DynamicCache
 
-    mask = completions.attention_mask.long()
-    positions = position_ids(model, completions)
-    p, ids, wanted = completions.prompt_ids.shape[1], completions.response_ids, completions.response_mask
+    host, device = completions.on_host, completions.response_ids.device
+    there, mask, positions = host.attention_mask, completions.attention_mask.long(), position_ids(model, completions)
+    p, ids, wanted = completions.prompt_ids.shape[1], completions.response_ids, host.response_mask
     seen = _seen(completions, prompts.rows, p, 0)
     past = DynamicCache(config=base_of(model).config)
-    first, _ = run(
-        model,
-        Targets(ids[:, :1], wanted[:, :1], -1, prompts.of_row, history and history.at((slice(None), slice(0, 1)))),
-        distribution,
-        fused=options.fused_head,
-        input_ids=completions.prompt_ids[prompts.rows],
-        attention_mask=mask[prompts.rows, :p],
-        position_ids=positions[..., prompts.rows, :p],
-        logits_to_keep=1,
-        use_cache=True,
-        **cache_input(model, past),
-        **seen,
-    )
+    firsts, of_row = to_device(prompts.rows, device), to_device(prompts.of_row, device)
+    with known_masks(there[prompts.rows, :p]):
+        first, _ = run(
+            model,
+            Targets(ids[:, :1], wanted[:, :1], -1, of_row, history and history.at((slice(None), slice(0, 1)))),
+            distribution,
+            fused=options.fused_head,
+            input_ids=completions.prompt_ids[firsts],
+            attention_mask=mask[firsts, :p],
+            position_ids=positions[..., firsts, :p],
+            logits_to_keep=1,
+            use_cache=True,
+            **cache_input(model, past),
+            **seen,
+        )
 
     def behind(call: Call) -> TargetScores:
         """Of the response tokens of some rows, but for the first."""
-        rows, t = call.rows, call.width
+        rows, t = to_device(call.rows, device), call.width
         earlier = history and history.mapped(lambda field: field[rows, 1:t])
-        with _past(model, past, prompts.of_row[rows], mask[rows, : p + t - 1], cache) as inputs:
+        known = known_masks(there[call.rows, : p + t - 1])
+        with known, _past(model, past, of_row[rows], mask[rows, : p + t - 1], cache) as inputs:
             found, _ = run(
                 model,
-                Targets(ids[rows, 1:t], wanted[rows, 1:t], history=earlier),
+                Targets(ids[rows, 1:t], wanted[call.rows, 1:t], history=earlier),
                 distribution,
                 fused=options.fused_head,
                 input_ids=ids[rows, : t - 1],
@@ -187,13 +196,13 @@ def _run_behind(
                 logits_to_keep=t - 1,
                 use_cache=True,
                 **inputs,
-                **_in_response(completions, rows, t - 1),
+                **_in_response(completions, call.rows, t - 1),
             )
         return found
 
-    columns = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-    lengths = (mask[:, p:] * columns).amax(1).clamp(min=2)
-    calls = by_length(lengths if options.rows_by_length else lengths.amax().expand(len(ids)))
+    columns = torch.arange(1, ids.shape[1] + 1)
+    lengths = (there[:, p:].long() * columns).amax(1).clamp(min=2)
+    calls = by_length(lengths if options.rows_by_length else lengths.amax().expand(len(ids)), device)
     if cache is not None:
         calls = [_by_prompt(call, prompts.of_row) for call in calls]
     return first.beside(TargetScores.of_calls([behind(call) for call in calls], calls, ids.shape[1] - 1))
@@ -264,7 +273,8 @@ def _runs_alike(model: nn.Module) -> bool:
     from lit_rl.models.policy.shared_attention import ProvingCache
 
     rows = _trial(base_of(model))
-    prompts, options = PromptGroups(torch.tensor([0, 2]), rows.group_id), ForwardOptions(rows_by_length=False)
+    prompts = PromptGroups(torch.tensor([0, 2]), torch.tensor([0, 0, 1, 1]))
+    options = ForwardOptions(rows_by_length=False)
 
     def logprobs(cache: type[FoldedCache] | None) -> Tensor:
         return _run_behind(model, rows, prompts, Distribution(), options, cache).logprobs[rows.response_mask]

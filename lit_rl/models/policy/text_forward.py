@@ -16,6 +16,7 @@ from lit_rl.models.policy.forward import no_router
 from lit_rl.models.policy.forward_names import forward_parameters
 from lit_rl.models.policy.fused_accumulation import fused_accumulation
 from lit_rl.models.policy.head import Targets, TargetScores, run
+from lit_rl.models.policy.known_masks import known_masks
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.options import DEFAULT, ForwardOptions
 from lit_rl.models.policy.positions import text_inputs
@@ -23,6 +24,7 @@ from lit_rl.models.policy.rows_by_length import Call, at_most, by_length
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.linear_logprobs import Distribution
 from lit_rl.ops.token_stats import TokenStats
+from lit_rl.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def score_texts(
     Raises:
         ConfigError: the model has no router whose load could be balanced.
     """
+    tokens = tokens.with_host()
     width, distribution = tokens.input_ids.shape[1] - 1, Distribution(entropy=entropy, stats=stats)
     calls = [] if router_aux or isinstance(model, FSDPModule) else _calls(tokens, options)
     with fused_accumulation(model, options):
@@ -84,9 +87,9 @@ def score_texts(
 
 def _calls(tokens: TokenBatch, options: ForwardOptions) -> list[Call]:
     """The rows of each call of the model, all of them together."""
-    calls = [Call(torch.arange(len(tokens), device=tokens.input_ids.device), tokens.input_ids.shape[1])]
+    calls = [Call(torch.arange(len(tokens)), tokens.input_ids.shape[1])]
     if options.rows_by_length and tokens.segment is None:
-        calls = by_length(tokens.attention_mask.sum(1))
+        calls = by_length(tokens.on_host.attention_mask.sum(1), tokens.input_ids.device)
     return calls if options.most_rows is None or torch.is_grad_enabled() else at_most(calls, options.most_rows)
 
 
@@ -94,17 +97,20 @@ def _one_call(
     model: nn.Module, tokens: TokenBatch, distribution: Distribution, router_aux: bool, options: ForwardOptions
 ) -> tuple[TargetScores, Tensor | None]:
     """`(b, s - 1)` of every row in one call of the model, and the router's loss if it was asked for."""
-    columns = tokens.learned.any(0).nonzero().flatten()
-    columns = columns if len(columns) else torch.zeros(1, dtype=torch.long, device=columns.device)
+    host = tokens.on_host
+    known = host.learned.any(0).nonzero().flatten()
+    known = known if len(known) else torch.zeros(1, dtype=torch.long)
+    columns = to_device(known, tokens.input_ids.device)
     inputs, shape = _inputs(model, tokens, columns, router_aux)
-    ids, learned = tokens.input_ids[:, 1:][:, columns], tokens.learned[:, columns]
-    found, output = run(
-        model,
-        Targets(ids.reshape(shape), learned.reshape(shape)),
-        distribution,
-        fused=options.fused_head,
-        **inputs,
-    )
+    ids, learned = tokens.input_ids[:, 1:][:, columns], host.learned[:, known]
+    with known_masks(host.attention_mask) if tokens.segment is None else known_masks(positions=host.position_ids):
+        found, output = run(
+            model,
+            Targets(ids.reshape(shape), learned.reshape(shape)),
+            distribution,
+            fused=options.fused_head,
+            **inputs,
+        )
 
     def spread(part: Tensor) -> Tensor:
         wide = part.new_zeros(len(tokens), tokens.input_ids.shape[1] - 1)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.models.policy import forward
 from lit_rl.models.policy.checkpointing import set_checkpointing
+from lit_rl.models.policy.known_masks import known_masks
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.loading import disable_dropout
 from lit_rl.models.policy.lora import check_targets
@@ -67,7 +68,7 @@ class _OwnTrunk:
         return [p for p in module.parameters() if p.requires_grad]
 
     def values(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
-        with _mode_of(policy, module):
+        with _mode_of(policy, module), known_masks(completions.on_host.attention_mask):
             return module(t=completions.response_ids.shape[1], **trunk_inputs(policy, completions))
 
     def scores_and_values(
@@ -237,7 +238,7 @@ class SharedTrunk:
         return list(module.parameters())
 
     def values(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
-        with _hidden_states(policy) as seen:
+        with _hidden_states(policy) as seen, known_masks(completions.on_host.attention_mask):
             # Through the policy's own forward, whose hooks bring sharded weights together. Its head gets one position.
             policy(**trunk_inputs(policy, completions), logits_to_keep=1, use_cache=False)
         return module(_of_response(seen, completions))

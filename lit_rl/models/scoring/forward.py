@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lit_rl.examples import TokenBatch
 from lit_rl.models.policy.forward import no_router
+from lit_rl.models.policy.known_masks import known_masks
 from lit_rl.models.policy.positions import text_inputs
 from lit_rl.models.policy.trunk import base_of
 
@@ -36,12 +37,13 @@ def scoring_logits(model: nn.Module, tokens: TokenBatch, *, router_aux: bool = F
     if tokens.vision is not None:
         inputs |= text_inputs(model, tokens)
     if not router_aux:
-        return model(**inputs, use_cache=False).logits.float(), None
+        with known_masks(tokens.on_host.attention_mask):
+            return model(**inputs, use_cache=False).logits.float(), None
     base = base_of(model)
     balance = _load_balancing(base)
     if balance is None:
         raise no_router(model)
-    with _outputs_of(base.base_model) as seen:
+    with _outputs_of(base.base_model) as seen, known_masks(tokens.on_host.attention_mask):
         logits = model(**inputs, use_cache=False, output_router_logits=True).logits.float()
     routed = getattr(seen[-1], "router_logits", None)
     if not routed:
