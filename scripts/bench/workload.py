@@ -81,8 +81,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32_768,
     },
 }
-"""Settings of a config, `Qwen2Config` where no type is named; embeddings tied. "0.5b" is Qwen2.5-0.5B, "0.6b" Qwen3-0.6B,
-"1b" Gemma-3-1B."""
+"""Settings of a config, `Qwen2Config` where no type is named; embeddings tied. "0.5b" is Qwen2.5-0.5B, "0.6b"
+Qwen3-0.6B, "1b" Gemma-3-1B."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ class Spec:
     device: str
     settings: Mapping[str, Any]
     """`overrides` of ours, `algo` where it is another than the method, and `learns_alone`, which gives the completions
-    of every rollout, so that none are drawn; `config` of the peer's, and `lora` where it trains an adapter (with `rows_together`, if the
-    frozen head is to be fast)."""
+    of every rollout, so that none are drawn; `config` of the peer's, and `lora` where it trains an adapter (with
+    `rows_together`, if the frozen head is to be fast)."""
 
     def write(self) -> Path:
         """The file, in its own folder."""

@@ -1,13 +1,13 @@
 """Is each way to compute equal to the CPU's float32?
 
-First whole steps: one GRPO step by `train.py`'s door on completions that are given, a setting a row. Its log-probs, loss
-and gradient are held against the same step on the CPU in float32, within the bounds of the benchmark's gate. Then the
-kernels themselves, where a step would hide them: values and gradients, relative to the largest number of the reference.
-A step of this shape (7 million parameters, 32 rows of 128 tokens) takes a card milliseconds: 2 s a row are its start.
+First the kernels themselves: values and gradients, relative to the largest number of the reference. Then whole steps:
+one GRPO step by `train.py`'s door on completions that are given, a setting a row. Its log-probs and gradient are held
+against the same step on the CPU in float32, within the bounds of the benchmark's gate. A step of this shape (7 million parameters, 32 rows of 128 tokens) takes a card milliseconds: 2 s a row are its start.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +52,9 @@ def run(result: Result, work: Path) -> None:
         if "model.use_liger_kernel=true" in settings and (PRETENDED or not GPU):
             result.not_run(name, "Triton needs a real card")
             continue
+        if "model.use_liger_kernel=true" in settings and importlib.util.find_spec("liger_kernel") is None:
+            result.not_run(name, "liger-kernel is not installed")
+            continue
         if any(setting.startswith("strategy=") for setting in settings) and GPU and not is_nccl_available():
             result.not_run(name, "there is no NCCL")
             continue
@@ -82,7 +85,12 @@ def kernels(result: Result) -> None:
         with result.part(f"folded attention, {kind}"):
             shapes = (8, 4, 32, 32), (2, 2, 64, 32), (2, 2, 64, 32), (8, 2, 32, 32), (8, 2, 32, 32)
             compared(result, f"folded attention, {kind}", folded, dtype, *shapes)
-        for backend in (SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        for backend in (
+            SDPBackend.MATH,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.CUDNN_ATTENTION,
+        ):
             what = f"attention, {backend.name.lower()}, {kind}"
             fused = backend is not SDPBackend.MATH
             if fused and (PRETENDED or not GPU):

@@ -18,5 +18,4 @@ if compgen -G "$root/.wheels-gpu/*.whl" > /dev/null; then
 fi
 export PYTHONPATH="$site:$root:$root/scripts${PRETEND:+:$root/tests/pretended_gpu/site}${PYTHONPATH:+:$PYTHONPATH}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
-cd "$root"
 $python -m gpu.prove "$@"

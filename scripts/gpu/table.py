@@ -46,8 +46,12 @@ def _lines(found: Found) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for name, one in found.items():
         checks = [row for row in one["rows"] if row["passed"] is not None]
-        good, left_out = sum(row["passed"] for row in checks), sum(row["note"].startswith("not run") for row in one["rows"])
-        yield f"| {name} | {one['status']} | {one['seconds']:.0f} | {one['box']} | {good} of {len(checks)} | {left_out} |"
+        good, left_out = (
+            sum(row["passed"] for row in checks),
+            sum(row["note"].startswith("not run") for row in one["rows"]),
+        )
+        cells = (name, one["status"], f"{one['seconds']:.0f}", one["box"], f"{good} of {len(checks)}", left_out)
+        yield f"| {' | '.join(map(str, cells))} |"
     yield ""
     for name, one in found.items():
         if name != "machine" and one["rows"]:
