@@ -2,10 +2,10 @@
 
 prime-rl (its benchmarks/results): SFT and the learning of RL with Qwen3-0.6B's shape, all weights, bfloat16,
 recomputation, with FlashAttention 3 and torch.compile. TRL 1.15 (its release notes): peak memory with Gemma-3-1B's
-shape, 8,192 tokens, batch 1 (KTO 2), recomputation, sdpa, with its chunked head, on a card of 79 GiB. Our smallest steps
-of GRPO, RLOO and KTO have more rows than theirs, as their names say. By arithmetic: 8,192 tokens of 0.6B are 4e13 FLOPs
-with recomputation, 0.1 s at half of an H100's rate, so a row is its start, 8 s with reading the weights. Two rows and
-five are 60 to 80 s; the last of them may be cut off.
+shape, 8,192 tokens, batch 1 (KTO 2), recomputation, sdpa, with its chunked head, on a card of 79 GiB. Our smallest
+steps of GRPO, RLOO and KTO have more rows than theirs, as their names say. By arithmetic: 8,192 tokens of 0.6B are 4e13
+FLOPs with recomputation, 0.1 s at half of an H100's rate, so a row is its start, 8 s with reading the weights. Two rows
+and five are 60 to 80 s; the last of them may be cut off.
 """
 
 from __future__ import annotations

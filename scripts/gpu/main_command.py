@@ -1,9 +1,9 @@
 """The main command: seconds by phase, tokens a second, MFU, peak memory against the plan, share of the limits.
 
 Qwen2.5-0.5B's shape, 32 prompts of 128 tokens x 8 completions of 512, `train.py`'s defaults. By arithmetic, on a card
-of 800 TFLOP/s: a step has 4.7e14 useful FLOPs of learning, 0.6 s at the limit and 2 to 6 s at 10 to 30 % of it; 512 tokens
-of decoding at 5 to 10 ms a token of 24 layers, whose launches cost more than their bytes, 3 to 5 s. Seven steps of 5 to
-11 s and a start of 20 s are 55 to 100 s.
+of 800 TFLOP/s: a step has 4.7e14 useful FLOPs of learning, 0.6 s at the limit and 2 to 6 s at 10 to 30 % of it; 512
+tokens of decoding at 5 to 10 ms a token of 24 layers, whose launches cost more than their bytes, 3 to 5 s. Seven steps
+of 5 to 11 s and a start of 20 s are 55 to 100 s.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,7 +78,7 @@ class Result:
         write(self._file, {"rows": [asdict(each) for each in self.rows]})
 
 
-def write(file: Path, found: dict[str, object]) -> None:
+def write(file: Path, found: Mapping[str, object]) -> None:
     """Write a JSON file whole or not at all."""
     half = file.with_suffix(".tmp")
     half.write_text(json.dumps(found, indent=1) + "\n")
