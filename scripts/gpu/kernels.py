@@ -9,16 +9,20 @@ parameters, 32 rows of 128 tokens) takes a card milliseconds: 2 s a row are its 
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from bench import gate, record
 from bench.suites import C1
 from torch import Tensor
 from torch.distributed import is_nccl_available
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -40,7 +44,6 @@ STEPS: dict[str, tuple[str, ...]] = {
     "bf16 weights, split masters": (TRUE, "optimizer=adamw_split"),
     "bf16 weights, Liger's kernels": (TRUE, "model.use_liger_kernel=true"),
     "float32, DDP of one rank": (FLOAT32, "strategy=ddp", "trainer.devices=1"),
-    "float32, FSDP2 of one rank": (FLOAT32, "strategy=fsdp", "trainer.devices=1"),
 }
 RELATIVE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Of the largest number of the reference: 2^-24 and 2^-8, times some hundred terms of random sign."""
@@ -56,7 +59,7 @@ def run(result: Result, work: Path) -> None:
         if "model.use_liger_kernel=true" in settings and importlib.util.find_spec("liger_kernel") is None:
             result.not_run(name, "liger-kernel is not installed")
             continue
-        if any(setting.startswith("strategy=") for setting in settings) and not can_reduce():
+        if any(setting.startswith("strategy=") for setting in settings) and GPU and not is_nccl_available():
             result.not_run(name, "there is no NCCL")
             continue
         with result.part(name):
@@ -65,11 +68,6 @@ def run(result: Result, work: Path) -> None:
             result.check(f"{name}: log-probs", found.logprobs or 0.0, most=bounds.logprobs, unit="nats")
             result.check(f"{name}: 1 - cosine of gradients", 1 - (found.cosine or 0.0), most=1 - bounds.cosine)
             result.check(f"{name}: norm of the gradient", found.norm or 0.0, most=bounds.norm, note="relative")
-
-
-def can_reduce() -> bool:
-    """Whether the device has what its ranks talk by; of pretended ones, two have."""
-    return not GPU or is_nccl_available() or (PRETENDED and torch.cuda.device_count() > 1)
 
 
 def first_step(work: Path, name: str, *settings: str) -> dict[str, Any]:
@@ -108,6 +106,11 @@ def kernels(result: Result) -> None:
                     compared(result, what, attention(backend), dtype, *[(4, 14, 256, 64)] * 3)
     with result.part("split masters"):
         split_masters(result)
+    if GPU and not is_nccl_available():
+        result.not_run("FSDP2 of one rank", "there is no NCCL")
+    else:
+        with result.part("FSDP2 of one rank"):
+            sharded(result)
 
 
 def compared(
@@ -172,6 +175,33 @@ def split_masters(result: Result) -> None:
     ratio = float(moved.norm() / wanted.norm())
     result.check("split masters, 20 steps: cosine of what moved", cosine, least=0.99, note="moments have 8 bits")
     result.check("split masters, 20 steps: length of what moved", ratio, least=0.97, most=1.03, note="relative")
+
+
+def sharded(result: Result) -> None:
+    """The gradient of the shipped policy, its layers sharded over one rank: `strategy=fsdp` refuses a single device."""
+    from lit_rl.models import LanguageModel
+
+    device = "cuda" if GPU else "cpu"
+    gradients = []
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("nccl" if GPU else "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            for shards in (False, True):
+                model: Any = LanguageModel("tiny", dtype="float32").load().to(device if shards else "cpu")
+                if shards:
+                    mesh = init_device_mesh(device, (1,))
+                    for module in (*model.model.layers, model):
+                        fully_shard(module, mesh=mesh)
+                weight = next(model.parameters())
+                ids = torch.randint(0, model.config.vocab_size, (4, 16), generator=torch.manual_seed(0))
+                model(input_ids=ids.to(weight.device), labels=ids.to(weight.device)).loss.backward()
+                found = [p.grad.full_tensor() if shards else p.grad for p in model.parameters()]
+                gradients.append(torch.cat([grad.flatten().float().cpu() for grad in found]))
+        finally:
+            dist.destroy_process_group()
+    wanted, found = gradients
+    far = float((found - wanted).abs().max() / wanted.abs().max())
+    result.check("FSDP2 of one rank: gradient", far, most=RELATIVE[torch.float32], note="relative")
 
 
 if __name__ == "__main__":

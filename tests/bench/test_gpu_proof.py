@@ -42,7 +42,7 @@ def test_a_stage_out_of_time_is_killed_with_its_children_though_it_ignores_signa
         f"c = subprocess.Popen(['sleep', '60']); Path({str(tmp_path / 'child')!r}).write_text(str(c.pid)); c.wait()"
     )
     began = time.perf_counter()
-    found = stage(tmp_path, child, box=15)
+    found = stage(tmp_path, child, box=6)
     assert time.perf_counter() - began < 30
     assert found["status"] == "ran out of time" and len(found["rows"]) == 1
     state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
@@ -88,6 +88,7 @@ def test_the_page_shows_every_row_with_its_bound_and_without_files_that_no_card_
     assert "| another | 2 | <= 0.0001 | **failed** |  |" in text
 
 
+@pytest.mark.all
 def test_kernels_are_compared_with_the_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = Result(tmp_path / "kernels.json")
     kernels.kernels(result)
