@@ -161,8 +161,8 @@ bench: $(STAMPS)/dev $(PEER)/.stamp  ## a training step beside TRL's, on this CP
 bench-full: $(STAMPS)/dev $(PEER)/.stamp  ## every benchmark of this CPU: some five hours
 	$(BENCH) full --peer-python $(PEER)/bin/python $(args)
 
-bench-gpu: $(STAMPS)/dev $(PEER)/.stamp  ## a training step on one GPU: some 10 minutes
-	$(BIN)/python scripts/bench/gpu.py --peer-python $(PEER)/bin/python $(args)
+bench-gpu: $(STAMPS)/dev  ## the proof on one GPU, at most nine minutes (docs/benchmarks.md, "On one GPU")
+	PYTHON=$(BIN)/python bash scripts/gpu/prove.sh $(if $(run_dir),'$(run_dir)',runs/proof) --docs $(args)
 
 # Where PYTHONDONTWRITEBYTECODE is set, each of the processes that tests start would compile the package anew: a second.
 $(STAMPS)/compiled: $(STAMPS)/dev

@@ -1,4 +1,4 @@
-"""The benchmark of whole training steps beside TRL's: `make bench`, `make bench-full`, `make bench-gpu`.
+"""The benchmark of whole training steps beside TRL's on a CPU: `make bench`, `make bench-full`. On a GPU: `gpu`.
 
 One idea a file:
 
@@ -17,7 +17,7 @@ One idea a file:
     revision     the commit that is measured
     summary      medians, ratios, shares of the limit: arithmetic on the results
     page, plots  docs/benchmarks.md and its pictures, made of the results
-    run, gpu     the commands
+    run          the command
 
 `peer`, and what it imports, runs in an environment without lit_rl.
 """

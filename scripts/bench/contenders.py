@@ -252,15 +252,12 @@ bfloat16 train next to nothing at a learning rate of 1e-6: they stand here so th
 that its settings allow. Continuous batching is left out: it takes no lengths by row."""
 
 
-def peers(workload: Workload, names: Sequence[str] | None = None, rows_at_once: int | None = None) -> list[Contender]:
+def peers(workload: Workload, names: Sequence[str] | None = None) -> list[Contender]:
     """Settings of TRL for a workload, the gate's reference first.
 
     Args:
         workload: What is computed.
         names: Which settings beside the reference. None: all.
-        rows_at_once: Rows of a forward pass, where a whole batch would not fit. None: what the settings say.
     """
     chosen = [peer for peer in PEERS if workload.method in peer.methods]
-    if rows_at_once is not None:
-        chosen = [peer if peer.role == "default" else replace(peer, rows_at_once=rows_at_once) for peer in chosen]
     return [peer.contender() for peer in chosen if names is None or peer.name in (REFERENCE, *names)]

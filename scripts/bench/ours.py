@@ -52,9 +52,10 @@ ALL = (
 def overrides(spec: Spec) -> list[str]:
     """The command line of `train.py` for a workload, without the contender's own settings."""
     work = spec.workload
+    algo = f"algo={spec.settings.get('algo', work.method)}"
     chosen = {
         "grpo": [
-            "algo=grpo",
+            algo,
             "data=jsonl",
             f"data.prompts_per_rollout={work.prompts}",
             f"data.max_prompt_tokens={work.prompt_tokens}",
@@ -63,8 +64,8 @@ def overrides(spec: Spec) -> list[str]:
             f"algo.group_size={work.group}",
             f"sampling.max_new_tokens={work.completion_tokens}",
         ],
-        "dpo": ["algo=dpo", "data=preferences", f"data.batch_size={work.prompts}"],
-        "sft": ["algo=sft", "data=texts", f"data.batch_size={work.prompts}", "optimizer.lr=1e-6"],
+        "dpo": [algo, "data=preferences", f"data.batch_size={work.prompts}"],
+        "sft": [algo, "data=texts", f"data.batch_size={work.prompts}", "optimizer.lr=1e-6"],
     }[work.method]
     if work.places is not None:
         chosen.append(f"generator.batch_size={work.places}")
@@ -115,8 +116,8 @@ class Rows:
         return [self._lengths[row] for row in self._rows(prompts)]
 
     def given(self, prompts: Prompts) -> list[list[int]]:
-        """The completions that are given in the first rollout."""
-        return [self._given[row] for row in self._rows(prompts)]
+        """The completions that are given in the first rollout; in others the same again."""
+        return [self._given[row % len(self._given)] for row in self._rows(prompts)]
 
     def _rows(self, prompts: Prompts) -> list[int]:
         assert prompts.decode is not None
@@ -158,7 +159,7 @@ class Contender(L.Callback):
 
         def with_lengths(prompts: Prompts, sampling: Sampling) -> Completions:
             self._drawn += 1
-            if self._drawn == 1:
+            if self._drawn == 1 or self._spec.settings.get("learns_alone"):
                 return completions_of(rows.given(prompts), prompts, self._spec.workload, module.device)
             told = rows.lengths(prompts)
             forced.begin(prompts, told)

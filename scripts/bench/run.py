@@ -2,9 +2,9 @@
 
     PYTHONPATH=scripts python -m bench.run bench --peer-python .venv-peer/bin/python
 
-After each benchmark its results go to docs/benchmarks/cpu.json, those of `gpu` to gpu.json; those of `smoke` nowhere
-unless `--docs` names a folder. What an earlier run measured on the same machine with the same versions, and this one
-has not, stays, with its own commit, day and load: so `--only` measures some benchmarks anew.
+After each benchmark its results go to docs/benchmarks/cpu.json, those of `smoke` nowhere unless `--docs` names a
+folder. What an earlier run measured on the same machine with the same versions, and this one has not, stays, with its
+own commit, day and load: so `--only` measures some benchmarks anew.
 
 Some workloads and some contenders of a suite, in fewer rounds:
 
@@ -32,7 +32,7 @@ from bench import machine, measure, page
 from bench.contenders import BASES
 from bench.gate import GateError
 from bench.protocol import ContenderFailed
-from bench.suites import SUITES, Benchmark, only, without_bfloat16, without_peer
+from bench.suites import SUITES, Benchmark, only, without_bfloat16
 
 
 def header(suite: str, place: measure.Place, **settings: int) -> dict[str, Any]:
@@ -47,8 +47,6 @@ def header(suite: str, place: measure.Place, **settings: int) -> dict[str, Any]:
     limits = machine.measure(place.device, **settings)
     found = asdict(limits) | {"has_bfloat16": limits.has_bfloat16} | machine.describe(place.device)
     print(f"machine: {found}", flush=True)
-    if place.device == "cuda":
-        torch.cuda.empty_cache()
     return {"suite": suite, "machine": found, "threads": place.threads, "versions": versions(place.peer_python)}
 
 
@@ -67,7 +65,7 @@ def merged(run: dict[str, Any], earlier: dict[str, Any] | None) -> dict[str, Any
 
 
 def _where(run: dict[str, Any]) -> dict[str, Any]:
-    named = {key: run["machine"].get(key) for key in ("processor", "gpu", "cores", "torch")}
+    named = {key: run["machine"].get(key) for key in ("processor", "cores", "torch")}
     return named | {"threads": run["threads"], "versions": run["versions"]}
 
 
@@ -152,21 +150,15 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    kind = "gpu" if given.suite == "gpu" else "cpu"
     benchmarks = chosen(given)
     if given.list:
         return print(names(contenders_of(benchmarks, given.contenders)))
-    if kind == "gpu" and not torch.cuda.is_available():
-        raise SystemExit("bench gpu needs a GPU that torch sees; `make bench` measures on the CPU.")
     if versions(given.peer_python)["trl"] is None:
-        if kind == "cpu":
-            raise SystemExit(f"{given.peer_python} has no TRL: give the interpreter of one that has (--peer-python).")
-        benchmarks = [without_peer(one) for one in benchmarks]
+        raise SystemExit(f"{given.peer_python} has no TRL: give the interpreter of one that has (--peer-python).")
     contenders_of(benchmarks, given.contenders)  # a wrong name is told before anything is measured
     docs: Path | None = given.docs or (None if given.suite == "smoke" else page.DOCS)
     with tempfile.TemporaryDirectory(prefix="lit_rl_bench_") as root:
-        device = "cuda" if kind == "gpu" else "cpu"
-        place = measure.Place(Path(root), given.peer_python, device, given.threads)
+        place = measure.Place(Path(root), given.peer_python, "cpu", given.threads)
         torch.set_num_threads(place.threads)
         os.sched_setaffinity(0, place.cores)
         run: dict[str, Any] = header(given.suite, place) | {"benchmarks": []}
@@ -176,7 +168,7 @@ def main() -> None:
             for result in measure.run(contenders_of(benchmarks, given.contenders), place):
                 run["benchmarks"].append(of_machine(run, result))
                 if docs is not None:
-                    save(run, docs / "benchmarks" / f"{kind}.json", docs)
+                    save(run, docs / "benchmarks" / "cpu.json", docs)
         except (GateError, ContenderFailed) as error:
             raise SystemExit(f"No figures of this workload. {error}") from error
     if docs is not None:

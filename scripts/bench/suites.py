@@ -169,20 +169,7 @@ def cost_against_work() -> list[Benchmark]:
     return found
 
 
-def gpu(base: Contender = FLOAT32) -> list[Benchmark]:
-    """G1 in ten minutes: Qwen2.5-0.5B's shape, 32 prompts of 128 tokens, 8 completions of 512, fixed and variable."""
-    fixed = Workload("G1", shape="0.5b", prompts=32, group=8, prompt_tokens=128, completion_tokens=512)
-    variable = replace(fixed, name="G1, variable lengths", lengths="variable")
-    theirs = peers(fixed, [DEFAULT, "TRL, bf16 weights, 8 rows at once"], rows_at_once=8)
-    once = {"rounds": 1, "steps": 2, "again": 0, "resident": False}
-    return [
-        Benchmark(fixed, [*theirs, *PRECISIONS, *ablations(fixed, base)], **once),
-        # ours met the reference above
-        Benchmark(variable, [FLOAT32, BFLOAT16, *peers(variable, [DEFAULT])[1:]], **once),
-    ]
-
-
-SUITES = {"smoke": smoke, "bench": bench, "tuning": tuning, "full": full, "gpu": gpu}
+SUITES = {"smoke": smoke, "bench": bench, "tuning": tuning, "full": full}
 """By the names that `run` takes, of the contender whose techniques are switched off."""
 
 
@@ -194,11 +181,6 @@ def without_bfloat16(benchmark: Benchmark) -> Benchmark:
     reference = [one for one in benchmark.contenders if one.name == REFERENCE]
     theirs = peers(workload, WITHOUT_BFLOAT16)[1:] if compared else []
     return replace(benchmark, contenders=[*reference, *theirs, *kept])
-
-
-def without_peer(benchmark: Benchmark) -> Benchmark:
-    """Ours alone, where there is no TRL: each setting is held against the first."""
-    return replace(benchmark, contenders=[one for one in benchmark.contenders if one.side == "ours"])
 
 
 def only(benchmark: Benchmark, wanted: Sequence[str]) -> Benchmark:

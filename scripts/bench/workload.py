@@ -56,8 +56,33 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 32_768,
     },
+    "0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+    },
+    "1b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262_144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "max_position_embeddings": 32_768,
+    },
 }
-"""Settings of `Qwen2Config`, embeddings tied. "0.5b" is Qwen2.5-0.5B."""
+"""Settings of a config, `Qwen2Config` where no type is named; embeddings tied. "0.5b" is Qwen2.5-0.5B, "0.6b"
+Qwen3-0.6B, "1b" Gemma-3-1B."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +147,9 @@ class Spec:
     """Its own folder."""
     device: str
     settings: Mapping[str, Any]
-    """`overrides` of ours; `config` of the peer's, and `lora` where it trains an adapter (with `rows_together`, if the
-    frozen head is to be fast)."""
+    """`overrides` of ours, `algo` where it is another than the method, and `learns_alone`, which gives the completions
+    of every rollout, so that none are drawn; `config` of the peer's, and `lora` where it trains an adapter (with
+    `rows_together`, if the frozen head is to be fast)."""
 
     def write(self) -> Path:
         """The file, in its own folder."""
@@ -199,10 +225,10 @@ def _given(workload: Workload, draw: random.Random) -> list[list[int]]:
 
 
 def write_model(shape: str, folder: Path, seed: int = 0) -> None:
-    """A Qwen2 model of this shape with random float32 weights, and a tokenizer with one token a byte."""
+    """A model of this shape with random float32 weights, and a tokenizer with one token a byte."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     assert vocabulary[EOS] == 0
@@ -214,8 +240,10 @@ def write_model(shape: str, folder: Path, seed: int = 0) -> None:
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token=EOS, clean_up_tokenization_spaces=False
     )
     ids = {"eos_token_id": 0, "pad_token_id": fast.pad_token_id, "bos_token_id": None}
-    rope = {"rope_type": "default", "rope_theta": 1e6}
+    settings = {"model_type": "qwen2"} | SHAPES[shape]
+    if settings["model_type"] != "gemma3_text":  # which has two, and its own defaults
+        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(Qwen2Config(**SHAPES[shape], **ids, tie_word_embeddings=True, rope_parameters=rope))
-    model.save_pretrained(folder)
+    config = AutoConfig.for_model(**settings, **ids, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     fast.save_pretrained(folder)

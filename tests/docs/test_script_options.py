@@ -64,7 +64,7 @@ def test_every_option_that_is_named_is_there() -> None:
 
 def test_options_are_read_of_the_script_or_of_what_it_imports() -> None:
     assert "--ranks" in options_of("scripts/kill_loop.py") and "--out" not in options_of("scripts/kill_loop.py")
-    assert "--seeds" in options_of("scripts/learning_curves.py") and "--rounds" in options_of("scripts/bench/gpu.py")
+    assert "--seeds" in options_of("scripts/learning_curves.py") and "--only" in options_of("scripts/gpu/prove.py")
     said = "## A\n`scripts/kill_loop.py` and `--rownds 3`\n## B\n`--elsewhere`\n"
     assert list(in_prose(said)) == [(frozenset(["scripts/kill_loop.py"]), "--rownds")]
     assert list(in_commands("python scripts/kill_loop.py --rownds 3  # --no\n")) == list(in_prose(said))

@@ -1,0 +1,208 @@
+"""Is each way to compute equal to the CPU's float32?
+
+First the kernels themselves: values and gradients, relative to the largest number of the reference. Then whole steps:
+one GRPO step by `train.py`'s door on completions that are given, a setting a row. Its log-probs and gradient are held
+against the same step on the CPU in float32, within the bounds of the benchmark's gate. A step of this shape (7 million
+parameters, 32 rows of 128 tokens) takes a card milliseconds: 2 s a row are its start.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench import gate, record
+from bench.suites import C1
+from torch import Tensor
+from torch.distributed import is_nccl_available
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpu import training
+from gpu.result import SMALL, Result, stage
+from gpu.training import GPU, PRETENDED
+
+WORK = replace(C1, shape="tiny", prompts=2, prompt_tokens=8, completion_tokens=8) if SMALL else C1
+FLOAT32, TRUE, MIXED = (f"trainer.precision={name}" for name in ("32-true", "bf16-true", "bf16-mixed"))
+STEPS: dict[str, tuple[str, ...]] = {
+    "float32, as it comes": (FLOAT32,),
+    "float32, hidden states through the model's own head": (FLOAT32, "model.fused_head=false"),
+    "float32, each row with its own prompt": (FLOAT32, "model.shared_prompts=false"),
+    "float32, prompts' keys repeated": (FLOAT32, "model.folded_attention=false"),
+    "float32, activations offloaded": (FLOAT32, "model.gradient_checkpointing=offload"),
+    "float32, Liger's kernels": (FLOAT32, "model.use_liger_kernel=true"),
+    "autocast": (MIXED,),
+    "bf16 weights, as it comes": (TRUE,),
+    "bf16 weights, split masters": (TRUE, "optimizer=adamw_split"),
+    "bf16 weights, Liger's kernels": (TRUE, "model.use_liger_kernel=true"),
+    "float32, DDP of one rank": (FLOAT32, "strategy=ddp", "trainer.devices=1"),
+}
+RELATIVE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Of the largest number of the reference: 2^-24 and 2^-8, times some hundred terms of random sign."""
+
+
+def run(result: Result, work: Path) -> None:
+    kernels(result)
+    reference = first_step(work, "reference", FLOAT32, "trainer.accelerator=cpu", "trainer.devices=1")
+    for number, (name, settings) in enumerate(STEPS.items()):
+        if "model.use_liger_kernel=true" in settings and (PRETENDED or not GPU):
+            result.not_run(name, "Triton needs a real card")
+            continue
+        if "model.use_liger_kernel=true" in settings and importlib.util.find_spec("liger_kernel") is None:
+            result.not_run(name, "liger-kernel is not installed")
+            continue
+        if any(setting.startswith("strategy=") for setting in settings) and GPU and not is_nccl_available():
+            result.not_run(name, "there is no NCCL")
+            continue
+        with result.part(name):
+            found = gate.compare(reference, first_step(work, f"step_{number}", *settings))
+            bounds = gate.LIMITS["float32" if FLOAT32 in settings else "bfloat16"]
+            result.check(f"{name}: log-probs", found.logprobs or 0.0, most=bounds.logprobs, unit="nats")
+            result.check(f"{name}: 1 - cosine of gradients", 1 - (found.cosine or 0.0), most=1 - bounds.cosine)
+            result.check(f"{name}: norm of the gradient", found.norm or 0.0, most=bounds.norm, note="relative")
+
+
+def first_step(work: Path, name: str, *settings: str) -> dict[str, Any]:
+    """One step of ours, as `bench.record` keeps it."""
+    spec = training.prepared(WORK, work / f"kernels_{WORK.shape}", name)
+    training.ours(spec, *settings)
+    return record.read(spec.work)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def kernels(result: Result) -> None:
+    """Each function on the device against the same on the CPU in float32."""
+    for dtype in RELATIVE:
+        kind = str(dtype).removeprefix("torch.")
+        with result.part(f"fused head, {kind}"):
+            compared(result, f"fused head, {kind}", fused_head, dtype, (64, 128), (2048, 128))
+        with result.part(f"folded attention, {kind}"):
+            shapes = (8, 4, 32, 32), (2, 2, 64, 32), (2, 2, 64, 32), (8, 2, 32, 32), (8, 2, 32, 32)
+            compared(result, f"folded attention, {kind}", folded, dtype, *shapes)
+        for backend in (
+            SDPBackend.MATH,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.CUDNN_ATTENTION,
+        ):
+            what = f"attention, {backend.name.lower()}, {kind}"
+            fused = backend is not SDPBackend.MATH
+            if fused and (PRETENDED or not GPU):
+                result.not_run(what, "a CUDA kernel")
+            elif dtype is torch.float32 and backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+                result.not_run(what, "it takes half precision alone")
+            else:
+                with result.part(what):
+                    compared(result, what, attention(backend), dtype, *[(4, 14, 256, 64)] * 3)
+    with result.part("split masters"):
+        split_masters(result)
+    if GPU and not is_nccl_available():
+        result.not_run("FSDP2 of one rank", "there is no NCCL")
+    else:
+        with result.part("FSDP2 of one rank"):
+            sharded(result)
+
+
+def compared(
+    result: Result, name: str, function: Callable[..., Tensor], dtype: torch.dtype, *shapes: tuple[int, ...]
+) -> None:
+    """Check a function's value and the gradients of all its tensors."""
+    torch.manual_seed(0)
+    drawn = [torch.randn(shape).to(dtype) for shape in shapes]  # both sides take the rounded numbers
+    sides = []
+    for device, kind in (("cpu", torch.float32), ("cuda" if GPU else "cpu", dtype)):
+        inputs = [each.to(device, kind).requires_grad_() for each in drawn]
+        value = function(*inputs)
+        weights = torch.randn(value.shape, generator=torch.manual_seed(1)).to(device, value.dtype)
+        gradients = torch.autograd.grad(value, inputs, weights)
+        sides.append([each.detach().float().cpu() for each in (value, *gradients)])
+    for what, wanted, found in zip(("value", *(f"gradient {i + 1}" for i in range(len(shapes)))), *sides):
+        far = float((found - wanted).abs().max() / wanted.abs().max())
+        result.check(f"{name}: {what}", far, most=RELATIVE[dtype], note="relative")
+
+
+def fused_head(hidden: Tensor, weight: Tensor) -> Tensor:
+    from lit_rl.ops.linear_logprobs import linear_logprobs
+
+    ids = torch.randint(0, len(weight), hidden.shape[:1], generator=torch.manual_seed(2)).to(hidden.device)
+    return linear_logprobs(hidden / hidden.shape[1] ** 0.5, weight, ids).logprobs
+
+
+def folded(*tensors: Tensor) -> Tensor:
+    from lit_rl.ops.folded_attention import Sharers, folded_attention
+
+    groups = [Sharers(0, 0, 4, padding=5), Sharers(1, 4, 8)]
+    return folded_attention(*tensors, groups, scaling=tensors[0].shape[-1] ** -0.5)
+
+
+def attention(backend: SDPBackend) -> Callable[..., Tensor]:
+    """Causal attention by one of PyTorch's kernels; on the CPU by the formula."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(backend if query.device.type == "cuda" else SDPBackend.MATH):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    return attend
+
+
+def split_masters(result: Result) -> None:
+    """20 steps of bfloat16 weights with split masters, beside AdamW of float32 weights on the CPU."""
+    from lit_rl.algorithms.optim.split_adamw import SplitAdamW
+
+    torch.manual_seed(0)
+    start = torch.randn(64, 256).bfloat16().float()
+    gradients = [torch.randn(64, 256).bfloat16().float() for _ in range(20)]
+    settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    whole = torch.nn.Parameter(start.clone())
+    half = torch.nn.Parameter(start.to("cuda" if GPU else "cpu", torch.bfloat16))
+    plain, split = torch.optim.AdamW([whole], **settings), SplitAdamW([half], **settings)
+    for gradient in gradients:
+        whole.grad, half.grad = gradient.clone(), gradient.to(half)
+        plain.step()
+        split.step()
+    moved, wanted = half.detach().float().cpu() - start, whole.detach() - start
+    cosine = float(F.cosine_similarity(moved.flatten(), wanted.flatten(), dim=0))
+    ratio = float(moved.norm() / wanted.norm())
+    result.check("split masters, 20 steps: cosine of what moved", cosine, least=0.99, note="moments have 8 bits")
+    result.check("split masters, 20 steps: length of what moved", ratio, least=0.97, most=1.03, note="relative")
+
+
+def sharded(result: Result) -> None:
+    """The gradient of the shipped policy, its layers sharded over one rank: `strategy=fsdp` refuses a single device."""
+    from lit_rl.models import LanguageModel
+
+    device = "cuda" if GPU else "cpu"
+    gradients = []
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("nccl" if GPU else "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            for shards in (False, True):
+                model: Any = LanguageModel("tiny", dtype="float32").load().to(device if shards else "cpu")
+                if shards:
+                    mesh = init_device_mesh(device, (1,))
+                    for module in (*model.model.layers, model):
+                        fully_shard(module, mesh=mesh)
+                weight = next(model.parameters())
+                ids = torch.randint(0, model.config.vocab_size, (4, 16), generator=torch.manual_seed(0))
+                model(input_ids=ids.to(weight.device), labels=ids.to(weight.device)).loss.backward()
+                found = [p.grad.full_tensor() if shards else p.grad for p in model.parameters()]
+                gradients.append(torch.cat([grad.flatten().float().cpu() for grad in found]))
+        finally:
+            dist.destroy_process_group()
+    wanted, found = gradients
+    far = float((found - wanted).abs().max() / wanted.abs().max())
+    result.check("FSDP2 of one rank: gradient", far, most=RELATIVE[torch.float32], note="relative")
+
+
+if __name__ == "__main__":
+    stage(run)

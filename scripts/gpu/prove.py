@@ -1,0 +1,112 @@
+"""Run the stages of the proof, each in a process and a time box of its own, and print the table.
+
+    python -m gpu.prove OUT [--only STAGE ...] [--docs]
+
+Each stage's rows go to OUT/STAGE.json as they are found, with how it ended, its seconds and, where it broke, its last
+lines; the table to OUT/table.md. It ends with 1 where a stage broke or a check failed. Boxes add up to 530 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from gpu import table
+from gpu.result import SMALL, write
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs" / "benchmarks" / "gpu"
+BOXES = {"machine": 20, "sound": 60, "kernels": 80, "main_command": 130, "trl": 130, "figures": 80, "step_trace": 30}
+"""Seconds. A rehearsal has `SLOW` times as many: here are two cores, shared."""
+SLOW = 6
+LAST = 15
+"""Lines of a stage that broke, that are kept."""
+ON_A_CPU = ("trl",)
+"""In a rehearsal on the pretended GPU: PyTorch has a CPU kernel of all that ours asks for, not of all that TRL does."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of the results")
+    parser.add_argument(
+        "--only", nargs="+", choices=table.STAGES, default=table.STAGES, metavar="STAGE", help=", ".join(table.STAGES)
+    )
+    parser.add_argument(
+        "--docs", action="store_true", help="put the results into docs/benchmarks/gpu, and write docs/benchmarks.md"
+    )
+    given = parser.parse_args()
+    out: Path = given.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="lit_rl_proof_") as work:
+        for name in table.STAGES:
+            if name in given.only:
+                box = BOXES[name] * (SLOW if SMALL else 1)
+                command = [sys.executable, "-m", f"gpu.{name}", str(out / f"{name}.json"), work]
+                more = {"PRETEND": ""} if SMALL and name in ON_A_CPU else {}
+                run_stage(name, command, out, box, more)
+    found = table.read(out)
+    text = table.markdown(found)
+    (out / "table.md").write_text(text)
+    print(text)
+    if given.docs:
+        from bench import page
+
+        DOCS.mkdir(parents=True, exist_ok=True)
+        for stage in found:
+            shutil.copy(out / f"{stage}.json", DOCS)
+        page.write(page.RESULTS, page.PAGE, page.PICTURES)
+    sys.exit(0 if table.passed(found) else 1)
+
+
+def run_stage(name: str, command: list[str], out: Path, box: float, environment: Mapping[str, str] = {}) -> None:
+    """Run a stage, which writes rows to `OUT/NAME.json`; how it ended is added there.
+
+    It is killed with all that it started once its time is over: a signal that asks would be taken for a wish to save.
+    """
+    file, began = out / f"{name}.json", time.perf_counter()
+    file.unlink(missing_ok=True)
+    print(f"{name}: at most {box:g} s ...", flush=True)
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=box)
+            status = table.ENDED if code == 0 else f"broke with {code}"
+        except subprocess.TimeoutExpired:
+            status = "ran out of time"
+        finally:
+            kill(process)
+        log.seek(0)
+        last = [line.rstrip()[:300] for line in log.readlines()[-LAST:]]
+    rows = json.loads(file.read_text())["rows"] if file.is_file() else []
+    told = {"status": status, "seconds": time.perf_counter() - began, "box": box, "small": SMALL, "rows": rows}
+    write(file, told | ({} if status == table.ENDED else {"last_lines": last}))
+    print(f"{name}: {status} after {told['seconds']:.0f} s", flush=True)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it started, which are of its process group."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+if __name__ == "__main__":
+    main()
