@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -33,12 +34,17 @@ class DecodingSteps:
     """
 
     def __init__(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
+        from transformers import PreTrainedModel
+
         self._policy: Any = policy
         self._named = forward_parameters(policy)
         self._cache = empty_cache(policy)
         self._cache_name = str(cache_name(policy))
         self._max_new_tokens = max_new_tokens
         self._joined = False
+        # Whether a mask may hide a token: where none does, none is handed over, and nobody asks the device.
+        known = isinstance(base_of(policy), PreTrainedModel) and "position_ids" in self._named
+        self._hides = batch.padded or bool(batch.vision) or not known
         mask = batch.prompt_mask
         self._last_position = mask.shape[1] + max_new_tokens - 1
         positions = prompt_positions(policy, batch.prompt_ids, mask, batch.vision)
@@ -156,6 +162,7 @@ class DecodingSteps:
 
     def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, lasts: Tensor, **seen: Tensor) -> Tensor:
         """Logits ``(b, n, v)`` at ``n`` columns of a chunk ``(b, c)``, whose tokens are there where ``mask`` says."""
+        self._hides = True
         whole = torch.cat([self._mask[:, : self._length], mask], 1)
         logits = self._logits(ids, positions, lasts, attention_mask=whole, **seen)
         self._length, self._mask = whole.shape[1], self._with_room(whole)
@@ -190,6 +197,7 @@ class DecodingSteps:
             self._length, self._mask = self._length - unused, self._with_room(self._mask[:, unused : self._length])
 
     def _join_cache(self, others: Self) -> None:
+        self._hides = True
         length = max(self._length, others._length)
         masks = [part._mask[:, : part._length] for part in (self, others)]
         self._mask = self._with_room(torch.cat([nn.functional.pad(m, (length - m.shape[1], 0)) for m in masks]))
@@ -211,13 +219,40 @@ class DecodingSteps:
         if "position_ids" in self._named:  # ALiBi models take none
             inputs["position_ids"] = positions
         inputs[self._cache_name] = self._cache
-        return self._policy(input_ids=ids, use_cache=True, **inputs).logits
+        if not self._hides:
+            inputs["attention_mask"] = None
+        with masks_for_padding(ids.device, padded=self._hides):
+            return self._policy(input_ids=ids, use_cache=True, **inputs).logits
 
 
 def _behind(positions: Tensor) -> Tensor:
     """Long ``(b, 1)``: the position of the next token, behind positions ``(b, s)`` or ``(3, b, s)``."""
     last = positions[:, -1:] if positions.ndim == 2 else positions[..., -1].amax(0)[:, None]
     return last + 1
+
+
+@contextmanager
+def masks_for_padding(device: torch.device, *, padded: bool) -> Iterator[None]:
+    """Inside, where any text is padded, transformers makes the masks that ``sdpa`` asks for without a look at them.
+
+    It looks whether they hide anything, and in each forward pass the host waits for that. On a CPU nobody waits, and it
+    looks.
+    """
+    if device.type == "cpu" or not padded:
+        yield
+        return
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+    def made(*, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **asked: Any) -> Any:
+        skips = allow_is_causal_skip and attention_mask is None
+        return sdpa_mask(attention_mask=attention_mask, allow_is_causal_skip=skips, **asked)
+
+    usual = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = made
+    try:
+        yield
+    finally:
+        ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = usual
 
 
 def keeps_all(policy: nn.Module, cache: Any) -> bool:

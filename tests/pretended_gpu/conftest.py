@@ -10,7 +10,13 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parents[1] / "scripts"), str(HERE.parent / "runs"), str(HERE.parent / "doors")]
+sys.path += [
+    str(HERE.parents[1] / "scripts"),
+    str(HERE.parent / "runs"),
+    str(HERE.parent / "doors"),
+    str(HERE.parent),
+    str(HERE.parent / "generation"),
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
