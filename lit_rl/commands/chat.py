@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.text import printable
@@ -245,15 +244,14 @@ def stream(
         steps = DecodingSteps(policy, batch, sampling.max_new_tokens)
         sampler = TokenSampler.of(batch, prompts, sampling)
         ends = EndDetector(prompts, sampling, device)
-        drawn = torch.zeros((1, 0), dtype=torch.long, device=device)
+        said: list[int] = []
         for position in range(sampling.max_new_tokens):
             one = sampler(steps.logits, position)
             if not one.logprobs.isfinite().all():
                 raise NumericError("The policy gave NaN or infinite logits: its weights are damaged or diverged.")
-            drawn = torch.cat([drawn, one.tokens[:, None]], 1)
-            alive = torch.ones(1, dtype=torch.bool, device=device)
-            ended = bool(ends(drawn[:, -ends.window :], position, alive))
-            yield int(one.tokens), ended
+            said.append(int(one.tokens))
+            ended = said[-1] in prompts.eos_ids or ends.behind(said, len(said), 1) == 0
+            yield said[-1], ended
             if ended:
                 return
             if position + 1 < sampling.max_new_tokens:

@@ -49,6 +49,7 @@ class Bans:
         self._bias: Tensor | None = None
         self._tables: tuple[Tensor, Tensor] | None = None
         self._last: Tensor | None = None
+        self._begun: list[tuple[Tensor, int]] = []
         self._window = max((len(word) - 1 for word in words), default=0)
 
     def __call__(self, logits: Tensor, position: int | Tensor, rows: Tensor | slice) -> Tensor:
@@ -56,8 +57,11 @@ class Bans:
         if self._sampling.logit_bias:
             logits = logits + self._biases(logits)
         if self._sampling.min_new_tokens:
-            early = torch.as_tensor(position < self._sampling.min_new_tokens, device=logits.device)
-            logits = ban(logits, early.reshape(-1, 1) & self._masks(logits)[0])
+            early, held = position < self._sampling.min_new_tokens, self._masks(logits)[0]
+            if isinstance(early, Tensor):
+                logits = ban(logits, early.reshape(-1, 1) & held)
+            elif early:
+                logits = ban(logits, held)
         if self._words:
             logits = ban(logits, self._masks(logits)[1])
         return ban(logits, self._completed(logits, rows)) if self._window else logits
@@ -98,7 +102,8 @@ class Bans:
         """Bool ``(n, v)``: the tokens that would complete a bad word of several tokens."""
         if self._last is None:  # -1 is no token
             self._last = torch.full((self._n_rows, self._window), -1, dtype=torch.long, device=logits.device)
+            self._begun = [(self._last.new_tensor(begun), end) for *begun, end in self._words if begun]
         last, completed = self._last[rows], torch.zeros_like(logits, dtype=torch.bool)
-        for *begun, end in (word for word in self._words if len(word) > 1):
-            completed[:, end] |= (last[:, -len(begun) :] == last.new_tensor(begun)).all(1)
+        for begun, end in self._begun:
+            completed[:, end] |= (last[:, -len(begun) :] == begun).all(1)
         return completed

@@ -34,6 +34,8 @@ class DecodeBatch:
     """Long ``(n * repeats,)``: tokens of each response that stand in the prompt here already. None: none."""
     vision: tuple[PromptVision | None, ...] = ()
     """What the model sees of each of the ``n`` prompts; empty where none of the request has images."""
+    padded: bool = True
+    """False: the host knows that no prompt is padded, so nobody has to ask the device."""
 
     def repeated(self) -> tuple[Tensor, Tensor]:
         """Prompt ids and mask of every row, both ``(n * repeats, p)``."""
@@ -61,6 +63,20 @@ def left_pad(token_ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, T
     lengths = torch.tensor([len(ids) for ids in token_ids])
     ids = torch.tensor([[pad_id] * (width - len(ids)) + list(ids) for ids in token_ids])
     return ids, torch.arange(width) >= width - lengths[:, None]
+
+
+def has_padding(token_ids: Sequence[Sequence[int]]) -> bool:
+    """Return whether `left_pad` pads any of them."""
+    return len({len(ids) for ids in token_ids}) > 1
+
+
+def in_one_transfer(device: torch.device, *parts: Tensor) -> list[Tensor]:
+    """Return integers and truth values, which the CPU holds, on a device: the host waits once for all of them."""
+    if device.type == "cpu":
+        return list(parts)
+    whole = torch.cat([part.flatten().long() for part in parts]).to(device)
+    pieces = zip(whole.split([part.numel() for part in parts]), parts, strict=True)
+    return [piece.view(part.shape).to(part.dtype) for piece, part in pieces]
 
 
 class Waiting:
@@ -97,13 +113,13 @@ class Waiting:
             return None
         taken = [self._groups.popleft() for _ in range(count)]
         chosen, first = [i for i, _ in taken], taken[0][1]
-        ids, mask = left_pad([prompts.token_ids[i] for i in chosen], prompts.pad_id)
         samples = torch.arange(first, min(first + self._slice, group))
         rows = (torch.tensor(chosen)[:, None] * group + samples).flatten()
-        device = self._device
-        keys = self._keys[rows].to(device)
+        texts = [prompts.token_ids[i] for i in chosen]
+        ids, mask, keys = in_one_transfer(self._device, *left_pad(texts, prompts.pad_id), self._keys[rows])
         seen = tuple(prompts.vision[i] for i in chosen) if prompts.vision else ()
-        return DecodeBatch(ids.to(device), mask.to(device), len(samples), keys, rows, chosen, vision=seen)
+        padded = has_padding(texts)
+        return DecodeBatch(ids, mask, len(samples), keys, rows, chosen, vision=seen, padded=padded)
 
 
 def decode_batches(prompts: Prompts, batch_size: int | None, device: torch.device) -> Iterator[DecodeBatch]:
@@ -117,23 +133,21 @@ def assemble(
     prompts: Prompts, decoded: Sequence[tuple[Tensor, Decoded]], *, version: int, device: torch.device
 ) -> Completions:
     """Put decoded batches, each with its row numbers, back in the order of the prompts."""
-    ids, mask = (
-        part.repeat_interleave(prompts.group_size, 0).to(device) for part in left_pad(prompts.token_ids, prompts.pad_id)
-    )
+    places = [rows for rows, _ in decoded]
+    ids, mask, *placed = in_one_transfer(device, *left_pad(prompts.token_ids, prompts.pad_id), *places)
+    ids, mask = (part.repeat_interleave(prompts.group_size, 0) for part in (ids, mask))
     shape = (len(ids), max(part.ids.shape[1] for _, part in decoded))
 
     def joined(name: str, fill: float, within: str = "mask") -> Tensor:
-        parts = [
-            (rows.to(device), getattr(part, name).masked_fill(~getattr(part, within), fill)) for rows, part in decoded
-        ]
-        whole = torch.full(shape, fill, dtype=parts[0][1].dtype, device=device)
-        for rows, values in parts:
+        parts = [getattr(part, name).masked_fill(~getattr(part, within), fill) for _, part in decoded]
+        whole = torch.full(shape, fill, dtype=parts[0].dtype, device=device)
+        for rows, values in zip(placed, parts, strict=True):
             whole[rows, : values.shape[1]] = values
         return whole
 
     ended = torch.zeros(shape[0], dtype=torch.bool, device=device)
-    for rows, part in decoded:
-        ended[rows.to(device)] = part.ended
+    for rows, (_, part) in zip(placed, decoded, strict=True):
+        ended[rows] = part.ended
     turns = decoded[0][1].attended is not None
     later: list[tuple[Later, ...]] = [()] * len(ids)
     for rows, part in decoded:

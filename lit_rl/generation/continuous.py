@@ -73,8 +73,9 @@ class HFContinuousGenerator(InProcessGenerator):
 def _run(manager: Any, requests: tuple[Tensor, Tensor], sampling: Sampling, draws: Draws) -> None:
     """Let the engine's thread decode everything, and wait for it."""
     draws.end = manager.cancel_request
-    for number, (ids, mask) in enumerate(zip(*requests)):
-        manager.add_request(ids[mask].tolist(), request_id=str(number), max_new_tokens=sampling.max_new_tokens)
+    for number, (ids, mask) in enumerate(zip(*(part.tolist() for part in requests), strict=True)):
+        text = [token for token, there in zip(ids, mask, strict=True) if there]
+        manager.add_request(text, request_id=str(number), max_new_tokens=sampling.max_new_tokens)
     try:
         manager.start()
         manager.stop(block=True)  # as soon as all of it is done, and not before: the requests are in already

@@ -31,7 +31,9 @@ class Draws:
         self._responses = Responses(prompts, sampling, len(batch.keys), device)
         self._device, self._longest = device, sampling.max_new_tokens
         self._rows = _row_names(batch, forks)
+        self._all = torch.arange(len(batch.keys), device=device)
         self._requests: list[str] = []
+        self._running, self._steps = self._all, 0
         self._autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         self.end: Callable[[str], None] | None = None
         """Tells the engine that a request has ended."""
@@ -44,7 +46,10 @@ class Draws:
 
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: Tensor) -> Tensor:
         """Take note of whose logits the next call gets, in order. Called in the engine's thread."""
-        self._requests = [request.state.request_id for request in requests_in_batch if request.has_new_token]
+        requests = [request.state.request_id for request in requests_in_batch if request.has_new_token]
+        if requests != self._requests:
+            self._requests = requests
+            self._running = torch.tensor([self._rows[name] for name in requests], device=self._device, dtype=torch.long)
         # Autocast is a matter of the thread, and its cache of weights, which training would find, is everyone's.
         kind = self._device.type
         torch.set_autocast_cache_enabled(False)
@@ -57,20 +62,24 @@ class Draws:
         forced = torch.full_like(scores, -torch.inf)
         if not self._requests:
             return forced
-        rows = torch.tensor([self._rows[name] for name in self._requests], device=scores.device)
+        rows = self._running
         drawn = self._sampler(scores[: len(rows)], self._responses.lengths[rows], rows)
         self._responses.add(rows, drawn)
-        early = self._responses.ended[rows] & (self._responses.lengths[rows] < self._longest)
-        for request, is_over in zip(self._requests, early.tolist()):
-            if is_over:  # those that are as long as they may be the engine ends by itself
-                assert self.end is not None
-                self.end(request)
+        self._steps += 1
+        if self._steps % self._responses.look_every == 0:
+            look = self._responses.look(self._all)  # at rows that the engine has ended since the last look too
+            for request in self._requests:
+                row = self._rows[request]
+                if not look.running[row] and look.lengths[row] < self._longest:  # longer ones the engine ends by itself
+                    assert self.end is not None
+                    self.end(request)
         forced[: len(rows)].scatter_(1, drawn.tokens[:, None], 0.0)
         return forced
 
     @property
     def complete(self) -> bool:
         """Whether every row ended or is as long as it may be."""
+        self._responses.look_for_stops(self._all)
         return self._responses.complete
 
     def decoded(self) -> Decoded:

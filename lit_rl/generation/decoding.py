@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -14,6 +15,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.generation.batches import DecodeBatch
 from lit_rl.models.policy.attention import layers_that_hold
 from lit_rl.models.policy.forward_names import cache_name, forward_parameters
+from lit_rl.models.policy.known_masks import masks_that_hide
 from lit_rl.models.policy.positions import later_positions, prompt_positions
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.vision import Later, Vision
@@ -33,12 +35,17 @@ class DecodingSteps:
     """
 
     def __init__(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
+        from transformers import PreTrainedModel
+
         self._policy: Any = policy
         self._named = forward_parameters(policy)
         self._cache = empty_cache(policy)
         self._cache_name = str(cache_name(policy))
         self._max_new_tokens = max_new_tokens
         self._joined = False
+        # Whether a mask may hide a token: where none does, none is handed over, and nobody asks the device.
+        known = isinstance(base_of(policy), PreTrainedModel) and "position_ids" in self._named
+        self._hides = batch.padded or bool(batch.vision) or not known
         mask = batch.prompt_mask
         self._last_position = mask.shape[1] + max_new_tokens - 1
         positions = prompt_positions(policy, batch.prompt_ids, mask, batch.vision)
@@ -156,6 +163,7 @@ class DecodingSteps:
 
     def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, lasts: Tensor, **seen: Tensor) -> Tensor:
         """Logits ``(b, n, v)`` at ``n`` columns of a chunk ``(b, c)``, whose tokens are there where ``mask`` says."""
+        self._hides = True
         whole = torch.cat([self._mask[:, : self._length], mask], 1)
         logits = self._logits(ids, positions, lasts, attention_mask=whole, **seen)
         self._length, self._mask = whole.shape[1], self._with_room(whole)
@@ -190,6 +198,7 @@ class DecodingSteps:
             self._length, self._mask = self._length - unused, self._with_room(self._mask[:, unused : self._length])
 
     def _join_cache(self, others: Self) -> None:
+        self._hides = True
         length = max(self._length, others._length)
         masks = [part._mask[:, : part._length] for part in (self, others)]
         self._mask = self._with_room(torch.cat([nn.functional.pad(m, (length - m.shape[1], 0)) for m in masks]))
@@ -211,7 +220,10 @@ class DecodingSteps:
         if "position_ids" in self._named:  # ALiBi models take none
             inputs["position_ids"] = positions
         inputs[self._cache_name] = self._cache
-        return self._policy(input_ids=ids, use_cache=True, **inputs).logits
+        if not self._hides:
+            inputs["attention_mask"] = None
+        with masks_that_hide(ids.device) if self._hides else nullcontext():
+            return self._policy(input_ids=ids, use_cache=True, **inputs).logits
 
 
 def _behind(positions: Tensor) -> Tensor:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from lit_rl.generation.batches import Decoded
-from lit_rl.generation.responses import Responses
+from lit_rl.generation.responses import Look, Responses
 
 OnFinished = Callable[[int, list[int]], None]
 """Is called with a row of the completions and its tokens."""
@@ -24,14 +23,14 @@ class FinishedRows:
 
     def __init__(self, on_finished: OnFinished, responses: Responses) -> None:
         self._on_finished, self._responses = on_finished, responses
-        self._told = torch.zeros_like(responses.ended)
+        self._told: set[int] = set()
 
-    def tell(self, rows: Tensor, running: Tensor) -> None:
-        """Tell of those of these rows, long ``(m,)``, that do not go on, bool ``(m,)``, and were not told before."""
-        new = rows[~running & ~self._told[rows]]
-        self._told[new] = True
-        for row in new.tolist():
-            self._on_finished(row, self._responses.text(row))
+    def tell(self, look: Look) -> None:
+        """Tell of those of these rows that do not go on, and were not told before."""
+        new = [row for row, runs in zip(look.rows, look.running, strict=True) if not runs and row not in self._told]
+        self._told.update(new)
+        for row, ids in zip(new, self._responses.texts(new) if new else (), strict=True):
+            self._on_finished(row, ids)
 
 
 def tell_batch(on_finished: OnFinished | None, rows: Tensor, decoded: Decoded) -> None:

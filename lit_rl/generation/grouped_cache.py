@@ -183,17 +183,25 @@ class GroupedCache(Cache):
         repeats: Rows of each prompt, which are neighbours.
         max_new_tokens: A row's own tokens are no more than this many.
         names: Of the prompts: equal names are equal keys and values.
+        padded: Whether any prompt is padded.
     """
 
     def __init__(
-        self, prompts: Any, prompt_mask: Tensor, repeats: int, max_new_tokens: int, names: Sequence[int]
+        self,
+        prompts: Any,
+        prompt_mask: Tensor,
+        repeats: int,
+        max_new_tokens: int,
+        names: Sequence[int],
+        *,
+        padded: bool = True,
     ) -> None:
         super().__init__([GroupedLayer(layer.keys, layer.values, max_new_tokens) for layer in prompts.layers])
         self._prompt_of = torch.arange(len(prompt_mask), device=prompt_mask.device).repeat_interleave(repeats)
         # Queries stand in a table of prompts by places. Row i has place i of it until rows are dropped.
         self._table = len(prompt_mask), repeats
         self._place: Tensor | None = None
-        self._padding = None if bool(prompt_mask.all()) else ~prompt_mask[:, None, None]
+        self._padding = ~prompt_mask[:, None, None] if padded else None
         # Where the own tokens of each row begin, `(b,)`. None: all in the first column.
         self._begin: Tensor | None = None
         self._before: Tensor | None = None

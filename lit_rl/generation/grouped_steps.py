@@ -47,7 +47,14 @@ class GroupedSteps(DecodingSteps):
         whole = all(layer.keys is not None and layer.keys.shape[2] == length for layer in layers)
         if not whole or not keeps_whole_texts(self._cache, length + self._max_new_tokens):
             raise NotGrouped("the layers of its cache do not hold the whole text")
-        self._cache = self.kind(self._cache, batch.prompt_mask, batch.repeats, self._max_new_tokens, batch.numbers)
+        self._cache = self.kind(
+            self._cache,
+            batch.prompt_mask,
+            batch.repeats,
+            self._max_new_tokens,
+            batch.numbers,
+            padded=batch.padded,
+        )
 
     def _step(self, ids: Tensor) -> Tensor:
         with attending_by(base_of(self._policy), IMPLEMENTATION):

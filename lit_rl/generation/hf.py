@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,11 @@ from lit_rl.generation.base import InProcessGenerator
 from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches
 from lit_rl.generation.engine_kwargs import KEY, of_transformers
 from lit_rl.generation.finished import tell_batch
-from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
+from lit_rl.generation.responses import Responses
+from lit_rl.generation.transforms import TokenSampler
 from lit_rl.generation.turn_by_turn import TurnByTurn
 from lit_rl.models.policy.forward_names import forward_parameters
+from lit_rl.models.policy.known_masks import masks_that_hide
 from lit_rl.rollout import Prompts, Sampling
 from lit_rl.vision import Vision
 
@@ -79,65 +81,50 @@ class HFGenerator(InProcessGenerator):
         if self.static_cache:
             _refuse_autocast(ids.device)
             config.cache_implementation = "static"
-        force = _ForceSample(sampler, prompt_width=ids.shape[1])
-        stop = _Stop(EndDetector(prompts, sampling, ids.device), ids)
+        draws = _Draws(sampler, Responses(prompts, sampling, len(ids), ids.device), ids)
         # By its number, not as a slice: see `DecodingSteps`.
         named = {"logits_to_keep": torch.full((1,), -1, device=ids.device)} if "logits_to_keep" in names else {}
         if seen := Vision.of(batch.vision, batch.repeats):
             named |= seen.model_inputs(ids.shape[1], 0, ids.device)
-        with blank_generation_config(policy):
-            sequences = model.generate(
+        hidden = masks_that_hide(ids.device) if batch.padded else nullcontext()
+        with blank_generation_config(policy), hidden:
+            model.generate(
                 input_ids=ids,
                 attention_mask=mask.long(),
                 generation_config=config,
-                logits_processor=[force],
-                stopping_criteria=[stop],
+                logits_processor=[draws.force],
+                stopping_criteria=[draws.over],
                 synced_gpus=False,
                 **named,
             )
-        length = int(stop.lengths.max())
-        response = sequences[:, ids.shape[1] : ids.shape[1] + length]
-        return Decoded(
-            ids=response,
-            mask=torch.arange(length, device=ids.device) < stop.lengths[:, None],
-            logprobs=force.of("logprobs", length),
-            ended=~stop.alive,
-            kept_logmass=None if sampling.truncation.off else force.of("kept_logmass", length),
-        )
+        return draws.responses.decoded()
 
 
-class _ForceSample:
-    """The last logits processor: draws the token with our noise, and leaves it the only one that argmax can choose."""
+class _Draws:
+    """The last logits processor and the stopping criterion of a batch.
 
-    def __init__(self, sampler: TokenSampler, prompt_width: int) -> None:
-        self._sampler = sampler
-        self._prompt_width = prompt_width
-        self._drawn: list[Drawn] = []
+    Args:
+        sampler: Draws the tokens.
+        responses: Where they are written, and end.
+        prompt_ids: Long ``(b, p)``.
+    """
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __init__(self, sampler: TokenSampler, responses: Responses, prompt_ids: Tensor) -> None:
+        self.responses = responses
+        self._sampler, self._prompt_width = sampler, prompt_ids.shape[1]
+        self._rows = torch.arange(len(prompt_ids), device=prompt_ids.device)
+
+    def force(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Draw the token with our noise, and leave it the only one that argmax can choose."""
         drawn = self._sampler(scores, input_ids.shape[1] - self._prompt_width)
-        self._drawn.append(drawn)
+        self.responses.add(self._rows, drawn)
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn.tokens[:, None], 0.0)
 
-    def of(self, name: str, length: int) -> Tensor:
-        """A field of the first ``length`` steps, ``(b, length)``."""
-        return torch.stack([getattr(drawn, name) for drawn in self._drawn[:length]], dim=1)
-
-
-class _Stop:
-    """The stopping criterion: ends rows, and keeps what ``generate`` does not return: lengths, and which rows ended."""
-
-    def __init__(self, ends: EndDetector, prompt_ids: Tensor) -> None:
-        self._ends = ends
-        self._prompt_width = prompt_ids.shape[1]
-        self.alive = torch.ones(len(prompt_ids), dtype=torch.bool, device=prompt_ids.device)
-        self.lengths = torch.zeros(len(prompt_ids), dtype=torch.long, device=prompt_ids.device)
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        response = input_ids[:, self._prompt_width :]
-        self.lengths += self.alive
-        self.alive = self.alive & ~self._ends(response[:, -self._ends.window :], response.shape[1] - 1, self.alive)
-        return ~self.alive
+    def over(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Return bool ``(b,)``: the rows that are over. Stop strings are looked for each few tokens."""
+        if (input_ids.shape[1] - self._prompt_width) % self.responses.look_every == 0:
+            self.responses.look_for_stops(self._rows)
+        return self.responses.over(self._rows)
 
 
 def _reshaped_by(kwargs: dict[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lit_rl.generation.batches import DecodeBatch, Decoded, Waiting
 from lit_rl.generation.decoding import DecodingSteps
 from lit_rl.generation.finished import FinishedRows
-from lit_rl.generation.responses import Responses
+from lit_rl.generation.responses import Look, Responses
 from lit_rl.generation.transforms import TokenSampler
 from lit_rl.rollout import Prompts, Sampling
 from lit_rl.turns import Heard, Responder
@@ -24,10 +24,6 @@ does letting others take the places: for a quarter of the rows that pays back wi
 _STRAGGLERS = 2
 """Prompts that are held at most, over those of places that are full of whole groups: the last row of a group keeps its
 prompt. A memory plan counts as many."""
-
-_LOOK_ON_CPU, _LOOK_ON_GPU = 1, 4
-"""Tokens after which the device is asked how many rows still run: to ask an accelerator is to wait for it. What is
-drawn meanwhile of rows that are over is thrown away."""
 
 _POLL = 16
 """Tokens after which answers are looked for, where no row has ended."""
@@ -65,6 +61,8 @@ class DecodeLoop:
         self._rows = torch.zeros(0, dtype=torch.long, device=whole.keys.device)
         self._steps: DecodingSteps | None = None
         self._group, self._tokens, self._broken = prompts.group_size, 0, False
+        # The tokens after which every row has to be over, and how many the first turn of a row may have.
+        self._over_at, self._first_turn = 0, min(sampling.max_new_tokens, prompts.longest_response(sampling))
         self._talk = (
             None if prompts.responder is None else _Talk(prompts.responder, prompts, self._responses, self._sampler)
         )
@@ -85,7 +83,7 @@ class DecodeLoop:
             for joining in self._talk.answered(wait=wait) if self._talk else ():
                 self._join(*joining)
             if batch := self._next_batch():
-                self._join(self._begin(batch), batch.rows.to(self._rows.device))
+                self._join(self._begin(batch), batch.rows.to(self._rows.device), self._first_turn)
             held = self._talk.held if self._talk else 0
             if self._steps is not None or not (held or self._waiting):
                 return self._steps is not None
@@ -103,7 +101,9 @@ class DecodeLoop:
         prompts = _STRAGGLERS * math.ceil(self._places / self._group) - self._steps.prompts
         return self._waiting.take(min(free, prompts * self._group)) if self._steps.joinable else None
 
-    def _join(self, steps: DecodingSteps, rows: Tensor) -> None:
+    def _join(self, steps: DecodingSteps, rows: Tensor, most: int) -> None:
+        """Let these rows run, none of which says more than so many tokens in its turn."""
+        self._over_at = max(self._over_at, self._tokens + most)
         if self._steps is None:
             self._steps, self._rows = steps, rows
         else:
@@ -115,42 +115,36 @@ class DecodeLoop:
         assert self._steps is not None
         rows = self._rows
         drawn = self._sampler(self._steps.logits, self._responses.spoken(rows), rows)
-        running = self._responses.add(rows, drawn)
-        if not self._looks():
-            self._go_on(drawn.tokens)
-            return False
-        left = int(running.sum())
-        if self._talk and left < len(rows):
-            self._talk.tell(rows, running)
-        if self._finished and left < len(rows):
-            self._finished.tell(rows, running)
-        if left <= _COMPACT_BELOW * len(rows) or self._steps.full:
-            self._broken = not bool(drawn.logprobs.isfinite().all())
-            return self._drop(running, drawn.tokens)
+        self._responses.add(rows, drawn)
+        self._tokens += 1
+        if self._looks():
+            look = self._responses.look(rows)
+            if self._talk:
+                self._talk.tell(rows, look)
+            if self._finished:
+                self._finished.tell(look)
+            if sum(look.running) <= _COMPACT_BELOW * len(rows) or self._steps.full:
+                self._broken = not look.finite
+                return self._drop(look, drawn.tokens)
         if self._talk:
-            self._talk.passed_by(rows, running)
-        self._go_on(drawn.tokens)
+            self._talk.passed_by(rows)
+        self._steps.advance(drawn.tokens)
         return bool(self._talk and self._talk.held and self._tokens % _POLL == 0)
 
     def _looks(self) -> bool:
-        """Whether to ask how many rows run. A responder is told at once."""
+        """Whether to ask which rows run."""
         assert self._steps is not None
-        every = _LOOK_ON_CPU if self._rows.device.type == "cpu" else _LOOK_ON_GPU
-        return self._talk is not None or self._steps.full or self._tokens % every == 0
+        return self._steps.full or self._tokens % self._responses.look_every == 0 or self._tokens >= self._over_at
 
-    def _go_on(self, tokens: Tensor) -> None:
-        assert self._steps is not None
-        self._steps.advance(tokens)
-        self._tokens += 1
-
-    def _drop(self, running: Tensor, tokens: Tensor) -> bool:
+    def _drop(self, look: Look, tokens: Tensor) -> bool:
         """Go on with the rows that run."""
         assert self._steps is not None
-        kept = running.nonzero().squeeze(-1)
         if self._talk:
-            self._talk.hold(self._steps, self._rows, (~running).nonzero().squeeze(-1))
+            self._talk.hold(self._steps, look)
+        going_on = [place for place, runs in enumerate(look.running) if runs]
+        kept = torch.tensor(going_on, dtype=torch.long, device=self._rows.device)
         self._rows = self._rows[kept]
-        if len(kept):
+        if going_on:
             self._steps.keep(kept)
             self._steps.advance(tokens[kept])
         else:
@@ -172,7 +166,7 @@ class _Talk:
         self._responder, self._responses, self._sampler = responder, responses, sampler
         lengths = [len(ids) for ids in prompts.token_ids for _ in range(prompts.group_size)]
         self._prompt_lengths = lengths
-        self._told = torch.zeros_like(responses.ended)
+        self._told: set[int] = set()
         # Tokens that a row was given since it was over, while it still stood among those that run.
         self._stale = torch.zeros_like(responses.lengths)
         self._parts: list[tuple[DecodingSteps, list[int]]] = []
@@ -183,25 +177,26 @@ class _Talk:
         """Rows that wait for an answer."""
         return sum(len(rows) for _, rows in self._parts)
 
-    def tell(self, rows: Tensor, running: Tensor) -> None:
+    def tell(self, rows: Tensor, look: Look) -> None:
         """Tell the responder of the turns that are over now."""
-        new = rows[~running & ~self._told[rows]]
-        if len(new):
-            self._told[new] = True
-            for said in self._responses.said(new):
-                self._responder.tell(said)
+        if look.behind is not None:
+            self._stale[rows] += look.behind
+        new = [row for row, runs in zip(look.rows, look.running, strict=True) if not runs and row not in self._told]
+        self._told.update(new)
+        for said in self._responses.said(new) if new else ():
+            self._responder.tell(said)
 
-    def passed_by(self, rows: Tensor, running: Tensor) -> None:
+    def passed_by(self, rows: Tensor) -> None:
         """All rows are about to be given a token, those that are over too."""
-        self._stale[rows] += ~running
+        self._stale[rows] += self._responses.over(rows)
 
-    def hold(self, steps: DecodingSteps, rows: Tensor, over: Tensor) -> None:
-        """Take rows that are over out of those that run; ``over`` is their numbers among these."""
-        if len(over):
-            self._parts.append((_split(steps, rows.tolist(), over.tolist()), rows[over].tolist()))
+    def hold(self, steps: DecodingSteps, look: Look) -> None:
+        """Take rows that are over out of those that run."""
+        if over := [place for place, runs in enumerate(look.running) if not runs]:
+            self._parts.append((_split(steps, look.rows, over), [look.rows[place] for place in over]))
 
-    def answered(self, *, wait: bool) -> Iterator[tuple[DecodingSteps, Tensor]]:
-        """The rows that go on, having read what they were answered."""
+    def answered(self, *, wait: bool) -> Iterator[tuple[DecodingSteps, Tensor, int]]:
+        """The rows that go on, having read what they were answered, and the most tokens that one may say now."""
         self._heard |= {heard.row: heard for heard in self._responder.answers(wait=wait)}
         for _ in range(len(self._parts)):
             steps, rows = self._parts.pop(0)
@@ -211,24 +206,30 @@ class _Talk:
                 continue
             if waiting:
                 self._parts.append((_split(steps, rows, waiting), [rows[place] for place in waiting]))
-            chunks = {i: chunk for i, row in enumerate(rows) if row in self._heard and (chunk := self._read(row))}
+            heard = [place for place, row in enumerate(rows) if row in self._heard]
+            said = self._responses.texts([rows[place] for place in heard])
+            read = {place: self._read(rows[place], text) for place, text in zip(heard, said, strict=True)}
+            chunks = {place: chunk for place, chunk in read.items() if chunk is not None}
             if chunks:
                 steps = _split(steps, rows, list(chunks))  # what the others have is let go before more is read
-                of = torch.tensor([rows[place] for place in chunks], device=self._stale.device)
-                ids, positions, seen = zip(*chunks.values())
-                steps.feed(ids, torch.tensor(positions, device=of.device), self._stale[of], seen)
-                self._stale[of], self._told[of] = 0, False
-                yield steps, of
+                going_on = [rows[place] for place in chunks]
+                ids, before, room, seen = zip(*chunks.values())
+                of, positions = torch.tensor([going_on, before], device=self._stale.device)
+                steps.feed(ids, positions, self._stale[of], seen)
+                self._stale[of] = 0
+                self._told.difference_update(going_on)
+                yield steps, of, max(room)
 
-    def _read(self, row: int) -> tuple[list[int], int, tuple[Later, ...]] | None:
-        """What the model has to read before the row's next turn, how many tokens stand before that in the text, and
-        the images in it. The last token that it said is part of it. None where the conversation is over."""
-        heard, last = self._heard.pop(row), self._responses.last(row)
-        position = self._prompt_lengths[row] + int(self._responses.lengths[row]) - 1
-        if not self._responses.hear(heard):
+    def _read(self, row: int, said: list[int]) -> tuple[list[int], int, int, tuple[Later, ...]] | None:
+        """What the model has to read before the row's next turn, how many tokens stand before that in the text, how
+        many it may say then, and the images in what it reads. The last token that it said is part of it. None where the
+        conversation is over."""
+        heard = self._heard.pop(row)
+        if not (room := self._responses.hear(heard)):
             return None
-        self._sampler.next_turn(row, self._responses.text(row))
-        return [last, *(heard.token_ids or ())], position, tuple(each.moved(1) for each in heard.seen)
+        read = [said[-1], *(heard.token_ids or ())]
+        self._sampler.next_turn(row, [*said[:-1], *read])
+        return read, self._prompt_lengths[row] + len(said) - 1, room, tuple(each.moved(1) for each in heard.seen)
 
 
 def _split(steps: DecodingSteps, rows: Sequence[int], which: Sequence[int]) -> DecodingSteps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,21 @@ from lit_rl.generation.transforms import Drawn, EndDetector
 from lit_rl.rollout import Prompts, Sampling
 from lit_rl.turns import Heard, Said
 from lit_rl.vision import Later
+
+
+@dataclass(frozen=True)
+class Look:
+    """How some rows stand, as the host knows it."""
+
+    rows: list[int]
+    running: list[bool]
+    """Whether the turn of each goes on."""
+    lengths: list[int]
+    """Tokens of each so far, what it heard included."""
+    behind: Tensor | None
+    """Long ``(m,)``: tokens of each that were drawn behind a stop string, and are taken back. None: of no row."""
+    finite: bool
+    """Whether the newest log-prob of every row is a number."""
 
 
 class Responses:
@@ -37,6 +53,8 @@ class Responses:
         self._later: dict[int, tuple[Later, ...]] = {}
         self._limits = torch.full((n_rows,), min(self._per_turn, self._longest), dtype=torch.long, device=device)
         self._begun = torch.zeros(n_rows, dtype=torch.long, device=device)
+        # Tokens of each row when the host last looked, and how many were added since to those that it looks at.
+        self._known, self._since = [0] * n_rows, 0
         # Where the next token of each row goes: behind its others, or into the column more where its turn is over.
         self._columns = torch.zeros(n_rows, dtype=torch.long, device=device)
         self.lengths = torch.zeros(n_rows, dtype=torch.long, device=device)
@@ -48,11 +66,15 @@ class Responses:
         """Long ``(m,)``: tokens of these rows in their newest turn."""
         return self.lengths[rows] - self._begun[rows]
 
-    def add(self, rows: Tensor, drawn: Drawn) -> Tensor:
+    def over(self, rows: Tensor) -> Tensor:
+        """Bool ``(m,)``: those of these rows whose turn is over, as far as the last `look` and the device know."""
+        return self._columns[rows] == self._longest
+
+    def add(self, rows: Tensor, drawn: Drawn) -> None:
         """Write the next token of these rows, long ``(m,)``, each at most once; where a turn is over nothing is kept.
 
-        Returns:
-            Bool ``(m,)``: the rows whose turn goes on.
+        Nothing is asked of the device, so stop strings end a turn at the next `look` only. Every row has to be looked
+        at before others are added without it.
         """
         column = self._columns[rows]
         self._ids[rows, column] = drawn.tokens
@@ -64,13 +86,62 @@ class Responses:
         if self._turns is not None:
             self._turns.sampled[rows, column] = running
             self._turns.index[rows, column] = self._turns.now[rows]
-        tail, spoken = self._tail(rows, column, drawn.tokens), column - self._begun[rows]
-        ended = running & self._ends(tail, spoken, running)
+        ended = running & self._ends.by_eos(drawn.tokens)
         goes_on = running & ~ended & (column + 1 < self._limits[rows])
         self.ended[rows] |= ended
         self.lengths[rows] += running
         self._columns[rows] = (column + 1).where(goes_on, self._longest)
-        return goes_on
+        self._since += 1
+
+    @property
+    def look_every(self) -> int:
+        """Tokens after which to look: on an accelerator the host waits for it."""
+        return self._ends.every
+
+    def look(self, rows: Tensor) -> Look:
+        """Ask in one transfer how these rows stand, long ``(m,)``, and end those that have completed a stop string.
+
+        What was drawn behind it is taken back: the row is as if it had ended with that token.
+        """
+        lengths, begun = self.lengths[rows], self._begun[rows]
+        finite = self._logprobs[rows, (lengths - 1).clamp(min=0)].isfinite()
+        facts = torch.stack([rows, (~self.over(rows)).long(), finite.long(), lengths, begun], 1)
+        if self._ends.stops:
+            columns = lengths[:, None] + torch.arange(1 - self._ends.window - self._since, 0, device=rows.device)
+            tails = self._ids[rows[:, None], columns.clamp(min=0)]
+            facts = torch.cat([facts, tails], 1)
+        self._since, told = 0, facts.tolist()
+        behind: list[int | None] = []
+        for row, _, _, length, begin, *tail in told:
+            spoken = length - begin
+            behind.append(self._ends.behind(tail[-spoken:], spoken, length - self._known[row]))
+            self._known[row] = length - (behind[-1] or 0)
+        return Look(
+            rows=[each[0] for each in told],
+            running=[bool(each[1]) and back is None for each, back in zip(told, behind, strict=True)],
+            lengths=[self._known[each[0]] for each in told],
+            behind=None if all(back is None for back in behind) else self._take_back(rows, behind),
+            finite=all(each[2] for each in told),
+        )
+
+    def look_for_stops(self, rows: Tensor) -> None:
+        """End those of these rows, long ``(m,)``, that have completed a stop string since the last look."""
+        if self._since and self._ends.stops:
+            self.look(rows)
+
+    def _take_back(self, rows: Tensor, behind: Sequence[int | None]) -> Tensor:
+        """End the turns of those of these rows where it says how many of the last tokens are too many."""
+        told = torch.tensor([-1 if back is None else back for back in behind], device=rows.device)
+        stopped, back = told >= 0, told.clamp(min=0)
+        self.lengths[rows] -= back
+        self.ended[rows] |= stopped
+        self._columns[rows] = self._columns[rows].masked_fill(stopped, self._longest)
+        width = torch.arange(self._ids.shape[1], device=rows.device)
+        gone = stopped[:, None] & (width >= self.lengths[rows][:, None])
+        self._logprobs[rows] = self._logprobs[rows].masked_fill(gone, 0.0)
+        if self._turns is not None:
+            self._turns.sampled[rows] = self._turns.sampled[rows] & ~gone
+        return back
 
     def take(self, row: int, token_ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> None:
         """Write a whole turn of a row, which an engine has drawn and ended by rules of its own."""
@@ -87,19 +158,21 @@ class Responses:
         self._turns.sampled[row, begin:end] = True
         self._turns.index[row, begin:end] = self._turns.now[row]
         self.ended[row], self.lengths[row], self._columns[row] = ended, end, self._longest
+        self._known[row] = end
 
-    def said(self, rows: Tensor) -> list[Said]:
+    def said(self, rows: Sequence[int]) -> list[Said]:
         """The newest turn of each of these rows, as the responder is told of it."""
         assert self._turns is not None
-        facts = torch.stack(
-            [rows, self._turns.now[rows], self._begun[rows], self.lengths[rows], self.ended[rows].long()]
-        )
-        told = zip(*facts.tolist(), self._ids[rows].tolist())
-        return [Said(row, turn, ids[begun:end], bool(ended)) for row, turn, begun, end, ended, ids in told]
+        at = torch.tensor(rows, device=self._ids.device)
+        facts = torch.stack([self._turns.now[at], self._begun[at], self.lengths[at], self.ended[at].long()], 1)
+        told = zip(rows, torch.cat([facts, self._ids[at]], 1).tolist(), strict=True)
+        return [Said(row, turn, ids[begun:end], bool(ended)) for row, (turn, begun, end, ended, *ids) in told]
 
-    def text(self, row: int) -> list[int]:
-        """All tokens of a row so far."""
-        return self._ids[row, : int(self.lengths[row])].tolist()
+    def texts(self, rows: Sequence[int]) -> list[list[int]]:
+        """All tokens of these rows so far."""
+        at = torch.tensor(rows, device=self._ids.device)
+        told = torch.cat([self.lengths[at][:, None], self._ids[at]], 1).tolist()
+        return [ids[:length] for length, *ids in told]
 
     def later(self, row: int) -> tuple[Later, ...]:
         """What a row sees in its response so far."""
@@ -113,18 +186,18 @@ class Responses:
         """The newest turn of a row, 0 for the first."""
         return 0 if self._turns is None else int(self._turns.now[row])
 
-    def last(self, row: int) -> int:
-        """The newest token of a row."""
-        return int(self._ids[row, self.lengths[row] - 1])
+    def hear(self, heard: Heard) -> int:
+        """Write what a row has heard, and begin its next turn.
 
-    def hear(self, heard: Heard) -> bool:
-        """Write what a row has heard, and begin its next turn; False where its conversation is over."""
+        Returns:
+            The tokens that it may say in it, 1 or more; 0 where its conversation is over.
+        """
         assert self._turns is not None
         row, ids = heard.row, heard.token_ids
         if ids is None:
-            self.ended[row] = heard.ended
-            return False
-        begin = int(self.lengths[row])
+            self.ended[row].fill_(heard.ended)
+            return 0
+        begin = self._known[row]
         end = begin + len(ids)
         limit = min(end + heard.room, end + self._per_turn)
         if heard.room < 1 or limit > self._longest:
@@ -137,10 +210,13 @@ class Responses:
         if heard.seen:
             self._later[row] = (*self.later(row), *(each.moved(begin) for each in heard.seen))
         self._turns.now[row] += 1
-        self.lengths[row] = self._begun[row] = end
-        self._limits[row] = limit
-        self._columns[row], self.ended[row] = end, False
-        return True
+        # To assign a number to one element would copy it to an accelerator, and wait for that.
+        for field in (self.lengths, self._begun, self._columns):
+            field[row].fill_(end)
+        self._limits[row].fill_(limit)
+        self.ended[row].fill_(False)
+        self._known[row] = end
+        return limit - end
 
     @property
     def complete(self) -> bool:
@@ -149,6 +225,7 @@ class Responses:
 
     def decoded(self) -> Decoded:
         """What was written, as wide as the longest row."""
+        self.look_for_stops(torch.arange(len(self._known), device=self._ids.device))
         length = int(self.lengths.max())
         within = torch.arange(length, device=self._ids.device) < self.lengths[:, None]
         turns = self._turns
@@ -162,14 +239,6 @@ class Responses:
             turn=None if turns is None else turns.index[:, :length],
             later=tuple(map(self.later, range(len(within)))) if self._later else None,
         )
-
-    def _tail(self, rows: Tensor, column: Tensor, tokens: Tensor) -> Tensor:
-        """The newest tokens of each row's turn, ``(m, w)``, -1 before its first."""
-        if self._ends.window == 1:
-            return tokens[:, None]
-        columns = column[:, None] + torch.arange(1 - self._ends.window, 1, device=rows.device)
-        before = columns < self._begun[rows][:, None]
-        return self._ids[rows[:, None], columns.clamp(min=0)].masked_fill(before, -1)
 
 
 class _Turns:

@@ -35,6 +35,10 @@ _NAMED = 1 << 22
 _AT_ONCE = 1 << 21
 """Logits that are drawn from at once on a CPU: what is made of them stays in its caches."""
 
+_LOOK_ON_CPU, _LOOK_ON_GPU = 1, 4
+"""Tokens after which the device is asked which rows still run: to ask an accelerator is to wait for it. What is drawn
+meanwhile of rows that are over is thrown away."""
+
 
 def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide the logits of ``seen`` tokens, bool ``(b, v)``, by ``penalty``; multiply negative ones (1909.05858)."""
@@ -214,7 +218,7 @@ class TokenSampler:
         """
         if self._begun is None:
             self._begun = torch.zeros(len(self.keys), dtype=torch.long, device=self.keys.device)
-        self._begun[row] = len(response_ids)
+        self._begun[row].fill_(len(response_ids))  # assigned, it would be copied to the device
         if self._seen is not None:
             ids, mask = (part[row] for part in self._prompt)
             self._seen[row] = False
@@ -244,7 +248,7 @@ class TokenSampler:
 
 
 class EndDetector:
-    """Tells which rows end with the token just drawn: by any EOS, or by a token that completes a stop string.
+    """Tells which rows end: by any EOS on the device, by a token that completes a stop string on the host.
 
     Args:
         prompts: Whose ``eos_ids`` and ``decode`` to use.
@@ -253,27 +257,38 @@ class EndDetector:
     """
 
     def __init__(self, prompts: Prompts, sampling: Sampling, device: torch.device) -> None:
+        self._eos_ids = frozenset(prompts.eos_ids)
         self._eos = torch.tensor(prompts.eos_ids, dtype=torch.long, device=device)
         self._stop = sampling.stop
         self._min_new_tokens = sampling.min_new_tokens
         self._decode = prompts.decode
         # A token is one byte or more, so this many hold any stop string, and the rest of a character cut before it.
         self.window = max((len(text.encode()) for text in self._stop), default=-3) + 4
+        self.every = _LOOK_ON_CPU if device.type == "cpu" else _LOOK_ON_GPU
+        """Tokens between two looks for stop strings, and for rows that are over."""
 
-    def __call__(self, tail: Tensor, position: int | Tensor, alive: Tensor) -> Tensor:
-        """Bool ``(b,)``; anything for rows that are not ``alive``, bool ``(b,)``.
+    @property
+    def stops(self) -> bool:
+        """Whether there are stop strings."""
+        return bool(self._stop)
 
-        ``tail`` is ``(b, w)``: the last ``window`` tokens of each response, all where it is shorter. ``position`` is
-        that of the newest, one for all or long ``(b,)``: then shorter tails are padded on the left by -1.
+    def by_eos(self, tokens: Tensor) -> Tensor:
+        """Return bool ``(b,)``: which of the newest tokens, long ``(b,)``, are an EOS."""
+        return (tokens[:, None] == self._eos).any(-1)
+
+    def behind(self, tail: Sequence[int], spoken: int, new: int) -> int | None:
+        """Return how many tokens of a turn stand behind the one that completes a stop string; None where none does.
+
+        Args:
+            tail: The last ``window + new - 1`` tokens of the turn, or all where it is shorter.
+            spoken: Tokens of the turn.
+            new: How many of the last tokens were not asked about yet. Of several that complete one the first counts.
         """
-        ended = (tail[:, -1:] == self._eos).any(-1)
-        late = position >= self._min_new_tokens
-        if self._stop and late is not False:
-            # Detokenising is a Python call a row: only for rows that still run.
-            asked = (alive & ~ended & late).tolist()
-            found = [run and self._completes([i for i in ids if i >= 0]) for ids, run in zip(tail.tolist(), asked)]
-            ended |= torch.tensor(found, device=tail.device)
-        return ended
+        for behind in reversed(range(min(new, spoken - self._min_new_tokens) if self._stop else 0)):
+            end = len(tail) - behind
+            if tail[end - 1] not in self._eos_ids and self._completes(tail[max(end - self.window, 0) : end]):
+                return behind
+        return None
 
     def _completes(self, tail: Sequence[int]) -> bool:
         assert self._decode is not None  # base.check_request saw to it

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches, left_pad
+from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches, has_padding, in_one_transfer, left_pad
 from lit_rl.generation.responses import Responses
 from lit_rl.generation.transforms import Drawn
 from lit_rl.rollout import Prompts, Sampling
@@ -63,7 +63,8 @@ class TurnByTurn:
             for column in range(decoded.ids.shape[1]):
                 mass = None if decoded.kept_logmass is None else decoded.kept_logmass[:, column]
                 self._responses.add(rows, Drawn(decoded.ids[:, column], decoded.logprobs[:, column], mass))
-            for said in self._responses.said(rows):
+            self._responses.look(rows)
+            for said in self._responses.said(batch.rows.tolist()):
                 responder.tell(said)
 
     def _batches(self, rows: Sequence[int]) -> Iterator[DecodeBatch]:
@@ -77,10 +78,11 @@ class TurnByTurn:
 
     def _batch(self, rows: Sequence[int]) -> DecodeBatch:
         prompts, device = self._prompts, self._whole.keys.device
-        said = [self._responses.text(row) for row in rows]
+        said = self._responses.texts(rows)
         numbers = [row // prompts.group_size for row in rows]
         texts = [[*prompts.token_ids[number], *text] for number, text in zip(numbers, said)]
-        ids, mask = left_pad(texts, prompts.pad_id)
+        which = torch.tensor(rows)
+        ids, mask, at = in_one_transfer(device, *left_pad(texts, prompts.pad_id), which)
         seen = tuple(
             with_later(
                 prompts.vision[number] if prompts.vision else None,
@@ -90,6 +92,5 @@ class TurnByTurn:
             )
             for row, number, text in zip(rows, numbers, said)
         )
-        which = torch.tensor(rows)
-        keys, begun = self._whole.keys[which.to(device)], self._responses.lengths[which.to(device)]
-        return DecodeBatch(ids.to(device), mask.to(device), 1, keys, which, rows, begun, seen)
+        keys, begun = self._whole.keys[at], self._responses.lengths[at]
+        return DecodeBatch(ids, mask, 1, keys, which, rows, begun, seen, padded=has_padding(texts))

@@ -247,37 +247,45 @@ def test_min_new_tokens_holds_back_every_eos() -> None:
     assert [int(draw(logits, position)[0]) for position in range(3)] == [2, 2, EOS]
 
 
-def ends_at(response: list[int], stop: tuple[str, ...], min_new_tokens: int = 0) -> int | None:
+def ends_at(response: list[int], stop: tuple[str, ...], min_new_tokens: int = 0, every: int = 1) -> int | None:
+    """The place of the token that ends it, where one looks after each ``every`` tokens."""
     prompts = Prompts([[2]], [0], 1, (EOS,), PAD, spell)
     detector = EndDetector(prompts, Sampling(stop=stop, min_new_tokens=min_new_tokens), torch.device("cpu"))
-    for position in range(len(response)):
-        tail = torch.tensor([response[: position + 1]])[:, -detector.window :]
-        if detector(tail, position, torch.tensor([True])):
-            return position
-    return None
+    eos = detector.by_eos(torch.tensor(response)).tolist()
+    length = eos.index(True) + 1 if True in eos else len(response)
+    for asked in range(0, length, every):
+        spoken = min(asked + every, length)
+        tail = response[max(asked + 1 - detector.window, 0) : spoken]
+        if (behind := detector.behind(tail, spoken, spoken - asked)) is not None:
+            return spoken - 1 - behind
+    return length - 1 if True in eos else None
 
 
 responses_drawn = st.lists(st.integers(2, 12), min_size=1, max_size=40)
 
 
-@given(response=responses_drawn, start=st.integers(0, 79), length=st.integers(1, 9))
-def test_stop_string_ends_with_the_token_that_completes_it(response: list[int], start: int, length: int) -> None:
+@given(response=responses_drawn, start=st.integers(0, 79), length=st.integers(1, 9), every=st.integers(1, 6))
+def test_stop_string_ends_with_the_token_that_completes_it(
+    response: list[int], start: int, length: int, every: int
+) -> None:
     text = spell(response)
     stop = text[start % len(text) :][:length]
     first = next(k for k in range(len(response)) if stop in spell(response[: k + 1]))
-    assert ends_at(response, (stop,)) == first
+    assert ends_at(response, (stop,), every=every) == first
 
 
-def test_stop_string_completed_too_early_does_not_count_later() -> None:
+@pytest.mark.parametrize("every", [1, 3, 4])
+def test_stop_string_completed_too_early_does_not_count_later(every: int) -> None:
     response = [5, 6, 7, 8, 5, 6, 7]
     stop = spell([5, 6])[1:3]
-    assert ends_at(response, (stop,)) == 1
-    assert ends_at(response, (stop,), min_new_tokens=1) == 1
-    assert ends_at(response, (stop,), min_new_tokens=2) == 5
-    assert ends_at(response, (stop,), min_new_tokens=6) is None
+    assert ends_at(response, (stop,), every=every) == 1
+    assert ends_at(response, (stop,), min_new_tokens=1, every=every) == 1
+    assert ends_at(response, (stop,), min_new_tokens=2, every=every) == 5
+    assert ends_at(response, (stop,), min_new_tokens=6, every=every) is None
 
 
-def test_any_of_several_stop_strings_and_eos_ends() -> None:
-    assert ends_at([4, 5, 6], (spell([9]), spell([5]))) == 1
-    assert ends_at([4, EOS, 6], (spell([9]),)) == 1
-    assert ends_at([4, 5, 6], ()) is None
+@pytest.mark.parametrize("every", [1, 3])
+def test_any_of_several_stop_strings_and_eos_ends(every: int) -> None:
+    assert ends_at([4, 5, 6], (spell([9]), spell([5])), every=every) == 1
+    assert ends_at([4, EOS, 6], (spell([9]),), every=every) == 1
+    assert ends_at([4, 5, 6], (), every=every) is None

@@ -14,7 +14,7 @@ from tiers import quick
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from lit_rl.generation import grouped_cache, native_loop
+from lit_rl.generation import grouped_cache, transforms
 from lit_rl.generation.batches import DecodeBatch, decode_batches
 from lit_rl.generation.decoding import DecodingSteps
 from lit_rl.generation.grouped_cache import GroupedCache, GroupedLayer
@@ -361,17 +361,19 @@ def test_room_that_is_not_written_is_not_seen(monkeypatch: pytest.MonkeyPatch, s
 
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("every", [4, 100])
+@pytest.mark.parametrize("stop", [(), ("3", "g6")])
 def test_looking_at_every_few_tokens_changes_no_response(
-    monkeypatch: pytest.MonkeyPatch, grouped: bool, every: int
+    monkeypatch: pytest.MonkeyPatch, grouped: bool, every: int, stop: tuple[str, ...]
 ) -> None:
     """As on an accelerator, where a look waits for it."""
     policy, out = GROUPED["qwen2"](), []
     for looks in (1, every):
-        monkeypatch.setattr(native_loop, "_LOOK_ON_CPU", looks)
+        monkeypatch.setattr(transforms, "_LOOK_ON_CPU", looks)
         generator = NativeGenerator(batch_size=6, grouped_cache=grouped)
         asked = {"rows": list(range(8)), "group_size": 2, "eos_ids": tuple(range(1, 6))}
-        out.append(drawn(generator, policy, Sampling(max_new_tokens=9), **asked))
+        out.append(drawn(generator, policy, Sampling(max_new_tokens=9, stop=stop), **asked))
     assert responses(out[0]) == responses(out[1])
+    assert torch.equal(out[0].ended, out[1].ended)
     torch.testing.assert_close(out[0].sampler_logprobs, out[1].sampler_logprobs, atol=1e-5, rtol=1e-5)
 
 

@@ -18,6 +18,7 @@ from turn_cases import Scripted, assert_rows_are_what_was_told, reply, rows_of
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.opened import OpenedPrompt
 from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.generation import transforms
 from lit_rl.generation.collect import Vocabulary, request, with_held_back
 from lit_rl.generation.continuous import HFContinuousGenerator
 from lit_rl.generation.hf import HFGenerator
@@ -116,6 +117,34 @@ def test_engines_agree_token_for_token(kind: str, name: str, every: bool) -> Non
         torch.testing.assert_close(out.sampler_logprobs, oracle.sampler_logprobs, atol=1e-4, rtol=0)
         if oracle.kept_logmass is not None:
             torch.testing.assert_close(out.kept_logmass, oracle.kept_logmass, atol=1e-4, rtol=0)
+
+
+LOOKING = {
+    "native": NativeGenerator,
+    "native-plain-places": lambda: NativeGenerator(batch_size=7, grouped_cache=False),
+    "hf": HFGenerator,
+    "hf_continuous": HFContinuousGenerator,
+}
+LATE = Sampling(max_new_tokens=9, stop=("f5", "1n", "2"), repetition_penalty=1.2, bad_words=("f5", "b1n3"))
+
+
+@pytest.mark.parametrize("name", LOOKING)
+@pytest.mark.parametrize("every", [4, 100])
+def test_looking_at_every_few_tokens_changes_no_turn(monkeypatch: pytest.MonkeyPatch, name: str, every: int) -> None:
+    """As on an accelerator, where a look waits for it: what was drawn behind a stop string is taken back."""
+    told, rows, logprobs = [], [], []
+    for looks in (1, every):
+        monkeypatch.setattr(transforms, "_LOOK_ON_CPU", looks)
+        responder = Scripted(reply)
+        out, _ = talk(LOOKING[name](), shared("qwen2"), LATE, responder, rows=range(8))
+        told.append(responder.told)
+        rows.append(rows_of(out))
+        logprobs.append(out.sampler_logprobs)
+    assert told[0] == told[1] and rows[0] == rows[1]
+    torch.testing.assert_close(*logprobs, atol=1e-5, rtol=1e-5)
+    turns = [said for each in told[0].values() for said in each]
+    stopped = [said for said in turns if said.ended and said.token_ids[-1] not in (EOS, 5, 9)]
+    assert len(stopped) > 5 and max(said.turn for said in stopped) > 0, "the case needs stop strings in several turns"
 
 
 @of_both

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parents[1] / "scripts"), *(str(HERE.parent / name) for name in ("runs", "doors", "algorithms"))]
+TESTS = HERE.parent
+sys.path += [str(TESTS), *(str(TESTS / name) for name in ("runs", "doors", "algorithms", "generation"))]
+sys.path += [str(TESTS.parent / "scripts")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

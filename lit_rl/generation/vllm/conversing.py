@@ -69,7 +69,7 @@ class Conversing(Work):
         assert responder is not None
         checked(answer, number, self._version, self._never)
         self._responses.take(number, answer.token_ids, answer.logprobs, ended=answer.ended)
-        (said,) = self._responses.said(torch.tensor([number]))
+        (said,) = self._responses.said([number])
         responder.tell(said)
 
     def again(self) -> None:
@@ -88,7 +88,7 @@ class Conversing(Work):
 
     def _request(self, row: int) -> Request:
         """The next turn of a row: all of its text so far, and what it may say now."""
-        turn, text, room = self._responses.turn(row), self._responses.text(row), self._responses.room(row)
+        turn, (text,), room = self._responses.turn(row), self._responses.texts([row]), self._responses.room(row)
         return turn_request(self._prompts, self._sampling, row, turn, text, room, self._kwargs)
 
 

@@ -2,8 +2,9 @@
 
 transformers leaves the causal mask out where nothing is padded, and looks for it on the device: is the mask full
 everywhere? Without a mask it looks whether positions begin anew in a row, as they do where texts are packed. Both are
-known where the host has a copy of the mask (`Completions.on_host`, `TokenBatch.on_host`). So its two functions are
-asked through ours, which answer where this pass has told them, and hand on what is asked otherwise.
+known where the host has a copy of the mask (`Completions.on_host`, `TokenBatch.on_host`), or made it itself to hide
+padding, as a generator does. So its two functions are asked through ours, which answer where this pass has told them,
+and hand on what is asked otherwise.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices, sdpa_mask
@@ -21,6 +23,7 @@ from transformers.utils.import_utils import is_tracing
 from lit_rl.transfers import to_device
 
 _MASK: ContextVar[Tensor | None] = ContextVar("known_mask", default=None)
+_HIDES: ContextVar[bool] = ContextVar("mask_hides", default=False)
 _POSITIONS: ContextVar[Tensor | None] = ContextVar("known_positions", default=None)
 
 
@@ -40,6 +43,22 @@ def known_masks(mask: Tensor | None = None, positions: Tensor | None = None) -> 
         _POSITIONS.reset(tokens[1])
 
 
+@contextmanager
+def masks_that_hide(device: torch.device) -> Iterator[None]:
+    """Inside, models of transformers make whatever mask they are given, without a look for whether it hides anything.
+
+    On a CPU nobody waits, and they look.
+
+    Args:
+        device: Where the models are.
+    """
+    token = _HIDES.set(device.type != "cpu")
+    try:
+        yield
+    finally:
+        _HIDES.reset(token)
+
+
 def _sdpa_mask(
     batch_size: int,
     q_length: int,
@@ -50,6 +69,8 @@ def _sdpa_mask(
     **asked: Any,
 ) -> Tensor | None:
     """Return what transformers' ``sdpa_mask`` returns."""
+    if attention_mask is not None and _HIDES.get():
+        allow_is_causal_skip = False
     known = _MASK.get()
     known = None if attention_mask is None or places or is_tracing(attention_mask) else known
     if allow_is_causal_skip and known is not None and attention_mask is not None:
