@@ -139,6 +139,11 @@ class Records:
         metrics["tokens_per_second"] = tokens / max(1e-9, sum(phases.values()))
         return metrics
 
+    @property
+    def rollout_tokens(self) -> float:
+        """Tokens that all ranks have drawn for the rollout at hand."""
+        return self._stats["rollout_tokens"]
+
     def counts(self) -> dict[str, Any]:
         """What outlives a rollout, for a checkpoint."""
         seen = {"tokens_seen": self._tokens_seen, "input_tokens_seen": self._input_tokens_seen}

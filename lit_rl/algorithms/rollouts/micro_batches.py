@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +49,42 @@ def micro_rows(rows: Tensor, group_id: Tensor, lengths: Tensor, plan: BatchPlan)
     return [torch.cat(hand).sort().values for hand in hands]
 
 
+class RowCounts(NamedTuple):
+    """What is counted of the rows of a rollout, on the host: long ``(b,)`` each."""
+
+    group: Tensor
+    prompt: Tensor
+    """Tokens of the prompt."""
+    read: Tensor
+    """Tokens behind it that a model reads."""
+    sampled: Tensor
+    """Those of them that the policy said."""
+    learned: Tensor
+    """Those of them that the loss reads."""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> RowCounts:
+        """Of a rollout: an accelerator is waited for once, and not for each column and slice."""
+        made = rollout.completions
+        columns = (made.group_id, made.prompt_mask.sum(1), made.read_lengths, made.lengths, rollout.loss_mask.sum(1))
+        return cls(*torch.stack([column.long() for column in columns]).cpu())
+
+
 def rows_of_slots(
     rollout: Rollout, plan: BatchPlan, *, seed: int, index: int, teaching: Tensor | None = None
+) -> list[Tensor]:
+    """The rows of each slot of rollout number `index`, on its device; see `deal_rows`."""
+    rows = deal_rows(RowCounts.of(rollout), plan, seed=seed, index=index, teaching=teaching)
+    return [part.to(rollout.completions.group_id.device) for part in rows]
+
+
+def deal_rows(
+    counts: RowCounts, plan: BatchPlan, *, seed: int, index: int, teaching: Tensor | None = None
 ) -> list[Tensor]:
     """The rows of each slot of rollout number `index`: pass by pass, mini-batch by mini-batch, part by part.
 
     Args:
-        rollout: Whose rows are dealt out.
+        counts: Of the rollout whose rows are dealt out.
         plan: Of the run.
         seed: Of the run.
         index: Number of the rollout since the start of the run.
@@ -62,9 +92,7 @@ def rows_of_slots(
             by the tokens of those that stay. A slot keeps one row at least: every rank takes as many forward and
             backward passes as all others. None: all rows.
     """
-    device = rollout.completions.group_id.device
-    # Slices are looked at one by one: on the host, so that an accelerator is waited for once and not for each.
-    group_id, lengths = rollout.completions.group_id.cpu(), rollout.completions.read_lengths.cpu()
+    group_id, lengths = counts.group, counts.read
     teaching = None if teaching is None else teaching.cpu()
     computed = lengths if teaching is None else lengths * teaching
     slots = [
@@ -73,8 +101,7 @@ def rows_of_slots(
         for rows in minibatch_rows(group_id, plan, seed, index, iteration)
         for part in micro_rows(rows, group_id, computed, plan)
     ]
-    slots = slots if teaching is None else [_teaching(rows, teaching, lengths) for rows in slots]
-    return [rows.to(device) for rows in slots]
+    return slots if teaching is None else [_teaching(rows, teaching, lengths) for rows in slots]
 
 
 def _teaching(rows: Tensor, teaching: Tensor, lengths: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class Stopwatch:
         self._memory.begin()
         started = time.perf_counter()
         yield
-        self.seconds[phase] += time.perf_counter() - started
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
         self._memory.end(phase)
 
     @contextmanager
