@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lit_rl.callbacks.file_names import ALARMS
+from lit_rl.callbacks.file_names import ALARMS, PROFILE
 from lit_rl.callbacks.text import one_line
 from lit_rl.callbacks.trackio_logger import TrackioLogger
 from lit_rl.callbacks.unwritten import not_written
@@ -172,6 +172,8 @@ def closing_lines(
         lines.append(f"alarms        {alarms}  ({len(alarms.read_text().splitlines())})")
     if written.curves is not None:
         lines.append(f"curves        tensorboard --logdir {shlex.quote(str(written.curves))}")
+    if (written.root / PROFILE).is_dir():
+        lines.append(f"profile       {written.root / PROFILE}/ (a trace, and its operators)")
     lines += trackers
     if written.model is not None:
         lines.append(f"model         {written.model}" + (f"  ({written.verified})" if written.verified else ""))
