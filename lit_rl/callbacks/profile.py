@@ -41,8 +41,8 @@ class Profile(L.Callback):
         if not (whole and 0 <= numbers[0] < numbers[1]):
             shown = ",".join(map(str, numbers))
             raise ConfigError(
-                f"profile.steps=[{shown}] is no part of a run: allowed are two whole numbers from 0 on, the second above "
-                "the first, such as profile.steps=[3,5], the two optimizer steps behind the first three."
+                f"profile.steps=[{shown}] is no part of a run: allowed are two whole numbers from 0 on, the second "
+                "above the first, such as profile.steps=[3,5], the two optimizer steps behind the first three."
             )
         self.begin, self.end = numbers
         self.folder = Path(folder)
@@ -62,7 +62,7 @@ class Profile(L.Callback):
             rank_zero_warn(f"No trace is made: the run goes on from {at}.")
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        begins = trainer.global_step == self.begin and self._profile is None and getattr(batch, "slot", 0) == 0
+        begins = trainer.global_step == self.begin and self._profile is None
         if begins and trainer.is_global_zero and not trainer.fast_dev_run:  # pyright: ignore
             wanted = {ProfilerActivity.CPU, _DEVICES.get(trainer.strategy.root_device.type)}
             self._profile = profile(activities=wanted & {*supported_activities()})
