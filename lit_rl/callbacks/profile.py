@@ -36,7 +36,7 @@ class Profile(L.Callback):
     """
 
     def __init__(self, steps: Sequence[int], folder: str) -> None:
-        numbers = list(steps) if isinstance(steps, Sequence) and not isinstance(steps, str) else [steps]
+        numbers: list[Any] = list(steps) if isinstance(steps, Sequence) and not isinstance(steps, str) else [steps]
         whole = len(numbers) == 2 and all(type(number) is int for number in numbers)
         if not (whole and 0 <= numbers[0] < numbers[1]):
             shown = ",".join(map(str, numbers))

@@ -62,8 +62,8 @@ class Dims:
     def flops(self) -> ModelFlops:
         """Of which every weight is trained."""
         pair = 4 * self.layers * self.query_width
-        costs = (Cost(2 * weights, 4 * weights) for weights in (self.backbone, self.head))
-        return ModelFlops(*costs, {None: Cost(pair, 2 * pair)})
+        token, scored = (Cost(2 * weights, 4 * weights) for weights in (self.backbone, self.head))
+        return ModelFlops(token, scored, {None: Cost(pair, 2 * pair)})
 
     @property
     def kv_bytes(self) -> int:
