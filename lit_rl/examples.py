@@ -127,6 +127,10 @@ class Totals:
     """Of pairs: tokens of the chosen texts, prompts included. 0 of others."""
     desirable: int = 0
     """Of verdicts: rows that were found desirable. 0 of others."""
+    texts: tuple[int, ...] = ()
+    """Tokens of each text; of those that share a row too."""
+    learned: int = 0
+    """Tokens that are learned, of all texts: of both of a pair."""
 
 
 @dataclass

@@ -76,7 +76,8 @@ SMALL_STEP = SMALL | {"data.batch_size": 4}
 COMPLETED = {"gkd": ("experiment=gkd_addition",)}
 """Settings without which a preset does not run."""
 
-EVERY_RUN = r"time/.+|num_tokens|num_input_tokens_seen|tokens_per_second|loss|grad_norm|skipped_steps|lr"
+SPEED = r"(time|memory)/.+|tokens_per_second.*|tflops_per_second|mfu|idle_share"
+EVERY_RUN = rf"{SPEED}|num_tokens|num_input_tokens_seen|loss|grad_norm|skipped_steps|lr"
 EVERY_ROLLOUT = r"completions/.+|rewards/.+/(mean|std)|reward|reward_std|frac_reward_zero_std"
 COMMON = {
     "offline": re.compile(EVERY_RUN),

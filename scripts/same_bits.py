@@ -292,13 +292,11 @@ def newest(run_dir: Path) -> dict[str, Any]:
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl less what measures time."""
+    """metrics.jsonl less what measures time and memory."""
+    from lit_rl.algorithms.evaluation.speed import is_speed
+
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if not _measures_time(key)} for line in lines]
-
-
-def _measures_time(key: str) -> bool:
-    return key.startswith("time/") or "env/seconds" in key or key == "tokens_per_second"
+    return [{key: value for key, value in json.loads(line).items() if not is_speed(key)} for line in lines]
 
 
 def samples(run_dir: Path) -> dict[str, str]:

@@ -131,14 +131,20 @@ class Records:
             rates: Learning rates of the last step.
             kept: Whether the rollout is in use still: its averages stay for the line behind its last step.
         """
-        phases = {**seconds, "update": time.perf_counter() - self._opened}
         stats = dict(self._stats)
         tokens = stats.pop("rollout_tokens")
         means = {**stats, **_reduced(self.averages, ranks, kept=kept), **coefficients, **rates}
+        # Only now has a GPU done what it was given: averages are numbers of the last step too.
+        phases = {**seconds, "update": time.perf_counter() - self._opened}
         metrics = prefixed(means, "train")
         metrics |= {f"time/{phase}": value for phase, value in {**phases, **within}.items()}
         metrics["tokens_per_second"] = tokens / max(1e-9, sum(phases.values()))
         return metrics
+
+    @property
+    def rollout_tokens(self) -> float:
+        """Tokens that all ranks have drawn for the rollout at hand."""
+        return self._stats["rollout_tokens"]
 
     def counts(self) -> dict[str, Any]:
         """What outlives a rollout, for a checkpoint."""
@@ -216,7 +222,9 @@ class OfflineRecords:
             generated_in: Seconds in which a model wrote what was learned from; 0 where none did.
             kept: Whether the averages stay, for the line that is due later.
         """
+        asked = time.perf_counter()
         means = {**_reduced(self.averages, ranks, kept=kept), **coefficients, **rates}
+        self._seconds += time.perf_counter() - asked  # what a GPU was given is done then
         metrics = prefixed(means | {"num_tokens": float(self._tokens_seen)}, "train")
         metrics |= {"time/update": self._seconds} | ({"time/generate": generated_in} if generated_in else {})
         metrics["tokens_per_second"] = self._tokens / max(1e-9, self._seconds + generated_in)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` says the same to P
     from lit_rl.callbacks.jsonl import JsonlLogger as JsonlLogger
     from lit_rl.callbacks.merge import MergedWeights as MergedWeights
     from lit_rl.callbacks.preference_sets import PreferenceSets as PreferenceSets
+    from lit_rl.callbacks.profile import Profile as Profile
     from lit_rl.callbacks.progress import Progress as Progress
     from lit_rl.callbacks.record import Record as Record
     from lit_rl.callbacks.rollouts import Rollouts as Rollouts
@@ -53,6 +54,7 @@ _PLACES = {
     "jsonl": "JsonlLogger",
     "merge": "MergedWeights",
     "preference_sets": "PreferenceSets",
+    "profile": "Profile",
     "progress": "Progress",
     "record": "Record",
     "rollouts": "Rollouts SavedRollout",

@@ -2,3 +2,6 @@
 
 ALARMS = "alarms.jsonl"
 """One line for each time that an alarm rang."""
+
+PROFILE = "profile"
+"""The folder of `callbacks.Profile` in a run's folder."""

@@ -248,6 +248,11 @@ def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices
     head, dot, rest = key.partition(".")
     tops = {group for group in found if "/" not in group}
     known = {*tops, *keys()} - {"hydra"}
+    adds = {name: choice for choice in found.get("debug", ()) for name in keys(f"debug/{choice}.yaml")}
+    if head in adds and head not in known and choices is not None:
+        if choices.get("debug") != adds[head]:
+            raise no_key(key, f" debug={adds[head]} has it: type that too.")
+        known.add(head)
     if choices is not None and not dot and head.isidentifier() and head not in {*known, "hydra"}:
         raise no_key(head, meaning(head), _near(head, known, choices))
     hint = "" if head in {*known, "hydra"} else did_you_mean(head, tops) or meaning(key)

@@ -130,6 +130,7 @@ TARGETS = {
     "TokenSamples": "lit_rl.callbacks.TokenSamples",
     "HubSamples": "lit_rl.callbacks.HubSamples",
     "Rollouts": "lit_rl.callbacks.Rollouts",
+    "Profile": "lit_rl.callbacks.Profile",
     "Progress": "lit_rl.callbacks.Progress",
     "GracefulStop": "lit_rl.callbacks.GracefulStop",
     "Histograms": "lit_rl.callbacks.Histograms",

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lit_rl.callbacks.file_names import ALARMS
+from lit_rl.callbacks.file_names import ALARMS, PROFILE
 from lit_rl.callbacks.text import one_line
 from lit_rl.callbacks.trackio_logger import TrackioLogger
 from lit_rl.callbacks.unwritten import not_written
@@ -32,19 +32,23 @@ MEASURED = tuple(f"{name}{end}" for name in ("reward", "win_rate") for end in ("
 
 
 def phase_totals(metrics: Path) -> dict[str, dict[str, float]]:
-    """Seconds and tokens per second of each phase, summed over a metrics.jsonl."""
-    seconds, tokens = dict.fromkeys(PHASES, 0.0), 0.0
+    """Seconds and tokens per second of each phase, summed over a metrics.jsonl; of the update its `mfu` if logged."""
+    seconds, tokens, used = dict.fromkeys(PHASES, 0.0), 0.0, 0.0
     for row in read_rows(metrics):
         if "time/update" in row:
             spent = [row.get(f"time/{phase}") or 0.0 for phase in PHASES]
             for phase, value in zip(PHASES, spent):
                 seconds[phase] += value
             tokens += (row.get("tokens_per_second") or 0.0) * sum(spent)
-    return {
+            used += (row.get("mfu") or 0.0) * row["time/update"]
+    found = {
         phase: {"seconds": value, "tokens_per_second": tokens / value if value else math.nan}
         for phase, value in seconds.items()
         if value or phase == "update"
     }
+    if used:
+        found["update"]["mfu"] = used / seconds["update"]
+    return found
 
 
 def read_rows(metrics: Path) -> list[dict[str, Any]]:
@@ -79,6 +83,8 @@ def closing_table(summary: dict[str, Any]) -> None:
         times.add_column(column, justify=justify)  # pyright: ignore
     for phase, numbers in summary.get("phases", {}).items():
         times.add_row(phase, f"{numbers['seconds']:.1f}", f"{numbers['tokens_per_second']:,.0f}")
+    if mfu := summary.get("phases", {}).get("update", {}).get("mfu"):
+        times.add_row("model FLOPs utilisation of the update", f"{mfu:.1%}", "")
     rest = summary["seconds"] - sum(numbers["seconds"] for numbers in summary.get("phases", {}).values())
     times.add_row("validation, checkpoints, the rest", f"{max(rest, 0.0):.1f}", "")
     times.add_row("whole run", f"{summary['seconds']:.1f}", "")
@@ -166,6 +172,8 @@ def closing_lines(
         lines.append(f"alarms        {alarms}  ({len(alarms.read_text().splitlines())})")
     if written.curves is not None:
         lines.append(f"curves        tensorboard --logdir {shlex.quote(str(written.curves))}")
+    if (written.root / PROFILE).is_dir():
+        lines.append(f"profile       {written.root / PROFILE}/ (a trace, and its operators)")
     lines += trackers
     if written.model is not None:
         lines.append(f"model         {written.model}" + (f"  ({written.verified})" if written.verified else ""))

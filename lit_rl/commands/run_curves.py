@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from lit_rl.commands.curves import Line
 from lit_rl.commands.run_files import RunFiles, Series
 
-PHASES = ("generate", "reward", "update")
-"""Of a rollout; a run that learns from a data set has updates only."""
+PHASES = ("generate", "reward", "score", "update")
+"""Of a rollout, see `lit_rl.algorithms.evaluation.speed`; a run that learns from a data set has updates only."""
 
 _LEARNED = (
     "reward", "win_rate", "pass@*", "accuracy", "rewards/accuracies", "margin", "rewards/margins",
@@ -39,7 +39,10 @@ _STEPS = (
     "loss", "grad_norm", "lr", "skipped_steps", "loss/*", "*_loss", "lr_*", "value/*", "return/*", "*_coef", "beta",
     "alpha",
 )  # fmt: skip
-_SPEED = ("tokens_per_second", "time/*", "*memory*", "num_tokens", "num_input_tokens_seen")
+_SPEED = (
+    "tokens_per_second", "mfu", "tflops_per_second", "tokens_per_second_per_device/*", "idle_share", "time/*",
+    "memory/*", "num_tokens", "num_input_tokens_seen",
+)  # fmt: skip
 
 GROUPS = (
     ("What it learns", _LEARNED),

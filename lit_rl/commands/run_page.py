@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
+from lit_rl.callbacks.file_names import PROFILE
 from lit_rl.commands.config_changes import changes, commands_of, set_by_model, typed
 from lit_rl.commands.curves import chart, histograms, number
 from lit_rl.commands.html_file import data, document, safe
@@ -309,9 +312,42 @@ def _time(run: RunFiles) -> str:
     sizes = (
         {name: _size(size) for name, size in held.items() if isinstance(size, int)} if isinstance(held, dict) else {}
     )
-    rows = [(safe(name), f"{value:.1f}", _share(value, whole), sizes.get(name, "")) for name, value in seconds.items()]
-    shown = _shares(phases) + table(("phase", "seconds", "of the run", "rank 0 held"), rows) if rows else ""
-    return f'<h2 id="time">Time and memory</h2>{shown}{_memory(run)}\n'
+    speeds = {name: _typical(run, f"tokens_per_second_per_device/{name}", ",.0f") for name in phases}
+    rows = [
+        (safe(name), f"{value:.1f}", _share(value, whole), speeds.get(name, ""), sizes.get(name, ""))
+        for name, value in seconds.items()
+    ]
+    head = ("phase", "seconds", "of the run", "tokens a second and device", "rank 0 held")
+    shown = _shares(phases) + table(head, rows) + _used(run) if rows else ""
+    return f'<h2 id="time">Time and memory</h2>{shown}{_memory(run)}{_traces(run)}\n'
+
+
+def _typical(run: RunFiles, name: str, form: str) -> str:
+    """The median of a metric over the lines of the log; empty where it was not logged."""
+    found = run.series.get(name)
+    return format(median(found.values), form) if found else ""
+
+
+_OF_DEVICES = {
+    "mfu": ("of a device's peak in the update (mfu)", ".1%"),
+    "tflops_per_second": ("TFLOP/s a device in the update", ",.3g"),
+    "idle_share": ("of the time in no phase (idle_share)", ".1%"),
+}
+
+
+def _used(run: RunFiles) -> str:
+    """How much of the devices was used."""
+    told = {words: _typical(run, name, form) for name, (words, form) in _OF_DEVICES.items()}
+    said = " · ".join(f"{value} {words}" for words, value in told.items() if value)
+    return f'<p class="dim">Medians over the lines of the log: {said}.</p>' if said else ""
+
+
+def _traces(run: RunFiles) -> str:
+    """Links to what debug=profile wrote, beside the page."""
+    files = sorted(path.name for path in (run.path / PROFILE).glob("*") if path.is_file())
+    links = (f'<a href="{PROFILE}/{quote(name)}">{safe(name)}</a>' for name in files)
+    how = "a trace opens in ui.perfetto.dev, or chrome://tracing"
+    return f"<h3>Profile</h3><p>{' · '.join(links)} ({how})</p>" if files else ""
 
 
 _HELD = {

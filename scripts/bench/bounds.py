@@ -8,12 +8,13 @@ weight, F FLOP/s, beta bytes/s; n prompts of P tokens, completions of lengths T_
                 bytes_t = b_w N + kappa (n P + sum t)           the keys of a prompt read once for its group
                 flops_t = 2 N rows_t + 4 L h d sum (P + t)
     train       (6 N_b T_tok + 6 N_e T_comp + 3 A) / F          T_tok = n P + sum T_i
-                A = n 2 L h d P^2 + sum_i L h d (4 P T_i + 2 T_i^2)
+                A = 4 L h d (pairs of prompts, and of completions with what stands before them)
     optimizer   30 N / beta                                     AdamW in float32, bfloat16 weights written
     reference   a third of `train`, where a loss reads one
 
-Useful FLOPs, of which the model FLOPs utilisation (MFU) is made, count each row with its own prompt:
-T_tok = sum (P + T_i), A = sum 2 L h d (P + T_i)^2. So sharing a prompt may push it over what the hardware executes.
+The FLOPs are those of `lit_rl.models.policy.flops`, of which a run's `mfu` is made too. Useful FLOPs here, of which the
+benchmark's model FLOPs utilisation is made, count each row with its own prompt, T_tok = sum (P + T_i), as contenders
+differ in whether they share it. So sharing a prompt may push it over what the hardware executes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.workload import SHAPES, Workload
+from lit_rl.models.policy.flops import Cost, ModelFlops, Span
 
 WEIGHT_BYTES = 2
 """Of a weight and of a key or value in the bound: bfloat16, whatever a contender uses."""
@@ -57,6 +59,13 @@ class Dims:
         return self.backbone + self.head
 
     @property
+    def flops(self) -> ModelFlops:
+        """Of which every weight is trained."""
+        pair = 4 * self.layers * self.query_width
+        token, scored = (Cost(2 * weights, 4 * weights) for weights in (self.backbone, self.head))
+        return ModelFlops(token, scored, {None: Cost(pair, 2 * pair)})
+
+    @property
     def kv_bytes(self) -> int:
         """Of keys and values of a token, in bfloat16."""
         return 2 * self.layers * self.kv_width * WEIGHT_BYTES
@@ -70,14 +79,15 @@ def decode_bytes(dims: Dims, prompts: int, prompt_tokens: int, lengths: Sequence
     ]
 
 
-def decode_flops(dims: Dims, prompt_tokens: int, lengths: Sequence[int]) -> list[float]:
+def decode_flops(dims: Dims, prompt_tokens: int, lengths: Sequence[int]) -> list[int]:
     """FLOPs of each token."""
     alive = [sum(x >= t for x in lengths) for t in range(1, max(lengths) + 1)]
-    attention = 4 * dims.layers * dims.query_width
-    return [rows * (2 * dims.total + attention * (prompt_tokens + t)) for t, rows in enumerate(alive, start=1)]
+    return [
+        dims.flops.of([Span(prompt_tokens + t - 1, 1)] * rows, rows).forward for t, rows in enumerate(alive, start=1)
+    ]
 
 
-def train_flops(dims: Dims, prompts: int, prompt_tokens: int, lengths: Sequence[int], *, shared: bool) -> float:
+def train_flops(dims: Dims, prompts: int, prompt_tokens: int, lengths: Sequence[int], *, shared: bool) -> int:
     """FLOPs of forward and backward.
 
     Args:
@@ -87,15 +97,9 @@ def train_flops(dims: Dims, prompts: int, prompt_tokens: int, lengths: Sequence[
         lengths: Of the completions.
         shared: Whether a prompt is computed once for its group.
     """
-    width = dims.layers * dims.query_width
-    if shared:
-        tokens = prompts * prompt_tokens + sum(lengths)
-        attention = prompts * 2 * width * prompt_tokens**2
-        attention += sum(width * (4 * prompt_tokens * x + 2 * x**2) for x in lengths)
-    else:
-        tokens = len(lengths) * prompt_tokens + sum(lengths)
-        attention = sum(2 * width * (prompt_tokens + x) ** 2 for x in lengths)
-    return 6 * dims.backbone * tokens + 6 * dims.head * sum(lengths) + 3 * attention
+    copies = prompts if shared else len(lengths)
+    spans = [Span(0, prompt_tokens)] * copies + [Span(prompt_tokens, x) for x in lengths]
+    return dims.flops.of(spans, sum(lengths)).training
 
 
 @dataclass(frozen=True)

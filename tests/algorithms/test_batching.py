@@ -15,7 +15,7 @@ from small_rollouts import trainer
 from lit_rl.algorithms import GRPO, SFT
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.preflight.cut import Step, by_hand
-from lit_rl.algorithms.rollouts.micro_batches import micro_rows, minibatch_rows, rows_of_slots
+from lit_rl.algorithms.rollouts.micro_batches import RowCounts, deal_rows, micro_rows, minibatch_rows
 from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import SupervisedDataModule
@@ -96,17 +96,16 @@ def test_micro_batches_are_balanced_by_tokens():
     assert [int(lengths[part].sum()) for part in parts] == [350, 350]
 
 
-def rollout_of(group_id: torch.Tensor, lengths: torch.Tensor) -> SimpleNamespace:
-    """What is read of a rollout to deal it out."""
-    read = SimpleNamespace(group_id=group_id, read_lengths=lengths)
-    return SimpleNamespace(completions=SimpleNamespace(on_host=read))
+def counts_of(group_id: torch.Tensor, lengths: torch.Tensor) -> RowCounts:
+    """Of a rollout of which every token behind a prompt was sampled, and is learned."""
+    return RowCounts(group_id, torch.ones_like(lengths), lengths, lengths, lengths)
 
 
 def test_slots_run_through_passes_minibatches_and_micro_batches_in_this_order():
     p, group_id = plan(minibatches=2, iterations=2, accumulate=2), torch.arange(8).repeat_interleave(4)
     assert p.slots == 8 and p.steps_per_rollout == 4
     lengths = torch.arange(32) % 5 + 1
-    slots = rows_of_slots(rollout_of(group_id, lengths), p, seed=3, index=5)
+    slots = deal_rows(counts_of(group_id, lengths), p, seed=3, index=5)
     at = iter(slots)
     for iteration in range(2):
         for rows in minibatch_rows(group_id, p, 3, 5, iteration):
@@ -129,7 +128,7 @@ def test_rows_that_teach_nothing_are_left_out_and_every_slot_has_a_row(groups, a
     )
     group_id, lengths = torch.arange(prompts).repeat_interleave(2), torch.arange(rows) % 7 + 1
     teaching = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows)))
-    slots = rows_of_slots(rollout_of(group_id, lengths), p, seed=0, index=0, teaching=teaching)
+    slots = deal_rows(counts_of(group_id, lengths), p, seed=0, index=0, teaching=teaching)
     assert len(slots) == p.slots and all(len(slot) for slot in slots)
     taught = torch.cat([slot[teaching[slot]] for slot in slots])
     assert sorted(taught.tolist()) == teaching.nonzero().flatten().tolist()
@@ -142,7 +141,7 @@ def test_micro_batches_are_balanced_by_the_tokens_of_rows_that_teach():
     lengths = torch.tensor([100, 100, 90, 90, 10, 10, 9, 9])
     teaching = torch.tensor([True, True, False, False, True, True, False, False])
     p = plan(prompts_per_rollout=4, group_size=2, accumulate=2)
-    slots = rows_of_slots(rollout_of(group_id, lengths), p, seed=0, index=0, teaching=teaching)
+    slots = deal_rows(counts_of(group_id, lengths), p, seed=0, index=0, teaching=teaching)
     assert [slot.tolist() for slot in slots] == [[0, 1], [4, 5]]
 
 

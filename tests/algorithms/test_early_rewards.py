@@ -15,6 +15,7 @@ import torch
 from small_rollouts import EachBatch, trainer
 
 from lit_rl.algorithms import GRPO, AdamW, Evaluation
+from lit_rl.algorithms.evaluation.speed import is_speed
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
@@ -63,9 +64,7 @@ def trained(module: Any, folder: Path, **settings: Any) -> tuple[list[Any], dict
     logged = dict(runner.callback_metrics)
     runner.validate(module, datamodule=data(), verbose=False)
     logged |= runner.callback_metrics
-    return seen.seen, {
-        name: float(value) for name, value in logged.items() if "time/" not in name and "per_sec" not in name
-    }
+    return seen.seen, {name: float(value) for name, value in logged.items() if not is_speed(name)}
 
 
 def slow(events: list[str], called: threading.Event) -> Callable[..., Any]:

@@ -41,9 +41,10 @@ def test_decoding_reads_a_prompt_once_and_only_rows_that_go_on() -> None:
 
 
 def test_training_flops_of_a_shared_and_of_a_repeated_prompt() -> None:
-    attention = 2 * 2 * 2**2 + 2 * (4 * 2 * 1 + 2 * 1) + 2 * (4 * 2 * 2 + 2 * 4)
+    # 4 x 1 layer x 2 wide a pair: 1 + 2 of the prompt; 3; 3 + 4
+    attention = 8 * (1 + 2) + 8 * 3 + 8 * (3 + 4)
     assert bounds.train_flops(HAND, 1, 2, [1, 2], shared=True) == 60 * (2 + 3) + 24 * 3 + 3 * attention
-    repeated = 2 * 2 * (2 + 1) ** 2 + 2 * 2 * (2 + 2) ** 2
+    repeated = attention + 8 * (1 + 2)
     assert bounds.train_flops(HAND, 1, 2, [1, 2], shared=False) == 60 * (2 + 1 + 2 + 2) + 24 * 3 + 3 * repeated
 
 

@@ -71,6 +71,9 @@ ENGINES = {
 }
 """Logged by engines alone: tests/engines/test_engine_runs.py."""
 
+CARDS = {"mfu"}
+"""Logged on cards whose best is known: tests/algorithms/test_speed.py."""
+
 TASK_SETS = {"train/verifiers/<name>"}
 """Logged by tasks of verifiers alone, which needs an environment of its own: tests/agents/test_verifiers_runs.py."""
 
@@ -132,4 +135,8 @@ def test_every_name_is_documented_and_every_documented_name_is_logged(names: set
     unknown = {name for name in names if not any(p.fullmatch(name) for p in patterns.values())}
     # Where the loss is validated, its names are those of the training.
     assert sorted(name for name in unknown if re.sub(r"^val/", "train/", name) not in patterns) == []
-    assert {told for told, p in patterns.items() if not any(p.fullmatch(name) for name in names)} == ENGINES | TASK_SETS
+    assert {told for told, p in patterns.items() if not any(p.fullmatch(name) for name in names)} == {
+        *ENGINES,
+        *CARDS,
+        *TASK_SETS,
+    }

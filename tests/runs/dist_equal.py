@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from torch import Tensor
 
+from lit_rl.algorithms.evaluation.speed import is_speed
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.models.policy.language_model import LanguageModel
@@ -179,7 +180,7 @@ def assert_same_weights(
 def assert_same_metrics(first: Mapping[str, float], second: Mapping[str, float], cut: Any = ()) -> None:
     assert first.keys() == second.keys()
     for name, value in first.items():
-        if "time/" in name or "env/seconds" in name or name.endswith("tokens_per_second") or name in cut:
+        if is_speed(name) or name in cut:
             continue
         other = second[name]
         same = math.isclose(value, other, rel_tol=1e-3, abs_tol=1e-5) or (math.isnan(value) and math.isnan(other))

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow.parquet
 import torch
 
+from lit_rl.algorithms.evaluation.speed import is_speed
+
 SMALL = [
     "data.task.max_operand=5",
     "data.task.val_rows=4",
@@ -24,16 +26,9 @@ SMALL = [
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl less what measures time."""
+    """metrics.jsonl less what measures time and memory."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {
-            name: value
-            for name, value in json.loads(line).items()
-            if not name.startswith("time/") and "env/seconds" not in name and name != "tokens_per_second"
-        }
-        for line in lines
-    ]
+    return [{name: value for name, value in json.loads(line).items() if not is_speed(name)} for line in lines]
 
 
 def newest(run_dir: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from lit_rl.commands import run_files
 from lit_rl.commands.config_changes import between, changes, commands_of, set_by_model, typed
 from lit_rl.commands.curves import Line, chart, counted, dots, histograms, smoothed, thinned, ticks
 from lit_rl.commands.html_file import data
+from lit_rl.commands.report import phase_totals
 from lit_rl.commands.run_alarms import findings
 from lit_rl.commands.run_curves import groups_of
 from lit_rl.commands.run_dir import RunDir
@@ -367,6 +368,20 @@ def test_the_bar_of_phases_says_what_its_shares_are_of(tmp_path: Path) -> None:
     texts = page_of(run_folder(tmp_path / "run", rows, summary={"seconds": 20.0})).texts
     assert "60%" in texts and "30%" in texts, "of the phases, and of the run"
     assert "Shares of 10.0 s, the phases together; the table's are of the whole run." in texts
+
+
+def test_the_page_says_how_fast_the_devices_were(tmp_path: Path) -> None:
+    rows: list[dict[str, float]] = [
+        {"step": i, "time/generate": 1.0, "time/score": 0.5, "time/update": 3.0, "mfu": mfu, "idle_share": 0.04}
+        | {"tokens_per_second_per_device/generate": 1000.0 * i, "tflops_per_second": 305.0}
+        for i, mfu in enumerate((0.1, 0.3, 0.4), start=1)
+    ]
+    page_ = page_of(run_folder(tmp_path / "run", rows, summary={"seconds": 20.0}))
+    at = page_.texts.index("tokens a second and device")
+    assert {"2,000", "score", "1.5"} <= {*page_.texts[at:]}
+    told = "30.0% of a device's peak in the update (mfu) · 305 TFLOP/s a device in the update · 4.0% of the time in no"
+    assert any(told in text for text in page_.texts)
+    assert phase_totals(tmp_path / "run" / "metrics.jsonl")["update"]["mfu"] == pytest.approx(0.8 / 3)
 
 
 def test_configs_of_two_runs_differ_by_key_and_by_what_makes_a_part() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from lit_rl.algorithms.evaluation.speed import Speed, peak_of
 from lit_rl.algorithms.loop.save_on_error import SaveOnError
 from lit_rl.algorithms.optim import going_on
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
@@ -82,10 +83,12 @@ from lit_rl.generation.ranks import gather_objects
 from lit_rl.models.export.policy import ExportReport, export_policy, model_card
 from lit_rl.models.policy import liger
 from lit_rl.models.policy.checkpointing import set_checkpointing
+from lit_rl.models.policy.flops import ModelFlops, Span
 from lit_rl.models.policy.loaded import GivenModel, GivenTokenizer, LoadedModel, described
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.sharding import full_state_dict, shard
 from lit_rl.models.policy.tensor_parallel import clip_over_meshes, spread_over_group
+from lit_rl.models.policy.trunk import base_of
 from lit_rl.models.policy.vision_parts import trained_by_images
 from lit_rl.models.reference.base import Auto, Copy, Reference, Scorer
 from lit_rl.ops.linear_logprobs import part_numbers
@@ -187,6 +190,9 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self.grad_norm = torch.zeros(())
         self.broken_steps = BrokenSteps()
         self.phase_memory = PhaseMemory()
+        self.speed = Speed()
+        self._flops: list[ModelFlops] | None = None
+        """Of the policy and of what is trained beside it, once a step has asked; none where they cannot be counted."""
         self._resumed_rng: dict[str, Any] | None = None
         self._stands_on: identity.Record = {}
         """What the weights stand on, see `identity.model_record`; empty until the policy is loaded."""
@@ -819,6 +825,41 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def may_log(self, name: str) -> bool:
         """Tell whether a metric that no step has logged so far may still come."""
         return False
+
+    def flops_of_update(self, spans: Sequence[Span], own: Sequence[Span], scored: int, *, reads: int = 0) -> float:
+        """Return the operations of forward and backward passes of what is trained; 0 where they cannot be counted.
+
+        Args:
+            spans: That the policy computes.
+            own: That a model beside it computes: each row by itself.
+            scored: Positions whose log-probs are computed.
+            reads: Forward passes without gradient of models as large as the policy.
+        """
+        if self._flops is None:
+            beside = (getattr(getattr(self, name), "trunk", None) for name in self.trained_beside)
+            models = [self.policy, *(trunk for trunk in beside if trunk is not None)]
+            known = all(hasattr(base_of(model), "get_decoder") for model in models)
+            self._flops = [ModelFlops.of_model(model) for model in models] if known else []
+        costs = [flops.of(spans if place == 0 else own, scored) for place, flops in enumerate(self._flops)]
+        return float(sum(cost.training for cost in costs) + reads * sum(cost.forward for cost in costs[:1]))
+
+    def speed_of(self, seconds: Mapping[str, float], sampled: float = 0.0) -> dict[str, float]:
+        """Return what `Speed.line` says since the last line of the log. A collective.
+
+        Args:
+            seconds: Of each phase.
+            sampled: Tokens that all ranks have drawn.
+        """
+        trainer: Any = self.trainer
+        half = "16" in str(trainer.precision) or getattr(self.model, "dtype", "") in ("bfloat16", "float16")
+        return self.speed.line(
+            self.ranks,
+            seconds=seconds,
+            sampled=sampled,
+            held=self.phase_memory.held,
+            devices=trainer.world_size,
+            peak=peak_of(trainer.strategy.root_device, half=half),
+        )
 
     def tell_callbacks(self, metrics: dict[str, float], step: int) -> None:
         """Let callbacks, and Lightning's own progress bar, read metrics of the training that are reduced over ranks

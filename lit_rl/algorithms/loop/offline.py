@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.evaluation.speed import Work
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.loop.module import PolicyModule
@@ -30,6 +31,7 @@ from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.example import Kind
 from lit_rl.errors import in_range
 from lit_rl.examples import ExampleBatch, Totals
+from lit_rl.models.policy.flops import Span
 from lit_rl.ops.step import Metrics
 
 
@@ -199,6 +201,7 @@ class OfflineModule(PolicyModule, ABC):
     def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
         self.in_a_step = True
         if batch.slot == 0:
+            self.speed.begin()
             self._records.open(batch.totals)
             self.phase_memory.begin()
             self._whole = None
@@ -221,6 +224,7 @@ class OfflineModule(PolicyModule, ABC):
         """One optimizer step, after which its metrics are logged, before any callback can save."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.after_step()
+        self.speed.add(self._work())
         self._records.close(self.grad_norm, skipped=self.broken_steps.last)
         self.phase_memory.end("update")
         self._rates = learning_rates(self.trainer.optimizers[0])
@@ -236,9 +240,19 @@ class OfflineModule(PolicyModule, ABC):
         """One line of metrics for the optimizer steps since the last one."""
         seconds = self.take_generation_seconds()
         metrics = self._records.line(self.ranks, self.coefficients(), self._rates, seconds, kept=kept)
+        metrics |= self.speed_of({"generate": seconds, "update": metrics["time/update"]})
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
         self.tell_callbacks(metrics, step)
+
+    def _work(self) -> Work:
+        """This rank's share of what the optimizer step had to compute. Of KTO and GKD it is less than that: what they
+        ask of mismatched texts, and of a teacher, is left out."""
+        assert self._micro is not None
+        totals, ref = self._micro.totals, self._micro.ref_logprobs
+        spans, reads = [Span(0, tokens) for tokens in totals.texts], int(self.needs_reference and ref is None)
+        flops = self.flops_of_update(spans, spans, totals.learned, reads=reads)
+        return Work(flops / self.data_ranks, totals.learned / self.data_ranks)
 
     def step_batch(self) -> dict[str, Any]:
         micro = self._micro

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.evaluation.policy_scores import MOST_ROWS, entropies
+from lit_rl.algorithms.evaluation.speed import Work
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.preflight import data as preflight
 from lit_rl.algorithms.preflight import environments, footprint, given
@@ -28,10 +30,11 @@ from lit_rl.algorithms.ranks import data_ranks
 from lit_rl.algorithms.records import Records, learning_rates
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import (
+    RowCounts,
     SeenRows,
+    deal_rows,
     frozen_logprobs,
     micro_batch,
-    rows_of_slots,
     step_counts,
     totals_of,
 )
@@ -44,7 +47,9 @@ from lit_rl.data.image_prompts import Processor
 from lit_rl.environments.source import EpisodeSource, Interactive
 from lit_rl.errors import ConfigError, GenerationError, in_range
 from lit_rl.interruption import ends_the_run
+from lit_rl.models.policy.flops import Span
 from lit_rl.models.policy.forward import TokenScores, score
+from lit_rl.models.policy.shared_prefix import worth_sharing
 from lit_rl.ops.kl import k3
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
@@ -94,6 +99,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         """The last micro-batch that was learned from, for callbacks."""
         self._slot, self._counts = -1, torch.zeros(0)
         self._dealt: tuple[Rollout, list[Tensor], list[dict[Width, slice]]] | None = None
+        self._work: list[Work] = []
+        """Of each slot of the rollout that is dealt out."""
         self._step_tokens: StepTokens | None = None
         self._records = Records()
         self._rates: dict[str, float] = {}
@@ -150,6 +157,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
         if batch.slot == 0:
             self.stopwatch.reset()
+            self.speed.begin()
             self.source.begin_rollout()
             with ends_the_run(), self.rollout_context(), self.source.kept_if_given_up():
                 rollout = self.take_rollout(batch)
@@ -172,9 +180,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         if draws_more:
             self._check_failures()
             self._request_ahead(batch.upcoming)
-        old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
-        ref = self.reference_of(scored) if self.needs_reference else None
-        rollout, metrics = self.advantages(scored, old, ref)
+        scores = self.needs_old_logprobs or self.needs_reference
+        with self.stopwatch.measure("score") if scores else nullcontext():
+            old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
+            ref = self.reference_of(scored) if self.needs_reference else None
+            rollout, metrics = self.advantages(scored, old, ref)
         return scored, rollout, chosen | metrics
 
     def _check_failures(self) -> None:
@@ -196,6 +206,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         assert self.rollout is not None and self.plan is not None
         step, number = divmod(batch.slot, self.plan.accumulate)
         micro = self._micro_batch(batch)
+        self.speed.add(self._work[batch.slot])
         if self.needs_step and number == 0 and self.plan.accumulate * self.plan.world_size > 1:
             self._step_tokens = self.look_ahead([self._micro_batch(batch, i) for i in range(self.plan.accumulate)])
         scores = self.token_scores(micro.completions)
@@ -550,6 +561,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             ranks=self.ranks,
         )
         self.phase_memory.begin()
+        self.speed.restart()
         if self.rollout.completions.response_ids is not self.scored.completions.response_ids:
             self._records.noted = {}  # of other rows
         index = scored.batch.rollout
@@ -589,10 +601,28 @@ class OnPolicyModule(GeneratingModule, ABC):
         assert self.rollout is not None and self.plan is not None
         rollout, teaching = self.rollout, self.rows_that_teach(self.rollout)
         rollout = replace(rollout, completions=rollout.completions.with_host())  # each slot takes its part along
-        rows = rows_of_slots(rollout, self.plan, seed=self.seed, index=index, teaching=teaching)
         if teaching is not None:
             rollout = replace(rollout, loss_mask=rollout.loss_mask & teaching[:, None])
-        return rollout, rows, used_columns_of_parts(rollout.completions, rows)
+        counts = RowCounts.of(rollout)
+        rows = deal_rows(counts, self.plan, seed=self.seed, index=index, teaching=teaching)
+        used = used_columns_of_parts(rollout.completions, rows)
+        prompt = rollout.completions.prompt_ids.shape[1]
+        widths = [(prompt - part[Width.PROMPT].start, part[Width.RESPONSE].stop) for part in used]
+        self._work = [self._work_of(counts, *slot) for slot in zip(rows, widths)]
+        return rollout, rows, used
+
+    def _work_of(self, counts: RowCounts, rows: Tensor, widths: tuple[int, int]) -> Work:
+        """What a micro-batch of these rows, with so many columns of prompts and responses, has to compute."""
+        mine = RowCounts(*(column[rows] for column in counts))
+        prompts, shared = dict(zip(mine.group.tolist(), mine.prompt.tolist())), False
+        if self.shares_prompts and self.forward_options.shared_prompts:
+            shared = worth_sharing(self.policy, rows=len(rows), prompts=len(prompts), widths=widths)
+        texts = list(zip(mine.prompt.tolist(), mine.read.tolist()))
+        own = [Span(0, prompt + read) for prompt, read in texts]
+        together = [Span(0, prompt) for prompt in prompts.values()]
+        together += [Span(prompt, max(0, read - 1)) for prompt, read in texts]  # the last token predicts nothing
+        scored = int(mine.sampled.sum())
+        return Work(self.flops_of_update(together if shared else own, own, scored), int(mine.learned.sum()))
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -640,7 +670,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def _metrics_of_rollout(self, *, kept: bool) -> dict[str, float]:
         self.phase_memory.end("update")
-        return self._records.close(
+        metrics = self._records.close(
             self.ranks,
             seconds=self.stopwatch.seconds,
             within={**self.generator.seconds, **self.stopwatch.parts},
@@ -648,6 +678,8 @@ class OnPolicyModule(GeneratingModule, ABC):
             rates=self._rates,
             kept=kept,
         )
+        seconds = {**self.stopwatch.seconds, "update": metrics["time/update"]}
+        return metrics | self.speed_of(seconds, self._records.rollout_tokens)
 
     # ------------------------------------------------------------------ checkpoints
 

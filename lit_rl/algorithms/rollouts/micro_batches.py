@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.mismatch import WeightTotals
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.rollout import Completions, Rollout, Sampling, Width, select, trim, trim_rollout, used_columns
-from lit_rl.transfers import to_device
+from lit_rl.transfers import to_device, to_host
 
 
 def minibatch_rows(group_id: Tensor, plan: BatchPlan, seed: int, rollout: int, iteration: int) -> list[Tensor]:
@@ -52,14 +53,41 @@ def micro_rows(rows: Tensor, group_id: Tensor, lengths: Tensor, plan: BatchPlan)
     return [torch.cat(hand).sort().values for hand in hands]
 
 
+class RowCounts(NamedTuple):
+    """What is counted of the rows of a rollout, on the host: long ``(b,)`` each."""
+
+    group: Tensor
+    prompt: Tensor
+    """Tokens of the prompt."""
+    read: Tensor
+    """Tokens behind it that a model reads."""
+    sampled: Tensor
+    """Those of them that the policy said."""
+    learned: Tensor
+    """Those of them that the loss reads."""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> RowCounts:
+        """Of a rollout: from its copy on the host, and one number a row of an accelerator."""
+        host, (learned,) = rollout.completions.on_host, to_host([rollout.loss_mask.sum(1)])
+        return cls(host.group_id, host.prompt_mask.sum(1), host.read_lengths, host.lengths, learned)
+
+
 def rows_of_slots(
     rollout: Rollout, plan: BatchPlan, *, seed: int, index: int, teaching: Tensor | None = None
+) -> list[Tensor]:
+    """The rows of each slot of rollout number `index`, in the host's memory; see `deal_rows`."""
+    return deal_rows(RowCounts.of(rollout), plan, seed=seed, index=index, teaching=teaching)
+
+
+def deal_rows(
+    counts: RowCounts, plan: BatchPlan, *, seed: int, index: int, teaching: Tensor | None = None
 ) -> list[Tensor]:
     """The rows of each slot of rollout number `index`, in the host's memory: pass by pass, mini-batch by mini-batch,
     part by part.
 
     Args:
-        rollout: Whose rows are dealt out.
+        counts: Of the rollout whose rows are dealt out.
         plan: Of the run.
         seed: Of the run.
         index: Number of the rollout since the start of the run.
@@ -67,8 +95,7 @@ def rows_of_slots(
             by the tokens of those that stay. A slot keeps one row at least: every rank takes as many forward and
             backward passes as all others. None: all rows.
     """
-    host = rollout.completions.on_host
-    group_id, lengths = host.group_id, host.read_lengths
+    group_id, lengths = counts.group, counts.read
     teaching = None if teaching is None else teaching.cpu()
     computed = lengths if teaching is None else lengths * teaching
     slots = [

@@ -60,9 +60,9 @@ def with_completions(
     ids, attended, learned = as_tokens(completions, ranks.device)
     rows = [len(micro) for micro in micro_batches]
     parts = [_trimmed(*part) for part in zip(*(field.split(rows) for field in (ids, attended, learned)))]
-    tokens, attended_tokens = ranks.total(torch.stack([learned.sum(), attended.sum()])).tolist()
-    old = micro_batches[0].totals
-    totals = Totals(rows=old.rows, tokens=tokens, attended=attended_tokens, shares=old.shares)
+    of_all = ranks.gather(torch.stack([learned.sum(1), attended.sum(1)], 1)).tolist()
+    old, tokens, texts = micro_batches[0].totals, sum(row[0] for row in of_all), tuple(row[1] for row in of_all)
+    totals = Totals(old.rows, tokens, sum(texts), old.shares, texts=texts, learned=tokens)
     return tuple(
         replace(micro, tokens=part, totals=totals, whole=()) for micro, part in zip(micro_batches, parts, strict=True)
     )

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from torch.profiler import record_function
+
 from lit_rl.algorithms.rollouts.phase_memory import PhaseMemory
 
 
@@ -40,8 +42,9 @@ class Stopwatch:
         """Add what the block takes. What fails took no time."""
         self._memory.begin()
         started = time.perf_counter()
-        yield
-        self.seconds[phase] += time.perf_counter() - started
+        with record_function(phase):  # its name in a trace
+            yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
         self._memory.end(phase)
 
     @contextmanager

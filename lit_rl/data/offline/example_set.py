@@ -94,6 +94,8 @@ class ExampleSet:
             shares=shares,
             chosen_attended=sum(len(row[0]) for row in texts) if self.kind == "pairs" else 0,
             desirable=sum(bool(self.examples[row].desirable) for row in rows) if self.kind == "verdicts" else 0,
+            texts=tuple(len(text) for row in texts for text in row),
+            learned=sum(sum(text.learned) for row in texts for text in row),
         )
 
     def before(self, rows: Sequence[int]) -> list[int]:

@@ -78,7 +78,7 @@ def shared_prompts(model: nn.Module, completions: Completions) -> PromptGroups |
         return None
     ids, of_row = host.group_id.unique(return_inverse=True)
     n = len(ids)
-    if (b - n) * p < WORTH * b * (p + t) or not can_share(model) or not turns_alike(base_of(model), p + t):
+    if not worth_sharing(model, rows=b, prompts=n, widths=(p, t)):
         return None
     numbers = torch.arange(b)
     rows = numbers.new_full((n,), b).scatter_reduce(0, of_row, numbers, "amin")
@@ -89,6 +89,21 @@ def shared_prompts(model: nn.Module, completions: Completions) -> PromptGroups |
             return None
         same &= _same_vision(completions.vision, rows[of_row])[:, None]
     return PromptGroups(rows, of_row) if bool(same.all()) else None
+
+
+def worth_sharing(model: nn.Module, *, rows: int, prompts: int, widths: tuple[int, int]) -> bool:
+    """Return whether the prompts of rows are computed once each, where rows of one group have one prompt.
+
+    Args:
+        model: As it is trained.
+        rows: Of a pass.
+        prompts: Different ones of them.
+        widths: Columns of its prompts, and of its responses.
+    """
+    p, t = widths
+    if t < 2 or (rows - prompts) * p < WORTH * rows * (p + t):
+        return False
+    return can_share(model) and turns_alike(base_of(model), p + t)
 
 
 def _same_vision(vision: Vision, firsts: Tensor) -> Tensor:

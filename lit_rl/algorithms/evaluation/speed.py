@@ -1,0 +1,145 @@
+"""How fast the devices of a run were: tokens, arithmetic and memory by phase, and the share of time that had none.
+
+    mfu = operations of the update / (seconds of the update x devices x peak of a device)
+
+The operations are those of `lit_rl.models.policy.flops`: what the update's forward and backward passes have to compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from lit_rl.algorithms.ranks import Ranks
+
+PHASES = ("generate", "reward", "score", "update")
+"""Of a rollout. `score`: log-probs of the policy before its update, and of the reference."""
+
+
+class Peak(NamedTuple):
+    """Dense matrix products of a card, in TFLOP/s."""
+
+    half: float
+    """Of bfloat16 and float16, summed in float32."""
+    single: float
+    """Of float32, without TF32."""
+
+
+CARDS = {
+    "B200": Peak(2250, 75),
+    "H200 NVL": Peak(835, 60),
+    "H200": Peak(989.4, 66.9),
+    "H100 NVL": Peak(835, 60),
+    "H100 PCIe": Peak(756, 51.2),
+    "H100": Peak(989.4, 66.9),
+    "A100": Peak(312, 19.5),
+    "L40S": Peak(362, 91.6),
+    "L4": Peak(121, 30.3),
+    "A10": Peak(125, 31.2),
+    "RTX 4090": Peak(165.2, 82.6),
+}
+"""By a part of `torch.cuda.get_device_name`, longer names first. From NVIDIA's data sheets of each card, whose figures
+with sparsity are halved: B200 (HGX, 2024), H200 and H100 (2024), A100 (2021), L40S and L4 (2023), A10 (2021), the
+whitepaper of Ada (2022)."""
+
+_OTHERS = frozenset({"MIG", "Laptop", "D"})
+"""Words in the names of parts of a card, and of slower cards of the same name."""
+
+
+def peak_of(device: torch.device, *, half: bool) -> float | None:
+    """Return FLOP/s of a device at best; None of a CPU, and of a card that is not in the table.
+
+    Args:
+        device: Where the model computes.
+        half: Whether products are of bfloat16 or float16; else of float32, which TF32 makes half as fast as these.
+    """
+    if device.type != "cuda":
+        return None
+    words = f" {torch.cuda.get_device_name(device)} ".replace("-", " ")
+    peak = next((peak for name, peak in CARDS.items() if f" {name} " in words), None)
+    if peak is None or _OTHERS & {*words.split()}:
+        return None
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return 1e12 * (peak.half if half else peak.half / 2 if tf32 else peak.single)
+
+
+class Work(NamedTuple):
+    """What a micro-batch, or a step, was to this process."""
+
+    flops: float = 0.0
+    """Operations of the update; 0 where the model's are not known."""
+    learned: float = 0.0
+    """Tokens that the loss reads."""
+
+    def plus(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.learned + other.learned)
+
+
+class Speed:
+    """What the devices did since the last line of the log."""
+
+    def __init__(self) -> None:
+        self._done = Work()
+        self._since: float | None = None
+
+    def begin(self) -> None:
+        """A rollout or a step begins: the first one of this process begins the time that is shared out."""
+        self._since = time.perf_counter() if self._since is None else self._since
+
+    def restart(self) -> None:
+        """Count the work of an update from here."""
+        self._done = Work()
+
+    def add(self, work: Work) -> None:
+        """Of a micro-batch, or of a step."""
+        self._done = self._done.plus(work)
+
+    def line(
+        self,
+        ranks: Ranks,
+        *,
+        seconds: Mapping[str, float],
+        sampled: float,
+        held: Mapping[str, int],
+        devices: int,
+        peak: float | None,
+    ) -> dict[str, float]:
+        """Return the metrics since the last line, and begin anew. A collective.
+
+        Args:
+            ranks: Whose work it is.
+            seconds: Of each phase, on rank 0.
+            sampled: Tokens that all ranks have drawn.
+            held: Bytes of each phase in this process.
+            devices: How many the run computes on.
+            peak: FLOP/s of each at best; None where that is not known.
+        """
+        now, shares = time.perf_counter(), ranks.objects((self._done, {phase: held.get(phase, 0) for phase in PHASES}))
+        total, most = Work(), dict.fromkeys(PHASES, 0)
+        for done, theirs in shares:
+            total = total.plus(done)
+            most = {phase: max(size, theirs[phase]) for phase, size in most.items()}
+        spent = {phase: taken for phase, taken in seconds.items() if taken > 0}
+        metrics = {f"memory/{phase}": size / 2**30 for phase, size in most.items() if size}
+        tokens = {"generate": sampled, "update": total.learned}
+        for phase, count in tokens.items():
+            if count and phase in spent:
+                metrics[f"tokens_per_second_per_device/{phase}"] = count / spent[phase] / devices
+        if total.flops and "update" in spent:
+            rate = total.flops / spent["update"] / devices
+            metrics["tflops_per_second"] = rate / 1e12
+            if peak is not None:
+                metrics["mfu"] = rate / peak
+        if self._since is not None and now > self._since:
+            metrics["idle_share"] = max(0.0, 1 - sum(spent.values()) / (now - self._since))
+        self._done, self._since = Work(), now
+        return metrics
+
+
+def is_speed(name: str) -> bool:
+    """Return whether a metric is of time, speed or memory: another one in each run, also in one that is resumed."""
+    told = ("tokens_per_second", "tflops_per_second", "mfu", "idle_share")
+    return name.startswith(("time/", "memory/", "tokens_per_second")) or "env/seconds" in name or name in told

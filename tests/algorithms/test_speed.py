@@ -1,0 +1,183 @@
+"""What a run says of its speed: the operations that it counts are those that its steps execute."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from small_rollouts import trainer
+from torch.utils.flop_counter import FlopCounterMode
+
+from lit_rl.algorithms import DPO, GRPO
+from lit_rl.algorithms.evaluation import speed
+from lit_rl.algorithms.evaluation.speed import Speed, Work, is_speed, peak_of
+from lit_rl.algorithms.ranks import Ranks
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.data.tasks import Addition
+from lit_rl.models import LanguageModel, Lora
+from lit_rl.models.policy.flops import Span
+from lit_rl.rollout import Sampling
+
+
+def by_characters(completions: list[str]) -> list[float]:
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def grpo(model: LanguageModel) -> tuple[Any, Any]:
+    """Prompts of one length, and completions of one length: nothing is padding."""
+    data = RolloutDataModule(task=Addition(max_operand=9, val_rows=4), prompts_per_rollout=4)
+    sampling = Sampling(max_new_tokens=8, min_new_tokens=8)
+    return GRPO(model, by_characters, group_size=4, sampling=sampling, log_entropy=False), data
+
+
+def dpo(model: LanguageModel) -> tuple[Any, Any]:
+    rows = [{"prompt": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": f"{9 - 2 * i}"} for i in range(5)]
+    return DPO(model), PreferenceDataModule(rows=rows, batch_size=5, val_fraction=0.0)
+
+
+def _added(total: Any, left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+IN_PLACE = {torch.ops.aten.addmm_: _added}
+"""A product that is added to what is there: the gradient of a fused head. Torch leaves it out."""
+
+
+class Counted(L.Callback):
+    """Counts with torch what training steps and their backward passes execute, and with the module what it says.
+
+    Not in the first step, in which trials of two tokens find out what a model can do.
+    """
+
+    def __init__(self) -> None:
+        self.executed, self.said, self.learned = 0, 0.0, 0
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._counting(pl_module, "training_step")
+        self._counting(pl_module, "backward")
+        add = pl_module.speed.add
+
+        def said(work: Work) -> None:
+            if trainer.global_step > 0:
+                self.said, self.learned = self.said + work.flops, self.learned + int(work.learned)
+            add(work)
+
+        pl_module.speed.add = said
+
+    def _counting(self, module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+                found = real(*args, **kwargs)
+            rotary = (sum(ops.values()) for at, ops in counter.get_flop_counts().items() if at.endswith("rotary_emb"))
+            self.executed += (counter.get_total_flops() - sum(rotary)) * (module.global_step > 0)
+            return found
+
+        setattr(module, name, counted)
+
+
+@pytest.mark.parametrize(("made", "shares", "lora"), [(grpo, True, None), (grpo, False, Lora(r=2)), (dpo, False, None)])
+def test_a_step_executes_what_it_says(tmp_path, monkeypatch, made, shares, lora):
+    """Eager attention multiplies whole squares of scores, where the formula has the pairs that a mask lets meet; and a
+    fused head computes the logits of many tokens a second time, which is left out."""
+    monkeypatch.setattr(Span, "pairs", lambda span, window=None: span.new * (span.past + span.new))
+    how: dict[str, Any] = {"attn_implementation": "eager", "folded_attention": False}
+    module, data = made(LanguageModel("tiny", shared_prompts=shares, lora=lora, **how))
+    counted = Counted()
+    trainer(tmp_path, max_steps=2, callbacks=[counted]).fit(module, datamodule=data)
+    (flops,) = module._flops
+    again = flops.scored.forward * counted.learned if made is grpo else 0
+    assert 0 < counted.said == counted.executed - again
+
+
+CPU = torch.device("cpu")
+
+
+def line(speed_: Speed, **given: Any) -> dict[str, float]:
+    """With what a line of one process on one device has."""
+    default = {"sampled": 0.0, "held": {}, "devices": 1, "peak": None, "seconds": {"generate": 1.0, "update": 2.0}}
+    return speed_.line(given.pop("ranks", Ranks()), **{**default, **given})
+
+
+def test_a_line_by_hand(monkeypatch):
+    clock = iter([100.0, 110.0, 115.0])
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: next(clock))
+    told = Speed()
+    told.begin()
+    told.add(Work(3e12, 40))
+    told.restart()  # a rollout that was given up
+    told.add(Work(6e12, 40))
+    told.add(Work(2e12, 10))
+    seconds = {"generate": 4.0, "reward": 0.0, "score": 1.5, "update": 2.0}
+    held = {"generate": 2**30, "update": 3 * 2**29}
+    assert line(told, seconds=seconds, sampled=60, held=held, devices=2, peak=8e12) == {
+        "memory/generate": 1.0,
+        "memory/update": 1.5,
+        "tokens_per_second_per_device/generate": 60 / 4 / 2,
+        "tokens_per_second_per_device/update": 50 / 2 / 2,
+        "tflops_per_second": 2.0,
+        "mfu": 0.25,
+        "idle_share": pytest.approx(0.25),
+    }
+    # The next line is of what came since; nothing is said of what is not known.
+    assert line(told, seconds={"generate": 0.0, "update": 4.0}) == {"idle_share": pytest.approx(0.2)}
+
+
+def test_work_is_summed_and_memory_is_the_most_of_any_rank():
+    class Two(Ranks):
+        def objects(self, mine: Any) -> list[Any]:
+            work, held = mine
+            return [mine, (Work(2 * work.flops, 3 * work.learned), {**held, "update": 5 * held["update"]})]
+
+    told = Speed()
+    told.add(Work(1e12, 10))
+    found = line(told, ranks=Two(), held={"generate": 2**30, "update": 2**30}, devices=2)
+    assert (found["tflops_per_second"], found["tokens_per_second_per_device/update"]) == (3 / 2 / 2, 40 / 2 / 2)
+    assert (found["memory/generate"], found["memory/update"]) == (1.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", (989.4, 66.9)),
+        ("NVIDIA H100 PCIe", (756, 51.2)),
+        ("NVIDIA H200", (989.4, 66.9)),
+        ("NVIDIA A100-SXM4-80GB", (312, 19.5)),
+        ("NVIDIA L40S", (362, 91.6)),
+        ("NVIDIA L4", (121, 30.3)),
+        ("NVIDIA A10", (125, 31.2)),
+        ("NVIDIA GeForce RTX 4090", (165.2, 82.6)),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A1000", None),
+        ("NVIDIA GB200", None),
+    ],
+)
+def test_the_peak_of_a_card_by_its_name(monkeypatch, name, tera):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    device, found = torch.device("cuda", 0), {}
+    for precision in ("highest", "high"):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda said=precision: said)
+        found[precision] = [peak_of(device, half=half) for half in (True, False)]
+    if tera is None:
+        assert found == {"highest": [None, None], "high": [None, None]}
+    else:
+        half, single = (pytest.approx(each * 1e12) for each in tera)
+        assert found == {"highest": [half, single], "high": [half, pytest.approx(tera[0] * 5e11)]}
+    assert peak_of(CPU, half=True) is None
+
+
+def test_speed_is_told_from_what_is_the_same_in_every_run():
+    told = Speed()
+    told.begin()
+    told.add(Work(1e12, 10))
+    time.sleep(0.001)
+    found = line(told, held={"update": 2**30}, peak=1e15, sampled=5)
+    assert len(found) == 6 and all(map(is_speed, found))
+    assert all(map(is_speed, ["time/update", "tokens_per_second", "env/seconds_mean", "val/env/seconds_mean"]))
+    assert not any(map(is_speed, ["train/reward", "train/num_tokens", "val/loss", "train/loss/update"]))
