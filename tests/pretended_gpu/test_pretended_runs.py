@@ -123,7 +123,7 @@ def test_an_adapter_of_peft_is_trained(kind: str, tmp_path: Path) -> None:
         LanguageModel("tiny", lora=CONFIGS[kind]), exact_match, optimizer=AdamW(lr=1e-2),
         sampling=Sampling(max_new_tokens=3),
     )  # fmt: skip
-    data = RolloutDataModule(Addition(max_operand=5, val_rows=4), prompts_per_rollout=4)
+    data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=4)
     trainer = L.Trainer(
         accelerator="gpu", devices=1, max_steps=2, limit_val_batches=0, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
