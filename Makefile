@@ -32,13 +32,15 @@ AGENTS_PYTEST := TRITON_INTERPRET=1 $(AGENTS)/bin/python -m pytest -n 2 --dist l
 # Its tests share two processes, so they stay in one. PATH is for ninja, with which DeepSpeed compiles.
 # The folder is not named as the package: a folder of tests stands in for a package that is not installed.
 DEEPSPEED_PYTEST := PATH="$(CURDIR)/$(DEEPSPEED)/bin:$$PATH" PYTHONPATH="$(CURDIR)/$(DEEPSPEED)" $(PYTEST) tests/zero
+# The process pretends a GPU, and so do its ranks. The folder's conftest.py starts it, and skips all where it cannot.
+PRETENDED_GPU_PYTEST := PRETEND=2 $(PYTEST) $(TWO) tests/pretended_gpu
 IN_AGENTS := tests/agents tests/models/test_models_liger.py
 ALL := not exhaustive and not slow
 # $(call STACK,newest): its versions, a few tests of each part, and where one fails what moved since they last passed.
 STACK = .venv-$(1)/bin/python scripts/stack_versions.py versions && { .venv-$(1)/bin/python -m pytest $(TWO) @tests/stack/tests.txt $(args) || { .venv-$(1)/bin/python scripts/stack_versions.py moved tests/stack/$(1).txt; false; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup environments newest $(STAMPS)/compiled demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-engines-images test-engines-families test-agents test-deepspeed test-slow test-newest test-oldest test-site site engines agents deepspeed bench bench-full bench-gpu lint format clean
+.PHONY: help setup environments newest $(STAMPS)/compiled demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-engines-images test-engines-families test-agents test-deepspeed test-pretended-gpu test-slow test-newest test-oldest test-site site engines agents deepspeed bench bench-full bench-gpu lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -169,24 +171,25 @@ $(STAMPS)/compiled: $(STAMPS)/dev
 	@$(BIN)/python -m compileall -q lit_rl scripts
 
 test: lint $(STAMPS)/compiled  ## what a newcomer needs to trust the install (args='-n 0' for one)
-	$(PYTEST) $(TWO) -m 'not all and $(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/zero $(args)
+	$(PYTEST) $(TWO) -m 'not all and $(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/zero --ignore tests/pretended_gpu $(args)
 
 test-all: lint environments $(STAMPS)/compiled  ## everything that a change has to pass
-	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/zero $(args)
+	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/zero --ignore tests/pretended_gpu $(args)
 	$(FAMILIES_PYTEST) -m '$(ALL)' $(args)
+	$(PRETENDED_GPU_PYTEST) -m '$(ALL)' $(args)
 	$(DEEPSPEED_PYTEST) -m '$(ALL)' $(args)
 	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines --ignore $(ENGINES_SEEING) --ignore $(ENGINES_FAMILIES) $(args)
 	$(MAKE) --no-print-directory -j2 -Otarget test-engines-images test-engines-families
 
 test-exhaustive: $(STAMPS)/dev $(ENGINES)/.stamp  ## full products of options, every preset that learns: by hand
-	$(PYTEST) $(TWO) -m exhaustive --ignore tests/engines --ignore tests/agents --ignore tests/zero $(args)
+	$(PYTEST) $(TWO) -m exhaustive --ignore tests/engines --ignore tests/agents --ignore tests/zero --ignore tests/pretended_gpu $(args)
 	$(ENGINES_PYTEST) -m exhaustive tests/engines $(args)
 
 # The parts of `make test-all`, each by itself.
 
 test-core: $(STAMPS)/dev  ## of test-all, the tests that need one process
-	$(PYTEST) $(TWO) -m 'not dist and not faults and not chain and $(ALL)' --ignore tests/oracle --ignore tests/engines --ignore tests/agents --ignore tests/zero --ignore tests/docs --ignore $(NOTEBOOKS) $(args)
+	$(PYTEST) $(TWO) -m 'not dist and not faults and not chain and $(ALL)' --ignore tests/oracle --ignore tests/engines --ignore tests/agents --ignore tests/zero --ignore tests/pretended_gpu --ignore tests/docs --ignore $(NOTEBOOKS) $(args)
 
 test-oracle: $(STAMPS)/dev  ## of test-all, the same tensors through us and through TRL
 	$(PYTEST) $(TWO) -m '$(ALL)' tests/oracle $(args)
@@ -224,6 +227,9 @@ test-agents: $(AGENTS)/.stamp  ## of test-all, the real verifiers, a server of O
 
 test-deepspeed: $(STAMPS)/deepspeed  ## of test-all, the real DeepSpeed over two processes of the CPU
 	$(DEEPSPEED_PYTEST) -m '$(ALL)' $(args)
+
+test-pretended-gpu: $(STAMPS)/dev  ## of test-all, runs and commands on a CUDA device that is the host's memory: under four minutes
+	$(PRETENDED_GPU_PYTEST) -m '$(ALL)' $(args)
 
 test-newest: $(NEWEST)/.stamp  ## a few minutes of tests on the newest packages that pyproject.toml allows, in .venv-newest; CI runs it
 	@$(call STACK,newest)

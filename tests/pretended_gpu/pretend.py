@@ -23,6 +23,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -36,6 +37,7 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).resolve().parent
+SOURCE = HERE / "pretend.cpp"
 NAME = "Pretended GPU"
 MEMORY = 80 << 30
 """Bytes that each device says it has."""
@@ -138,22 +140,36 @@ def _frames() -> list[Frame]:
     return found[::-1]
 
 
-def compiled() -> Path:
-    """Return the library of pretend.cpp, compiled for this PyTorch where it is not there yet.
+def unavailable() -> str | None:
+    """Return why this Python cannot pretend a GPU, or None where it can."""
+    if sys.platform != "linux":
+        return f"the pretended GPU needs Linux, and this is {sys.platform}"
+    if torch.version.cuda or torch.version.hip:
+        return "the pretended GPU needs a PyTorch for the CPU alone, and this one is built for real GPUs"
+    if _is_due(_library()) and shutil.which("g++") is None:
+        return "the pretended GPU is compiled once with g++, which is not there"
+    return None
 
-    It lies in ``build/`` beside the source, or below the temporary folder where that cannot be written.
-    """
-    source = HERE / "pretend.cpp"
-    folder = HERE / "build"
-    if not os.access(HERE, os.W_OK):
-        folder = Path(tempfile.gettempdir(), "lit_rl_pretended_gpu")
-    library = folder / f"pretend-{torch.__version__}-{sysconfig.get_platform()}.so"
-    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
-        folder.mkdir(parents=True, exist_ok=True)
+
+def _library() -> Path:
+    """Return where the compiled library lies: in ``build/``, or in the temporary folder if this one is read-only."""
+    folder = HERE / "build" if os.access(HERE, os.W_OK) else Path(tempfile.gettempdir(), "lit_rl_pretended_gpu")
+    return folder / f"pretend-{torch.__version__}-{sysconfig.get_platform()}.so"
+
+
+def _is_due(library: Path) -> bool:
+    return not library.exists() or library.stat().st_mtime < SOURCE.stat().st_mtime
+
+
+def compiled() -> Path:
+    """Return the library of pretend.cpp for this PyTorch. It is compiled first where it is missing or older."""
+    library = _library()
+    if _is_due(library):
+        library.parent.mkdir(parents=True, exist_ok=True)
         root, abi = Path(torch.__file__).parent, int(torch._C._GLIBCXX_USE_CXX11_ABI)
-        half = library.with_suffix(f".{os.getpid()}.tmp")  # of several processes that compile, each moves its own
+        half = library.with_suffix(f".{os.getpid()}.tmp")  # moved when whole: several processes may compile at once
         command = ["g++", "-O1", "-shared", "-fPIC", "-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-w"]
-        command += [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include", str(source)]
+        command += [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include", str(SOURCE)]
         subprocess.run([*command, f"-L{root}/lib", "-lc10", "-ltorch_cpu", "-o", str(half)], check=True)
         half.replace(library)
     return library
@@ -262,6 +278,7 @@ def _offer_torch_cuda(devices: int) -> None:
     }
     for name, function in in_c.items():
         setattr(torch._C, f"_cuda_{name}", function)
+    torch._C._nccl_version = lambda: (2 << 32) | (27 << 16)  # messages of failed collectives name it
     torch._C._has_cuda = True
     in_python = {
         "_cudart": SimpleNamespace(cudaMemGetInfo=lambda _index: (MEMORY - ops.allocated(), MEMORY)),
@@ -314,9 +331,18 @@ _libraries: list[torch.library.Library] = []
 
 
 def start(devices: int = 1) -> None:
-    """Give this process CUDA devices, before anything in it has asked for some."""
+    """Give this process CUDA devices for good. Call it before anything has asked for CUDA.
+
+    Args:
+        devices: How many, 1 or more. A second call does nothing.
+
+    Raises:
+        RuntimeError: it cannot be done here; the message says why.
+    """
     if _libraries:
         return
+    if reason := unavailable():
+        raise RuntimeError(reason)
     os.environ["PRETEND_DEVICES"] = str(devices)
     torch.ops.load_library(str(compiled()))
     fragment, aten = torch.library.Library("pretend", "FRAGMENT"), torch.library.Library("aten", "IMPL")

@@ -137,7 +137,7 @@ class Group(dist.ProcessGroup):
     def scatter(self, out: list[Any], parts: list[Any], options: Any = None) -> Any:
         return self._done(self._gloo.scatter(self._hosts(out, "scatter"), self._hosts(parts, "scatter"), options), out)
 
-    def barrier(self, options: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> Any:
         ledger.note("sync", "nccl.barrier", 0)
         return self._done(self._gloo.barrier(), None)
 

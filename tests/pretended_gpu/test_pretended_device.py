@@ -37,6 +37,13 @@ def test_what_a_gpu_refuses_is_refused(what: str) -> None:
         REFUSED[what]()
 
 
+def test_a_device_that_is_refused_does_not_become_the_current_one() -> None:
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            torch.ones(1, device="cuda:7")
+        assert torch.cuda.current_device() == 0 and torch.ones(1, device="cuda").device.index == 0
+
+
 def test_what_adds_in_no_fixed_order_is_refused_where_order_is_asked_for() -> None:
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,40 +1,45 @@
-"""Short runs on a device that is not the CPU: the methods of `scripts/same_bits.py`, and what runs differently there.
+"""Short runs on a device that is not the CPU: the methods of `scripts/same_bits.py`, and what takes another path there.
 
-Each is resumed in its middle, where the table says so. Whatever mixes devices ends with an error.
+Whatever mixes devices ends with an error. Where the table names a step, the run is resumed there and must end with the
+bits of the whole one.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
+import lightning as L
 import pytest
 import same_bits
 import torch
-from hydra.core.global_hydra import GlobalHydra
-from lightning.pytorch.utilities.seed import isolate_rng
 from runs_helpers import interrupted
+from test_peft_configs import CONFIGS
 
-from lit_rl import cli
+from lit_rl import GRPO, AdamW, LanguageModel, RolloutDataModule, Sampling
+from lit_rl.data.tasks import Addition
+from lit_rl.rewards import exact_match
 
 pytestmark = pytest.mark.all
 
-ON_DEVICE = ["trainer.accelerator=auto", "trainer.devices=1"]
-"""What a user types who types nothing. `cuda` is refused before PyTorch is loaded, whose build is one for the CPU."""
+ON_DEVICE = ("trainer.accelerator=auto", "trainer.devices=1")
+"""The defaults of a user. `trainer.accelerator=cuda` is refused early, where it is read how PyTorch was built."""
+SHORT = "trainer.max_steps=8"
+"""In place of the table's 12: two rollouts, so that the step that is gone on from is still in the second."""
 
 
 def _grpo(settings: str, resume: int | None = 6) -> tuple[str, int | None]:
     return f"{same_bits.COMMON} {same_bits.ROLLOUTS} {same_bits.GRADED} {settings}", resume
 
 
+SCORED = f"{same_bits.COMMON} {same_bits.ROLLOUTS} {{}} trainer.max_steps=4"
 FURTHER = {
     "grpo_plain_decoding": _grpo("generator.grouped_cache=false generator.lean_steps=false", None),
     "grpo_hf": _grpo("generator=hf algo.beta=0.1 sampling.min_new_tokens=1"),
-    "grpo_hf_continuous": _grpo("generator=hf_continuous", None),
+    "grpo_hf_continuous": _grpo("generator=hf_continuous trainer.max_steps=4", None),
     "grpo_stop": _grpo(
         "sampling.stop=['3'] sampling.top_p=0.9 sampling.top_k=20 sampling.repetition_penalty=1.1", None
     ),
+    "grpo_hf_stop": _grpo("generator=hf sampling.stop=['3'] sampling.top_p=0.9 trainer.max_steps=4", None),
     "grpo_bf16_true": _grpo("trainer.precision=bf16-true algo.beta=0.1"),
     "grpo_fp16": _grpo("trainer.precision=16-mixed"),
     "grpo_offload": _grpo("model.lora.r=4 model.gradient_checkpointing=offload"),
@@ -43,47 +48,87 @@ FURTHER = {
         "eval.win_rate_against=tiny trainer.val_check_interval=2 trainer.limit_val_batches=1"
         " +model.init_kwargs.attention_dropout=0.1"
     ),
-    "grpo_other_device": _grpo("trainer.devices=[1]", None),
+    "grpo_other_device": _grpo("trainer.devices=[1] trainer.max_steps=4", None),
+    "grpo_averaged": _grpo("callbacks=ema reference=bema algo.beta=0.1 trainer.log_every_n_steps=2"),
+    "grpo_split": _grpo("trainer.precision=bf16-true optimizer=adamw_split"),
+    "grpo_mixed_checkpointing": _grpo(
+        "trainer.precision=bf16-mixed model.gradient_checkpointing=true model.lora.r=4 trainer.max_steps=4", None
+    ),
+    "gigpo_guess": (f"{same_bits.GAME} algo=gigpo reward=environment_turns trainer.max_steps=4", None),
+    "turn_ppo_guess": (f"{same_bits.GAME} algo=turn_ppo reward=environment_turns trainer.max_steps=4", None),
+    "clip_cov": _grpo("algo=clip_cov trainer.max_steps=4", None),
+    "grpo_reward_model": (
+        SCORED.format("reward=reward_model reward.functions.reward_model.name={work}/scorer algo.beta=0.1"),
+        None,
+    ),
+    "online_dpo_reward_judge": (
+        f"{same_bits.COMMON} {same_bits.PAIRED} algo=nash_md judge=reward judge.soft=true reward=reward_model"
+        " reward.functions.reward_model.name={work}/scorer trainer.max_steps=4",
+        None,
+    ),
+    "process_reward_model": (f"{same_bits.COMMON} {same_bits.ROWS} algo=process_reward_model", None),
+    "ppo_images": (
+        f"{same_bits.IMAGES['grpo_images']} algo=ppo algo.group_size=4 algo.reward_beta=0.05 trainer.max_steps=4",
+        None,
+    ),
 }
 RUNS = {run.name: run for run in same_bits.runs(quick=True)} | {
     name: same_bits.Run(name, tuple(words.split()), resume) for name, (words, resume) in FURTHER.items()
 }
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the runs name as `{work}/...`."""
-    folder = tmp_path_factory.mktemp("work")
-    for name, text in same_bits.FILES.items():
-        (folder / name).write_text(text)
-    same_bits.teacher(same_bits.HERE, folder / "teacher")
-    return folder
+def words_of(run: same_bits.Run) -> list[str]:
+    """Return the run's words, shortened, with the device that a user has who says nothing of it.
 
-
-def train(run: same_bits.Run, work: Path, folder: Path, *more: str) -> None:
-    words = [word.replace("{work}", str(work)) for word in run.overrides if word != "trainer.accelerator=cpu"]
-    environment = dict(os.environ)
-    GlobalHydra.instance().clear()
-    with pytest.MonkeyPatch.context() as patch, isolate_rng():
-        patch.setattr(sys, "argv", ["train.py"])
-        patch.syspath_prepend(str(work))
-        try:
-            assert cli.run([*ON_DEVICE, *words, *more, f"run_dir={folder}"]) == 0
-        finally:
-            os.environ.clear()
-            os.environ.update(environment)
+    A checkpoint falls on the last step: one that is written behind the training holds what Lightning moved to the host.
+    """
+    typed = [SHORT if word == "trainer.max_steps=12" else word for word in run.overrides]
+    every = [] if run.resume == 3 else ["callbacks.checkpoint.every_n_train_steps=2"]
+    return [*ON_DEVICE, *(word for word in typed if word != "trainer.accelerator=cpu"), *every]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_on_the_device_and_its_resume(name: str, work: Path, tmp_path: Path) -> None:
+def test_a_run_on_the_device_and_its_resume(name: str, command, tmp_path: Path) -> None:
     run = RUNS[name]
     torch.cuda.reset_peak_memory_stats()
-    train(run, work, tmp_path / "whole")
+    assert command(*words_of(run), f"run_dir={tmp_path / 'whole'}") == 0
     saved = same_bits.newest(tmp_path / "whole")["state_dict"]
     assert {tensor.device.type for tensor in saved.values()} == {"cuda"}
     assert torch.cuda.max_memory_allocated() > sum(tensor.nbytes for tensor in saved.values())
     if run.resume is not None:
         interrupted(tmp_path / "whole", tmp_path / "again", run.resume)
-        train(run, work, tmp_path / "again", "ckpt_path=last")
+        assert command(*words_of(run), "ckpt_path=last", f"run_dir={tmp_path / 'again'}") == 0
         whole, again = (same_bits.measured(tmp_path / each) for each in ("whole", "again"))
         assert same_bits.same(whole, again), same_bits.first_difference(whole, again)
+
+
+@pytest.mark.parametrize(("begins", "goes_on"), [("cpu", "auto"), ("auto", "cpu")])
+def test_a_checkpoint_of_one_device_is_gone_on_with_on_another(
+    begins: str, goes_on: str, command, tmp_path: Path
+) -> None:
+    words = words_of(RUNS["grpo"])
+    assert command(*words, f"trainer.accelerator={begins}", f"run_dir={tmp_path / 'whole'}") == 0
+    interrupted(tmp_path / "whole", tmp_path / "again", 6)
+    assert command(*words, f"trainer.accelerator={goes_on}", "ckpt_path=last", f"run_dir={tmp_path / 'again'}") == 0
+    first, second = (same_bits.newest(tmp_path / each)["state_dict"] for each in ("whole", "again"))
+    assert {tensor.device.type for tensor in second.values()} == {"cpu" if goes_on == "cpu" else "cuda"}
+    for name, weight in first.items():
+        torch.testing.assert_close(second[name].cpu(), weight.cpu(), rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["VERA", "RANDLORA", "FOURIERFT", "LORA", "OFT"])
+def test_an_adapter_of_peft_is_trained(kind: str, tmp_path: Path) -> None:
+    """The first three draw frozen numbers with a generator of the host while Lightning's default device is the GPU."""
+    module = GRPO(
+        LanguageModel("tiny", lora=CONFIGS[kind]), exact_match, optimizer=AdamW(lr=1e-2),
+        sampling=Sampling(max_new_tokens=3),
+    )  # fmt: skip
+    data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=4)
+    trainer = L.Trainer(
+        accelerator="gpu", devices=1, max_steps=2, limit_val_batches=0, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    trained = [each for each in module.policy.parameters() if each.requires_grad]
+    assert trainer.global_step == 2 and trained
+    assert {each.device.type for each in module.policy.parameters()} == {"cpu"}, "Lightning moves them back at the end"

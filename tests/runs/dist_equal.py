@@ -27,8 +27,9 @@ from lit_rl.models.policy.sharding import full_state_dict
 
 
 def trainer(folder: Path, devices: int, **more: Any) -> L.Trainer:
-    """A quiet Trainer on the CPU that writes nothing and validates only when told to."""
+    """A quiet Trainer, on the CPU unless told otherwise, that writes nothing and validates only when told to."""
     settings = {
+        "accelerator": "cpu",
         "strategy": "ddp" if devices > 1 else "auto",
         "max_epochs": -1,
         "log_every_n_steps": 1,
@@ -39,8 +40,8 @@ def trainer(folder: Path, devices: int, **more: Any) -> L.Trainer:
         "logger": False,
     }
     return L.Trainer(
-        accelerator="cpu", devices=devices, default_root_dir=folder, enable_progress_bar=False,
-        enable_model_summary=False, **{**settings, **more},
+        devices=devices, default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
+        **{**settings, **more},
     )  # fmt: skip
 
 
