@@ -99,7 +99,7 @@ _GROUPS = {
 }
 """Arguments that are a group of the command line; all others are settings of `algo`."""
 _OF_THE_MODEL = (
-    *("dtype", "attn_implementation", "freeze", "disable_dropout", "lm_head_fp32", "use_liger_kernel", "quantization"),
+    *("dtype", "attn_implementation", "freeze", "disable_dropout", "lm_head_fp32", "use_liger_kernel", "compile", "quantization"),
     *("init_kwargs", "eos_token", "pad_token"),
 )
 _OF_THE_TRAINER = (
