@@ -19,7 +19,7 @@ Under truncation (see ``lit_rl.ops.logprobs``) a set is cut out of a whole row, 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,12 +29,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rl.ops import logprobs as of_logits
-from lit_rl.ops.compiled import compiled
 from lit_rl.ops.gradient_total import GradientTotal, SummedWeight
 from lit_rl.ops.history import History
 from lit_rl.ops.linear_rows import GradientSums, exact, of_whole_rows, slices
 from lit_rl.ops.token_stats import TokenStats
 from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 COLUMNS = 2**13
 """Tokens of the vocabulary in a block, at most: enough rows of the head's weight to use a matrix product well."""
@@ -94,7 +95,7 @@ def linear_logprobs(
     bias: Float[Tensor, " v"] | None = None,
     history: History | None = None,
     summed: SummedWeight | None = None,
-    compiles: bool = False,
+    compiler: Compiler | None = None,
 ) -> LinearScores:
     """``log softmax_S((hidden weightᵀ + bias) / temperature)`` at ``ids``, without the logits in memory.
 
@@ -108,14 +109,16 @@ def linear_logprobs(
         bias: Of the head.
         history: Of the positions ``(n,)``: what earlier tokens do to the logits. None: nothing.
         distribution: Of what the log-probs are, and what else is asked about it.
-        compiles: Whether each block of logits is read once forward, and read and written once backward, by compiled
-            code (`lit_rl.ops.compiled`), where there is neither truncation nor history.
+        compiler: Returns a function of tensors as one that reads and writes a block of logits once, where there is
+            neither truncation nor history. None: operators of torch, one after another.
     """
     assert ids.shape == hidden.shape[:1]
     if distribution.truncation.off and history is None:
         learned = torch.is_grad_enabled()
         token, total = (summed.token, summed.total) if summed else (None, None)
-        logprobs, entropy, *stats = _LinearScores.apply(hidden, weight, bias, token, total, ids, distribution, learned, compiles)
+        logprobs, entropy, *stats = _LinearScores.apply(
+            hidden, weight, bias, token, total, ids, distribution, learned, compiler
+        )
         return LinearScores(logprobs, entropy, TokenStats(*stats) if stats else None)
     past = None if history is None else history.over(len(weight))
     return _by_rows(hidden, weight, bias, ids, distribution, past, summed)
@@ -136,9 +139,9 @@ class _LinearScores(torch.autograd.Function):
         ids: Tensor,
         distribution: Distribution,
         learned: bool,
-        compiles: bool,
+        compiler: Compiler | None,
     ) -> Any:
-        sums, kept = _Sums(hidden, ids, distribution, compiles=compiles), []
+        sums, kept = _Sums(hidden, ids, distribution, compiler=compiler), []
         keeps = len(ids) * len(weight) * hidden.element_size() <= KEPT and learned
         for rows, columns in _blocks(hidden, weight):
             product = _product(hidden, weight, bias, rows, columns)
@@ -149,7 +152,7 @@ class _LinearScores(torch.autograd.Function):
         lse = sums.lse()
         entropy = sums.entropy() if distribution.entropy else None
         stats = sums.stats(lse) if distribution.stats else ()
-        ctx.distribution, ctx.kept, ctx.total, ctx.compiles = distribution, kept, total, compiles
+        ctx.distribution, ctx.kept, ctx.total, ctx.compiler = distribution, kept, total, compiler
         ctx.save_for_backward(hidden, weight, bias, ids, lse, entropy if distribution.entropy_gradient else None)
         constants = [] if entropy is None or distribution.entropy_gradient else [entropy]
         ctx.mark_non_differentiable(*constants, *stats)
@@ -159,7 +162,7 @@ class _LinearScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         hidden, weight, bias, ids, lse, entropy = ctx.saved_tensors
         of_entropy = None if entropy is None else grads[1]
-        slopes = _Slopes(ctx.distribution.temperature, ids, lse, entropy, grads[0], of_entropy, ctx.compiles)
+        slopes = _Slopes(ctx.distribution.temperature, ids, lse, entropy, grads[0], of_entropy, ctx.compiler)
         sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad, ctx.total)
         kept, ctx.kept = ctx.kept[::-1], []  # the graph outlives this pass; a second one multiplies anew
         for rows, columns in _blocks(hidden, weight):
@@ -220,7 +223,7 @@ class _Slopes:
     entropy: Tensor | None
     of_logprobs: Tensor
     of_entropy: Tensor | None
-    compiles: bool
+    compiler: Compiler | None
 
     def write_over(self, product: Tensor, rows: slice, columns: slice) -> None:
         """Put the gradient of a block of the product in the place of the block."""
@@ -228,8 +231,8 @@ class _Slopes:
             entropy = None if self.entropy is None else self.entropy[some]
             of_entropy = None if self.of_entropy is None else self.of_entropy[some]
             given = self.temperature, self.lse[some], entropy, self.of_logprobs[some], of_entropy
-            if self.compiles:
-                compiled(_write_slopes)(numbers, self.ids[some] - columns.start, *given)
+            if self.compiler is not None:
+                self.compiler(_write_slopes)(numbers, self.ids[some] - columns.start, *given)
                 continue
             grad = _slopes_but_at_ids(numbers, *given, own=True)
             _add_at_ids(grad, self.ids[some], columns, self.of_logprobs[some, None] / self.temperature)
@@ -282,8 +285,8 @@ def _add_at_ids(grad: Tensor, ids: Tensor, columns: slice, scale: Tensor) -> Non
 class _Sums:
     """What a row of logits comes to, block by block."""
 
-    def __init__(self, hidden: Tensor, ids: Tensor, distribution: Distribution, *, compiles: bool) -> None:
-        self._ids, self._distribution, self._compiles = ids, distribution, compiles
+    def __init__(self, hidden: Tensor, ids: Tensor, distribution: Distribution, *, compiler: Compiler | None) -> None:
+        self._ids, self._distribution, self._compiler = ids, distribution, compiler
         self.picked = torch.zeros(ids.shape, dtype=exact(hidden), device=hidden.device)
         self._top = torch.full_like(self.picked, -torch.inf)
         self._sum = torch.zeros_like(self.picked)  # of exp(z - top)
@@ -304,10 +307,10 @@ class _Sums:
             before = self._top[some]
             spread, squares = (None if part is None else part[some] for part in (self._spread, self._squares))
             given = temperature, before, self._sum[some], spread, squares
-            if self._compiles:
+            if self._compiler is not None:
                 if self._plain is not None:
                     self._add_stats(_logits(numbers, temperature, own=False), some, columns, before)
-                found = compiled(_with_block)(numbers, *given)
+                found = self._compiler(_with_block)(numbers, *given)
             else:
                 logits = _logits(numbers, temperature, own=own)
                 if self._plain is not None:

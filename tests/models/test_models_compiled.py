@@ -18,11 +18,12 @@ from lit_rl.errors import BackendError, ConfigError
 from lit_rl.generation.lean_steps import LeanSteps
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel, Lora
+from lit_rl.models.policy.compiled_pieces import compiled
 from lit_rl.models.policy.forward import score
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.scoring.model import SEQUENCES, load_scoring
 from lit_rl.ops import linear_logprobs as head
-from lit_rl.ops.compiled import compiled
+from lit_rl.ops.fixed_order import fixed_order
 from lit_rl.ops.linear_logprobs import Distribution, linear_logprobs
 from lit_rl.rollout import Sampling
 
@@ -157,7 +158,7 @@ def softmax(compiles: bool, dtype: torch.dtype, distribution: Distribution) -> l
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(size, 8, generator=generator).to(dtype).requires_grad_() for size in (9, 200))
     ids = torch.randint(200, (9,), generator=generator)
-    found = linear_logprobs(hidden, weight, ids, distribution, compiles=compiles)
+    found = linear_logprobs(hidden, weight, ids, distribution, compiler=compiled if compiles else None)
     loss = (found.logprobs * torch.arange(1, 10)).sum()
     if found.entropy is not None and distribution.entropy_gradient:
         loss = loss + found.entropy.square().sum()
@@ -184,6 +185,18 @@ def test_the_compiled_softmax_is_the_same_over_blocks(programs, monkeypatch, dty
     for ours, theirs in zip(softmax(True, dtype, distribution), softmax(False, dtype, distribution), strict=True):
         alike(ours, theirs, 1e-6 if dtype == torch.float32 else 1e-2)
     assert len(programs) == 2
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_backward_pass_may_run_in_a_fixed_order(monkeypatch):
+    """As each of a run on a CPU does: torch refuses one that was not made for it."""
+    compiler: Any = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **how: compiler(*args, backend="aot_eager", **how))
+    x = torch.randn(4, 3, requires_grad=True)
+    loss = compiled(torch.square)(x).sum()
+    with fixed_order(x.device):
+        loss.backward()
+    assert torch.equal(x.grad, 2 * x.detach())
 
 
 @pytest.mark.all

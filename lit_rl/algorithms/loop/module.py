@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from lit_rl.algorithms.loop.save_on_error import SaveOnError
 from lit_rl.algorithms.optim import going_on
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
-from lit_rl.algorithms.optim.fixed_order import fixed_order
 from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_masters, is_narrow, with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
@@ -88,6 +87,7 @@ from lit_rl.models.policy.sharding import full_state_dict, shard
 from lit_rl.models.policy.tensor_parallel import clip_over_meshes, spread_over_group
 from lit_rl.models.policy.vision_parts import trained_by_images
 from lit_rl.models.reference.base import Auto, Copy, Reference, Scorer
+from lit_rl.ops.fixed_order import fixed_order
 from lit_rl.ops.linear_logprobs import part_numbers
 from lit_rl.ops.logprobs import block_numbers
 from lit_rl.ops.transforms import NO_TRUNCATION
@@ -99,7 +99,16 @@ _GROUPS = {
 }
 """Arguments that are a group of the command line; all others are settings of `algo`."""
 _OF_THE_MODEL = (
-    *("dtype", "attn_implementation", "freeze", "disable_dropout", "lm_head_fp32", "use_liger_kernel", "compile", "quantization"),
+    *(
+        "dtype",
+        "attn_implementation",
+        "freeze",
+        "disable_dropout",
+        "lm_head_fp32",
+        "use_liger_kernel",
+        "compile",
+        "quantization",
+    ),
     *("init_kwargs", "eos_token", "pad_token"),
 )
 _OF_THE_TRAINER = (

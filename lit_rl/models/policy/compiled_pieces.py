@@ -1,15 +1,16 @@
-"""The operations between the matrix products of a decoder layer, compiled (`lit_rl.ops.compiled`) for training.
+"""The operations between the matrix products of a decoder layer, compiled (`torch.compile`) for training.
 
-In a layer of Llama's kind these are two RMSNorms, the rotation of queries and keys, and ``act(gate) * up``. One
-operator after another they read and write the memory some fifteen times as often as they must; compiled, each is one pass.
-All else stays as it is: products, attention, caches, hooks, adapters, shards, names of weights. Whole layers are not
-compiled, as a cache makes each layer a program of its own, anew for each kind of call.
+In a layer of Llama's kind these are two RMSNorms, the rotation of queries and keys, and ``act(gate) * up``. One operator
+after another a norm reads and writes ten times what it must; compiled, each of them is one pass. All else stays as it
+is: products, attention, caches, hooks, adapters, shards, names of weights. Whole layers are not compiled, as a cache
+makes each layer a program of its own, anew for each kind of call.
 
 Without gradient (generation, validation, references, old log-probs) a module computes as its class does.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -18,9 +19,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from lit_rl.errors import ConfigError
+from lit_rl.errors import BackendError, ConfigError
 from lit_rl.models.policy.liger import ROTATION, turning_by
-from lit_rl.ops.compiled import compiled
+from lit_rl.ops.fixed_order import fixed_order
+
+KINDS = 64
+"""Kinds of arguments (type, a size of one, gradient or none) for which a function may be compiled anew."""
 
 _HEADS: WeakSet[nn.Module] = WeakSet()
 
@@ -49,9 +53,9 @@ def compile_pieces(base: nn.Module) -> None:
         _HEADS.add(head)
 
 
-def has_compiled_softmax(head: nn.Module) -> bool:
-    """Return whether the softmax behind this head is compiled."""
-    return head in _HEADS
+def compiler_of(head: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """Return what compiles the softmax behind this head; None where it is not compiled."""
+    return compiled if head in _HEADS else None
 
 
 def _with_gradient(own: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,3 +100,39 @@ def _compiled_mlp(self: Any, x: Tensor) -> Tensor:
 
 def _gated(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
     return act(gate) * up
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled by `torch.compile`, which happens in its first call, once a process for all modules.
+
+    Sizes are variable from that call on, so that another length, number of rows or step of a resumed run meets the same
+    code.
+
+    The call raises BackendError where no compiler is found or one fails: a C++ compiler on a CPU, Triton on a GPU.
+
+    Args:
+        function: Of numbers, modules and tensors, of which one at least is no keyword. Anything in it that cannot be
+            compiled is an error.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.exc import TorchDynamoException
+
+    config.recompile_limit = max(config.recompile_limit, KINDS)
+    made = torch.compile(function, dynamic=True, fullgraph=True)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        device = next(each.device for each in args if isinstance(each, torch.Tensor))
+        try:
+            with fixed_order(device):  # its backward pass runs in there, and must have been made for it
+                return made(*args, **kwargs)
+        except (TorchDynamoException, ImportError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise BackendError(
+                f"model.compile=true: torch.compile fails on {function.__qualname__} ({type(error).__name__}: "
+                f"{first}). It needs a C++ compiler on a CPU (the variable CXX names one) and Triton on a GPU. Or set "
+                "model.compile=false."
+            ) from error
+
+    return call

@@ -120,7 +120,7 @@ class LanguageModel:
         folded_attention: bool = True,
         fused_accumulation: bool = True,
         use_liger_kernel: bool = False,
-        compile: bool = False,  # noqa: A002 (what torch, Lightning and torchtitan call it)
+        compile: bool = False,
         init_kwargs: dict[str, Any] | None = None,
         chat_template: str | None = None,
         eos_token: str | None = None,
