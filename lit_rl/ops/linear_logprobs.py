@@ -316,11 +316,10 @@ class _Sums:
                 if self._plain is not None:
                     self._add_stats(logits, some, columns, before)
                 found = _with_block(logits, 1.0, *given[1:], own=own or logits is not numbers)
-            self._top[some], self._sum[some] = found[:2]
-            if self._spread is not None:
-                self._spread[some] = found[2]
-            if self._squares is not None:
-                self._squares[some] = found[3]
+            kept = self._top, self._sum, self._spread, self._squares
+            for whole, part in zip(kept, found, strict=True):
+                if whole is not None and part is not None:
+                    whole[some] = part
 
     def _add_stats(self, logits: Tensor, rows: slice, columns: slice, before: Tensor) -> None:
         assert self._plain is not None and self._likeliest is not None
