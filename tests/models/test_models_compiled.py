@@ -84,6 +84,7 @@ def learned(model: Any, completions: Any, options: ForwardOptions) -> dict[str, 
     (found.logprobs * completions.response_mask).sum().backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     there = completions.response_mask
+    assert found.entropy is not None
     return {"logprobs": found.logprobs[there].detach(), "entropy": found.entropy[there].detach(), **grads}
 
 
@@ -196,7 +197,7 @@ def test_a_backward_pass_may_run_in_a_fixed_order(monkeypatch):
     loss = compiled(torch.square)(x).sum()
     with fixed_order(x.device):
         loss.backward()
-    assert torch.equal(x.grad, 2 * x.detach())
+    assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
 
 
 @pytest.mark.all

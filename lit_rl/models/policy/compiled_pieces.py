@@ -2,8 +2,8 @@
 
 In a layer of Llama's kind these are two RMSNorms, the rotation of queries and keys, and ``act(gate) * up``. One
 operator after another a norm reads and writes ten times what it must; compiled, each of them is one pass. All else
-stays as it is: products, attention, caches, hooks, adapters, shards, names of weights. Whole layers are not compiled, as a cache
-makes each layer a program of its own, anew for each kind of call.
+stays as it is: products, attention, caches, hooks, adapters, shards, names of weights. Whole layers are not
+compiled, as a cache makes each layer a program of its own, anew for each kind of call.
 
 Without gradient (generation, validation, references, old log-probs) a module computes as its class does.
 """
