@@ -19,7 +19,7 @@ Under truncation (see ``lit_rl.ops.logprobs``) a set is cut out of a whole row, 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -34,6 +34,8 @@ from lit_rl.ops.history import History
 from lit_rl.ops.linear_rows import GradientSums, exact, of_whole_rows, slices
 from lit_rl.ops.token_stats import TokenStats
 from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 COLUMNS = 2**13
 """Tokens of the vocabulary in a block, at most: enough rows of the head's weight to use a matrix product well."""
@@ -93,6 +95,7 @@ def linear_logprobs(
     bias: Float[Tensor, " v"] | None = None,
     history: History | None = None,
     summed: SummedWeight | None = None,
+    compiler: Compiler | None = None,
 ) -> LinearScores:
     """``log softmax_S((hidden weightᵀ + bias) / temperature)`` at ``ids``, without the logits in memory.
 
@@ -106,12 +109,16 @@ def linear_logprobs(
         bias: Of the head.
         history: Of the positions ``(n,)``: what earlier tokens do to the logits. None: nothing.
         distribution: Of what the log-probs are, and what else is asked about it.
+        compiler: Returns a function of tensors as one that reads and writes a block of logits once, where there is
+            neither truncation nor history. None: operators of torch, one after another.
     """
     assert ids.shape == hidden.shape[:1]
     if distribution.truncation.off and history is None:
         learned = torch.is_grad_enabled()
         token, total = (summed.token, summed.total) if summed else (None, None)
-        logprobs, entropy, *stats = _LinearScores.apply(hidden, weight, bias, token, total, ids, distribution, learned)
+        logprobs, entropy, *stats = _LinearScores.apply(
+            hidden, weight, bias, token, total, ids, distribution, learned, compiler
+        )
         return LinearScores(logprobs, entropy, TokenStats(*stats) if stats else None)
     past = None if history is None else history.over(len(weight))
     return _by_rows(hidden, weight, bias, ids, distribution, past, summed)
@@ -132,8 +139,9 @@ class _LinearScores(torch.autograd.Function):
         ids: Tensor,
         distribution: Distribution,
         learned: bool,
+        compiler: Compiler | None,
     ) -> Any:
-        sums, kept = _Sums(hidden, ids, distribution), []
+        sums, kept = _Sums(hidden, ids, distribution, compiler=compiler), []
         keeps = len(ids) * len(weight) * hidden.element_size() <= KEPT and learned
         for rows, columns in _blocks(hidden, weight):
             product = _product(hidden, weight, bias, rows, columns)
@@ -144,7 +152,7 @@ class _LinearScores(torch.autograd.Function):
         lse = sums.lse()
         entropy = sums.entropy() if distribution.entropy else None
         stats = sums.stats(lse) if distribution.stats else ()
-        ctx.distribution, ctx.kept, ctx.total = distribution, kept, total
+        ctx.distribution, ctx.kept, ctx.total, ctx.compiler = distribution, kept, total, compiler
         ctx.save_for_backward(hidden, weight, bias, ids, lse, entropy if distribution.entropy_gradient else None)
         constants = [] if entropy is None or distribution.entropy_gradient else [entropy]
         ctx.mark_non_differentiable(*constants, *stats)
@@ -154,7 +162,7 @@ class _LinearScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         hidden, weight, bias, ids, lse, entropy = ctx.saved_tensors
         of_entropy = None if entropy is None else grads[1]
-        slopes = _Slopes(ctx.distribution.temperature, ids, lse, entropy, grads[0], of_entropy)
+        slopes = _Slopes(ctx.distribution.temperature, ids, lse, entropy, grads[0], of_entropy, ctx.compiler)
         sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad, ctx.total)
         kept, ctx.kept = ctx.kept[::-1], []  # the graph outlives this pass; a second one multiplies anew
         for rows, columns in _blocks(hidden, weight):
@@ -162,7 +170,7 @@ class _LinearScores(torch.autograd.Function):
             slopes.write_over(product, rows, columns)
             sums.add(product, rows, columns)
             del product  # before the next one is made
-        return sums.hidden, sums.weight, sums.bias, None, None, None, None, None
+        return sums.hidden, sums.weight, sums.bias, None, None, None, None, None, None
 
 
 def _blocks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -215,21 +223,56 @@ class _Slopes:
     entropy: Tensor | None
     of_logprobs: Tensor
     of_entropy: Tensor | None
+    compiler: Compiler | None
 
     def write_over(self, product: Tensor, rows: slice, columns: slice) -> None:
         """Put the gradient of a block of the product in the place of the block."""
         for some, numbers in _parts(rows, product):
-            log_p = _logits(numbers, self.temperature, own=True).sub_(self.lse[some, None])
-            scale = self.of_logprobs[some, None] / self.temperature
-            if self.entropy is None or self.of_entropy is None:
-                grad = log_p.exp_().mul_(-scale)
-            else:
-                of_spread = self.of_entropy[some, None] / self.temperature
-                spread = (log_p + self.entropy[some, None]).mul_(of_spread).add_(scale)
-                grad = log_p.exp_().mul_(spread.neg_())
-            _add_at_ids(grad, self.ids[some], columns, scale)
+            entropy = None if self.entropy is None else self.entropy[some]
+            of_entropy = None if self.of_entropy is None else self.of_entropy[some]
+            given = self.temperature, self.lse[some], entropy, self.of_logprobs[some], of_entropy
+            if self.compiler is not None:
+                self.compiler(_write_slopes)(numbers, self.ids[some] - columns.start, *given)
+                continue
+            grad = _slopes_but_at_ids(numbers, *given, own=True)
+            _add_at_ids(grad, self.ids[some], columns, self.of_logprobs[some, None] / self.temperature)
             if grad.dtype != numbers.dtype:
                 numbers.copy_(grad)
+
+
+def _slopes_but_at_ids(
+    product: Tensor,
+    temperature: float,
+    lse: Tensor,
+    entropy: Tensor | None,
+    of_logprobs: Tensor,
+    of_entropy: Tensor | None,
+    *,
+    own: bool,
+) -> Float[Tensor, "rows columns"]:
+    """The gradient of a block, less what a token's own logit gets beside the others. See `_logits` for `own`."""
+    logits = _logits(product, temperature, own=own)
+    log_p = logits.sub_(lse[:, None]) if own else logits - lse[:, None]
+    scale = of_logprobs[:, None] / temperature
+    if entropy is None or of_entropy is None:
+        return log_p.exp_().mul_(-scale)
+    spread = (log_p + entropy[:, None]).mul_(of_entropy[:, None] / temperature).add_(scale)
+    return log_p.exp_().mul_(spread.neg_())
+
+
+def _write_slopes(
+    product: Tensor,
+    at: Tensor,
+    temperature: float,
+    lse: Tensor,
+    entropy: Tensor | None,
+    of_logprobs: Tensor,
+    of_entropy: Tensor | None,
+) -> None:
+    """Put the gradient of a block in its place, as one function to compile: `at` is the column of each row's own id."""
+    grad = _slopes_but_at_ids(product, temperature, lse, entropy, of_logprobs, of_entropy, own=False)
+    here = torch.arange(product.shape[1], device=product.device) == at[:, None]
+    product.copy_(grad + torch.where(here, of_logprobs[:, None] / temperature, 0))
 
 
 def _add_at_ids(grad: Tensor, ids: Tensor, columns: slice, scale: Tensor) -> None:
@@ -242,8 +285,8 @@ def _add_at_ids(grad: Tensor, ids: Tensor, columns: slice, scale: Tensor) -> Non
 class _Sums:
     """What a row of logits comes to, block by block."""
 
-    def __init__(self, hidden: Tensor, ids: Tensor, distribution: Distribution) -> None:
-        self._ids, self._distribution = ids, distribution
+    def __init__(self, hidden: Tensor, ids: Tensor, distribution: Distribution, *, compiler: Compiler | None) -> None:
+        self._ids, self._distribution, self._compiler = ids, distribution, compiler
         self.picked = torch.zeros(ids.shape, dtype=exact(hidden), device=hidden.device)
         self._top = torch.full_like(self.picked, -torch.inf)
         self._sum = torch.zeros_like(self.picked)  # of exp(z - top)
@@ -255,37 +298,35 @@ class _Sums:
 
     def add(self, product: Tensor, rows: slice, columns: slice, *, own: bool) -> None:
         """A block of the product; what is `own` may be written over."""
+        temperature = self._distribution.temperature
         for some, numbers in _parts(rows, product):
-            logits = _logits(numbers, self._distribution.temperature, own=own)
-            self._add(logits, some, columns, own=own or logits is not numbers)
+            at = self._ids[some] - columns.start
+            here = (at >= 0) & (at < numbers.shape[1])
+            picked = _logits(numbers.gather(1, at.clamp(0, numbers.shape[1] - 1)[:, None]), temperature, own=True)
+            self.picked[some] += torch.where(here, picked[:, 0], 0)
+            before = self._top[some]
+            spread, squares = (None if part is None else part[some] for part in (self._spread, self._squares))
+            given = temperature, before, self._sum[some], spread, squares
+            if self._compiler is not None:
+                if self._plain is not None:
+                    self._add_stats(_logits(numbers, temperature, own=False), some, columns, before)
+                found = self._compiler(_with_block)(numbers, *given)
+            else:
+                logits = _logits(numbers, temperature, own=own)
+                if self._plain is not None:
+                    self._add_stats(logits, some, columns, before)
+                found = _with_block(logits, 1.0, *given[1:], own=own or logits is not numbers)
+            kept = self._top, self._sum, self._spread, self._squares
+            for whole, part in zip(kept, found, strict=True):
+                if whole is not None and part is not None:
+                    whole[some] = part
 
-    def _add(self, logits: Tensor, rows: slice, columns: slice, *, own: bool) -> None:
-        at = self._ids[rows] - columns.start
-        here = (at >= 0) & (at < logits.shape[1])
-        picked = logits.gather(1, at.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-        self.picked[rows] += torch.where(here, picked, 0)
-
-        before, highest = self._top[rows], logits.amax(1)
-        top = torch.maximum(before, highest)
-        shrink = (before - top).exp()
-        if self._plain is not None:
-            self._add_stats(logits, rows, columns, highest > before)
-        below = logits.sub_(top[:, None]) if own else logits - top[:, None]
-        if self._spread is not None:
-            moved = torch.where(before == -torch.inf, 0, before - top) * self._sum[rows]
-            exps = below.exp()
-            self._spread[rows] = shrink * (self._spread[rows] + moved) + below.mul_(exps).sum(1)
-        else:
-            exps = below.exp_()
-        self._sum[rows] = shrink * self._sum[rows] + exps.sum(1)
-        if self._squares is not None:
-            self._squares[rows] = shrink**2 * self._squares[rows] + exps.square_().sum(1)
-        self._top[rows] = top
-
-    def _add_stats(self, logits: Tensor, rows: slice, columns: slice, higher: Tensor) -> None:
+    def _add_stats(self, logits: Tensor, rows: slice, columns: slice, before: Tensor) -> None:
         assert self._plain is not None and self._likeliest is not None
         self._plain[rows] += logits.sum(1)
-        self._likeliest[rows] = torch.where(higher, _likeliest(logits) + columns.start, self._likeliest[rows])
+        likeliest = _likeliest(logits)
+        higher = logits.gather(1, likeliest[:, None])[:, 0] > before
+        self._likeliest[rows] = torch.where(higher, likeliest + columns.start, self._likeliest[rows])
         self._vocabulary = max(self._vocabulary, columns.start + logits.shape[1])
 
     def lse(self) -> Tensor:
@@ -301,6 +342,42 @@ class _Sums:
         log_sum_sq = 2 * (self._top - lse) + self._squares.log()
         found = TokenStats(log_sum_sq, self._likeliest == self._ids, self._plain / self._vocabulary)
         return tuple(getattr(found, field.name) for field in fields(found))
+
+
+def _with_block(
+    product: Tensor,
+    temperature: float,
+    before: Tensor,
+    total: Tensor,
+    spread: Tensor | None,
+    squares: Tensor | None,
+    own: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The highest logit of each row so far and the sums under it, `(rows,)` each, a block of the product included.
+
+    Args:
+        product: `(rows, columns)`.
+        temperature: Of the distribution.
+        before: The highest logit before.
+        total: The sum of `exp(z - top)` before.
+        spread: That of `exp(z - top) (z - top)`; None if it is not asked for.
+        squares: That of `exp(z - top)²`; None if it is not asked for.
+        own: Whether the product may be written over.
+    """
+    logits = _logits(product, temperature, own=own)
+    top = torch.maximum(before, logits.amax(1))
+    shrink = (before - top).exp()
+    below = logits.sub_(top[:, None]) if own else logits - top[:, None]
+    if spread is not None:
+        moved = torch.where(before == -torch.inf, 0, before - top) * total
+        exps = below.exp()
+        spread = shrink * (spread + moved) + below.mul_(exps).sum(1)
+    else:
+        exps = below.exp_()
+    total = shrink * total + exps.sum(1)
+    if squares is not None:
+        squares = shrink**2 * squares + exps.square_().sum(1)
+    return top, total, spread, squares
 
 
 def _likeliest(logits: Float[Tensor, "n v"]) -> Int[Tensor, " n"]:

@@ -56,6 +56,7 @@ REFUSED = {
     "algo/groups=DynamicSampling": lambda: grpo(groups=DynamicSampling()),
     "eval.win_rate_against": lambda: grpo(evaluation=Evaluation(win_rate_against="tiny")),
     "model.use_liger_kernel=True": lambda: grpo(LanguageModel("tiny", use_liger_kernel=True)),
+    "model.compile=True": lambda: grpo(LanguageModel("tiny", compile=True)),
     "model.name=.* is an object": lambda: grpo(*loaded()),
     "algo/replay": lambda: grpo(replay=GroupReplay()),
     "A reward model in this process": lambda: GRPO("tiny", reward=RewardModel("a/model")),

@@ -25,7 +25,6 @@ from lit_rl.algorithms.evaluation.speed import Speed, peak_of
 from lit_rl.algorithms.loop.save_on_error import SaveOnError
 from lit_rl.algorithms.optim import going_on
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
-from lit_rl.algorithms.optim.fixed_order import fixed_order
 from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_masters, is_narrow, with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
@@ -91,6 +90,7 @@ from lit_rl.models.policy.tensor_parallel import clip_over_meshes, spread_over_g
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.models.policy.vision_parts import trained_by_images
 from lit_rl.models.reference.base import Auto, Copy, Reference, Scorer
+from lit_rl.ops.fixed_order import fixed_order
 from lit_rl.ops.linear_logprobs import part_numbers
 from lit_rl.ops.logprobs import block_numbers
 from lit_rl.ops.transforms import NO_TRUNCATION
@@ -102,7 +102,16 @@ _GROUPS = {
 }
 """Arguments that are a group of the command line; all others are settings of `algo`."""
 _OF_THE_MODEL = (
-    *("dtype", "attn_implementation", "freeze", "disable_dropout", "lm_head_fp32", "use_liger_kernel", "quantization"),
+    *(
+        "dtype",
+        "attn_implementation",
+        "freeze",
+        "disable_dropout",
+        "lm_head_fp32",
+        "use_liger_kernel",
+        "compile",
+        "quantization",
+    ),
     *("init_kwargs", "eos_token", "pad_token"),
 )
 _OF_THE_TRAINER = (

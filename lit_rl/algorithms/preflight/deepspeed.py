@@ -50,8 +50,9 @@ def settings_fit_zero(model: LanguageModel, precision: str, strategy: DeepSpeedS
         )
     if model.quantization is not None:
         raise ConfigError(f"model.quantization={model.quantization} was never run with DeepSpeed. Take strategy=ddp.")
-    if model.use_liger_kernel:
-        raise ConfigError(f"model.use_liger_kernel=true was never run with DeepSpeed. Take false, {_INSTEAD}.")
+    for key in ("use_liger_kernel", "compile"):
+        if getattr(model, key):
+            raise ConfigError(f"model.{key}=true was never run with DeepSpeed. Take false, {_INSTEAD}.")
 
 
 def method_fits_zero(

@@ -51,6 +51,7 @@ def _model_fits(model: Any, precision: str, tp_size: int) -> None:
         "model.adapter": (model.adapter, None),
         "model.quantization": (model.quantization, None),
         "model.use_liger_kernel": (model.use_liger_kernel, False),
+        "model.compile": (model.compile, False),
     }
     for key, (came, allowed) in settings.items():
         if came != allowed:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lit_rl.models.policy.compiled_pieces import compiler_of
 from lit_rl.models.policy.fused_accumulation import in_its_place, summed_weight
 from lit_rl.models.policy.loading import Float32Head, RulingHead
 from lit_rl.models.policy.modes import evaluation_mode
@@ -174,7 +175,7 @@ def _of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: 
     summed = summed_weight(head.weight)
     weight = weight.detach() if summed else weight
     past = targets.history and targets.history.mapped(lambda field: field.flatten()[at])
-    asked: dict[str, Any] = {"bias": bias, "history": past, "summed": summed}
+    asked: dict[str, Any] = {"bias": bias, "history": past, "summed": summed, "compiler": compiler_of(head)}
     with torch.autocast(hidden.device.type, enabled=False):
         found = linear_logprobs(rows, weight, targets.ids.flatten()[at], distribution, **asked)
 

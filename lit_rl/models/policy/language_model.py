@@ -83,6 +83,8 @@ class LanguageModel:
             CPU. The same numbers.
         use_liger_kernel: Compute norms, rotary embedding and MLP by Liger's kernels, on a CUDA device (extra `liger`).
             The same numbers.
+        compile: Compute, where the model is trained, norms, rotary embedding, the MLP's product and the softmax behind
+            the head by code that `torch.compile` makes. The same numbers, but for rounding.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
             "offload" also keeps the inputs of layers in the host's memory, for long texts on a GPU. "auto" does
             either where not even the smallest micro-batch would fit otherwise, if a memory plan cuts the step.
@@ -118,6 +120,7 @@ class LanguageModel:
         folded_attention: bool = True,
         fused_accumulation: bool = True,
         use_liger_kernel: bool = False,
+        compile: bool = False,
         init_kwargs: dict[str, Any] | None = None,
         chat_template: str | None = None,
         eos_token: str | None = None,
@@ -141,6 +144,7 @@ class LanguageModel:
             fused_head, shared_prompts, rows_by_length, folded_attention, fused_accumulation
         )
         self.use_liger_kernel = use_liger_kernel
+        self.compile = compile
         self.init_kwargs = dict(init_kwargs or {})
         self.chat_template = chat_template
         self.eos_token = eos_token
@@ -195,6 +199,11 @@ class LanguageModel:
             )
         for key in sorted(self.init_kwargs.keys() & _OWN.keys()):
             raise ConfigError(f"model.init_kwargs.{key} is not taken: use {_OWN[key]}.")
+        if self.compile and self.use_liger_kernel:
+            raise ConfigError(
+                "model.compile=true and model.use_liger_kernel=true are two ways to compute the same operations: set "
+                "one of them."
+            )
         if self.lora is not None and self.adapter is not None:
             raise ConfigError("model.lora makes a fresh adapter and model.adapter continues one: set one of them.")
         if self.quantization is not None and self.lora is None and self.adapter is None:
@@ -356,6 +365,7 @@ class LanguageModel:
         """
         from lit_rl.models.policy import liger, loading
         from lit_rl.models.policy.checkpointing import set_checkpointing
+        from lit_rl.models.policy.compiled_pieces import compile_pieces
 
         loading.check_causal(self.name, self.config)
         if self.freeze is not None and not self.sees:
@@ -373,6 +383,8 @@ class LanguageModel:
             loading.use_float32_head(base)
         if self.use_liger_kernel:
             liger.use_kernels(base)
+        if self.compile:
+            compile_pieces(base)
         if self.sees:
             loading.rule_out_placeholders(base)
         policy: PreTrainedModel | PeftModel = base

@@ -35,7 +35,11 @@ ACTIVATIONS = {
 }
 """Families (`model_type`) with the activation that Liger's MLP has built in: a test holds each against transformers."""
 
-_ROTATION = "apply_rotary_pos_emb"
+_COMPILED = "lit_rl.models.policy.compiled_pieces"
+"""The module whose forwards compute without gradient as their class does."""
+
+ROTATION = "apply_rotary_pos_emb"
+"""What the attention of a model of transformers calls to turn queries and keys."""
 
 
 def check(name: str, config: PreTrainedConfig) -> None:
@@ -86,14 +90,14 @@ def use_kernels(base: PreTrainedModel) -> None:
     family = base.config.model_type
     code = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     with _undone(vars(code)):
-        plain = getattr(code, _ROTATION)
+        plain = getattr(code, ROTATION)
         _apply_liger_kernel_to_instance(base, cross_entropy=False, fused_linear_cross_entropy=False)
-        theirs = getattr(code, _ROTATION)
+        theirs = getattr(code, ROTATION)
     for part in base.modules():
         if "forward" in vars(part):
             part.forward = MethodType(_by_device(vars(part)["forward"].__func__, type(part).forward), part)
         elif hasattr(part, "o_proj"):
-            part.forward = MethodType(_turning_by(_by_device(theirs, plain), type(part).forward), part)
+            part.forward = MethodType(turning_by(_by_device(theirs, plain), type(part).forward), part)
 
 
 @contextmanager
@@ -116,9 +120,14 @@ def _by_device(theirs: Callable[..., Any], plain: Callable[..., Any]) -> Callabl
     return forward
 
 
-def _turning_by(rotation: Callable[..., Any], forward: Any) -> Callable[..., Any]:
-    """An attention's forward that looks up this rotation: transformers reads it from the globals of the module."""
-    names = {**forward.__globals__, _ROTATION: rotation, "__name__": __name__}
+def turning_by(rotation: Callable[..., Any], forward: Any) -> Callable[..., Any]:
+    """Return an attention's forward that turns by another function: transformers reads it from the module's globals.
+
+    Args:
+        rotation: Of queries, keys, cosines and sines.
+        forward: Of the attention's class.
+    """
+    names = {**forward.__globals__, ROTATION: rotation, "__name__": __name__}
     turned = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     turned.__kwdefaults__ = forward.__kwdefaults__
     return turned
@@ -127,4 +136,4 @@ def _turning_by(rotation: Callable[..., Any], forward: Any) -> Callable[..., Any
 def computes_as_its_class(module: nn.Module) -> bool:
     """Whether a module's own forward, where it has one, only has kernels for what its class computes."""
     own = vars(module).get("forward")
-    return own is None or getattr(own, "__module__", None) == __name__
+    return own is None or getattr(own, "__module__", None) in (__name__, _COMPILED)

@@ -19,6 +19,7 @@ from torch import nn
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.policy import hub, liger
 from lit_rl.models.policy.checkpointing import set_checkpointing
+from lit_rl.models.policy.compiled_pieces import compile_pieces
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.loaded import LoadedModel
 from lit_rl.models.policy.loading import (
@@ -116,6 +117,8 @@ def load_scoring(model: LanguageModel, scoring: Scoring) -> PreTrainedModel | Pe
         disable_dropout(base)
     if model.use_liger_kernel:
         liger.use_kernels(base)
+    if model.compile:
+        compile_pieces(base)
     scorer: PreTrainedModel | PeftModel = base
     if model.lora is not None:
         scorer = model.lora.apply(base, scoring.task_type, head=[head_name(base)], frozen=model.frozen_parts)
