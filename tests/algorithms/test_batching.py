@@ -97,8 +97,8 @@ def test_micro_batches_are_balanced_by_tokens():
 
 
 def counts_of(group_id: torch.Tensor, lengths: torch.Tensor) -> RowCounts:
-    """Of a rollout of which every token behind a prompt was sampled, and is learned."""
-    return RowCounts(group_id, torch.ones_like(lengths), lengths, lengths, lengths)
+    """Of a rollout of which every token behind a prompt was sampled."""
+    return RowCounts(group_id, torch.ones_like(lengths), lengths, lengths)
 
 
 def test_slots_run_through_passes_minibatches_and_micro_batches_in_this_order():

@@ -72,7 +72,7 @@ class Work(NamedTuple):
     flops: float = 0.0
     """Operations of the update; 0 where the model's are not known."""
     learned: float = 0.0
-    """Tokens that the loss reads."""
+    """Tokens that are learned: of rollouts, all that the policy said in rows that are computed."""
 
     def plus(self, other: Work) -> Work:
         return Work(self.flops + other.flops, self.learned + other.learned)

@@ -622,7 +622,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         together = [Span(0, prompt) for prompt in prompts.values()]
         together += [Span(prompt, max(0, read - 1)) for prompt, read in texts]  # the last token predicts nothing
         scored = int(mine.sampled.sum())
-        return Work(self.flops_of_update(together if shared else own, own, scored), int(mine.learned.sum()))
+        return Work(self.flops_of_update(together if shared else own, own, scored), scored)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None

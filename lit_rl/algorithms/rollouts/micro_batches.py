@@ -18,7 +18,7 @@ from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.mismatch import WeightTotals
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.rollout import Completions, Rollout, Sampling, Width, select, trim, trim_rollout, used_columns
-from lit_rl.transfers import to_device, to_host
+from lit_rl.transfers import to_device
 
 
 def minibatch_rows(group_id: Tensor, plan: BatchPlan, seed: int, rollout: int, iteration: int) -> list[Tensor]:
@@ -63,14 +63,12 @@ class RowCounts(NamedTuple):
     """Tokens behind it that a model reads."""
     sampled: Tensor
     """Those of them that the policy said."""
-    learned: Tensor
-    """Those of them that the loss reads."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> RowCounts:
-        """Of a rollout: from its copy on the host, and one number a row of an accelerator."""
-        host, (learned,) = rollout.completions.on_host, to_host([rollout.loss_mask.sum(1)])
-        return cls(host.group_id, host.prompt_mask.sum(1), host.read_lengths, host.lengths, learned)
+        """Of a rollout, from its copy on the host."""
+        host = rollout.completions.on_host
+        return cls(host.group_id, host.prompt_mask.sum(1), host.read_lengths, host.lengths)
 
 
 def rows_of_slots(
