@@ -1,11 +1,12 @@
 """Short runs on a device that is not the CPU: the methods of `scripts/same_bits.py`, and what takes another path there.
 
-Whatever mixes devices ends with an error. Where the table names a step, the run is resumed there and must end with the
-bits of the whole one.
+Whatever mixes devices ends with an error. Where a run has a step to resume at, it must end from there with the bits of
+the whole one.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -72,9 +73,15 @@ FURTHER = {
         None,
     ),
 }
-RUNS = {run.name: run for run in same_bits.runs(quick=True)} | {
-    name: same_bits.Run(name, tuple(words.split()), resume) for name, (words, resume) in FURTHER.items()
-}
+RESUMED_ALREADY = {
+    "gspo", "grpo_scheduled", "grpo_one_step", "grpo_masked", "grpo_bf16_lora", "reinforce_pp", "rloo", "ppo_guess",
+    "nash_md", "xpo", "dpo_moving", "bco",
+}  # fmt: skip
+"""By a run of the same family, which keeps the same things on the device: these are run once."""
+RUNS = {
+    run.name: replace(run, resume=None if run.name in RESUMED_ALREADY else run.resume)
+    for run in same_bits.runs(quick=True)
+} | {name: same_bits.Run(name, tuple(words.split()), resume) for name, (words, resume) in FURTHER.items()}
 
 
 def words_of(run: same_bits.Run) -> list[str]:
