@@ -57,8 +57,9 @@ class TokenBatch:
         return TokenBatch(*(None if column is None else next(copies) for column in self._columns))  # pyright: ignore
 
     def with_host(self, copy: TokenBatch | None = None) -> TokenBatch:
-        """The same, with a copy in the host's memory beside what lies on a device. It is none any more of a batch in
-        which a column was replaced.
+        """Return the same, with a copy in the host's memory beside what lies on a device.
+
+        The copy is dropped once a column is replaced; what is written into a column in place is not noticed.
 
         Args:
             copy: The copy, where there is one.
@@ -197,7 +198,7 @@ def _to(item: Any, device: Any) -> Any:
     for field in dataclasses.fields(item):
         value = getattr(item, field.name)
         if isinstance(value, Tensor):
-            changes[field.name] = value.to(device, non_blocking=True)
+            changes[field.name] = to_device(value, torch.device(device))
         elif isinstance(value, TokenBatch):
             changes[field.name] = value.to(device)
         elif isinstance(value, Mapping):

@@ -260,7 +260,8 @@ class Completions:
         """The same rows in the host's memory, where it has a copy of these very columns."""
         if self.response_ids.device.type == "cpu":
             return self
-        return None if self.host is None else self.host.rows_of(self._columns)
+        kept = None if self.host is None else self.host.rows_of(self._columns)
+        return kept and dataclasses.replace(kept, episodes=self.episodes, version=self.version)
 
     @property
     def on_host(self) -> Completions:
@@ -273,8 +274,8 @@ class Completions:
         return dataclasses.replace(self, **copies, vision=None, host=None)
 
     def with_host(self, copy: Completions | None = None) -> Completions:
-        """The same, with a copy in the host's memory beside what lies on a device. `select` and `trim` take it along;
-        it is none any more of completions in which a column was replaced.
+        """Return the same, with a copy in the host's memory beside what lies on a device. `select` and `trim` take it
+        along. The copy is dropped once a column is replaced; what is written into a column in place is not noticed.
 
         Args:
             copy: The copy, where there is one.

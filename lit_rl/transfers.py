@@ -43,5 +43,9 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on the device. The host does not wait: it must not write to the tensor afterwards."""
-    return tensor.to(device, non_blocking=True)
+    """Return a tensor of the host on the device. The host does not wait: it must not write to the tensor afterwards.
+
+    On Apple's GPUs it does: such a copy would read memory that a tensor without another name has given back by then
+    (pytorch issue 189690).
+    """
+    return tensor.to(device, non_blocking=device.type != "mps")

@@ -41,6 +41,7 @@ OTHERS = {
 }
 """Packages whose private names are looked for."""
 
+_COMPILED = "tests/models/test_models_compiled.py"
 _GOING_ON = "tests/algorithms/test_optim_going_on.py"
 _STRATEGIES = "tests/algorithms/test_strategies.py"
 _DOOR = "tests/doors/test_lightning_cli.py"
@@ -53,6 +54,9 @@ _CHECKPOINTS = "tests/runs/test_damaged_checkpoints.py"
 TESTS = {
     # torch
     "torch._C": _CHECKPOINTS,
+    "torch._dynamo.config": _COMPILED,
+    "torch._dynamo.config.recompile_limit": _COMPILED,
+    "torch._dynamo.exc.TorchDynamoException": _COMPILED,
     "torch._foreach_copy_": "tests/runs/test_dist_masters.py",
     "torch.autograd.Variable._execution_engine": "tests/ops/test_ops_gradient_total.py",
     "torch.ops.aten._softmax_backward_data": "tests/ops/test_ops_folded_attention.py",
@@ -116,6 +120,7 @@ TESTS = {
     "transformers.AutoModelForSequenceClassification._model_mapping": "tests/vision/test_vision_rewards.py",
     "transformers.AutoModelForSequenceClassification.register": "tests/vision/test_vision_rewards.py",
     "transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register": _GROUPED,
+    "transformers.masking_utils.find_packed_sequence_indices": "tests/models/test_models_known_masks.py",
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.register": _GROUPED,
     "._attn_implementation": _GROUPED,
     "._initialize_weights": "tests/pretended_gpu/test_device_choice.py",
@@ -149,6 +154,7 @@ TESTS = {
     "lit_rl/commands/defaults.py": "tests/docs/test_reference_docs.py",
     "lit_rl/keywords.py": "tests/algorithms/test_trainer_settings.py",
     "lit_rl/models/policy/liger.py": "tests/models/test_models_liger.py",
+    "lit_rl/models/policy/compiled_pieces.py": _COMPILED,
     "lit_rl/chat_template.py": "tests/data/test_rendering_cases.py",
     "lit_rl/generation/lean_steps.py": _LEAN,
     "lit_rl/generation/vllm/generator.py": "tests/generation/test_engine_kwargs.py",

@@ -165,6 +165,7 @@ class Records:
         self.averages.load_state(saved["averages"], device)
         self._stats = saved["stats"]
         self.noted = saved.get("noted", {})  # earlier versions kept none
+        self._opened = time.perf_counter()  # the seconds of this process alone are known
 
 
 _PLAIN = {bool, int, float, str, type(None)}

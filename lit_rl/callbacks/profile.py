@@ -20,7 +20,7 @@ _DEVICES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 
 
 class Profile(L.Callback):
-    """Writes what rank 0 does in some optimizer steps, rollouts included: `trace.json.gz` (for ui.perfetto.dev, or
+    """A trace of what rank 0 does in some optimizer steps, rollouts included: `trace.json.gz` (for ui.perfetto.dev, or
     chrome://tracing) and `operators.txt`, a table of the operators that take longest.
 
     The steps take longer while they are traced, and compute the same. Files that cannot be written are warned of, and
@@ -81,7 +81,7 @@ class Profile(L.Callback):
             made.stop()
 
     def _write(self) -> None:
-        """Once, of what was traced."""
+        """Write the trace and the table, once."""
         made, self._profile = self._profile, None
         if made is None:
             return

@@ -100,7 +100,7 @@ def _verdict(found: Findings) -> str:
 
 
 def _ways(found: Findings) -> str:
-    """Which of the quicker ways to decode and to learn this model takes."""
+    """Say which of the quicker ways to decode and to learn this model takes."""
     decoded = {
         "lean_steps": "operations on its weights, over keys and values that are held once a prompt",
         "grouped_cache": "its own modules, over keys and values that are held once a prompt",

@@ -336,7 +336,7 @@ _OF_DEVICES = {
 
 
 def _used(run: RunFiles) -> str:
-    """How much of the devices was used."""
+    """Return a line of how much of the devices was used."""
     told = {words: _typical(run, name, form) for name, (words, form) in _OF_DEVICES.items()}
     said = " · ".join(f"{value} {words}" for words, value in told.items() if value)
     return f'<p class="dim">Medians over the lines of the log: {said}.</p>' if said else ""

@@ -58,13 +58,6 @@ class NativeGenerator(InProcessGenerator):
         self.steps: str | None = None
         """How the last batch was decoded: by `lean_steps`, over a `grouped_cache` without them, or, with neither, by
         the model's `own` attention and cache."""
-        self._proven: bool | None = None
-        self._proven_lean: bool | None = None
-
-    def sync(self, policy: nn.Module, version: int) -> None:
-        if policy is not self._policy:
-            self._proven = self._proven_lean = None
-        super().sync(policy, version)
 
     def _decode(
         self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
@@ -85,10 +78,7 @@ class NativeGenerator(InProcessGenerator):
         """The steps for texts of up to `length` tokens."""
         from lit_rl.generation.grouped_steps import GroupedSteps, fits, proven
 
-        grouped = self.grouped_cache and fits(policy, length)
-        if grouped and self._proven is None:
-            self._proven = proven(policy)
-        if not (grouped and self._proven):
+        if not (self.grouped_cache and fits(policy, length) and proven(policy)):
             return DecodingSteps
         return self._lean(policy, length) or GroupedSteps
 
@@ -96,10 +86,8 @@ class NativeGenerator(InProcessGenerator):
         """Those over the model's weights, where it is proven to be made so."""
         from lit_rl.generation.lean_steps import LeanModel, LeanSteps, fits, proven
 
-        lean = self.lean_steps and fits(policy)
-        if lean and self._proven_lean is None:
-            self._proven_lean = proven(policy)
-        return partial(LeanSteps, LeanModel(policy, length)) if lean and self._proven_lean else None
+        lean = self.lean_steps and fits(policy) and proven(policy)
+        return partial(LeanSteps, LeanModel(policy, length)) if lean else None
 
 
 def _refuse_partial_caches(policy: nn.Module) -> None:

@@ -196,7 +196,7 @@ class _Talk:
             self._parts.append((_split(steps, look.rows, over), [look.rows[place] for place in over]))
 
     def answered(self, *, wait: bool) -> Iterator[tuple[DecodingSteps, Tensor, int]]:
-        """The rows that go on, having read what they were answered, and the most tokens that one may say now."""
+        """Yield the rows that go on, having read what they were answered, and the most tokens that one may say now."""
         self._heard |= {heard.row: heard for heard in self._responder.answers(wait=wait)}
         for _ in range(len(self._parts)):
             steps, rows = self._parts.pop(0)
@@ -221,9 +221,12 @@ class _Talk:
                 yield steps, of, max(room)
 
     def _read(self, row: int, said: list[int]) -> tuple[list[int], int, int, tuple[Later, ...]] | None:
-        """What the model has to read before the row's next turn, how many tokens stand before that in the text, how
-        many it may say then, and the images in what it reads. The last token that it said is part of it. None where the
-        conversation is over."""
+        """Return what the model has to read before the row's next turn, how many tokens stand before that in the text,
+        how many it may say then, and the images in what it reads. The last token that it said is part of it.
+
+        Returns:
+            None where the conversation is over.
+        """
         heard = self._heard.pop(row)
         if not (room := self._responses.hear(heard)):
             return None

@@ -18,7 +18,7 @@ from lit_rl.vision import Later
 
 @dataclass(frozen=True)
 class Look:
-    """How some rows stand, as the host knows it."""
+    """The state of some rows, as the host knows it."""
 
     rows: list[int]
     running: list[bool]
@@ -63,11 +63,11 @@ class Responses:
         """Bool ``(n,)``: the rows whose newest turn an EOS or a stop string has ended, or whose conversation ended."""
 
     def spoken(self, rows: Tensor) -> Tensor:
-        """Long ``(m,)``: tokens of these rows in their newest turn."""
+        """Return long ``(m,)``: tokens of these rows in their newest turn."""
         return self.lengths[rows] - self._begun[rows]
 
     def over(self, rows: Tensor) -> Tensor:
-        """Bool ``(m,)``: those of these rows whose turn is over, as far as the last `look` and the device know."""
+        """Return bool ``(m,)``: is the turn of each over, as far as the last `look` and the device know?"""
         return self._columns[rows] == self._longest
 
     def add(self, rows: Tensor, drawn: Drawn) -> None:
@@ -105,16 +105,19 @@ class Responses:
         """
         lengths, begun = self.lengths[rows], self._begun[rows]
         finite = self._logprobs[rows, (lengths - 1).clamp(min=0)].isfinite()
-        facts = torch.stack([rows, (~self.over(rows)).long(), finite.long(), lengths, begun], 1)
-        if self._ends.stops:
-            columns = lengths[:, None] + torch.arange(1 - self._ends.window - self._since, 0, device=rows.device)
-            tails = self._ids[rows[:, None], columns.clamp(min=0)]
-            facts = torch.cat([facts, tails], 1)
+        facts = torch.stack([rows, (~self.over(rows)).long(), finite.long(), lengths, begun])
+        if not self._ends.stops:
+            self._since, (asked, running, finites, known, _) = 0, facts.tolist()
+            for row, length in zip(asked, known):
+                self._known[row] = length
+            return Look(asked, list(map(bool, running)), known, None, all(finites))
+        columns = lengths[:, None] + torch.arange(1 - self._ends.window - self._since, 0, device=rows.device)
+        facts = torch.cat([facts.T, self._ids[rows[:, None], columns.clamp(min=0)]], 1)
         self._since, told = 0, facts.tolist()
         behind: list[int | None] = []
         for row, _, _, length, begin, *tail in told:
-            spoken = length - begin
-            behind.append(self._ends.behind(tail[-spoken:], spoken, length - self._known[row]))
+            spoken, new = length - begin, length - self._known[row]
+            behind.append(self._ends.behind(tail[-spoken:], spoken, new) if new else None)
             self._known[row] = length - (behind[-1] or 0)
         return Look(
             rows=[each[0] for each in told],
@@ -169,7 +172,7 @@ class Responses:
         return [Said(row, turn, ids[begun:end], bool(ended)) for row, (turn, begun, end, ended, *ids) in told]
 
     def texts(self, rows: Sequence[int]) -> list[list[int]]:
-        """All tokens of these rows so far."""
+        """Return all tokens of these rows so far."""
         at = torch.tensor(rows, device=self._ids.device)
         told = torch.cat([self.lengths[at][:, None], self._ids[at]], 1).tolist()
         return [ids[:length] for length, *ids in told]

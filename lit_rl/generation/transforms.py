@@ -269,7 +269,7 @@ class EndDetector:
 
     @property
     def stops(self) -> bool:
-        """Whether there are stop strings."""
+        """Tell whether there are stop strings."""
         return bool(self._stop)
 
     def by_eos(self, tokens: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Groups:
 
 
 def renumbered(ids: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
-    """0, 1, ... in the order of the ids, as ``torch.unique`` does, which waits for a device to know how many."""
+    """Return the ids renumbered to 0, 1, ... in their order; ``torch.unique`` waits for a device to count them."""
     ordered, order = ids.sort(stable=True)
     steps = F.pad((ordered[1:] != ordered[:-1]).long(), (1, 0))[: len(ids)]
     return torch.empty_like(order).scatter_(0, order, steps.cumsum(0))

@@ -229,8 +229,9 @@ def test_an_sdpa_of_the_models_own_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         local = AttentionInterface()
         local["sdpa"] = halved
         monkeypatch.setattr(modeling_qwen2, "ALL_ATTENTION_FUNCTIONS", local)
-        assert fits(policy, 20)
-        assert not proven(policy)
+        another = GROUPED["qwen2"]()
+        assert fits(another, 20)
+        assert not proven(another)
 
 
 def test_a_window_counts_only_where_the_text_is_as_long() -> None:

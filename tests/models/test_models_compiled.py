@@ -111,11 +111,13 @@ def test_a_model_learns_the_same_with_as_many_programs_for_all_its_layers(
 
 
 @pytest.mark.usefixtures("programs")
-def test_without_gradient_it_computes_as_it_does_uncompiled(pair, programs):
+def test_without_gradient_it_computes_as_it_does_uncompiled(pair, programs, completions):
     """Scores and decoding: bit for bit, nothing is compiled, and lean steps are taken."""
     plain, ours = pair()
     with torch.no_grad():
         assert torch.equal(plain.eval()(IDS).logits, ours.eval()(IDS).logits)
+        found = [score(model, completions, SAMPLING).logprobs for model in (plain, ours)]
+        assert torch.equal(*found)
         engine = NativeGenerator()
         engine.sync(ours, 0)
         kind: Any = engine._kind(ours, 20)

@@ -70,6 +70,15 @@ def test_a_model_that_is_trained_whole(family):
     assert by_formula(model) == counted(model)
 
 
+def test_a_state_space_has_no_pairs_and_its_linear_layers_are_counted():
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=67, state_size=4)
+    flops = ModelFlops.of_model(transformers.AutoModelForCausalLM.from_config(config))
+    assert not flops.pair
+    inner, rank = config.intermediate_size, config.time_step_rank
+    products = 16 * 2 * inner + inner * (rank + 2 * 4) + rank * inner + inner * 16
+    assert flops.token.forward == 2 * products and flops.scored.forward == 2 * 16 * 67
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "qwen3_moe"])
 def test_the_head_works_on_the_scored_positions_alone(family):
     model = model_of(family)

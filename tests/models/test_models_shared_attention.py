@@ -112,8 +112,8 @@ def test_scoring_without_gradient_runs_so_too(make_model, completions, folded):
 
 
 def test_a_model_is_tried_once_and_left_as_it_was(make_model, completions, folded, monkeypatch):
-    tried, whole = [], shared_prefix._runs_alike
-    monkeypatch.setattr(shared_prefix, "_runs_alike", lambda model: tried.append(model) or whole(model))
+    tried, whole = [], shared_prefix._trial
+    monkeypatch.setattr(shared_prefix, "_trial", lambda base: tried.append(base) or whole(base))
     model = LanguageModel(str(make_model())).load().train()
     for _ in range(2):
         result(model, completions, FOLDED)

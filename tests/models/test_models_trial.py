@@ -39,6 +39,18 @@ def test_numbers_may_differ_by_a_share_of_their_spread(notes, apart, passes):
         assert "It goes the long way." in note
 
 
+def test_a_model_is_tried_once(notes):
+    model, asked = nn.Linear(1, 1), []
+
+    def both():
+        asked.append(model)
+        return OWN + 1, OWN
+
+    other = Trial("generator.another", "It goes the long way", most=2.0)
+    assert [TRIAL.passes(model, both), TRIAL.passes(model, both), other.passes(model, both)] == [False, False, True]
+    assert len(asked) == 2 and len(notes) == 1
+
+
 def test_equal_numbers_without_spread_pass(notes):
     assert TRIAL.passes(nn.Linear(1, 1), lambda: (torch.ones(2), torch.ones(2))) and not notes
 

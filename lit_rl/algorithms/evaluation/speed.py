@@ -16,7 +16,8 @@ import torch
 from lit_rl.algorithms.ranks import Ranks
 
 PHASES = ("generate", "reward", "score", "update")
-"""Of a rollout. `score`: log-probs of the policy before its update, and of the reference."""
+"""Of a rollout. `score`: log-probs of the policy before its update and of the reference, where they are needed, and
+advantages."""
 
 
 class Peak(NamedTuple):
@@ -86,7 +87,7 @@ class Speed:
         self._since: float | None = None
 
     def begin(self) -> None:
-        """A rollout or a step begins: the first one of this process begins the time that is shared out."""
+        """Begin the time that is shared out, with the first rollout or step of this process."""
         self._since = time.perf_counter() if self._since is None else self._since
 
     def restart(self) -> None:
@@ -94,7 +95,7 @@ class Speed:
         self._done = Work()
 
     def add(self, work: Work) -> None:
-        """Of a micro-batch, or of a step."""
+        """Count the work of a micro-batch, or of a step."""
         self._done = self._done.plus(work)
 
     def line(

@@ -87,7 +87,6 @@ from lit_rl.models.policy.loaded import GivenModel, GivenTokenizer, LoadedModel,
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.sharding import full_state_dict, shard
 from lit_rl.models.policy.tensor_parallel import clip_over_meshes, spread_over_group
-from lit_rl.models.policy.trunk import base_of
 from lit_rl.models.policy.vision_parts import trained_by_images
 from lit_rl.models.reference.base import Auto, Copy, Reference, Scorer
 from lit_rl.ops.fixed_order import fixed_order
@@ -847,8 +846,10 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if self._flops is None:
             beside = (getattr(getattr(self, name), "trunk", None) for name in self.trained_beside)
             models = [self.policy, *(trunk for trunk in beside if trunk is not None)]
-            known = all(hasattr(base_of(model), "get_decoder") for model in models)
-            self._flops = [ModelFlops.of_model(model) for model in models] if known else []
+            try:
+                self._flops = [ModelFlops.of_model(model) for model in models]
+            except (AttributeError, TypeError, ArithmeticError):  # no text decoder, or its config is of another kind
+                self._flops = []
         costs = [flops.of(spans if place == 0 else own, scored) for place, flops in enumerate(self._flops)]
         return float(sum(cost.training for cost in costs) + reads * sum(cost.forward for cost in costs[:1]))
 

@@ -612,7 +612,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         return rollout, rows, used
 
     def _work_of(self, counts: RowCounts, rows: Tensor, widths: tuple[int, int]) -> Work:
-        """What a micro-batch of these rows, with so many columns of prompts and responses, has to compute."""
+        """Return the work of a micro-batch of these rows, with so many columns of prompts and responses."""
         mine = RowCounts(*(column[rows] for column in counts))
         prompts, shared = dict(zip(mine.group.tolist(), mine.prompt.tolist())), False
         if self.shares_prompts and self.forward_options.shared_prompts:

@@ -66,7 +66,7 @@ class RowCounts(NamedTuple):
 
     @classmethod
     def of(cls, rollout: Rollout) -> RowCounts:
-        """Of a rollout, from its copy on the host."""
+        """Count the rows of a rollout, in its copy on the host."""
         host = rollout.completions.on_host
         return cls(host.group_id, host.prompt_mask.sum(1), host.read_lengths, host.lengths)
 
@@ -74,15 +74,15 @@ class RowCounts(NamedTuple):
 def rows_of_slots(
     rollout: Rollout, plan: BatchPlan, *, seed: int, index: int, teaching: Tensor | None = None
 ) -> list[Tensor]:
-    """The rows of each slot of rollout number `index`, in the host's memory; see `deal_rows`."""
+    """Return the rows of each slot of rollout number `index`, in the host's memory; see `deal_rows`."""
     return deal_rows(RowCounts.of(rollout), plan, seed=seed, index=index, teaching=teaching)
 
 
 def deal_rows(
     counts: RowCounts, plan: BatchPlan, *, seed: int, index: int, teaching: Tensor | None = None
 ) -> list[Tensor]:
-    """The rows of each slot of rollout number `index`, in the host's memory: pass by pass, mini-batch by mini-batch,
-    part by part.
+    """Return the rows of each slot of rollout number `index`, in the host's memory: pass by pass, mini-batch by
+    mini-batch, part by part.
 
     Args:
         counts: Of the rollout whose rows are dealt out.
@@ -186,9 +186,10 @@ def without_gradient(
     ids, completions = completions.response_ids, completions.with_host()
     out = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
     with evaluation_mode(model):
-        for chunk in torch.arange(len(completions)).split(rows_at_once):
-            part = select(completions, chunk)
-            out[chunk[0] : chunk[-1] + 1, used_columns(part)[Width.RESPONSE]] = of_rows(trim(part))
+        for start in range(0, len(completions), rows_at_once):
+            end = min(start + rows_at_once, len(completions))
+            part = select(completions, torch.arange(start, end))
+            out[start:end, used_columns(part)[Width.RESPONSE]] = of_rows(trim(part))
     return out
 
 

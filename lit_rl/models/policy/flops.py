@@ -109,7 +109,7 @@ class ModelFlops:
 
 
 def _product(size: int, *, trained: bool, carries: bool) -> Cost:
-    """Of a weight of so many numbers, a row of its input: `carries` where that needs a gradient."""
+    """Return the cost of a row of input for a weight of so many numbers; `carries` where the row needs a gradient."""
     return Cost(2 * size, 2 * size * (trained + carries))
 
 
@@ -178,7 +178,7 @@ class _Layers:
         """Whether that layer trains something beside its linear layers, such as a norm before them."""
 
     def token(self) -> Cost:
-        """Of a token."""
+        """Return the cost of a token."""
         total, groups = Cost(), defaultdict(list)
         for linear in self.linears:
             if linear.layer != self.first or linear.layer < 0:
@@ -197,11 +197,14 @@ class _Layers:
         return total
 
     def pair(self, config: Any) -> dict[int | None, Cost]:
-        """Of a pair of a query and a key, by window."""
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        """Return the cost of a pair of a query and a key, by window; none of a state space, which has no pairs."""
+        heads = getattr(config, "num_attention_heads", None)
+        if not isinstance(heads, int):
+            return {}
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
         of_queries = getattr(config, "qk_head_dim", None) or width
         of_values = getattr(config, "v_head_dim", None) or width
-        once = 2 * config.num_attention_heads * (of_queries + of_values)
+        once = 2 * heads * (of_queries + of_values)
         found: dict[int | None, Cost] = {}
         for number, window in enumerate(_windows(config)):
             if window != 0:

@@ -175,7 +175,8 @@ def _of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: 
     summed = summed_weight(head.weight)
     weight = weight.detach() if summed else weight
     past = targets.history and targets.history.mapped(lambda field: field.flatten()[at])
-    asked: dict[str, Any] = {"bias": bias, "history": past, "summed": summed, "compiler": compiler_of(head)}
+    compiler = compiler_of(head) if torch.is_grad_enabled() else None
+    asked: dict[str, Any] = {"bias": bias, "history": past, "summed": summed, "compiler": compiler}
     with torch.autocast(hidden.device.type, enabled=False):
         found = linear_logprobs(rows, weight, targets.ids.flatten()[at], distribution, **asked)
 

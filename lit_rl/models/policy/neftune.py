@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lit_rl.examples import TokenBatch
 from lit_rl.models.policy.trunk import base_of
+from lit_rl.transfers import to_device
 
 
 @contextmanager
@@ -30,8 +31,8 @@ def noisy_embeddings(model: nn.Module, tokens: TokenBatch, alpha: float, keys: S
     def add(module: nn.Module, args: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
         if not module.training:  # a trial of the model, on tokens of its own
             return embedded
-        noise = _noise(tokens, embedded.shape[-1], alpha, keys).to(embedded.dtype).to(embedded.device)
-        return embedded + noise.reshape(embedded.shape)
+        noise = _noise(tokens, embedded.shape[-1], alpha, keys).to(embedded.dtype)
+        return embedded + to_device(noise.reshape(embedded.shape), embedded.device)
 
     handle = base_of(model).get_input_embeddings().register_forward_hook(add)
     try:
@@ -42,13 +43,13 @@ def noisy_embeddings(model: nn.Module, tokens: TokenBatch, alpha: float, keys: S
 
 def _noise(tokens: TokenBatch, width: int, alpha: float, keys: Sequence[int]) -> Tensor:
     """Float32 `(b, s, d)` on the CPU, whose generator is the same everywhere; 0 at padding."""
-    attended = tokens.attention_mask.cpu()
+    host = tokens.on_host
+    attended = host.attention_mask
     noise = torch.zeros((*attended.shape, width), device="cpu")
     for row, (key, length) in enumerate(zip(keys, attended.sum(1).tolist(), strict=True)):
         generator = torch.Generator().manual_seed(key)
         torch.rand((length, width), generator=generator, out=noise[row, :length]).mul_(2).sub_(1)
-    segment = None if tokens.segment is None else tokens.segment.cpu()
-    return noise * (alpha / (_text_lengths(attended, segment) * width).sqrt()).unsqueeze(-1)
+    return noise * (alpha / (_text_lengths(attended, host.segment) * width).sqrt()).unsqueeze(-1)
 
 
 def _text_lengths(mask: Tensor, segment: Tensor | None) -> Tensor:

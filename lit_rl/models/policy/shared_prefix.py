@@ -21,7 +21,6 @@ values; with rotary embeddings whose angles change once a text is as long as thi
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -271,30 +270,25 @@ def _of_rows(past: DynamicCache, prompt_of_row: Tensor) -> DynamicCache:
 _TRIAL = Trial("model.folded_attention", "Each row has its prompt's keys and values for itself", most=0.01)
 """On deterministic kernels the log-probs of the two ways are equal."""
 
-_FOLDS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-
 
 def _proven(model: nn.Module) -> bool:
-    """Whether a model attends as `shared_attention` does. Found out once a model, by a few tokens without gradient."""
-    if model not in _FOLDS:
-        with torch.no_grad(), evaluation_mode(model):
-            _FOLDS[model] = _runs_alike(model)
-    return _FOLDS[model]
+    """Tell whether a model attends as `shared_attention` does, by a few rows both ways, without gradient.
 
-
-def _runs_alike(model: nn.Module) -> bool:
-    """Run a few rows both ways: each attention has to equal, in float64, the one over repeated keys, and the log-probs
-    have to agree."""
+    Each attention has to equal, in float64, the one over repeated keys, and the log-probs have to agree.
+    """
     from lit_rl.models.policy.shared_attention import ProvingCache
 
-    rows = _trial(base_of(model))
-    prompts = PromptGroups(torch.tensor([0, 2]), torch.tensor([0, 0, 1, 1]))
-    options = ForwardOptions(rows_by_length=False)
+    def both() -> tuple[Tensor, Tensor]:
+        rows, options = _trial(base_of(model)), ForwardOptions(rows_by_length=False)
+        prompts = PromptGroups(torch.tensor([0, 2]), torch.tensor([0, 0, 1, 1]))
+        with torch.no_grad(), evaluation_mode(model):
+            quick, own = (
+                _run_behind(model, rows, prompts, Distribution(), options, cache).logprobs[rows.response_mask]
+                for cache in (ProvingCache, None)
+            )
+        return quick, own
 
-    def logprobs(cache: type[FoldedCache] | None) -> Tensor:
-        return _run_behind(model, rows, prompts, Distribution(), options, cache).logprobs[rows.response_mask]
-
-    return _TRIAL.passes(model, lambda: (logprobs(ProvingCache), logprobs(None)))
+    return _TRIAL.passes(model, both)
 
 
 def _trial(base: Any) -> Completions:

@@ -1,18 +1,24 @@
 """The trial of a quicker way to compute what a model computes: whether it is taken, and what is said where it is not.
 
-A way is tried once a model, on a few tokens, beside the model's own. Nothing is taken silently in its place: that a
-model does not fit, and by how much numbers differ, is a note; an error that nobody foresaw is a warning, as it is a
-defect that costs speed alone and would be found by nobody. Our tests turn that warning into an error (pyproject.toml).
+A way is tried once a model and kind of device, on a few tokens, beside the model's own. Nothing is taken silently in
+its place: that a model does not fit, and by how much numbers differ, is a note; an error that nobody foresaw is a
+warning, as it is a defect that costs speed alone and would be found by nobody. Our tests turn that warning into an
+error (pyproject.toml).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from lit_rl.models.policy.device import device_of
 from lit_rl.models.policy.trunk import base_of
+
+_VERDICTS: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, str], bool]] = weakref.WeakKeyDictionary()
+"""Of each model that was tried, by setting and kind of device."""
 
 
 class Unfit(Exception):
@@ -29,7 +35,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Trial:
-    """How a quicker way is tried.
+    """A quicker way, and the bound within which its numbers are the model's own.
 
     Args:
         key: The setting that switches it on.
@@ -42,12 +48,18 @@ class Trial:
     most: float
 
     def passes(self, model: nn.Module, both: Callable[[], tuple[Tensor, Tensor]]) -> bool:
-        """Compute both ways, and tell whether the quicker one gives the same numbers. If not, it is said why.
+        """Compute both ways once, and tell whether the quicker one gives the same numbers. If not, say why, once.
 
         Args:
             model: Whose numbers they are.
             both: Returns the numbers of the quicker way and the model's own, of one shape.
         """
+        verdicts, key = _VERDICTS.setdefault(model, {}), (self.key, device_of(model).type)
+        if key not in verdicts:
+            verdicts[key] = self._tried(model, both)
+        return verdicts[key]
+
+    def _tried(self, model: nn.Module, both: Callable[[], tuple[Tensor, Tensor]]) -> bool:
         from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
         name = type(base_of(model)).__name__
