@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from cli_helpers import Command, refused, write_jsonl
 
 from lit_rl.commands.reward_test import reward_test
@@ -142,7 +143,9 @@ class TestFile:
         data = RolloutDataModule(rows=[{"prompt": f"{n}+0=", "answer": str(n)} for n in range(40)], val_fraction=0)
         model = LanguageModel("tiny")
         module = SimpleNamespace(model=model, tokenizer=model.tokenizer, reward_functions=Rewards(right))
-        return SimpleNamespace(generating=module, data=data, trainer=SimpleNamespace(is_global_zero=True))
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+        trainer = SimpleNamespace(is_global_zero=True, strategy=strategy)
+        return SimpleNamespace(generating=module, data=data, trainer=trainer)
 
     def test_its_lines_are_scored(self, run, tmp_path, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "200")

@@ -63,6 +63,8 @@ def small(words: list[str], number: int) -> list[str]:
         more.append("trainer.val_check_interval=1")  # what is monitored has to be measured
     if any(word.startswith("scheduler.warmup_steps=") for word in words):
         more.append("scheduler.warmup_steps=1")  # one that is longer than the run is refused
+    if "debug=profile" in words:
+        more.append("profile.steps=[0,1]")  # and so are steps behind the last one
     return [*words, *more]
 
 
