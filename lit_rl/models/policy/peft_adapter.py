@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.adapter_kinds import check_kind, check_start
 from lit_rl.models.policy.lora import Lora, check_targets
@@ -83,6 +81,7 @@ class PeftAdapter:
             ConfigError: PEFT cannot put the adapters on this model, they split a tied weight, or the vocabulary has new
                 tokens that nothing trains.
         """
+        import torch
         from peft import PeftModel, get_peft_model
 
         from lit_rl.models.policy.pieces import check_merge  # which needs torch
