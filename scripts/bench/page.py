@@ -164,7 +164,7 @@ def _overview(results: Sequence[Result]) -> Iterator[str]:
         for number, ours in enumerate(summary.ours(result)):
             theirs = [_ratio(summary.ratio(result, name, ours)) for name in (default, tuned)]
             cpu = [f"{summary.ratio(result, name, ours, 'cpu').middle:.2f}" for name in (default, tuned)]
-            memory = (summary.peak(result, ours) or 0) / (summary.peak(result, default) or 1)
+            memory = summary.peak(result, ours) / summary.peak(result, default)
             yield (
                 f"| {'' if number else result['workload']['name']} | {ours} "
                 f"| {summary.spread(result, ours).middle:.2f} | {' | '.join(theirs)} | {', '.join(cpu)} "
@@ -326,9 +326,7 @@ def _share(value: float | None) -> str:
 
 
 def _memory(result: Result, name: str) -> str:
-    """Resident, and on a GPU what was allocated and reserved there."""
-    found = [summary.peak(result, name, what) for what in ("peak", "gpu_peak", "gpu_reserved")]
-    return " / ".join(f"{value / 1e9:.2f}" for value in found if value is not None)
+    return f"{summary.peak(result, name) / 1e9:.2f}"
 
 
 def write(results: Path = RESULTS, path: Path = PAGE, pictures: Path = PICTURES) -> None:

@@ -11,10 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from bench import gate, record
 
 from gpu import training
-from gpu.main_command import G1, limits, seconds
+from gpu.main_command import G1, limits, mfu_as_trl, seconds
 from gpu.result import Result, stage
 
 BEST = {"model_init_kwargs": {"dtype": "bfloat16"}, "gradient_checkpointing": False}
@@ -28,8 +27,10 @@ def run(result: Result, work: Path) -> None:
         best(result, work)
     training.free()
     with result.part("TRL, as it comes"):
-        spec = training.prepared(G1, work / G1.shape, "trl_default", config={})
-        seconds(result, "TRL, as it comes", training.trl(spec, steps=2, warmups=1), limits(result))
+        spec = training.prepared(G1, work / G1.shape, "trl_default", config={}, unrecorded=True)
+        trained = training.trl(spec, steps=2, warmups=1)
+        seconds(result, "TRL, as it comes", trained, limits(result))
+        mfu_as_trl(result, "TRL, as it comes", trained)
 
 
 def best(result: Result, work: Path) -> None:
@@ -38,17 +39,23 @@ def best(result: Result, work: Path) -> None:
         size = min(rows, G1.rows)
         more = {"per_device_train_batch_size": size, "gradient_accumulation_steps": G1.rows // size}
         spec = training.prepared(G1, work / G1.shape, "trl_best", config=BEST | more)
+        trained = None
         try:
             trained = training.trl(spec, steps=3, warmups=1)
         except torch.OutOfMemoryError:
             result.not_run(f"TRL, {rows} rows a pass", "out of memory")
-            training.free()
+        if trained is None:
+            training.free()  # not above, where the frames of the error still hold the model
             continue
         seconds(result, "TRL, best setting", trained, limits(result))
         ours = work / G1.shape / "main"
         if (ours / "first_step.json").is_file():
-            found = gate.compare(record.read(ours), record.read(spec.work), gradients=False)
-            result.check("log-probs of the first step, from ours", found.logprobs or 0.0, most=NATS, unit="nats")
+            found = training.agreement(spec, ours, gradients=False)
+            note = f"of {found.tokens:,} tokens"
+            result.check("log-probs of the first step, from ours", found.logprobs, most=NATS, unit="nats", note=note)
+        else:
+            result.not_run("log-probs of the first step, from ours", "the main command left none")
+        mfu_as_trl(result, "TRL, best setting", trained)
         return
 
 
