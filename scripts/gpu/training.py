@@ -14,8 +14,8 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,29 +161,11 @@ def ours(spec: Spec, *overrides: str, steps: int = 1, warmups: int = 0, clock: C
     import lightning as L
     from bench import ours as contender
     from hydra.core.global_hydra import GlobalHydra
-    from lightning.pytorch import utilities
 
     from lit_rl import cli
     from lit_rl.commands.step_memory import planned
-    from lit_rl.models.policy import forward
-    from lit_rl.models.policy.trial import Trial
 
     trained, fit, environment = Trained(clock or Clock(), spec.workload, warmups), L.Trainer.fit, dict(os.environ)
-    share, passes = forward.shared_prompts, Trial.passes
-
-    def shares(*given: Any) -> Any:
-        trained.shared.append((groups := share(*given)) is not None)
-        return groups
-
-    def tried(trial: Trial, *given: Any) -> bool:
-        said: list[str] = []
-        with ExitStack() as stack:
-            for name in ("rank_zero_info", "rank_zero_warn"):
-                told = heard(said, getattr(utilities, name))
-                stack.enter_context(mock.patch.object(utilities, name, told))
-            taken = passes(trial, *given)
-        trained.trials[trial.key] = "" if taken else " ".join(said)
-        return taken
 
     def hung(trainer: L.Trainer, module: Any, *args: Any, **kwargs: Any) -> None:
         trainer.callbacks.append(contender.Contender(spec, trained.clock))  # pyright: ignore
@@ -196,15 +178,15 @@ def ours(spec: Spec, *overrides: str, steps: int = 1, warmups: int = 0, clock: C
             trained.planned = plan.total
         raise _Over
 
-    L.Trainer.fit, sys.argv = hung, ["train.py"]
-    forward.shared_prompts, Trial.passes = shares, tried
+    argv, L.Trainer.fit, sys.argv = sys.argv, hung, ["train.py"]
     limits = [f"trainer.max_steps={steps}", f"run_dir={spec.work}/run"]
     try:
-        code = cli.run([*contender.overrides(spec), ACCELERATOR, *overrides, *limits])
+        with watched(trained):
+            code = cli.run([*contender.overrides(spec), ACCELERATOR, *overrides, *limits])
     except _Over:
         code = 0
     finally:
-        L.Trainer.fit, forward.shared_prompts, Trial.passes = fit, share, passes
+        L.Trainer.fit, sys.argv = fit, argv
         os.environ.clear()
         os.environ.update(environment)
         GlobalHydra.instance().clear()
@@ -214,14 +196,41 @@ def ours(spec: Spec, *overrides: str, steps: int = 1, warmups: int = 0, clock: C
     return trained
 
 
-def heard(said: list[str], tell: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that tells something, which is added to a list too."""
+@contextmanager
+def watched(trained: Trained) -> Iterator[None]:
+    """Meanwhile, what passes share and what trials of quicker ways say is written down; then all is as it was."""
+    from lightning.pytorch import utilities
 
-    def told(text: Any, *more: Any, **named: Any) -> Any:
-        said.append(str(text))
-        return tell(text, *more, **named)
+    from lit_rl.generation import noise
+    from lit_rl.models.policy import forward
+    from lit_rl.models.policy.trial import Trial
 
-    return told
+    share, passes, said = forward.shared_prompts, Trial.passes, []
+
+    def shares(*given: Any) -> Any:
+        trained.shared.append((groups := share(*given)) is not None)
+        return groups
+
+    def tried(trial: Trial, *given: Any) -> bool:
+        said.clear()
+        taken = passes(trial, *given)
+        trained.trials[trial.key] = "" if taken else " ".join(said)
+        return taken
+
+    def heard(tell: Callable[..., Any]) -> Callable[..., Any]:
+        def told(text: Any, *more: Any, **named: Any) -> Any:
+            said.append(str(text))
+            return tell(text, *more, **named)
+
+        return told
+
+    with ExitStack() as stack:
+        for name in ("rank_zero_info", "rank_zero_warn"):  # a trial imports them as it speaks
+            stack.enter_context(mock.patch.object(utilities, name, heard(getattr(utilities, name))))
+        stack.enter_context(mock.patch.object(forward, "shared_prompts", shares))
+        stack.enter_context(mock.patch.object(Trial, "passes", tried))
+        stack.enter_context(mock.patch.object(noise, "uniform", noise.uniform))  # `bench.ours` puts its own in place
+        yield
 
 
 def agreement(spec: Spec, reference: Path, *, gradients: bool = True) -> gate.Agreement:
