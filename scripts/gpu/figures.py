@@ -82,7 +82,10 @@ def measured(result: Result, folder: Path, place: str, name: str, row: Published
     told = {"learns_alone": True, "unrecorded": True} | ({"algo": row.algo} if row.algo else {})
     spec = training.prepared(work, folder.parent / work.shape, place, **told)
     data = [] if work.generates else ["data.max_length=null"]
-    trained = training.ours(spec, *SETTINGS, *data, steps=row.steps, warmups=1)
+    try:
+        trained = training.ours(spec, *SETTINGS, *data, steps=row.steps, warmups=1)
+    finally:
+        shutil.rmtree(spec.work)  # a run that fails exports its model
     if row.tokens is not None:
         rate = trained.tokens / trained.seconds
         result.figure(f"{name}: learned", rate, "tokens/s", f"{row.whose}: {row.tokens:,.0f}")
@@ -91,7 +94,6 @@ def measured(result: Result, folder: Path, place: str, name: str, row: Published
         result.figure(f"{name}: peak of tensors", trained.peak / GIB, "GiB", f"{row.whose}: {row.memory:g}")
     if row.tokens is not None:
         mfu_as_trl(result, name, trained)
-    shutil.rmtree(spec.work)
 
 
 if __name__ == "__main__":

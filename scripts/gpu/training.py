@@ -141,8 +141,8 @@ class Trained:
 def prepared(work: Workload, folder: Path, name: str, *, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Spec:
     """Write the workload's files to a folder, where stages share its model, and name a folder for this training.
 
-    Weights are drawn on the card, in milliseconds: a CPU draws 50 million a second, 1.3 billion in 26 s. In bfloat16,
-    in which all but the kernels' steps are run, 0.5B, 0.6B and 1B are 4.2 GB on the disk together.
+    Weights are drawn on the card: a CPU draws some 50 million a second, 0.5B, 0.6B and 1B in 40 s. All but the kernels'
+    steps are run in bfloat16, in which these are 4.2 GB on the disk together, beside 4 GB for two gradients of 0.5B.
     """
     write(work, folder, device="cuda" if GPU else "cpu", dtype=dtype)
     free()
