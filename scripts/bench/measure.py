@@ -207,9 +207,11 @@ class Turns:
         ours += now.user + now.system - own.user - own.system
         foreign = max(0.0, machine.busy(cores) - before - ours) / (wall * len(cores))
         turn = {name: [answer[name] for answer in answers] for name in ("seconds", "cpu", "phases")}
-        memory = [name for name in ("peak", "gpu_peak", "gpu_reserved") if name in answers[0]]
-        peaks = {name: max(answer[name] for answer in answers) for name in memory}
-        return turn | peaks | {"foreign": foreign, "load": [load, os.getloadavg()[0]]}
+        return turn | {
+            "peak": max(answer["peak"] for answer in answers),
+            "foreign": foreign,
+            "load": [load, os.getloadavg()[0]],
+        }
 
     @property
     def _is_even(self) -> bool:
@@ -220,12 +222,10 @@ class Turns:
         return self._benchmark.workload.lengths == "fixed"
 
     def _look_inside(self, contender: Contender, process: Process) -> None:
-        """Steps that nobody times: FLOPs executed, and on a GPU the phases, which are waited for."""
+        """A step that nobody times: FLOPs executed."""
         result = self.results[contender.name]
         result["flops"] = process.step(flops=True)["flops"]
         result["processes"] = len(tree(process.pid))
-        if self._place.device == "cuda":
-            result["phases"] = process.step(exact=True)["phases"]
 
 
 def run(benchmarks: Sequence[Benchmark], place: Place) -> Iterator[dict[str, Any]]:

@@ -130,6 +130,7 @@ class Contender(L.Callback):
 
     def __init__(self, spec: Spec, steps: Steps) -> None:
         self._spec, self._steps, self._first = spec, steps, FirstStep()
+        self._first.open = not spec.settings.get("unrecorded")
         self._drawn, self._trained = 0, 0
 
     # ------------------------------------------------------------------ hung around the module
@@ -218,7 +219,7 @@ def completions_of(ids: list[list[int]], prompts: Prompts, work: Workload, devic
 def main() -> None:
     spec = Spec.read(os.environ["BENCH_SPEC"])
     first, fit = int(os.environ.get("LOCAL_RANK", "0")) == 0, L.Trainer.fit
-    steps = Steps(spec.device) if first else Unasked()
+    steps = Steps() if first else Unasked()
 
     def hung(trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         trainer.callbacks.append(Contender(spec, steps))  # pyright: ignore[reportAttributeAccessIssue]

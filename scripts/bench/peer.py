@@ -117,6 +117,7 @@ class Contender(TrainerCallback):
 
     def __init__(self, spec: Spec, steps: Steps, trainer: Any) -> None:
         self._spec, self._steps, self._first, self._rollouts = spec, steps, FirstStep(), 0
+        self._first.open = not spec.settings.get("unrecorded")
         self._trainer = trainer
         self._hang_on_step(trainer)
         if spec.workload.generates:
@@ -177,7 +178,7 @@ class Contender(TrainerCallback):
 
 def main() -> None:
     spec = Spec.read(os.environ["BENCH_SPEC"])
-    steps = Steps(spec.device)
+    steps = Steps()
     trainer = trainer_of(spec)
     if spec.settings.get("rows_together"):
         lay_rows_together(trainer.model)

@@ -74,7 +74,7 @@ def _cost(points: Sequence[Result], axis: str, path: Path) -> None:
     factors = [point["factor"] for point in points]
     for name, color in zip(points[0]["contenders"], (GREY, ORANGE, BLUE, GREEN)):
         seconds = [summary.spread(point, name).middle for point in points]
-        memory = [(summary.peak(point, name) or 0) / 1e9 for point in points]
+        memory = [summary.peak(point, name) / 1e9 for point in points]
         left.plot(factors, seconds, "o-", color=color, label=name)
         right.plot(factors, memory, "o-", color=color)
     left.set_ylabel("seconds a step")

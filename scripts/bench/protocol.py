@@ -2,12 +2,12 @@
 
 One JSON object a line on the process's standard input and output; all that libraries print goes to a log. A request is
 
-    {"do": "step"}                   train a step; "exact" waits for the GPU at the borders of phases, "flops" counts
+    {"do": "step"}                   train a step; "flops" counts them
     {"do": "stop"}                   leave, without the end of the run (validation, export)
 
 and the answer to a step its seconds, from the moment it was asked for to the end of that optimizer step: between two
 steps the trainer stands inside its own loop, so all that happens in a step is in it, data and logging too. The first
-step is the gate's (see `gate`). Phases are by name; "flops" are those that torch saw, "gpu_peak" bytes.
+step is the gate's (see `gate`). Phases are by name; "flops" are those that torch saw.
 """
 
 from __future__ import annotations
@@ -37,17 +37,12 @@ class ContenderFailed(Exception):
 
 
 class Steps:
-    """Stands between the steps of a trainer: `between` is called before the first and after each.
+    """Stands between the steps of a trainer: `between` is called before the first and after each."""
 
-    Args:
-        device: "cpu" or "cuda".
-    """
-
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what libraries print
-        self._cuda = device == "cuda"
-        self.phases = Phases(self._wait)
+        self.phases = Phases()
         self._began: float | None = None
         self._counting: ExitStack | None = None
         self._flops: Any = None
@@ -55,13 +50,12 @@ class Steps:
     def between(self) -> None:
         """Answer for the step that ended, if there was one, and wait until the next one is asked for."""
         if self._began is not None:
-            self._wait()
             self.phases.close()
             answer: dict[str, Any] = {"seconds": time.perf_counter() - self._began, "phases": self.phases.seconds}
             if self._counting is not None:
                 self._counting.close()
                 answer["flops"] = self._flops.get_total_flops()
-            self._answer(answer | self._peaks())
+            self._answer(answer)
         else:
             self._answer({"ready": True})
         self._next()
@@ -72,7 +66,6 @@ class Steps:
         if request["do"] == "stop":
             os._exit(0)
         self.phases.clear()
-        self.phases.exact = bool(request.get("exact"))
         self._counting = None
         if request.get("flops"):
             from torch.utils.flop_counter import FlopCounterMode
@@ -84,19 +77,6 @@ class Steps:
     def _answer(self, answer: Mapping[str, Any]) -> None:
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()
-
-    def _wait(self) -> None:
-        if self._cuda:
-            import torch
-
-            torch.cuda.synchronize()
-
-    def _peaks(self) -> dict[str, int]:
-        if not self._cuda:
-            return {}
-        import torch
-
-        return {"gpu_peak": torch.cuda.max_memory_allocated(), "gpu_reserved": torch.cuda.max_memory_reserved()}
 
 
 class Unasked(Steps):

@@ -85,17 +85,14 @@ def phases(result: Result, name: str) -> dict[str, float]:
     """Median seconds of each phase; "train" is what is left of the step."""
     one = result["contenders"][name]
     steps = [(s, p) for turn in one["turns"] for s, p in zip(turn["seconds"], turn["phases"])]
-    if "phases" in one:  # of a step in which the GPU was waited for
-        steps = [(spread(result, name).middle, one["phases"])]
     names = ("generate", "reward", "optimize")
     found = {phase: statistics.median(p.get(phase, 0.0) for _, p in steps) for phase in names}
     return found | {"train": statistics.median(s - sum(p.values()) for s, p in steps)}
 
 
-def peak(result: Result, name: str, what: str = "peak") -> float | None:
+def peak(result: Result, name: str) -> float:
     """Highest memory of any turn, bytes."""
-    found = [turn[what] for turn in result["contenders"][name]["turns"] if what in turn]
-    return max(found) if found else None
+    return max(turn["peak"] for turn in result["contenders"][name]["turns"])
 
 
 def work_of(result: Result) -> list[Work]:

@@ -17,7 +17,10 @@ import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 EOS = "!"
 """What ends a response: the first token of the vocabulary. A random policy draws it as rarely as any other."""
@@ -149,7 +152,7 @@ class Spec:
     settings: Mapping[str, Any]
     """`overrides` of ours, `algo` where it is another than the method, and `learns_alone`, which gives the completions
     of every rollout, so that none are drawn; `config` of the peer's, and `lora` where it trains an adapter (with
-    `rows_together`, if the frozen head is to be fast)."""
+    `rows_together`, if the frozen head is to be fast). `unrecorded` of both: no first step is written down."""
 
     def write(self) -> Path:
         """The file, in its own folder."""
@@ -183,11 +186,21 @@ class Spec:
         return json.loads((self.folder / "given.json").read_text())
 
 
-def write(workload: Workload, folder: Path, seed: int = 0) -> None:
-    """Write all files of a workload; the model's too, unless a workload of the same shape has written it there."""
+def write(
+    workload: Workload, folder: Path, seed: int = 0, *, device: str = "cpu", dtype: torch.dtype | None = None
+) -> None:
+    """Write all files of a workload; the model's too, unless a workload of the same shape has written it there.
+
+    Args:
+        workload: Which one.
+        folder: Where to.
+        seed: Of rows, completions and weights.
+        device: Where weights are drawn: other ones on a GPU.
+        dtype: Of the weights; float32 if nothing is said.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model" / "config.json").is_file():
-        write_model(workload.shape, folder / "model", seed)
+        write_model(workload.shape, folder / "model", seed, device=device, dtype=dtype)
     draw = random.Random(seed)
     rows = [_row(workload, draw, i) for i in range(workload.prompts * ROLLOUTS)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -224,8 +237,10 @@ def _given(workload: Workload, draw: random.Random) -> list[list[int]]:
     return rows
 
 
-def write_model(shape: str, folder: Path, seed: int = 0) -> None:
-    """A model of this shape with random float32 weights, and a tokenizer with one token a byte."""
+def write_model(
+    shape: str, folder: Path, seed: int = 0, *, device: str = "cpu", dtype: torch.dtype | None = None
+) -> None:
+    """A model of this shape with random weights, and a tokenizer with one token a byte."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -245,5 +260,7 @@ def write_model(shape: str, folder: Path, seed: int = 0) -> None:
         settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**settings, **ids, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32)
+    model.save_pretrained(folder)
     fast.save_pretrained(folder)

@@ -16,9 +16,8 @@ from bench.revision import revision
 from gpu.result import SMALL, Result, stage
 from gpu.training import GIB, GPU
 
-PACKAGES = ("torch", "triton", "transformers", "lightning", "peft", "trl", "liger-kernel", "datasets", "hydra-core")
-CARRIED = Path(__file__).resolve().parents[2] / ".wheels-gpu" / "COMMIT"
-"""The commit as `wheels.sh` wrote it down, for a checkout that travelled without its history."""
+PACKAGES = ("torch", "triton", "transformers", "lightning", "peft", "accelerate", "trl", "liger-kernel", "datasets")
+PACKAGES += ("huggingface-hub", "pyarrow", "numpy", "hydra-core")
 
 
 def run(result: Result, work: Path) -> None:
@@ -27,8 +26,6 @@ def run(result: Result, work: Path) -> None:
     result.figure("driver", driver())
     result.figure("date", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
     commit = os.environ.get("PROOF_COMMIT") or revision()["commit"]
-    if commit is None and CARRIED.is_file():
-        commit = CARRIED.read_text().strip()
     result.figure("commit", f"{commit or 'unknown'}{'+' if revision()['changed'] else ''}")
     result.figure("Python", platform.python_version())
     for name in PACKAGES:

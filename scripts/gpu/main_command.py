@@ -3,7 +3,8 @@
 Qwen2.5-0.5B's shape, 32 prompts of 128 tokens x 8 completions of 512, `train.py`'s defaults. By arithmetic, on a card
 of 800 TFLOP/s: a step has 4.7e14 useful FLOPs of learning, 0.6 s at the limit and 2 to 6 s at 10 to 30 % of it; 512
 tokens of decoding at 5 to 10 ms a token of 24 layers, whose launches cost more than their bytes, 3 to 5 s. Seven steps
-of 5 to 11 s and a start of 20 s are 55 to 100 s.
+of 5 to 11 s and a start of 12 s are 47 to 89 s. Where the box of 120 s has time left, five steps with
+`model.compile=true` follow, as long as these and 40 s for the start and Triton: 65 s at 5 s a step.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from bench.bounds import Work
 from bench.workload import Workload
 
 from gpu import training
 from gpu.result import SMALL, Result, stage
-from gpu.training import GIB, Trained
+from gpu.training import GIB, REAL, Trained
+from lit_rl.algorithms.evaluation.speed import peak_of
 
 G1 = Workload("G1", shape="0.5b", prompts=32, group=8, prompt_tokens=128, completion_tokens=512)
 if SMALL:
     G1 = replace(G1, shape="tiny", prompts=2, group=4, prompt_tokens=8, completion_tokens=16)
 WARMUPS, STEPS = 2, 4 if SMALL else 7
 """The first step's completions are given; the second warms up what draws them."""
+COMPILED = 5, 40
+"""Steps with `model.compile=true`, of which three are timed, and the seconds that are no step's."""
 AS_PLANNED = 0.15
 """Of the plan, that the peak may be above or below it."""
 
@@ -34,6 +39,11 @@ def run(result: Result, work: Path) -> None:
     trained = training.ours(spec, "trainer.precision=auto", steps=STEPS, warmups=WARMUPS)
     rates = limits(result)
     seconds(result, "lit_rl", trained, rates)
+    result.figure("lit_rl: decode steps", trained.decoded or "unknown", note="NativeGenerator.steps")
+    passes = f"{sum(trained.shared)} of {len(trained.shared)}"
+    result.figure("lit_rl: training passes that compute a prompt once", passes)
+    for key, said in trained.trials.items():
+        result.figure(f"lit_rl: trial of {key}", "not taken" if said else "taken", note=said)
     if trained.planned and trained.peak:
         result.figure("lit_rl: the plan", trained.planned / GIB, "GiB")
         share = trained.peak / trained.planned
@@ -46,6 +56,24 @@ def run(result: Result, work: Path) -> None:
             took = max(trained.phases[phase], 1e-9)
             result.figure(f"lit_rl: share of the limit, {name}", least / took, note=f"the limit is {least:.3g} s")
         result.figure("lit_rl: share of the limit, step", bound.step / trained.seconds, note="bench/bounds.py")
+    mfu_as_trl(result, "lit_rl", trained)
+    with result.part("lit_rl, compiled"):
+        compiled(result, work, trained.seconds)
+
+
+def compiled(result: Result, work: Path, step: float) -> None:
+    """The same with `model.compile=true`, if there is time."""
+    steps, more = COMPILED
+    if not REAL:
+        result.not_run("lit_rl, compiled", "Triton needs a real card")
+    elif result.left < steps * step + more:
+        result.not_run("lit_rl, compiled", f"{result.left:.0f} s are left, {steps * step + more:.0f} s are needed")
+    else:
+        spec = training.prepared(G1, work / G1.shape, "main_compiled", unrecorded=True)
+        settings = "trainer.precision=auto", "model.compile=true"
+        seconds(
+            result, "lit_rl, compiled", training.ours(spec, *settings, steps=steps, warmups=WARMUPS), limits(result)
+        )
 
 
 def seconds(result: Result, who: str, trained: Trained, rates: tuple[float, float] | None) -> None:
@@ -65,18 +93,22 @@ def seconds(result: Result, who: str, trained: Trained, rates: tuple[float, floa
 
 
 def mfu(result: Result, who: str, trained: Trained, rates: tuple[float, float] | None) -> None:
-    """Of the learning alone, by two formulas."""
-    import torch
-    from trl.trainer.utils import get_peak_flops
-
-    took = trained.phases["train"]
+    """Of the learning alone."""
     if rates:
         note = "our formula: causal attention, head on completions; of the measured matrix rate"
-        result.figure(f"{who}: MFU of learning", trained.flops / took / rates[0], note=note)
-    peak = get_peak_flops(torch.cuda.get_device_name(), "bfloat16") if training.GPU else None
-    if peak is not None:
-        note = f"TRL's formula: full attention, head on every token; of the data sheet's {peak / 1e12:.0f} TFLOP/s"
-        result.figure(f"{who}: MFU of learning, as TRL counts", trained.flops_as_trl() / took / peak, note=note)
+        result.figure(f"{who}: MFU of learning", trained.flops / trained.phases["train"] / rates[0], note=note)
+
+
+def mfu_as_trl(result: Result, who: str, trained: Trained) -> None:
+    """By TRL's formula, whose import takes seconds and may fail: so it comes last."""
+    peak = peak_of(torch.device("cuda"), half=True) if training.GPU else None
+    if peak is None:
+        return
+    what = f"{who}: MFU of learning, as TRL counts"
+    with result.part(what):
+        sheet = f"of the data sheet's {peak / 1e12:.0f} TFLOP/s (lit_rl's table of cards)"
+        note = f"TRL's formula: full attention, head on every token; {sheet}"
+        result.figure(what, trained.flops_as_trl() / trained.phases["train"] / peak, note=note)
 
 
 def limits(result: Result) -> tuple[float, float] | None:

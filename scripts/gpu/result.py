@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from pathlib import Path
 
 SMALL = bool(os.environ.get("PROOF_SMALL"))
 """A rehearsal: tiny shapes."""
+TRACE = 15
+"""Lines of a traceback that a row keeps."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Row:
     passed: bool | None = None
     """None where nothing was to be passed."""
     note: str = ""
+    trace: tuple[str, ...] = ()
+    """The last lines of the traceback of a part that broke."""
 
 
 class Result:
@@ -47,16 +52,17 @@ class Result:
     def check(
         self,
         what: str,
-        value: float,
+        value: float | None,
         *,
         most: float = math.inf,
         least: float = -math.inf,
         unit: str = "",
         note: str = "",
     ) -> None:
-        """Add a number that has to lie within bounds. NaN lies within none."""
+        """Add a number that has to lie within bounds. None, where nothing was compared, and NaN lie within none."""
+        value = math.nan if value is None else float(value)
         bounds = [f">= {least:g}"] * (least > -math.inf) + [f"<= {most:g}"] * (most < math.inf)
-        self._add(Row(what, float(value), unit, " and ".join(bounds), bool(least <= value <= most), note))
+        self._add(Row(what, value, unit, " and ".join(bounds), bool(least <= value <= most), note))
 
     def not_run(self, what: str, reason: str) -> None:
         """Say why a part was left out."""
@@ -70,7 +76,14 @@ class Result:
         except Exception as error:
             traceback.print_exc()
             said = (str(error).strip().splitlines() or [""])[0]
-            self._add(Row(what, passed=False, bound="runs", note=f"broke: {type(error).__name__}: {said[:300]}"))
+            trace = tuple(line[:300] for line in traceback.format_exc().splitlines()[-TRACE:])
+            note = f"broke: {type(error).__name__}: {said[:300]}"
+            self._add(Row(what, passed=False, bound="runs", note=note, trace=trace))
+
+    @property
+    def left(self) -> float:
+        """Seconds that the stage still has."""
+        return float(os.environ.get("PROOF_UNTIL", "inf")) - time.time()
 
     def _add(self, row: Row) -> None:
         self.rows.append(row)

@@ -2,7 +2,7 @@
 
 Three runs of 60 steps, the first two beside each other: each is 256 completions of some four tokens a step of a policy
 of 0.6 million parameters, so the card waits for launches, and two processes share it without loss. Some 20 s for the
-two, 15 s for the one that resumes, 10 s for log-probs.
+two, 15 s for the one that resumes, 15 s for log-probs of four generators in two types.
 """
 
 from __future__ import annotations
@@ -122,13 +122,21 @@ def log_probs(result: Result, folder: Path, dtype: str) -> None:
     on_cpu = LanguageModel(str(folder), dtype="float32").load().eval()
     ids = torch.randint(5, 20, (8, 12), generator=torch.manual_seed(0)).tolist()
     prompts = Prompts(ids, [int(prompt_key(0, 0, row, 0)) for row in range(8)], 4, eos_ids=(), pad_id=model.pad_id)
-    for name, generator in (("native", NativeGenerator()), ("hf", HFGenerator())):
+    generators = {
+        "native": NativeGenerator(),
+        "native without lean steps": NativeGenerator(lean_steps=False),
+        "native with the model's own cache": NativeGenerator(grouped_cache=False),
+        "hf": HFGenerator(),
+    }
+    for name, generator in generators.items():
         generator.sync(on_card, 0)
         with torch.no_grad():
             drawn = generator.generate(prompts, sampling)
             trained = response_logprobs(on_card, drawn, sampling)
             tensors = {name: value.cpu() for name, value in vars(drawn).items() if isinstance(value, torch.Tensor)}
             reference = response_logprobs(on_cpu, replace(drawn, **tensors), sampling)
+        if isinstance(generator, NativeGenerator):
+            result.figure(f"{name}, {dtype}: decode steps", generator.steps or "unknown")
         mask = drawn.response_mask
         pairs = {
             f"{name} against the training pass, {dtype}": drawn.sampler_logprobs - trained,

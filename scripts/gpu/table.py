@@ -13,7 +13,9 @@ ENDED = "ended"
 """A stage that came to its end. Others broke, or ran out of time."""
 
 Found = Mapping[str, Mapping[str, Any]]
-"""By stage: rows, how it ended, its seconds, and the last lines of one that broke."""
+"""By stage: rows, how it ended, its seconds, and lines of the log of one in which something failed."""
+SHOWN = 15
+"""Lines of the log of a stage that did not end."""
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def _lines(found: Found) -> Iterator[str]:
         if one["status"] != ENDED:
             yield f"The last lines of {name}, which {one['status']}:\n"
             yield "```text"
-            yield from one["last_lines"]
+            yield from one["last_lines"][-SHOWN:]
             yield "```\n"
 
 

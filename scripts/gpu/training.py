@@ -8,23 +8,30 @@ step.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import shutil
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from bench.bounds import Dims, train_flops
+from bench import gate, record
 from bench.phases import Phases
 from bench.workload import Spec, Workload, write
+
+from lit_rl.models.policy.flops import ModelFlops, Span
 
 GPU = torch.cuda.is_available()
 GIB = 2**30
 PRETENDED = GPU and torch.cuda.get_device_name() == "Pretended GPU"
+REAL = GPU and not PRETENDED
 ACCELERATOR = "trainer.accelerator=" + ("auto" if PRETENDED else "gpu" if GPU else "cpu")
 """`gpu`, which never falls back to a CPU; the command line refuses it where PyTorch is built for CPUs."""
 
@@ -81,8 +88,14 @@ class Trained:
     planned: int = 0
     """Bytes that `lit-rl plan` promises; 0 for TRL's."""
     config: Any = None
-    weights: int = 0
-    """Parameters of the model."""
+    costs: ModelFlops | None = None
+    """Of the model as it is trained."""
+    decoded: str | None = None
+    """Our generator's decode steps: `NativeGenerator.steps`."""
+    shared: list[bool] = field(default_factory=list)
+    """Of each training pass of ours, whether it computed the prompt of a group once."""
+    trials: dict[str, str] = field(default_factory=dict)
+    """By setting of ours, what its trial said where it was not taken; nothing where it was."""
     phases: dict[str, float] = field(default_factory=dict)
     """Median seconds; "train" is what is left of a step."""
 
@@ -109,20 +122,13 @@ class Trained:
     def flops(self) -> float:
         """Useful ones of learning: each row with its own prompt, attention counted causally, the head on completions.
 
-        `bench.bounds` has the formula.
+        By `lit_rl.models.policy.flops`, which counts a window's keys alone, and no norm or bias. NaN without a model.
         """
-        text = self.config.get_text_config()
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        head = text.vocab_size * text.hidden_size
-        dims = Dims(
-            self.weights - head,
-            head,
-            text.num_hidden_layers,
-            width * text.num_attention_heads,
-            width * text.num_key_value_heads,
-        )
-        lengths = [self.work.completion_tokens] * self.work.rows
-        return train_flops(dims, len(lengths), self.work.prompt_tokens, lengths, shared=False)
+        if self.costs is None:
+            return math.nan
+        prompt, completion = self.work.prompt_tokens, self.work.completion_tokens
+        spans = [Span(0, prompt), Span(prompt, completion)] * self.work.rows
+        return float(self.costs.of(spans, completion * self.work.rows).training)
 
     def flops_as_trl(self) -> float:
         """The same as TRL counts: attention not causally, the head on every token."""
@@ -132,9 +138,14 @@ class Trained:
         return compute_flops_per_token(self.config.get_text_config(), length) * self.tokens
 
 
-def prepared(work: Workload, folder: Path, name: str, **settings: Any) -> Spec:
-    """Write the workload's files to a folder, where stages share its model, and name a folder for this training."""
-    write(work, folder)
+def prepared(work: Workload, folder: Path, name: str, *, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Spec:
+    """Write the workload's files to a folder, where stages share its model, and name a folder for this training.
+
+    Weights are drawn on the card: a CPU draws some 50 million a second, 0.5B, 0.6B and 1B in 40 s. All but the kernels'
+    steps are run in bfloat16, in which these are 4.2 GB on the disk together, beside 4 GB for two gradients of 0.5B.
+    """
+    write(work, folder, device="cuda" if GPU else "cpu", dtype=dtype)
+    free()
     shutil.rmtree(folder / name, ignore_errors=True)
     spec = Spec(work, folder, folder / name, "cuda" if GPU else "cpu", settings)
     spec.write()
@@ -161,19 +172,21 @@ def ours(spec: Spec, *overrides: str, steps: int = 1, warmups: int = 0, clock: C
         fit(trainer, module, *args, **kwargs)
         trained.settle()
         trained.config = module.policy.config
-        trained.weights = sum(weight.numel() for weight in module.policy.parameters())
+        trained.costs = ModelFlops.of_model(module.policy)
+        trained.decoded = getattr(getattr(module, "generator", None), "steps", None)
         if (plan := planned(module)) is not None:
             trained.planned = plan.total
         raise _Over
 
-    L.Trainer.fit, sys.argv = hung, ["train.py"]
+    argv, L.Trainer.fit, sys.argv = sys.argv, hung, ["train.py"]
     limits = [f"trainer.max_steps={steps}", f"run_dir={spec.work}/run"]
     try:
-        code = cli.run([*contender.overrides(spec), ACCELERATOR, *overrides, *limits])
+        with watched(trained):
+            code = cli.run([*contender.overrides(spec), ACCELERATOR, *overrides, *limits])
     except _Over:
         code = 0
     finally:
-        L.Trainer.fit = fit
+        L.Trainer.fit, sys.argv = fit, argv
         os.environ.clear()
         os.environ.update(environment)
         GlobalHydra.instance().clear()
@@ -183,6 +196,56 @@ def ours(spec: Spec, *overrides: str, steps: int = 1, warmups: int = 0, clock: C
     return trained
 
 
+@contextmanager
+def watched(trained: Trained) -> Iterator[None]:
+    """Meanwhile, what passes share and what trials of quicker ways say is written down; then all is as it was."""
+    from lightning.pytorch import utilities
+
+    from lit_rl.generation import noise
+    from lit_rl.models.policy import forward
+    from lit_rl.models.policy.trial import Trial
+
+    share, passes, said = forward.shared_prompts, Trial.passes, []
+
+    def shares(*given: Any) -> Any:
+        trained.shared.append((groups := share(*given)) is not None)
+        return groups
+
+    def tried(trial: Trial, *given: Any) -> bool:
+        said.clear()
+        taken = passes(trial, *given)
+        trained.trials[trial.key] = "" if taken else " ".join(said)
+        return taken
+
+    def heard(tell: Callable[..., Any]) -> Callable[..., Any]:
+        def told(text: Any, *more: Any, **named: Any) -> Any:
+            said.append(str(text))
+            return tell(text, *more, **named)
+
+        return told
+
+    with ExitStack() as stack:
+        for name in ("rank_zero_info", "rank_zero_warn"):  # a trial imports them as it speaks
+            stack.enter_context(mock.patch.object(utilities, name, heard(getattr(utilities, name))))
+        stack.enter_context(mock.patch.object(forward, "shared_prompts", shares))
+        stack.enter_context(mock.patch.object(Trial, "passes", tried))
+        stack.enter_context(mock.patch.object(noise, "uniform", noise.uniform))  # `bench.ours` puts its own in place
+        yield
+
+
+def agreement(spec: Spec, reference: Path, *, gradients: bool = True) -> gate.Agreement:
+    """How far the first step of a training is from another one's of the same work, in whose folder it was written.
+
+    Raises:
+        RuntimeError: completions that teach something were not scored.
+    """
+    sides = record.read(reference), record.read(spec.work)
+    for who, side in zip((reference, spec.work), sides):
+        if lost := gate.missing(spec.workload, spec.given(), side):
+            raise RuntimeError(f"{who.name} did not score {lost} completions that teach something")
+    return gate.compare(*sides, gradients=gradients)
+
+
 def trl(spec: Spec, steps: int, warmups: int) -> Trained:
     """Train some steps by TRL; `spec.settings` holds arguments of its config."""
     from bench import peer
@@ -190,7 +253,7 @@ def trl(spec: Spec, steps: int, warmups: int) -> Trained:
     spec.settings["config"]["max_steps"] = steps
     trained, trainer = Trained(Clock(), spec.workload, warmups), peer.trainer_of(spec)
     trained.config = trainer.model.config
-    trained.weights = sum(weight.numel() for weight in trainer.model.parameters())
+    trained.costs = ModelFlops.of_model(trainer.model)
     trainer.add_callback(peer.Contender(spec, trained.clock, trainer))
     trainer.train()
     return trained.settle()

@@ -26,7 +26,6 @@ $python -m pip download -q ${PIP_ARGS:-} --no-deps --only-binary=:all: --python-
   "${platforms[@]}" --platform manylinux2014_x86_64 -c constraints.txt -d "$folder" "${packages[@]}"
 # Of this one there is no wheel; its code is Python's alone, so any Python 3 builds the one for all.
 $python -m pip wheel -q ${PIP_ARGS:-} --no-deps -c constraints.txt -w "$folder" antlr4-python3-runtime
-git rev-parse HEAD > "$folder/COMMIT"  # the checkout may travel without its history
 bytes=$(du -sb "$folder" | cut -f1)
 echo "$folder: $(ls "$folder" | grep -c whl) wheels for Python $version, $((bytes / 1000000)) MB"
 test "$bytes" -lt 50000000
