@@ -15,12 +15,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lit_rl.transfers import HostCopy, to_device, to_host
+from lit_rl.transfers import CopiedToHost, HostCopy, to_device
 from lit_rl.vision import Vision
 
 
 @dataclass
-class TokenBatch:
+class TokenBatch(CopiedToHost):
     """Texts as tokens, padded on the right."""
 
     input_ids: Tensor
@@ -41,36 +41,14 @@ class TokenBatch:
         return self.input_ids.shape[0]
 
     @property
-    def kept_on_host(self) -> TokenBatch | None:
-        """The same rows in the host's memory, where it has a copy of these very columns."""
-        if self.input_ids.device.type == "cpu":
-            return self
-        return None if self.host is None else self.host.rows_of(self._columns)
+    def device(self) -> torch.device:
+        """The device on which the tokens lie."""
+        return self.input_ids.device
 
     @property
-    def on_host(self) -> TokenBatch:
-        """The same rows in the host's memory, from which lengths and columns are read; without `vision`. Where it has
-        no copy of them, the device is waited for."""
-        if (kept := self.kept_on_host) is not None:
-            return kept
-        copies = iter(to_host([column for column in self._columns if column is not None]))
-        return TokenBatch(*(None if column is None else next(copies) for column in self._columns))  # pyright: ignore
-
-    def with_host(self, copy: TokenBatch | None = None) -> TokenBatch:
-        """Return the same, with a copy in the host's memory beside what lies on a device.
-
-        The copy is dropped once a column is replaced; what is written into a column in place is not noticed.
-
-        Args:
-            copy: The copy, where there is one.
-        """
-        if self.input_ids.device.type == "cpu":
-            return self
-        return dataclasses.replace(self, host=HostCopy(self.on_host if copy is None else copy, self._columns))
-
-    @property
-    def _columns(self) -> tuple[Tensor | None, ...]:
-        return self.input_ids, self.attention_mask, self.loss_mask, self.segment
+    def _columns(self) -> dict[str, Tensor]:
+        columns = {name: getattr(self, name) for name in ("input_ids", "attention_mask", "loss_mask", "segment")}
+        return {name: column for name, column in columns.items() if column is not None}
 
     @property
     def position_ids(self) -> Tensor:
@@ -109,7 +87,7 @@ class TokenBatch:
         """The same batch with its tensors on the device, and with what the host had of them."""
         moved = dataclasses.replace(_to(self, device), host=None)
         here = self.input_ids.device.type == "cpu"
-        return moved.with_host(dataclasses.replace(self, vision=None)) if here else moved
+        return moved.with_host(self) if here else moved
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lit_rl.episodes import Message as Message
 from lit_rl.errors import ConfigError, check_strings, in_range
 from lit_rl.keywords import answered
 from lit_rl.ops.transforms import Truncation
-from lit_rl.transfers import HostCopy, to_device, to_host
+from lit_rl.transfers import CopiedToHost, HostCopy, to_device
 from lit_rl.turns import Responder
 from lit_rl.vision import PromptVision, Vision
 
@@ -213,7 +213,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Completions:
+class Completions(CopiedToHost):
     """What came out of a generator. Rows ``i * group_size ... (i + 1) * group_size - 1`` belong to prompt ``i``."""
 
     prompt_ids: Tensor = field(metadata=PER_PROMPT_TOKEN)
@@ -250,43 +250,19 @@ class Completions:
     episodes: tuple[Episode, ...] | None = None
     """One a row: what was said and answered, in words. None where nothing answers the policy."""
     host: HostCopy | None = field(default=None, repr=False, compare=False)
-    """See `with_host`. None where the host has no copy."""
+    """See `with_host`: `select` and `trim` take it along. None where the host has no copy."""
 
     def __len__(self) -> int:
         return self.response_ids.shape[0]
 
     @property
-    def kept_on_host(self) -> Completions | None:
-        """The same rows in the host's memory, where it has a copy of these very columns."""
-        if self.response_ids.device.type == "cpu":
-            return self
-        kept = None if self.host is None else self.host.rows_of(self._columns)
-        return kept and dataclasses.replace(kept, episodes=self.episodes, version=self.version)
+    def device(self) -> torch.device:
+        """The device on which the tokens lie."""
+        return self.response_ids.device
 
     @property
-    def on_host(self) -> Completions:
-        """The same rows in the host's memory, from which lengths, columns and groups are read; without `vision`. Where
-        it has no copy of them, the device is waited for."""
-        if (kept := self.kept_on_host) is not None:
-            return kept
-        columns = {name: value for name, _, value in columns_of(self) if value is not None}
-        copies = dict(zip(columns, to_host(list(columns.values()))))
-        return dataclasses.replace(self, **copies, vision=None, host=None)
-
-    def with_host(self, copy: Completions | None = None) -> Completions:
-        """Return the same, with a copy in the host's memory beside what lies on a device. `select` and `trim` take it
-        along. The copy is dropped once a column is replaced; what is written into a column in place is not noticed.
-
-        Args:
-            copy: The copy, where there is one.
-        """
-        if self.response_ids.device.type == "cpu":
-            return self
-        return dataclasses.replace(self, host=HostCopy(self.on_host if copy is None else copy, self._columns))
-
-    @property
-    def _columns(self) -> tuple[Tensor | None, ...]:
-        return tuple(value for _, _, value in columns_of(self))
+    def _columns(self) -> dict[str, Tensor]:
+        return {name: value for name, _, value in columns_of(self) if value is not None}
 
     @property
     def attention_mask(self) -> Tensor:

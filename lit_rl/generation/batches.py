@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lit_rl.generation import noise
 from lit_rl.rollout import Completions, Prompts
+from lit_rl.transfers import in_one_transfer
 from lit_rl.vision import Later, PromptVision, Vision
 
 
@@ -68,15 +69,6 @@ def left_pad(token_ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, T
 def has_padding(token_ids: Sequence[Sequence[int]]) -> bool:
     """Return whether `left_pad` pads any of them."""
     return len({len(ids) for ids in token_ids}) > 1
-
-
-def in_one_transfer(device: torch.device, *parts: Tensor) -> list[Tensor]:
-    """Return integers and truth values, which the CPU holds, on a device: the host waits once for all of them."""
-    if device.type == "cpu":
-        return list(parts)
-    whole = torch.cat([part.flatten().long() for part in parts]).to(device)
-    pieces = zip(whole.split([part.numel() for part in parts]), parts, strict=True)
-    return [piece.view(part.shape).to(part.dtype) for piece, part in pieces]
 
 
 class Waiting:

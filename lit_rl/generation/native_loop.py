@@ -132,7 +132,7 @@ class DecodeLoop:
         return bool(self._talk and self._talk.held and self._tokens % _POLL == 0)
 
     def _looks(self) -> bool:
-        """Whether to ask which rows run."""
+        """Tell whether to ask which rows run."""
         assert self._steps is not None
         return self._steps.full or self._tokens % self._responses.look_every == 0 or self._tokens >= self._over_at
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches, has_padding, in_one_transfer, left_pad
+from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches, has_padding, left_pad
 from lit_rl.generation.responses import Responses
 from lit_rl.generation.transforms import Drawn
 from lit_rl.rollout import Prompts, Sampling
+from lit_rl.transfers import in_one_transfer
 from lit_rl.vision import with_later
 
 

@@ -60,7 +60,7 @@ class Dims:
 
     @property
     def flops(self) -> ModelFlops:
-        """Of which every weight is trained."""
+        """The costs where every weight is trained."""
         pair = 4 * self.layers * self.query_width
         token, scored = (Cost(2 * weights, 4 * weights) for weights in (self.backbone, self.head))
         return ModelFlops(token, scored, {None: Cost(pair, 2 * pair)})

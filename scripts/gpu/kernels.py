@@ -93,7 +93,7 @@ def first_step(work: Path, name: str, *settings: str) -> Spec:
 
 
 def kernels(result: Result) -> None:
-    """Each function on the device against the same on the CPU in float32."""
+    """Hold each function on the device against the same on the CPU in float32."""
     for dtype in RELATIVE:
         kind = str(dtype).removeprefix("torch.")
         with result.part(f"fused head, {kind}"):

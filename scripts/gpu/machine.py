@@ -1,4 +1,4 @@
-"""What the card is and can do: name, driver, versions, commit; the rate of matrix products and of copies, measured."""
+"""The card, and what it can do: name, driver, versions, commit; the rate of matrix products and of copies, measured."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def compiled(result: Result, work: Path, step: float) -> None:
 
 
 def seconds(result: Result, who: str, trained: Trained, rates: tuple[float, float] | None) -> None:
-    """What ours and TRL's are compared by."""
+    """Add the figures by which ours and TRL's are compared."""
     work = trained.work
     result.figure(f"{who}: a step", trained.seconds, "s", f"median of {len(trained.clock.seconds) - trained.warmups}")
     for phase, took in trained.phases.items():
@@ -93,14 +93,14 @@ def seconds(result: Result, who: str, trained: Trained, rates: tuple[float, floa
 
 
 def mfu(result: Result, who: str, trained: Trained, rates: tuple[float, float] | None) -> None:
-    """Of the learning alone."""
+    """Add the MFU of the learning alone."""
     if rates:
         note = "our formula: causal attention, head on completions; of the measured matrix rate"
         result.figure(f"{who}: MFU of learning", trained.flops / trained.phases["train"] / rates[0], note=note)
 
 
 def mfu_as_trl(result: Result, who: str, trained: Trained) -> None:
-    """By TRL's formula, whose import takes seconds and may fail: so it comes last."""
+    """Add the MFU by TRL's formula, whose import takes seconds and may fail: so it comes last."""
     peak = peak_of(torch.device("cuda"), half=True) if training.GPU else None
     if peak is None:
         return

@@ -102,7 +102,7 @@ def run_stage(name: str, command: list[str], out: Path, box: float, environment:
 
 
 def excerpt(lines: list[str]) -> list[str]:
-    """What is kept of a log; a part that failed long before its end is told there by its row, as it was printed."""
+    """Return what is kept of a log: its end, and what stands before the row of each part that failed."""
     ends = [number + 1 for number, line in enumerate(lines) if line.startswith("Row(") and "passed=False" in line]
     kept = {*range(max(0, len(lines) - LAST), len(lines))}
     kept.update(number for end in ends for number in range(max(0, end - BEFORE), end))

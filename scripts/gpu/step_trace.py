@@ -1,4 +1,4 @@
-"""Where the time of one step goes: kernels by time, how long the card idles, launches a token, waits by line.
+"""The time of one step, and where it goes: kernels by time, how long the card idles, launches a token, waits by line.
 
 The main command's work with 16 tokens in place of 512, as a profile of them all takes minutes to read (some 3,000
 events a token, 30 us each): decoding is the same from token to token. One step is profiled, another is watched for
@@ -120,7 +120,7 @@ def waits_told(result: Result, waits: collections.Counter[str]) -> None:
 
 
 def told(result: Result, events: Sequence[Any]) -> None:
-    """What the profile says."""
+    """Add what the profile says."""
     kernels = [event for event in events if event.device_type == DeviceType.CUDA]
     kernels = [event for event in kernels if not getattr(event, "is_user_annotation", False)]
     kernels = [event for event in kernels if not event.name.startswith(ANNOTATIONS)]

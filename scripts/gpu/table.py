@@ -25,7 +25,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def passed(found: Found) -> bool:
-    """Whether every stage that ran came to its end, and no check failed."""
+    """Tell whether every stage that ran came to its end, and no check failed."""
     return all(one["status"] == ENDED and not failures(one) for one in found.values())
 
 

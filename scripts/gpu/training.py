@@ -78,7 +78,7 @@ class _Over(BaseException):
 
 @dataclass
 class Trained:
-    """What a training took."""
+    """The figures of a training."""
 
     clock: Clock
     work: Workload
@@ -101,7 +101,7 @@ class Trained:
 
     @property
     def seconds(self) -> float:
-        """Of a step, the median after the warm-up."""
+        """Seconds of a step, the median after the warm-up."""
         return statistics.median(self.clock.seconds[self.warmups :])
 
     def settle(self) -> Trained:
@@ -234,7 +234,7 @@ def watched(trained: Trained) -> Iterator[None]:
 
 
 def agreement(spec: Spec, reference: Path, *, gradients: bool = True) -> gate.Agreement:
-    """How far the first step of a training is from another one's of the same work, in whose folder it was written.
+    """Return how far the first step of a training is from that of another one of the same work, by its folder.
 
     Raises:
         RuntimeError: completions that teach something were not scored.

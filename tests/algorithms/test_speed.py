@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lit_rl.algorithms import DPO, GRPO
 from lit_rl.algorithms.evaluation import speed
-from lit_rl.algorithms.evaluation.speed import Speed, Work, is_speed, peak_of
+from lit_rl.algorithms.evaluation.speed import CARDS, PHASES, Speed, Work, is_speed, peak_of
 from lit_rl.algorithms.ranks import Ranks
+from lit_rl.commands import run_curves
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.data.tasks import Addition
@@ -147,13 +148,14 @@ def test_work_is_summed_and_memory_is_the_most_of_any_rank():
         ("NVIDIA H100 80GB HBM3", (989.4, 66.9)),
         ("NVIDIA H100 PCIe", (756, 51.2)),
         ("NVIDIA H200", (989.4, 66.9)),
+        ("NVIDIA H100 NVL", (835, None)),
+        ("NVIDIA B200", (2250, None)),
         ("NVIDIA A100-SXM4-80GB", (312, 19.5)),
-        ("NVIDIA L40S", (362, 91.6)),
+        ("NVIDIA L40S", (362, None)),
         ("NVIDIA L4", (121, 30.3)),
         ("NVIDIA A10", (125, 31.2)),
-        ("NVIDIA GeForce RTX 4090", (165.2, 82.6)),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090", None),
         ("NVIDIA A1000", None),
         ("NVIDIA GB200", None),
     ],
@@ -167,9 +169,31 @@ def test_the_peak_of_a_card_by_its_name(monkeypatch, name, tera):
     if tera is None:
         assert found == {"highest": [None, None], "high": [None, None]}
     else:
-        half, single = (pytest.approx(each * 1e12) for each in tera)
+        half, single = (None if each is None else pytest.approx(each * 1e12) for each in tera)
         assert found == {"highest": [half, single], "high": [half, pytest.approx(tera[0] * 5e11)]}
     assert peak_of(CPU, half=True) is None
+
+
+def test_the_peaks_of_cards_are_those_of_other_projects(monkeypatch):
+    """TRL's in half precision, Lightning's in float32 where it finds the card."""
+    from lightning.fabric.utilities.throughput import get_available_flops
+    from trl.trainer.utils import get_peak_flops
+
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    monkeypatch.setattr("lightning.fabric.accelerators.cuda._is_ampere_or_later", lambda: True)
+    for part in CARDS:
+        name = "NVIDIA H100 80GB HBM3" if part == "H100" else "NVIDIA A10G" if part == "A10" else f"NVIDIA {part}"
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        theirs = get_peak_flops(f"NVIDIA {part}", "bfloat16")
+        if theirs is not None:
+            assert 1e12 * CARDS[part].half == pytest.approx(theirs, rel=1e-3), part
+        if CARDS[part].single is not None and not part.startswith("H200"):
+            assert 1e12 * CARDS[part].single == pytest.approx(get_available_flops(device, torch.float32)), part
+
+
+def test_the_report_knows_the_phases():
+    assert run_curves.PHASES == PHASES
 
 
 def test_speed_is_told_from_what_is_the_same_in_every_run():

@@ -1,4 +1,4 @@
-"""How fast the devices of a run were: tokens, arithmetic and memory by phase, and the share of time that had none.
+"""Speed of the devices of a run: tokens, arithmetic and memory by phase, and the share of time that had no phase.
 
     mfu = operations of the update / (seconds of the update x devices x peak of a device)
 
@@ -25,26 +25,26 @@ class Peak(NamedTuple):
 
     half: float
     """Of bfloat16 and float16, summed in float32."""
-    single: float
-    """Of float32, without TF32."""
+    single: float | None
+    """Of float32, without TF32; None where it was not looked up."""
 
 
 CARDS = {
-    "B200": Peak(2250, 75),
+    "B200": Peak(2250, None),
     "H200 NVL": Peak(835, 60),
     "H200": Peak(989.4, 66.9),
-    "H100 NVL": Peak(835, 60),
+    "H100 NVL": Peak(835, None),
     "H100 PCIe": Peak(756, 51.2),
     "H100": Peak(989.4, 66.9),
     "A100": Peak(312, 19.5),
-    "L40S": Peak(362, 91.6),
+    "L40S": Peak(362, None),
     "L4": Peak(121, 30.3),
     "A10": Peak(125, 31.2),
-    "RTX 4090": Peak(165.2, 82.6),
 }
-"""By a part of `torch.cuda.get_device_name`, longer names first. From NVIDIA's data sheets of each card, whose figures
-with sparsity are halved: B200 (HGX, 2024), H200 and H100 (2024), A100 (2021), L40S and L4 (2023), A10 (2021), the
-whitepaper of Ada (2022)."""
+"""By a part of `torch.cuda.get_device_name`, longer names first. In half precision they are those of TRL 1.16's table,
+in float32 those of Lightning's (`lightning.fabric.utilities.throughput`), as far as the two have them; a test holds
+both. Lightning's own `get_available_flops` is not asked: it does not find an H200 or a B200 by its name, and takes an
+L40S for an L4."""
 
 _OTHERS = frozenset({"MIG", "Laptop", "D"})
 """Words in the names of parts of a card, and of slower cards of the same name."""
@@ -64,11 +64,12 @@ def peak_of(device: torch.device, *, half: bool) -> float | None:
     if peak is None or _OTHERS & {*words.split()}:
         return None
     tf32 = torch.get_float32_matmul_precision() != "highest"
-    return 1e12 * (peak.half if half else peak.half / 2 if tf32 else peak.single)
+    tera = peak.half if half else peak.half / 2 if tf32 else peak.single
+    return None if tera is None else 1e12 * tera
 
 
 class Work(NamedTuple):
-    """What a micro-batch, or a step, was to this process."""
+    """Work of a micro-batch, or a step, in this process."""
 
     flops: float = 0.0
     """Operations of the update; 0 where the model's are not known."""
@@ -80,7 +81,7 @@ class Work(NamedTuple):
 
 
 class Speed:
-    """What the devices did since the last line of the log."""
+    """A count of what the devices did since the last line of the log."""
 
     def __init__(self) -> None:
         self._done = Work()

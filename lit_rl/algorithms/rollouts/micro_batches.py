@@ -54,7 +54,7 @@ def micro_rows(rows: Tensor, group_id: Tensor, lengths: Tensor, plan: BatchPlan)
 
 
 class RowCounts(NamedTuple):
-    """What is counted of the rows of a rollout, on the host: long ``(b,)`` each."""
+    """Counts of the rows of a rollout, on the host: long ``(b,)`` each."""
 
     group: Tensor
     prompt: Tensor

@@ -66,7 +66,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What a model costs, by what there is of it."""
+    """Costs of a model: of each token, of each scored position, of each pair of tokens that meet."""
 
     token: Cost
     """Of a token that runs through the layers."""

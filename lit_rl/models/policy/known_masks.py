@@ -1,4 +1,4 @@
-"""What transformers would ask of the masks of a pass, told to it: otherwise the host waits for the device.
+"""Answers to what transformers asks of the masks of a pass, for which the host would wait for the device.
 
 transformers leaves the causal mask out where nothing is padded, and looks for it on the device: is the mask full
 everywhere? Without a mask it looks whether positions begin anew in a row, as they do where texts are packed. Both are
@@ -29,7 +29,7 @@ _POSITIONS: ContextVar[Tensor | None] = ContextVar("known_positions", default=No
 
 @contextmanager
 def known_masks(mask: Tensor | None = None, positions: Tensor | None = None) -> Iterator[None]:
-    """Inside, models of transformers need not look at their masks.
+    """Answer, inside, what models of transformers ask of their masks.
 
     Args:
         mask: Bool ``(b, s)`` in the host's memory: what the model is given as its attention mask. None: not known.
@@ -45,7 +45,7 @@ def known_masks(mask: Tensor | None = None, positions: Tensor | None = None) -> 
 
 @contextmanager
 def masks_that_hide(device: torch.device) -> Iterator[None]:
-    """Inside, models of transformers make whatever mask they are given, without a look for whether it hides anything.
+    """Have models of transformers, inside, make whatever mask they are given, without a look for what it hides.
 
     On a CPU nobody waits, and they look.
 

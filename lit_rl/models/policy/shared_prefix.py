@@ -60,7 +60,7 @@ WORTH = 0.15
 
 @dataclass(frozen=True)
 class PromptGroups:
-    """Which rows have the same prompt; in the host's memory."""
+    """The rows of each prompt; in the host's memory."""
 
     rows: Tensor
     """Long ``(n,)``: a row of each prompt."""

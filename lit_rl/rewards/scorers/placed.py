@@ -1,4 +1,4 @@
-"""Where a model that scores is held."""
+"""The device of a model that scores."""
 
 from __future__ import annotations
 
