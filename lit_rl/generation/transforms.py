@@ -207,7 +207,8 @@ class TokenSampler:
         column = position if self._begun is None else position + self._begun[these]
         drawn = Drawn(*greedy(logits), None) if sampling.greedy else self._draw(logits, self._noise(rows, column))
         if self._seen is not None:
-            self._seen[torch.arange(len(self.keys), device=logits.device)[these], drawn.tokens] = True
+            drew = torch.ones_like(drawn.tokens, dtype=torch.bool)  # True alone would be copied to an accelerator
+            self._seen[torch.arange(len(self.keys), device=logits.device)[these], drawn.tokens] = drew
         self._bans.drew(drawn.tokens, these)
         return drawn
 
