@@ -14,7 +14,7 @@ A graph reads and writes the memory that it was captured with, by shapes that it
   a graph for each number of rows and each room that it comes to, one at a time, in the order in which it comes to them;
 - whatever the host counts of a step is counted again at each replay.
 
-A model is proven before its first batch: it decodes a few tokens both ways, past what is captured, and its logits have
+A model is proven before its first batch: it takes a few of the same steps launched and replayed, and its logits have
 to agree. A number that the host baked into a graph, such as a position, shows at the second replay.
 """
 
@@ -38,9 +38,10 @@ more than it saves. An estimate: to capture a step takes the host about as long 
 it some milliseconds. The last of them runs on the stream of the capture, as PyTorch asks for."""
 
 _TRIAL = Trial("generator.cuda_graphs", "The host launches each operation of its decode steps", most=1e-3)
+"""The same kernels on the same shapes: the logits of the two ways are equal."""
 
 _PROVEN = 8
-"""Steps of a proof: those that are launched, the captured one, and three more replays of it."""
+"""Steps of a proof: one to make room, those that are launched before a capture, and three replays."""
 
 
 class GraphedSteps(LeanSteps):
@@ -87,6 +88,8 @@ class StepGraphs:
         self._of: tuple[Any, Any, int] | None = None
         self._plain = 0
         self._graph: _StepGraph | None = None
+        self.replays = 0
+        """Steps that were taken by a graph."""
 
     def __call__(
         self,
@@ -107,19 +110,23 @@ class StepGraphs:
         """
         if self._of is None or self._of[0] is not steps or self._of[1] is not rows or self._of[2] != steps.moved:
             self._of, self._plain, self._graph = (steps, rows, steps.moved), 0, None
-        if not steps.room_left:
-            return step(tokens)
-        if self._graph is not None:
+        if self._graph is not None and steps.room_left:
             replayed()
             steps.replayed()
-            return self._graph.replay(tokens, steps.own_length)
-        self._plain += 1
-        if self._plain < _PLAIN:
+            return self._replay(tokens, steps.own_length)
+        if steps.room_left < _PLAIN or self._plain < _PLAIN - 1:
+            self._plain += 1
             return step(tokens)
-        if self._plain == _PLAIN:
+        if self._plain == _PLAIN - 1:
+            self._plain += 1
             return self._beside(step, tokens)
         self._graph = _StepGraph(step, steps, tokens, self._device)  # which the host has counted
-        return self._graph.replay(tokens, steps.own_length)
+        return self._replay(tokens, steps.own_length)
+
+    def _replay(self, tokens: Tensor, length: int) -> Tensor:
+        assert self._graph is not None
+        self.replays += 1
+        return self._graph.replay(tokens, length)
 
     def _beside(self, step: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         """Take a step on the stream of the capture."""
@@ -145,9 +152,14 @@ class _StepGraph:
         def captured() -> None:
             self._tokens.copy_(step(self._tokens))
 
-        # Other threads may go on: rewards are computed while there is decoding.
-        with torch.cuda.graph(self._graph, stream=_stream(device), capture_error_mode="thread_local"):
-            steps.capture(captured, self._column)
+        # The outer stream, as a capture that fails leaves its own the current one. Other threads may go on meanwhile:
+        # rewards are computed while there is decoding.
+        beside = torch.cuda.graph(self._graph, stream=_stream(device), capture_error_mode="thread_local")
+        try:
+            with torch.cuda.stream(torch.cuda.current_stream(device)), beside:
+                steps.capture(captured, self._column)
+        except Exception as error:  # at its end all that CUDA says is that something went wrong before
+            raise error.__context__ or error from None
 
     def replay(self, tokens: Tensor, length: int) -> Tensor:
         """Return the next tokens. ``length``: columns of the rows' own tokens after this step."""
@@ -180,12 +192,15 @@ def _both_ways(policy: nn.Module, lean: bool) -> tuple[Tensor, Tensor]:
         raise Unfit("it takes no lean steps")
     if batch.keys.device.type != "cuda":
         raise Unfit(f"CUDA graphs are of CUDA devices, and it is on {batch.keys.device.type}")
-    model = LeanModel(policy, batch.prompt_ids.shape[1] + _PROVEN)
-    plain = _decoded(LeanSteps(model, policy, batch, _PROVEN), batch, None)
-    return _decoded(GraphedSteps(model, policy, batch, _PROVEN), batch, StepGraphs(batch.keys.device)), plain
+    room = _PROVEN + _PLAIN
+    model = LeanModel(policy, batch.prompt_ids.shape[1] + room)
+    graphs = StepGraphs(batch.keys.device)
+    launched, replayed = (_decoded(GraphedSteps(model, policy, batch, room), batch, way) for way in (None, graphs))
+    assert graphs.replays > 1, graphs.replays  # the first takes the very numbers of the capture
+    return replayed, launched
 
 
-def _decoded(steps: LeanSteps, batch: DecodeBatch, graphs: StepGraphs | None) -> Tensor:
+def _decoded(steps: GraphedSteps, batch: DecodeBatch, graphs: StepGraphs | None) -> Tensor:
     """Logits ``(s, 4, v)`` of a few steps, each of which makes its tokens of those before."""
     tokens, size, logits = batch.keys + 1, steps.logits.shape[-1], []
 
