@@ -44,7 +44,7 @@ FURTHER = {
     "grpo_bf16_true": _grpo("trainer.precision=bf16-true algo.beta=0.1"),
     "grpo_fp16": _grpo("trainer.precision=16-mixed"),
     "grpo_offload": _grpo("model.lora.r=4 model.gradient_checkpointing=offload"),
-    "grpo_deterministic": _grpo("trainer.deterministic=true sampling.top_p=0.9"),
+    "grpo_deterministic": _grpo("trainer.deterministic=true sampling.top_p=0.9 generator.cuda_graphs=true"),
     "grpo_win_rate": _grpo(
         "eval.win_rate_against=tiny trainer.val_check_interval=2 trainer.limit_val_batches=1"
         " +model.init_kwargs.attention_dropout=0.1"
@@ -53,7 +53,9 @@ FURTHER = {
     "grpo_averaged": _grpo("callbacks=ema reference=bema algo.beta=0.1 trainer.log_every_n_steps=2"),
     "grpo_split": _grpo("trainer.precision=bf16-true optimizer=adamw_split"),
     "grpo_mixed_checkpointing": _grpo(
-        "trainer.precision=bf16-mixed model.gradient_checkpointing=true model.lora.r=4 trainer.max_steps=4", None
+        "trainer.precision=bf16-mixed model.gradient_checkpointing=true model.lora.r=4 trainer.max_steps=4"
+        " generator.cuda_graphs=true",
+        None,
     ),
     "gigpo_guess": (f"{same_bits.GAME} algo=gigpo reward=environment_turns trainer.max_steps=4", None),
     "turn_ppo_guess": (f"{same_bits.GAME} algo=turn_ppo reward=environment_turns trainer.max_steps=4", None),
