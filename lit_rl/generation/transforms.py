@@ -242,9 +242,11 @@ class TokenSampler:
     def _history(self, logits: Tensor) -> Tensor:
         if self._seen is None:
             ids, mask = self._prompt
-            # Padding does not count as seen: it would make a row depend on the batch it stands in.
-            self._seen = torch.zeros((len(ids), logits.shape[-1]), dtype=torch.bool, device=logits.device)
-            self._seen[mask.nonzero()[:, 0], ids[mask]] = True
+            # Padding does not count as seen: it would make a row depend on the batch it stands in. It goes to a column
+            # of its own, so that nobody asks the device where it is.
+            size = logits.shape[-1]
+            seen = torch.zeros((len(ids), size + 1), dtype=torch.bool, device=logits.device)
+            self._seen = seen.scatter_(1, ids.masked_fill(~mask, size), True)[:, :size]
         return self._seen
 
 
