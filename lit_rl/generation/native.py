@@ -136,7 +136,8 @@ def _named(kind: Kind) -> str:
     """See `NativeGenerator.steps`."""
     if not isinstance(kind, partial):
         return "own" if kind is DecodingSteps else "grouped_cache"
-    return "cuda_graphs" if kind.func.whole else "lean_steps"
+    steps: Any = kind.func
+    return "cuda_graphs" if steps.whole else "lean_steps"
 
 
 def _refuse_partial_caches(policy: nn.Module) -> None:

@@ -146,7 +146,7 @@ class DecodeLoop:
         if self._graphs is None:
             return self._go_on(self._due)
         assert self._steps is not None
-        return self._graphs(self._go_on, self._responses.added, self._steps, self._rows, self._due)
+        return self._graphs(self._go_on, self._responses.added, self._steps, self._due)
 
     def _go_on(self, tokens: Tensor) -> Tensor:
         """Give every row a token, and draw its next: nothing is asked of the device, and nothing of it is looked at."""

@@ -57,7 +57,7 @@ class GraphedSteps(LeanSteps):
 
     @property
     def moved(self) -> int:
-        """How often the rows' own tokens have got new memory."""
+        """How often the rows' own tokens have got new memory: whenever rows leave or join, and when room grows."""
         layer: Any = self._cache.layers[0]
         return layer.moved
 
@@ -85,7 +85,7 @@ class StepGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._of: tuple[Any, Any, int] | None = None
+        self._of: tuple[Any, int] | None = None
         self._plain = 0
         self._graph: _StepGraph | None = None
         self.replays = 0
@@ -96,7 +96,6 @@ class StepGraphs:
         step: Callable[[Tensor], Tensor],
         replayed: Callable[[], None],
         steps: Any,
-        rows: Tensor,
         tokens: Tensor,
     ) -> Tensor:
         """The next tokens of the rows, long ``(b,)``; in memory that the next call may write.
@@ -105,11 +104,10 @@ class StepGraphs:
             step: Gives the rows their newest tokens, long ``(b,)``, and returns the next ones.
             replayed: Counts what the host counts in a step beside those of the model.
             steps: The `GraphedSteps` that it advances.
-            rows: Long ``(b,)``: the same tensor for as long as the same rows run.
             tokens: The newest ones.
         """
-        if self._of is None or self._of[0] is not steps or self._of[1] is not rows or self._of[2] != steps.moved:
-            self._of, self._plain, self._graph = (steps, rows, steps.moved), 0, None
+        if self._of is None or self._of[0] is not steps or self._of[1] != steps.moved:
+            self._of, self._plain, self._graph = (steps, steps.moved), 0, None
         if self._graph is not None and steps.room_left:
             replayed()
             steps.replayed()
@@ -209,6 +207,6 @@ def _decoded(steps: GraphedSteps, batch: DecodeBatch, graphs: StepGraphs | None)
         return (tokens * 5 + 3) % size
 
     for _ in range(_PROVEN):
-        tokens = step(tokens) if graphs is None else graphs(step, lambda: None, steps, batch.keys, tokens)
+        tokens = step(tokens) if graphs is None else graphs(step, lambda: None, steps, tokens)
         logits.append(steps.logits.clone())
     return torch.stack(logits)

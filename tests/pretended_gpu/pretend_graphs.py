@@ -179,6 +179,7 @@ class Graph:
 
 def offer() -> None:
     """Put them in the place of `torch.cuda`'s."""
-    for place in (torch.cuda, torch.cuda.graphs):
+    places: tuple[Any, ...] = (torch.cuda, torch.cuda.graphs)
+    for place in places:
         place.CUDAGraph, place.graph_pool_handle = Graph, lambda: (0, next(_pools))
     torch._C._host_emptyCache = lambda: None

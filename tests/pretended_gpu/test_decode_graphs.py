@@ -56,13 +56,22 @@ def one_by_one() -> Iterator[None]:
 
 
 def drawn(policy: nn.Module, sampling: Sampling, *, talks: bool = False, cuda_graphs: bool = True, **kinds: Any) -> Any:
-    """The completions, and what the responder was told."""
+    """The completions, and what the host was told: by the responder, and of tokens for each look."""
+    counted: list[int] = []
+    added = Responses.added
+
+    def noted(self: Responses) -> None:
+        added(self)
+        counted.append(self._since)
+
     generator = NativeGenerator(cuda_graphs=cuda_graphs, **kinds)
     prompts, responder = ask(group_size=4, eos_ids=(1,)), Scripted(reply, max_tokens=50)
     generator.sync(policy, 1)
-    out = generator.generate(replace(prompts, responder=responder) if talks else prompts, sampling)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Responses, "added", noted)
+        out = generator.generate(replace(prompts, responder=responder) if talks else prompts, sampling)
     assert generator.steps == ("cuda_graphs" if cuda_graphs else "lean_steps")
-    return out, responder.told
+    return out, (responder.told, counted)
 
 
 def same_bits(one: Completions, other: Completions) -> bool:
