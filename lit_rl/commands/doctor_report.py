@@ -102,6 +102,7 @@ def _verdict(found: Findings) -> str:
 def _ways(found: Findings) -> str:
     """Say which of the quicker ways to decode and to learn this model takes."""
     decoded = {
+        "cuda_graphs": "CUDA graphs of operations on its weights, over keys and values that are held once a prompt",
         "lean_steps": "operations on its weights, over keys and values that are held once a prompt",
         "grouped_cache": "its own modules, over keys and values that are held once a prompt",
         "own": "its own modules, attention and cache: keys and values of a prompt are held once a sample",

@@ -67,7 +67,7 @@ class DecodingSteps:
         """Give every row its next token, long ``(b,)``."""
         self.logits = self._step(tokens[:, None])
         # Rows that are over stay until they are dropped, and must not leave the model's context.
-        self._next_position = (self._next_position + 1).clamp_(max=self._last_position)
+        self._next_position.add_(1).clamp_(max=self._last_position)
 
     def keep(self, kept: Tensor) -> None:
         """Go on with the given rows only, long ``(b,)``, ascending, one or more."""

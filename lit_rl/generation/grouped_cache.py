@@ -13,7 +13,8 @@ is full. Left padding of prompts is a bias of minus infinity on their scores.
 
 16-bit products on a CPU read all of the room, and what is not written yet is hidden by the same bias: oneDNN builds a
 kernel for each new shape, so a product over t tokens would cost more to build than to run, and one of a part of the
-room copies it first.
+room copies it first. So do steps that are captured in a graph (``step_graphs``): there the column of the next token is
+a number on the device, and no shape depends on it.
 
 Models reach it by two registries of transformers, under the name ``IMPLEMENTATION``: one of attention functions and one
 of masks. Both are strict. They stand in for ``sdpa`` only, whose meaning is known: anything that plain attention over
@@ -59,46 +60,72 @@ class GroupedLayer(CacheLayerMixin):
         prompt_keys: ``(n, k, p, d)``.
         prompt_values: ``(n, k, p, e)``.
         max_new_tokens: A row's own are no more than this many.
+        whole: Whether products read all of the room for the rows' own tokens.
     """
 
     is_sliding = False
 
-    def __init__(self, prompt_keys: Tensor, prompt_values: Tensor, max_new_tokens: int) -> None:
+    def __init__(self, prompt_keys: Tensor, prompt_values: Tensor, max_new_tokens: int, *, whole: bool = False) -> None:
         super().__init__()
         self.prompt_keys, self.prompt_values = prompt_keys, prompt_values
         self._max_new_tokens = max_new_tokens
+        self._whole = whole
         self._length = 0
-        self.own: tuple[Tensor, Tensor] | None = None
+        self._views: tuple[Tensor, Tensor] | None = None
+        self.moved = 0
+        """How often the rows' own tokens have got new memory."""
+        self.column: Tensor | None = None
+        """Long ``(1,)``: where the next own token goes, while a step is captured; else the host knows."""
+
+    @property
+    def own(self) -> tuple[Tensor, Tensor] | None:
         """Of the tokens so far, ``(b, k, t, d)`` and ``(b, k, t, e)``: views, and what `update` returned last."""
+        if self._views is None and self.keys is not None and self.values is not None:
+            self._views = self.keys[:, :, : self._length], self.values[:, :, : self._length]
+        return self._views
 
     @property
     def read(self) -> tuple[Tensor, Tensor]:
         """What products read: the rows' own tokens, or all of the room for them. Zero where nothing is written."""
-        assert self.own is not None
-        if self.keys is None or not _builds_kernels(self.keys):
+        if self.keys is None or not (self._whole or _builds_kernels(self.keys)):
+            assert self.own is not None
             return self.own
         assert self.values is not None
         return self.keys, self.values
 
+    @property
+    def room_left(self) -> int:
+        """Own tokens of each row that are written before there is new memory."""
+        return 0 if self.keys is None else self.keys.shape[2] - self._length
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         room = min(_ROOM, self._max_new_tokens)
-        self.keys, self.values = (_with_room(states[:, :, :0], room) for states in (key_states, value_states))
+        self.keys, self.values = (self._with_room(states[:, :, :0], room) for states in (key_states, value_states))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
+        if self.column is not None:
+            self.keys.index_copy_(2, self.column, key_states)
+            self.values.index_copy_(2, self.column, value_states)
+            self.wrote(1)
+            return self.keys, self.values
         length = self._length + key_states.shape[2]
         if length > self.keys.shape[2]:
             # Beyond the most that a row may have only while there are holes, which are closed at once.
             room = max(min(2 * self._length, self._max_new_tokens), length)
-            self.keys, self.values = (_with_room(states, room) for states in (self.keys, self.values))
+            self.keys, self.values = (self._with_room(states, room) for states in (self.keys, self.values))
         self.keys[:, :, self._length : length] = key_states
         self.values[:, :, self._length : length] = value_states
-        self._length = length
-        self.own = self.keys[:, :, : self._length], self.values[:, :, : self._length]
+        self.wrote(key_states.shape[2])
+        assert self.own is not None
         return self.own
+
+    def wrote(self, tokens: int) -> None:
+        """Take note that every row has got so many tokens of its own."""
+        self._length, self._views = self._length + tokens, None
 
     @property
     def own_length(self) -> int:
@@ -136,7 +163,7 @@ class GroupedLayer(CacheLayerMixin):
         keys, values = (joined(*both) for both in zip(*own))
         self._own(keys, values, room=max(min(max(2 * keys.shape[2], _ROOM), self._max_new_tokens), keys.shape[2]))
         self.is_initialized = True
-        others.keys = others.values = others.own = None  # used up: not all of it is held twice until the last layer
+        others.keys = others.values = others._views = None  # used up: not all of it is held twice until the last layer
         del others.prompt_keys, others.prompt_values
 
     def no_tokens(self, rows: int) -> tuple[Tensor, Tensor]:
@@ -145,9 +172,18 @@ class GroupedLayer(CacheLayerMixin):
         return keys, values
 
     def _own(self, keys: Tensor, values: Tensor, room: int) -> None:
-        self._length = keys.shape[2]
-        self.keys, self.values = _with_room(keys, room), _with_room(values, room)
-        self.own = self.keys[:, :, : self._length], self.values[:, :, : self._length]
+        self._length, self._views = keys.shape[2], None
+        self.keys, self.values = self._with_room(keys, room), self._with_room(values, room)
+
+    def _with_room(self, states: Tensor, room: int) -> Tensor:
+        """`(b, k, t, d)` at the head of new memory for `room` tokens."""
+        b, k, t, d = states.shape
+        wide = states.new_empty(b, k, room, d)
+        wide[:, :, :t] = states
+        if self._whole or _builds_kernels(states):
+            wide[:, :, t:] = 0  # it is read, and what is hidden must be finite
+        self.moved += 1
+        return wide
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -157,16 +193,6 @@ class GroupedLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.prompt_keys.shape[2] + self._max_new_tokens
-
-
-def _with_room(states: Tensor, room: int) -> Tensor:
-    """`(b, k, t, d)` at the head of new memory for `room` tokens."""
-    b, k, t, d = states.shape
-    wide = states.new_empty(b, k, room, d)
-    wide[:, :, :t] = states
-    if _builds_kernels(states):
-        wide[:, :, t:] = 0  # it is read, and what is hidden must be finite
-    return wide
 
 
 def _builds_kernels(states: Tensor) -> bool:
@@ -184,6 +210,7 @@ class GroupedCache(Cache):
         max_new_tokens: A row's own tokens are no more than this many.
         names: Of the prompts: equal names are equal keys and values.
         padded: Whether any prompt is padded.
+        whole: See `GroupedLayer`.
     """
 
     def __init__(
@@ -195,8 +222,11 @@ class GroupedCache(Cache):
         names: Sequence[int],
         *,
         padded: bool = True,
+        whole: bool = False,
     ) -> None:
-        super().__init__([GroupedLayer(layer.keys, layer.values, max_new_tokens) for layer in prompts.layers])
+        super().__init__(
+            [GroupedLayer(layer.keys, layer.values, max_new_tokens, whole=whole) for layer in prompts.layers]
+        )
         self._prompt_of = torch.arange(len(prompt_mask), device=prompt_mask.device).repeat_interleave(repeats)
         # Queries stand in a table of prompts by places. Row i has place i of it until rows are dropped.
         self._table = len(prompt_mask), repeats
@@ -206,6 +236,7 @@ class GroupedCache(Cache):
         self._begin: Tensor | None = None
         self._before: Tensor | None = None
         self._hides = 0, 0
+        self._column: Tensor | None = None
         # What each query of a chunk may see of the rows' own columns, `(b, c, t)`; None while rows get a token each.
         self._seen: Tensor | None = None
         self._names = list(names)
@@ -259,6 +290,29 @@ class GroupedCache(Cache):
             yield
         finally:
             self._seen = None
+
+    @contextmanager
+    def writing_at(self, column: Tensor) -> Iterator[None]:
+        """While a step is captured: its tokens go to a column that stands on the device, long ``(1,)``, which it adds
+        1 to. The host counts the step, and `wrote` those that are replayed."""
+        self._write_at(column)
+        try:
+            yield
+            column.add_(1)
+        finally:
+            self._write_at(None)
+
+    def _write_at(self, column: Tensor | None) -> None:
+        self._column, self._before = column, None
+        layers: list[Any] = self.layers
+        for layer in layers:
+            layer.column = column
+
+    def wrote(self) -> None:
+        """Take note that every row has got a token of its own, by a replayed step."""
+        layers: list[Any] = self.layers
+        for layer in layers:
+            layer.wrote(1)
 
     def shift(self, columns: Tensor) -> None:
         """Drop as many of the last own columns of each row, ``(b,)``, and move the others up to the end."""
@@ -315,11 +369,11 @@ class GroupedCache(Cache):
 
     def _hidden(self, length: int, columns: int) -> Tensor | None:
         """Bool `(b or 1, 1, 1, columns)`: what is none of the own tokens of each row, `length` being written."""
-        if self._begin is None and length == columns:
+        if self._begin is None and length == columns and self._column is None:
             return None
         if self._before is None or self._hides != (length, columns):
             index = torch.arange(columns, device=self._prompt_of.device)
-            hidden = (index >= length)[None]
+            hidden = (index >= length if self._column is None else index > self._column)[None]
             if self._begin is not None:
                 hidden = hidden | (index < self._begin[:, None])
             self._before, self._hides = hidden[:, None, None], (length, columns)
@@ -406,7 +460,7 @@ class ProvingCache(GroupedCache):
 def _in_float64(layer: GroupedLayer) -> GroupedLayer:
     assert layer.own is not None
     twin = GroupedLayer(layer.prompt_keys.double(), layer.prompt_values.double(), 0)
-    twin.own = layer.own[0].double(), layer.own[1].double()
+    twin._views = layer.own[0].double(), layer.own[1].double()
     twin._length = layer.own_length
     return twin
 

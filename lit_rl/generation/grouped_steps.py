@@ -32,6 +32,8 @@ class GroupedSteps(DecodingSteps):
     """Decoding with the keys and values of a prompt held once a group, of a policy that `proven` approves of."""
 
     kind: type[GroupedCache] = GroupedCache
+    whole = False
+    """Whether products read all of the room for the rows' own tokens, so that no shape depends on their number."""
 
     @property
     def joinable(self) -> bool:
@@ -54,6 +56,7 @@ class GroupedSteps(DecodingSteps):
             self._max_new_tokens,
             batch.numbers,
             padded=batch.padded,
+            whole=self.whole,
         )
 
     def _step(self, ids: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,11 @@ class NativeGenerator(InProcessGenerator):
             modules: faster for small models. Only where a model is proven to be made of the same operations (Llama,
             Qwen2, Qwen3, Mistral, SmolLM2, with LoRA or without). Switched off, and for any other model, its own
             modules take the steps.
+        cuda_graphs: Capture lean steps, draws included, as CUDA graphs, and replay them: where the host cannot launch
+            the operations of a step as fast as a GPU computes them, that is faster. No card has shown yet that it is,
+            nor that samples stay as they are: off by default. Only where lean steps are taken on a CUDA device, and a
+            model is proven to be captured right; not with images. Switched off, and for any other model, the host
+            launches each operation of each step.
         continuous_batching: Let groups that wait take the places of rows that ended, in the middle of a batch. Only
             where every layer of a model's cache keeps all of a text. Switched off, and for any other model, the next
             groups begin when all rows of those before are over. Samples do not depend on it.
@@ -50,14 +56,16 @@ class NativeGenerator(InProcessGenerator):
         grouped_cache: bool = True,
         lean_steps: bool = True,
         continuous_batching: bool = True,
+        cuda_graphs: bool = False,
     ) -> None:
         super().__init__(batch_size)
         self.grouped_cache = grouped_cache
         self.lean_steps = lean_steps
         self.continuous_batching = continuous_batching
+        self.cuda_graphs = cuda_graphs
         self.steps: str | None = None
-        """How the last batch was decoded: by `lean_steps`, over a `grouped_cache` without them, or, with neither, by
-        the model's `own` attention and cache."""
+        """How the last batch was decoded: by `cuda_graphs` of lean steps, by `lean_steps`, over a `grouped_cache`
+        without them, or, with none of these, by the model's `own` attention and cache."""
 
     def _decode(
         self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
@@ -65,12 +73,23 @@ class NativeGenerator(InProcessGenerator):
         (whole,) = decode_batches(prompts, None, device)
         longest = prompts.longest_response(sampling)
         kind = DecodingSteps if prompts.vision else self._kind(policy, whole.prompt_ids.shape[1] + longest)
-        self.steps = "own" if kind is DecodingSteps else "lean_steps" if isinstance(kind, partial) else "grouped_cache"
+        self.steps = _named(kind)
         if prompts.responder is not None and kind is DecodingSteps:
             _refuse_partial_caches(policy)
+        graphs = None
+        if self.steps == "cuda_graphs":
+            from lit_rl.generation.step_graphs import StepGraphs
+
+            graphs = StepGraphs(device)
         places = self.rows_a_batch or len(whole.rows)
         loop = DecodeLoop(
-            lambda batch: kind(policy, batch, longest), prompts, sampling, places, whole, self.continuous_batching
+            lambda batch: kind(policy, batch, longest),
+            prompts,
+            sampling,
+            places,
+            whole,
+            continuous=self.continuous_batching,
+            graphs=graphs,
         )
         yield whole.rows, loop.run()
 
@@ -78,16 +97,32 @@ class NativeGenerator(InProcessGenerator):
         """The steps for texts of up to `length` tokens."""
         from lit_rl.generation.grouped_steps import GroupedSteps, fits, proven
 
-        if not (self.grouped_cache and fits(policy, length) and proven(policy)):
-            return DecodingSteps
-        return self._lean(policy, length) or GroupedSteps
+        grouped = self.grouped_cache and fits(policy, length) and proven(policy)
+        lean = self._lean(policy, length) if grouped else None
+        graphed = self._graphed(policy, lean) if self.cuda_graphs else None
+        return graphed or lean or (GroupedSteps if grouped else DecodingSteps)
 
-    def _lean(self, policy: nn.Module, length: int) -> Kind | None:
+    def _lean(self, policy: nn.Module, length: int) -> partial[Any] | None:
         """Those over the model's weights, where it is proven to be made so."""
         from lit_rl.generation.lean_steps import LeanModel, LeanSteps, fits, proven
 
         lean = self.lean_steps and fits(policy) and proven(policy)
         return partial(LeanSteps, LeanModel(policy, length)) if lean else None
+
+    def _graphed(self, policy: nn.Module, lean: partial[Any] | None) -> Kind | None:
+        """Those of graphs, where the model is proven to be captured right."""
+        from lit_rl.generation.step_graphs import GraphedSteps, proven
+
+        fits = proven(policy, lean=lean is not None)
+        return partial(GraphedSteps, *lean.args) if lean and fits else None
+
+
+def _named(kind: Kind) -> str:
+    """See `NativeGenerator.steps`."""
+    if not isinstance(kind, partial):
+        return "own" if kind is DecodingSteps else "grouped_cache"
+    steps: Any = kind.func
+    return "cuda_graphs" if steps.whole else "lean_steps"
 
 
 def _refuse_partial_caches(policy: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from lit_rl.generation.transforms import TokenSampler
 from lit_rl.rollout import Prompts, Sampling
 from lit_rl.turns import Heard, Responder
 from lit_rl.vision import Later
+
+if TYPE_CHECKING:
+    from lit_rl.generation.step_graphs import StepGraphs
 
 _COMPACT_BELOW = 0.75
 """Drop rows that are over once this share of the rows still runs. It copies what the others have in the cache, and so
@@ -43,6 +47,7 @@ class DecodeLoop:
         places: Rows that may be held at a time.
         whole: All rows of the request as one batch.
         continuous: Whether to batch continuously, where the rows of a batch can be joined to others.
+        graphs: Replays steps of those that `begin` returns. None: each is launched by itself.
     """
 
     def __init__(
@@ -52,14 +57,18 @@ class DecodeLoop:
         sampling: Sampling,
         places: int,
         whole: DecodeBatch,
+        *,
         continuous: bool,
+        graphs: StepGraphs | None = None,
     ) -> None:
-        self._begin, self._places, self._continuous = begin, places, continuous
+        self._begin, self._places, self._continuous, self._graphs = begin, places, continuous, graphs
         self._waiting = Waiting(prompts, places, whole.keys.device)
         self._sampler = TokenSampler.of(whole, prompts, sampling)
         self._responses = Responses(prompts, sampling, len(whole.rows), whole.keys.device)
         self._rows = torch.zeros(0, dtype=torch.long, device=whole.keys.device)
         self._steps: DecodingSteps | None = None
+        # What the rows have drawn and were not given yet.
+        self._due: Tensor | None = None
         self._group, self._tokens, self._broken = prompts.group_size, 0, False
         # The tokens after which every row has to be over, and how many the first turn of a row may have.
         self._over_at, self._first_turn = 0, min(sampling.max_new_tokens, prompts.longest_response(sampling))
@@ -113,9 +122,7 @@ class DecodeLoop:
     def _step(self) -> bool:
         """Give every row a token. Returns whether it is time to look who may go on or begin."""
         assert self._steps is not None
-        rows = self._rows
-        drawn = self._sampler(self._steps.logits, self._responses.spoken(rows), rows)
-        self._responses.add(rows, drawn)
+        rows, tokens = self._rows, self._next_tokens()
         self._tokens += 1
         if self._looks():
             look = self._responses.look(rows)
@@ -125,11 +132,40 @@ class DecodeLoop:
                 self._finished.tell(look)
             if sum(look.running) <= _COMPACT_BELOW * len(rows) or self._steps.full:
                 self._broken = not look.finite
-                return self._drop(look, drawn.tokens)
+                return self._drop(look, tokens)
+        self._due = tokens
+        if not (self._talk and self._talk.held) or self._tokens % _POLL:
+            return False
+        self._give(tokens)
+        return True
+
+    def _next_tokens(self) -> Tensor:
+        """Draw the next token of every row, long ``(m,)``, after it was given the one before."""
+        if self._due is None:
+            return self._draw()
+        if self._graphs is None:
+            return self._go_on(self._due)
+        assert self._steps is not None
+        return self._graphs(self._go_on, self._responses.added, self._steps, self._due)
+
+    def _go_on(self, tokens: Tensor) -> Tensor:
+        """Give every row a token, and draw its next: nothing is asked of the device, and nothing of it is looked at."""
+        self._give(tokens)
+        return self._draw()
+
+    def _draw(self) -> Tensor:
+        assert self._steps is not None
+        rows = self._rows
+        drawn = self._sampler(self._steps.logits, self._responses.spoken(rows), rows)
+        self._responses.add(rows, drawn)
+        return drawn.tokens
+
+    def _give(self, tokens: Tensor) -> None:
+        assert self._steps is not None
         if self._talk:
-            self._talk.passed_by(rows)
-        self._steps.advance(drawn.tokens)
-        return bool(self._talk and self._talk.held and self._tokens % _POLL == 0)
+            self._talk.passed_by(self._rows)
+        self._steps.advance(tokens)
+        self._due = None
 
     def _looks(self) -> bool:
         """Tell whether to ask which rows run."""
@@ -143,7 +179,7 @@ class DecodeLoop:
             self._talk.hold(self._steps, look)
         going_on = [place for place, runs in enumerate(look.running) if runs]
         kept = torch.tensor(going_on, dtype=torch.long, device=self._rows.device)
-        self._rows = self._rows[kept]
+        self._rows, self._due = self._rows[kept], None
         if going_on:
             self._steps.keep(kept)
             self._steps.advance(tokens[kept])

@@ -91,6 +91,10 @@ class Responses:
         self.ended[rows] |= ended
         self.lengths[rows] += running
         self._columns[rows] = (column + 1).where(goes_on, self._longest)
+        self.added()
+
+    def added(self) -> None:
+        """Take note that the rows that are looked at have got a token, by `add` or by a replay of it."""
         self._since += 1
 
     @property

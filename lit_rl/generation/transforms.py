@@ -207,7 +207,8 @@ class TokenSampler:
         column = position if self._begun is None else position + self._begun[these]
         drawn = Drawn(*greedy(logits), None) if sampling.greedy else self._draw(logits, self._noise(rows, column))
         if self._seen is not None:
-            self._seen[torch.arange(len(self.keys), device=logits.device)[these], drawn.tokens] = True
+            drew = torch.ones_like(drawn.tokens, dtype=torch.bool)  # True alone would be copied to an accelerator
+            self._seen[torch.arange(len(self.keys), device=logits.device)[these], drawn.tokens] = drew
         self._bans.drew(drawn.tokens, these)
         return drawn
 
@@ -241,9 +242,11 @@ class TokenSampler:
     def _history(self, logits: Tensor) -> Tensor:
         if self._seen is None:
             ids, mask = self._prompt
-            # Padding does not count as seen: it would make a row depend on the batch it stands in.
-            self._seen = torch.zeros((len(ids), logits.shape[-1]), dtype=torch.bool, device=logits.device)
-            self._seen[mask.nonzero()[:, 0], ids[mask]] = True
+            # Padding does not count as seen: it would make a row depend on the batch it stands in. It goes to a column
+            # of its own, so that nobody asks the device where it is.
+            size = logits.shape[-1]
+            seen = torch.zeros((len(ids), size + 1), dtype=torch.bool, device=logits.device)
+            self._seen = seen.scatter_(1, ids.masked_fill(~mask, size), True)[:, :size]
         return self._seen
 
 

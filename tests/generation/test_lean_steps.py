@@ -164,6 +164,32 @@ def test_the_switch_changes_no_sample(policy: nn.Module) -> None:
     torch.testing.assert_close(out[0].sampler_logprobs, out[1].sampler_logprobs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps", "why"),
+    [
+        ({}, "lean_steps", "CUDA graphs are of CUDA devices, and it is on cpu"),
+        ({"lean_steps": False}, "grouped_cache", "it takes no lean steps"),
+        ({"grouped_cache": False}, "own", "it takes no lean steps"),
+    ],
+)
+def test_where_no_step_is_captured_it_is_said_once(
+    settings: dict[str, bool], steps: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is captured on a device: tests/pretended_gpu/test_decode_graphs.py."""
+    policy, out = LEAN["qwen2"](), []
+    with caplog.at_level("INFO"):
+        for graphs in (True, False):
+            engine = NativeGenerator(**settings, cuda_graphs=graphs)
+            engine.sync(policy, 0)
+            out += [engine.generate(ask(), Sampling(max_new_tokens=6)) for _ in range(2)]
+            assert engine.steps == steps
+    assert torch.equal(out[1].sampler_logprobs, out[3].sampler_logprobs)
+    assert [each.message for each in caplog.records if "cuda_graphs" in each.message] == [
+        f"generator.cuda_graphs=true does not fit Qwen2ForCausalLM: {why}. The host launches each operation of its "
+        "decode steps."
+    ]
+
+
 # ------------------------------------------------------------------------------------------- what takes no lean steps
 
 

@@ -318,7 +318,10 @@ void fallback(const OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack
         const bool mask = (t.scalar_type() == ScalarType::Bool || t.scalar_type() == ScalarType::Byte) && t.is_cuda();
         (mask ? masks : others) += 1;
       }
-    waits |= masks && !(masks == 1 && !others && value.numel() == 1 && value.device().is_cpu());
+    const bool filled = masks == 1 && !others && value.numel() == 1 && value.device().is_cpu();
+    waits |= masks && !filled;
+    // One number of the host is copied first: x[index] = 1.
+    if (!filled && value.device().is_cpu() && value.dim() == 0) note("h2d", name + " (number of the host)", value.nbytes());
   }
   const auto& mine = at::detail::getCUDAHooks().getDefaultGenerator(device->index());
   for (size_t i = 0; i < n; ++i) {

@@ -12,7 +12,7 @@ and device is counted with the lines that asked for it; ``PRETEND_REPORT`` names
 torch of constraints.txt: it stands on PyTorch's internals.
 
 Not pretended: CUDA's kernels (numbers, speed, layouts, fused attention: the formula stands in), streams (all is done at
-once, so a race is not seen), torch.compile and CUDA graphs, Triton, sparse tensors on the device.
+once, so a race is not seen), torch.compile, Triton, sparse tensors on the device. CUDA graphs: see pretend_graphs.py.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pretend_graphs
 import torch
 
 HERE = Path(__file__).resolve().parent
@@ -83,6 +84,7 @@ class Ledger:
     def note(self, kind: str, operator: str, size: int) -> None:
         if self._paused:
             return
+        pretend_graphs.refuse(f"{kind}: {operator}")
         key = (kind, operator.removeprefix("aten::"), *_frames())
         with self._lock:
             self.events[key] += 1
@@ -269,7 +271,7 @@ def _offer_torch_cuda(devices: int) -> None:
         "getAllocatorBackend": lambda: "native",
         "isInBadFork": lambda: False,
         "getArchFlags": lambda: "sm_90",
-        "isCurrentStreamCapturing": lambda: False,
+        "isCurrentStreamCapturing": lambda: pretend_graphs.capturing is not None,
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda _mode: None,
         "getDeviceProperties": lambda _index: properties,
@@ -354,6 +356,7 @@ def start(devices: int = 1) -> None:
         torch.ops.pretend.rule(f"aten::{name}", bits)
     _offer_torch_cuda(devices)
     _offer_storages()
+    pretend_graphs.offer()
     if devices > 1:
         import pretend_nccl
 

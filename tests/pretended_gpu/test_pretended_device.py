@@ -64,6 +64,7 @@ def test_what_adds_in_no_fixed_order_is_refused_where_order_is_asked_for() -> No
         ("d2h", lambda x: x.tolist()),
         ("h2d", lambda x: torch.tensor([1.0, 2.0], device=x.device)),
         ("h2d", lambda x: torch.ones(2).to(x.device)),
+        ("h2d", lambda x: x.index_put_((x.long(),), torch.tensor(1.0))),
         ("h2d_async", lambda x: torch.ones(2).to(x.device, non_blocking=True)),
         ("h2d_pinned_async", lambda x: torch.ones(2).pin_memory().to(x.device, non_blocking=True)),
         ("peer", lambda x: x.to("cuda:1")),

@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 import same_bits
 import torch
+from pretend_graphs import Graph
 from runs_helpers import interrupted
 from test_peft_configs import CONFIGS
 
@@ -44,7 +45,10 @@ FURTHER = {
     "grpo_bf16_true": _grpo("trainer.precision=bf16-true algo.beta=0.1"),
     "grpo_fp16": _grpo("trainer.precision=16-mixed"),
     "grpo_offload": _grpo("model.lora.r=4 model.gradient_checkpointing=offload"),
-    "grpo_deterministic": _grpo("trainer.deterministic=true sampling.top_p=0.9"),
+    "grpo_deterministic": _grpo(
+        "trainer.deterministic=true sampling.top_p=0.9 generator.cuda_graphs=true sampling.min_new_tokens=16"
+        " sampling.max_new_tokens=20"
+    ),
     "grpo_win_rate": _grpo(
         "eval.win_rate_against=tiny trainer.val_check_interval=2 trainer.limit_val_batches=1"
         " +model.init_kwargs.attention_dropout=0.1"
@@ -53,7 +57,9 @@ FURTHER = {
     "grpo_averaged": _grpo("callbacks=ema reference=bema algo.beta=0.1 trainer.log_every_n_steps=2"),
     "grpo_split": _grpo("trainer.precision=bf16-true optimizer=adamw_split"),
     "grpo_mixed_checkpointing": _grpo(
-        "trainer.precision=bf16-mixed model.gradient_checkpointing=true model.lora.r=4 trainer.max_steps=4", None
+        "trainer.precision=bf16-mixed model.gradient_checkpointing=true model.lora.r=4 trainer.max_steps=4"
+        " generator.cuda_graphs=true sampling.min_new_tokens=16 sampling.max_new_tokens=20",
+        None,
     ),
     "gigpo_guess": (f"{same_bits.GAME} algo=gigpo reward=environment_turns trainer.max_steps=4", None),
     "turn_ppo_guess": (f"{same_bits.GAME} algo=turn_ppo reward=environment_turns trainer.max_steps=4", None),
@@ -98,10 +104,12 @@ def words_of(run: same_bits.Run) -> list[str]:
 def test_a_run_on_the_device_and_its_resume(name: str, command, tmp_path: Path) -> None:
     run = RUNS[name]
     torch.cuda.reset_peak_memory_stats()
+    replayed = Graph.replayed
     assert command(*words_of(run), f"run_dir={tmp_path / 'whole'}") == 0
     saved = same_bits.newest(tmp_path / "whole")["state_dict"]
     assert {tensor.device.type for tensor in saved.values()} == {"cuda"}
     assert torch.cuda.max_memory_allocated() > sum(tensor.nbytes for tensor in saved.values())
+    assert (Graph.replayed > replayed + 10) == ("generator.cuda_graphs=true" in words_of(run))
     if run.resume is not None:
         interrupted(tmp_path / "whole", tmp_path / "again", run.resume)
         assert command(*words_of(run), "ckpt_path=last", f"run_dir={tmp_path / 'again'}") == 0
