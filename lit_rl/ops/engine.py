@@ -7,8 +7,10 @@
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""Exponents are cut at +-20: float32 overflows at e^88, and the square of a ratio has to fit too."""
+from lit_rl.ops.ratios import MAX_LOG_RATIO
+
+PerToken = Float[Tensor, "b t"]
+Mask = Bool[Tensor, "b t"]
 
 
 def engine_log_ratio(

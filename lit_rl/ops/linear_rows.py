@@ -65,7 +65,7 @@ class _WholeRows(torch.autograd.Function):
         size: int,
         learned: int,
     ) -> tuple[Tensor, ...]:
-        parts = [measure(rows, _product(hidden[rows], weight, bias)) for rows in slices(max(1, len(hidden)), size)]
+        parts = [measure(rows, _row_logits(hidden[rows], weight, bias)) for rows in slices(max(1, len(hidden)), size)]
         found = tuple(torch.cat(column) for column in zip(*parts))
         kind = hidden.device.type
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -81,7 +81,7 @@ class _WholeRows(torch.autograd.Function):
         sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad, ctx.total)
         for rows in slices(max(1, len(hidden)), ctx.size):
             with torch.enable_grad(), torch.autocast(kind, dtype, enabled):
-                product = _product(hidden[rows].detach(), weight.detach(), None if bias is None else bias.detach())
+                product = _row_logits(hidden[rows].detach(), weight.detach(), None if bias is None else bias.detach())
                 found = ctx.measure(rows, product.requires_grad_())[:learned]
             of_product = torch.autograd.grad(found, product, [grad[rows] for grad in grads[:learned]])[0]
             sums.add(of_product, rows, slice(0, len(weight)))
@@ -89,7 +89,7 @@ class _WholeRows(torch.autograd.Function):
         return sums.hidden, sums.weight, sums.bias, None, None, None, None, None
 
 
-def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _row_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         return F.linear(hidden, weight, bias)
 

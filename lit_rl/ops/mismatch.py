@@ -12,18 +12,14 @@ leaves ``[low, high]`` is cut to the bound or becomes 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from lit_rl.ops.engine import engine_log_ratio, engine_ratios
+from lit_rl.ops.engine import Mask, PerToken, engine_log_ratio, engine_ratios
 from lit_rl.ops.masking import masked_mean, masked_sum
-from lit_rl.ops.step import Highest, Lowest, Metrics
+from lit_rl.ops.step import Highest, Lowest, Metrics, WeightTotals
 
-PerToken = Float[Tensor, "b t"]
-Mask = Bool[Tensor, "b t"]
 Bound = float | None
 
 
@@ -85,26 +81,6 @@ def sequence_mask(
         ValueError: both bounds are None, or low is not below high.
     """
     return _zero_outside(engine_ratios(old_logprobs, sampler_logprobs, mask)[1], mask, low, high)
-
-
-@dataclass(frozen=True)
-class WeightTotals:
-    """What weights sum to over an optimizer step, over all its micro-batches and all ranks."""
-
-    tokens: Tensor
-    """Loss tokens."""
-    sequences: Tensor
-    """Rows that have a loss token."""
-    token_weights: Tensor
-    """Sum of the weights of the loss tokens."""
-    sequence_weights: Tensor
-    """Sum over rows of the mean weight of their loss tokens."""
-
-    @classmethod
-    def of(cls, weights: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]) -> WeightTotals:
-        """Of a step that is this one batch. Elsewhere, sum these over batches and ranks."""
-        means = masked_mean(weights, mask, dim=1)
-        return cls(mask.sum(), mask.any(1).sum(), masked_sum(weights, mask), means.sum())
 
 
 def normalize_token_weights(weights: Float[Tensor, "b t"], totals: WeightTotals) -> Float[Tensor, "b t"]:

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rl.ops.masking import masked_mean, masked_sum
-from lit_rl.ops.mismatch import WeightTotals
+from lit_rl.ops.step import WeightTotals
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from lit_rl.ops.engine import engine_log_ratio
+from lit_rl.ops.engine import Mask, PerToken, engine_log_ratio
 from lit_rl.ops.masking import masked_mean, masked_sum
 
 Statistic = Callable[[Tensor], Tensor]
 """From d to a distance, token by token."""
 
-Logprobs = Float[Tensor, "b t"]
-Mask = Bool[Tensor, "b t"]
 Low = float | None
 
 
@@ -43,8 +41,8 @@ def k3_statistic(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def reject_tokens(
-    old_logprobs: Logprobs,
-    sampler_logprobs: Logprobs,
+    old_logprobs: PerToken,
+    sampler_logprobs: PerToken,
     mask: Mask,
     *,
     statistic: Statistic,
@@ -66,8 +64,8 @@ def reject_tokens(
 
 
 def reject_sequences_by_sum(
-    old_logprobs: Logprobs,
-    sampler_logprobs: Logprobs,
+    old_logprobs: PerToken,
+    sampler_logprobs: PerToken,
     mask: Mask,
     *,
     statistic: Statistic,
@@ -89,8 +87,8 @@ def reject_sequences_by_sum(
 
 
 def reject_sequences_by_mean(
-    old_logprobs: Logprobs,
-    sampler_logprobs: Logprobs,
+    old_logprobs: PerToken,
+    sampler_logprobs: PerToken,
     mask: Mask,
     *,
     statistic: Statistic,
@@ -112,7 +110,7 @@ def reject_sequences_by_mean(
 
 
 def reject_sequences_by_max(
-    old_logprobs: Logprobs, sampler_logprobs: Logprobs, mask: Mask, *, statistic: Statistic, high: float
+    old_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, statistic: Statistic, high: float
 ) -> Mask:
     """Rows of which no loss token has a statistic above the bound: one bad token rejects its row.
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
-from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.masking import masked_mean, masked_sum
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,26 @@ class StepTokens:
             parts["advantages"] = advantages.unsqueeze(1).expand(mask.shape)
         zeros = torch.zeros(mask.shape, device=mask.device)
         return cls(**{name: (zeros if part is None else part.detach().float())[mask] for name, part in parts.items()})
+
+
+@dataclass(frozen=True)
+class WeightTotals:
+    """What weights sum to over an optimizer step, over all its micro-batches and all ranks."""
+
+    tokens: Tensor
+    """Loss tokens."""
+    sequences: Tensor
+    """Rows that have a loss token."""
+    token_weights: Tensor
+    """Sum of the weights of the loss tokens."""
+    sequence_weights: Tensor
+    """Sum over rows of the mean weight of their loss tokens."""
+
+    @classmethod
+    def of(cls, weights: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]) -> WeightTotals:
+        """Of a step that is this one batch. Elsewhere, sum these over batches and ranks."""
+        means = masked_mean(weights, mask, dim=1)
+        return cls(mask.sum(), mask.any(1).sum(), masked_sum(weights, mask), means.sum())
 
 
 @dataclass(frozen=True)

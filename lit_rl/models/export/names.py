@@ -40,7 +40,7 @@ class ModelName:
             return cls(model, None, is_folder=False)
         if cached := _CACHED.search(folder.as_posix()):
             return cls("/".join(cached.groups()), "/".join(cached.groups()), is_folder=False)
-        origin = next((each for each in _told(folder) if is_hub_id(each)), None)
+        origin = next((each for each in _named_origins(folder) if is_hub_id(each)), None)
         return cls(_own_name(folder), origin, is_folder=True)
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ def _own_name(folder: Path) -> str:
     return names[-1] if names else "model"
 
 
-def _told(folder: Path) -> Iterator[str]:
+def _named_origins(folder: Path) -> Iterator[str]:
     """The models that a folder says that it was made from: in its configs, and in the card of an earlier export."""
     for file, key in (("adapter_config.json", "base_model_name_or_path"), ("config.json", "_name_or_path")):
         try:
@@ -74,11 +74,11 @@ def _told(folder: Path) -> Iterator[str]:
             continue
         if isinstance(said, dict) and isinstance(said.get(key), str):
             yield said[key]
-    if isinstance(base := _header(folder / "README.md").get("base_model"), str):
+    if isinstance(base := _card_header(folder / "README.md").get("base_model"), str):
         yield base
 
 
-def _header(card: Path) -> dict:
+def _card_header(card: Path) -> dict:
     """The header of a card that lit_rl wrote. Others name what their model was made from, at times long ago."""
     import yaml
     from huggingface_hub import metadata_load

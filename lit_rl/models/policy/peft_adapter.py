@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.errors import ConfigError
-from lit_rl.models.policy.adapter_kinds import check_kind, check_start
 from lit_rl.models.policy.lora import Lora, check_targets
 from lit_rl.models.policy.vision_parts import layers_unasked
 
@@ -40,6 +39,8 @@ class PeftAdapter:
     config: Any
 
     def __post_init__(self) -> None:
+        from lit_rl.models.policy.adapter_kinds import check_kind
+
         check_kind("model.lora", self.config)
         check_targets(f"model.lora={type(self.config).__name__}(...): target_modules", self.targets)
 
@@ -84,6 +85,7 @@ class PeftAdapter:
         import torch
         from peft import PeftModel, get_peft_model
 
+        from lit_rl.models.policy.adapter_kinds import check_start
         from lit_rl.models.policy.pieces import check_merge  # which needs torch
 
         check_start("model.lora", self.config, trained=False)

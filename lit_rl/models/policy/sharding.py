@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -80,6 +78,8 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
 
 def move_all_but_shards(model: nn.Module, device: torch.device) -> None:
     """What `model.to(device)` does, with the shards of FSDP2 left where they are."""
+    from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+
     for part in model.modules():
         if not any(isinstance(weight, DTensor) for weight in part.parameters(recurse=False)):
             part._apply(lambda tensor: tensor.to(device), recurse=False)
@@ -119,6 +119,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     module on the CPU are not copied.
     """
     if any(isinstance(part, FSDPModule) for part in module.modules()):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         gathered = get_model_state_dict(module, options=options)
         return {name: tensor for name, tensor in gathered.items() if isinstance(tensor, Tensor)}

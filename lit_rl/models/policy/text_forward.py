@@ -73,19 +73,20 @@ def score_texts(
     """
     tokens = tokens.with_host()
     width, distribution = tokens.input_ids.shape[1] - 1, Distribution(entropy=entropy, stats=stats)
-    calls = [] if router_aux or isinstance(model, FSDPModule) else _calls(tokens, options)
+    calls = [] if router_aux or isinstance(model, FSDPModule) else _text_calls(tokens, options)
     with fused_accumulation(model, options):
         if len(calls) < 2:
-            found, aux_loss = _one_call(model, tokens, distribution, router_aux, options)
+            found, aux_loss = _one_text_call(model, tokens, distribution, router_aux, options)
         else:
             parts = [
-                _one_call(model, tokens.take(call.rows, call.width), distribution, False, options)[0] for call in calls
+                _one_text_call(model, tokens.take(call.rows, call.width), distribution, False, options)[0]
+                for call in calls
             ]
             found, aux_loss = TargetScores.of_calls(parts, calls, width), None
     return TextScores(found.logprobs, found.entropy, found.stats, aux_loss)
 
 
-def _calls(tokens: TokenBatch, options: ForwardOptions) -> list[Call]:
+def _text_calls(tokens: TokenBatch, options: ForwardOptions) -> list[Call]:
     """The rows of each call of the model, all of them together."""
     calls = [Call(torch.arange(len(tokens)), tokens.input_ids.shape[1])]
     if options.rows_by_length and tokens.segment is None:
@@ -93,7 +94,7 @@ def _calls(tokens: TokenBatch, options: ForwardOptions) -> list[Call]:
     return calls if options.most_rows is None or torch.is_grad_enabled() else at_most(calls, options.most_rows)
 
 
-def _one_call(
+def _one_text_call(
     model: nn.Module, tokens: TokenBatch, distribution: Distribution, router_aux: bool, options: ForwardOptions
 ) -> tuple[TargetScores, Tensor | None]:
     """`(b, s - 1)` of every row in one call of the model, and the router's loss if it was asked for."""

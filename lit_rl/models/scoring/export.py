@@ -57,11 +57,11 @@ def export_scoring(
 
     load_base = base_in_files(description, partial(load_scoring_base, unquantized(description), scoring))
     probe = Probe(description, scorer, scorer_state, load_base)
-    rebuild = partial(_rebuild, description, scoring, scorer, scorer_state, reads)
+    rebuild = partial(_rebuild_scorer, description, scoring, scorer, scorer_state, reads)
     return write_checked(folder, description, rebuild, check, card, probe)
 
 
-def _rebuild(
+def _rebuild_scorer(
     description: LanguageModel,
     scoring: Scoring,
     scorer: nn.Module,

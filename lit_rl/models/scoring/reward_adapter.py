@@ -56,7 +56,11 @@ class RewardAdapter:
         trunk = frozen_trunk(policy, f"{key} {self.path!r}")
         hub.refuse_pickle(key, path, "adapter_model")
         with hub.reading(key, self.path, path):
-            return _RewardModel(_load(self.path, path, _classifier(policy, trunk))).eval().requires_grad_(False)
+            return (
+                _RewardModel(_load_adapter(self.path, path, _empty_classifier(policy, trunk)))
+                .eval()
+                .requires_grad_(False)
+            )
 
     @torch.no_grad()
     def rewards(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
@@ -78,14 +82,14 @@ class _RewardModel(nn.Module):
         hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
         mask = inputs["attention_mask"]
         last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
-        return _head(model)(hidden[torch.arange(len(mask), device=mask.device), last]).squeeze(-1).float()
+        return _score_head(model)(hidden[torch.arange(len(mask), device=mask.device), last]).squeeze(-1).float()
 
 
-def _head(classifier: Any) -> nn.Module:
+def _score_head(classifier: Any) -> nn.Module:
     return next(getattr(classifier, name) for name in _HEADS if hasattr(classifier, name))
 
 
-def _classifier(policy: nn.Module, trunk: nn.Module) -> Any:
+def _empty_classifier(policy: nn.Module, trunk: nn.Module) -> Any:
     """A sequence classifier of the policy's family around ``trunk``, with an empty head."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
 
@@ -97,12 +101,12 @@ def _classifier(policy: nn.Module, trunk: nn.Module) -> Any:
     with torch.device("meta"):
         classifier: Any = AutoModelForSequenceClassification.from_config(config)
     setattr(classifier, classifier.base_model_prefix, trunk)
-    head = _head(classifier).to_empty(device="cpu").to(next(trunk.parameters()).dtype)
+    head = _score_head(classifier).to_empty(device="cpu").to(next(trunk.parameters()).dtype)
     nn.init.zeros_(head.get_parameter("weight"))  # never used: the adapter brings its own
     return classifier
 
 
-def _load(name: str, path: str, classifier: Any) -> PeftModel:
+def _load_adapter(name: str, path: str, classifier: Any) -> PeftModel:
     from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 

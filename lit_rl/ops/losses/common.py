@@ -10,11 +10,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rl.ops.masking import masked_mean, masked_sum
-from lit_rl.ops.ratios import token_ratio
+from lit_rl.ops.ratios import MAX_LOG_RATIO, token_ratio
 from lit_rl.ops.step import Highest, Lowest, Metrics, StepTokens
-
-MAX_LOG_RATIO = 20.0
-"""Ratios are cut at e^20, with no gradient beyond: float32 overflows at e^88, and inf * 0 would be NaN in backward."""
 
 Advantages = Float[Tensor, " b"] | Float[Tensor, "b t"]
 """One for each row, shared by its tokens, or one for each token."""
