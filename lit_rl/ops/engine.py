@@ -16,7 +16,7 @@ Mask = Bool[Tensor, "b t"]
 def engine_log_ratio(
     old_logprobs: Float[Tensor, "b t"], sampler_logprobs: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]
 ) -> Float[Tensor, "b t"]:
-    """d, detached, in float32, within +-20; 0 outside the mask and on tokens that the engine did not score."""
+    """Return d, detached, in float32, within +-20; 0 outside the mask and on tokens that the engine did not score."""
     return _difference(old_logprobs, sampler_logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

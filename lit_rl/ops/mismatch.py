@@ -119,7 +119,8 @@ def mismatch_metrics(
     weights: Float[Tensor, "b t"] | None = None,
     keep: Bool[Tensor, "b t"] | None = None,
 ) -> Metrics:
-    """How far the engine is from the policy, and what was done about it. TRL's names where TRL has the metric.
+    """Return metrics of the distance between engine and policy, and of its correction. TRL's names where TRL has the
+    metric.
 
     Over the loss tokens that the engine scored:
 

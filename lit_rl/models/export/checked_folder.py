@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 _STAGED, _REPLACED = ".tmp-", ".old-"
-"""Between the name of a folder and the number of the process: what is not whole yet, and what makes room for it."""
+"""Marks between the name of a folder and the number of the process: a folder that is not whole yet, and one that is
+about to be replaced."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class ExportReport:
     """Largest difference of a logit on a short text, by what was compared with what: the model and, by itself, the
     adapter over its base, each from the trained policy."""
     note: str = ""
-    """What else has to be known of the adapter by itself."""
+    """A warning about the adapter by itself; empty where there is none."""
 
     def __str__(self) -> str:
         said = "".join(
@@ -103,7 +104,7 @@ def _written(
     card: str,
     probe: Probe,
 ) -> ExportReport:
-    """Write once. A model is made anew for it: writing merges its adapters."""
+    """Write once. The model is rebuilt for it, as writing merges its adapters."""
     rebuilt = rebuild()
     staged = target.with_name(f".{target.name}{_STAGED}{os.getpid()}")
     try:
@@ -131,8 +132,8 @@ def _written(
 
 
 def _prove_adapter(folder: Path, description: LanguageModel, probe: Probe) -> str:
-    """Load the adapter as a user does, over its base, and ask both together. The merged model is proven by itself: a
-    base that is gone, or is another one by now, costs its comparison, or the adapter's folder, and nothing else.
+    """Load the adapter as a user does, over its base, and compare its logits. The merged model is proven by itself: a
+    base that is gone, or was changed since, costs its comparison, or the adapter's folder, and nothing else.
 
     Returns:
         What has to be known of the adapter, in words; empty where it stands on the files of its base.
@@ -167,7 +168,7 @@ def _prove_adapter(folder: Path, description: LanguageModel, probe: Probe) -> st
 
 
 def _unlike_its_files(config: Any, description: LanguageModel) -> str:
-    """Return the settings of a loaded base that its files do not have: those that a user typed, and the size of its
+    """Return the settings of a loaded base that its files do not have: those of the user, and the size of its
     vocabulary."""
     from transformers import AutoConfig
 
@@ -186,7 +187,8 @@ def _unlike_its_files(config: Any, description: LanguageModel) -> str:
 
 
 def unpublished(target: Path) -> list[Path]:
-    """What processes that died left beside a folder. An earlier export that had made room is put back.
+    """Return the folders that killed processes left beside a folder. An earlier export that had been moved aside is put
+    back.
 
     Args:
         target: The folder of the export; it need not be there.
@@ -237,8 +239,8 @@ def _write(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrained
 
 
 def _name_tokenizer_as_the_base(file: Path, description: LanguageModel) -> None:
-    """Write the class that the base names: transformers writes the one that it took for it, which other versions, and
-    engines, may not know. What it notes of how the base was loaded is left out."""
+    """Write the tokenizer class that the base names: transformers writes the one that it took for it, which other
+    versions, and engines, may not know. Its notes of how the base was loaded are left out."""
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     said = json.loads(file.read_text(encoding="utf-8"))

@@ -20,12 +20,13 @@ from lit_rl.vision import PromptVision, Vision
 
 _TOKENS = 4
 _MOST = 0.02
-"""In nats: far above the rounding of half precision, far below what a model loses that looks ahead (0.3 to 0.5)."""
+"""The limit in nats: far above the rounding of half precision, far below what a model that looks ahead loses (0.3 to
+0.5)."""
 
 
 @torch.no_grad()
 def refuse_foresight(model: nn.Module, prompt_ids: Sequence[int], vision: PromptVision | None) -> None:
-    """Find out, by one short forward pass, whether a token of a response is scored by what follows it.
+    """Refuse a model in which a token of a response is scored by the tokens behind it, by one short forward pass.
 
     Models such as PaliGemma attend both ways over a prefix, which a value for each token marks. With the wrong values
     over the response, log-probs would know the answer, and nothing would say so.

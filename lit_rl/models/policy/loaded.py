@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     GivenModel = LanguageModel | PreTrainedModel | PeftModel | str
-    """What every algorithm takes as `model`. Configs that are read from files know the first and the last."""
+    """The type of `model` of every algorithm. Configs that are read from files know the first and the last."""
     GivenTokenizer = PreTrainedTokenizerBase | None
-    """What every algorithm takes as `tokenizer`, in Python alone."""
+    """The type of `tokenizer` of every algorithm, in Python alone."""
 else:
     GivenModel = LanguageModel | str
     GivenTokenizer = Any
@@ -46,8 +46,10 @@ _TRAINED: WeakSet[Any] = WeakSet()
 
 
 class LoadedModel(LanguageModel):
-    """A model of transformers, or of PEFT around one, as an object. It is trained in place: after a run it is what was
-    learned, on the device of the run. Its tokenizer is copied, and stays as it is.
+    """A model of transformers, or of PEFT around one, as an object.
+
+    It is trained in place: after a run it has the trained weights, on the device of the run. Its tokenizer is copied,
+    and stays as it is.
 
     Args:
         model: A causal language model over text; of a reward model, a sequence classifier with one label.
@@ -85,7 +87,7 @@ class LoadedModel(LanguageModel):
         self.given = model
         self.given_tokenizer = tokenizer
         self.began_trained = False
-        """Whether another run of this process had trained the object when this one began."""
+        """True where another run of this process had trained the object when this one began."""
         name = str(getattr(base.config, "_name_or_path", "") or type(base).__name__)
         super().__init__(name, dtype=str(base.dtype).removeprefix("torch."), **settings)
         if isinstance(self.lora, PeftAdapter) and not self.is_local:
@@ -114,7 +116,7 @@ class LoadedModel(LanguageModel):
         return tokenizer
 
     def load(self) -> PreTrainedModel | PeftModel:
-        """The object itself, in train mode, with adapters where `lora` came.
+        """Return the object itself, in train mode, with adapters where `lora` is set.
 
         Raises:
             ConfigError: no causal language model over text, or an adapter that fits no module.
@@ -159,8 +161,8 @@ class LoadedModel(LanguageModel):
         )
 
     def load_named(self) -> PreTrainedModel:
-        """Load the model anew from the files that the object's config names, of the revision that its adapter names,
-        if they are on this machine.
+        """Load the model anew from the files that the object's config names, of the revision that its adapter names, if
+        they are on this machine.
 
         Raises:
             OSError: they are not.
@@ -173,20 +175,20 @@ class LoadedModel(LanguageModel):
         return type(base).from_pretrained(self.name, revision=self.revision, dtype=self.dtype, **files_alone, **how)
 
     def note_training(self) -> None:
-        """A run begins to train the object."""
+        """Note that a run begins to train the object."""
         _TRAINED.add(self.given)
 
 
 def described(model: Any, tokenizer: Any = None) -> LanguageModel:
-    """What a user gave as model, as a description.
+    """Return the description of a model in any form that a user may give.
 
     Args:
         model: A description, a name, folder or hub id, or a loaded model of transformers or PEFT.
         tokenizer: Of a loaded model.
 
     Raises:
-        ConfigError: it is anything else; a loaded model came without its tokenizer, or a tokenizer with what names its
-            own.
+        ConfigError: it is anything else; a loaded model comes without its tokenizer, or a tokenizer with a name that
+            has its own.
     """
     from torch import nn
 

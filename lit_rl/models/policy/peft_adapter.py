@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     Adapter = Lora | PeftConfig
-    """What `LanguageModel` takes as `lora`. Configs that are read from files know `Lora` alone."""
+    """The type of `lora` of `LanguageModel`. Configs that are read from files know `Lora` alone."""
 else:
     Adapter = Lora
 
@@ -117,7 +117,7 @@ class PeftAdapter:
 
 
 def as_adapter(given: Any) -> Lora | PeftAdapter | None:
-    """What was given as `lora`, as an object with `apply`. PEFT is imported by nobody who has not done so.
+    """Return the value of `lora` as an object with `apply`. PEFT is not imported here unless it already is.
 
     Raises:
         ConfigError: it is neither `Lora` nor a config of PEFT.

@@ -23,8 +23,8 @@ def shard(
     precision: MixedPrecisionPolicy | None = None,
     offload: OffloadPolicy | None = None,
 ) -> nn.Module:
-    """Shard ``module`` in place: each decoder layer is a unit, what is left (embedding, norm, head, and what sees) is
-    the last.
+    """Shard ``module`` in place: each decoder layer is a unit, and the rest (embedding, norm, head, vision) is the
+    last.
 
     Serves a policy, with adapters or without, and a frozen reference. To be called once, before the optimizer is made.
 
@@ -65,7 +65,7 @@ def _let_gradients_reach_the_embedding(module: nn.Module) -> None:
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The modules that a Hugging Face model declares must stay whole, which are its decoder layers.
+    """Return the modules that a Hugging Face model declares must stay whole, which are its decoder layers.
 
     Of a model over images those of its text: a rank whose rows show nothing does not run the others, and would leave
     the rest waiting for it.
@@ -77,7 +77,7 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def move_all_but_shards(model: nn.Module, device: torch.device) -> None:
-    """What `model.to(device)` does, with the shards of FSDP2 left where they are."""
+    """Move a model as `model.to(device)` does, with the shards of FSDP2 left where they are."""
     from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 
     for part in model.modules():
@@ -113,7 +113,7 @@ def _is_layer(unit: FSDPModule) -> bool:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors on the CPU, under the names of the module that was never sharded.
+    """Return whole tensors on the CPU, under the names of the module that was never sharded.
 
     A collective where the module is sharded: rank 0 gets the tensors, the other ranks an empty dict. Tensors of a
     module on the CPU are not copied.

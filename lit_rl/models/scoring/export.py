@@ -68,7 +68,7 @@ def _rebuild_scorer(
     state: Mapping[str, Tensor],
     reads: Mapping[str, Any],
 ) -> Any:
-    """A model on the CPU like ``scorer`` with the tensors of ``state``."""
+    """Return a model on the CPU like ``scorer`` with the tensors of ``state``."""
     import transformers
 
     if description.quantization is not None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 _HEADS = ("score", "classifier")
-"""What transformers calls the head of a sequence classifier."""
+"""Names of the head of a sequence classifier in transformers."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RewardAdapter:
     path: str
 
     def check(self, model: LanguageModel) -> None:
-        """Raises ConfigError: the policy has no frozen base."""
+        """Raise ConfigError where the policy has no frozen base."""
         if model.lora is None and model.adapter is None:
             raise ConfigError(
                 f"The reward adapter {self.path!r} scores on the policy's frozen base, but every weight of this policy "
@@ -46,7 +46,7 @@ class RewardAdapter:
             )
 
     def module(self, policy: nn.Module) -> nn.Module:
-        """The frozen module to register beside the policy: before a checkpoint is restored, and before sharding.
+        """Return the frozen module to register beside the policy: before a checkpoint is restored, and before sharding.
 
         Raises:
             ConfigError: the policy has no frozen base, or the adapter is no sequence classifier with one label.
@@ -64,14 +64,17 @@ class RewardAdapter:
 
     @torch.no_grad()
     def rewards(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
-        """Float32 ``(b,)``: the score at the last token of each response, without dropout."""
+        """Return float32 ``(b,)``: the score at the last token of each response, without dropout."""
         with evaluation_mode(module):
             return module(**trunk_inputs(policy, completions))
 
 
 class _RewardModel(nn.Module):
-    """Scores at each row's last attended token. transformers' own classifier looks for the last token that is not the
-    pad token instead, and would step over an EOS that serves as pad."""
+    """A classifier that scores at each row's last attended token.
+
+    Transformers' own classifier looks for the last token that is not the pad token instead, and would step over an EOS
+    that serves as pad.
+    """
 
     def __init__(self, classifier: PeftModel) -> None:
         super().__init__()
@@ -90,7 +93,7 @@ def _score_head(classifier: Any) -> nn.Module:
 
 
 def _empty_classifier(policy: nn.Module, trunk: nn.Module) -> Any:
-    """A sequence classifier of the policy's family around ``trunk``, with an empty head."""
+    """Return a sequence classifier of the policy's family around ``trunk``, with an empty head."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
 
     config = copy.deepcopy(base_of(policy).config)
