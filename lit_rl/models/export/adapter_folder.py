@@ -100,9 +100,9 @@ def write_adapter(policy: nn.Module, folder: str | Path) -> None:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         problem = _write(policy, tensors, Path(folder))
     else:
-        told = [_write(policy, tensors, Path(folder)) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(told, src=0)
-        problem = told[0]
+        problems = [_write(policy, tensors, Path(folder)) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(problems, src=0)
+        problem = problems[0]
     if problem is not None:
         raise StorageError(f"The adapter cannot be written to {folder}: {problem}")
 

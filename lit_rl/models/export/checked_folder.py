@@ -53,11 +53,11 @@ class ExportReport:
     """A warning about the adapter by itself; empty where there is none."""
 
     def __str__(self) -> str:
-        said = "".join(
+        details = "".join(
             f"; logits of {what[0].lower()}{what[1:]}: {difference:.1e}" for what, difference in self.logits.items()
         )
-        said += f"; {self.note}" if self.note else ""
-        return f"verified: {self.tensors} tensors reloaded, largest difference {self.max_abs_diff:g}{said}"
+        details += f"; {self.note}" if self.note else ""
+        return f"verified: {self.tensors} tensors reloaded, largest difference {self.max_abs_diff:g}{details}"
 
 
 def write_checked(
@@ -113,8 +113,8 @@ def _written(
         state = model.state_dict()
         difference = check(staged, state, description, probe)
         note = "" if rebuilt is model else _prove_adapter(staged / "adapter", description, probe)
-        said = f"{card}\nNote: {without_folders(note)}.\n" if note else card
-        (staged / "README.md").write_text(said, encoding="utf-8")
+        readme = f"{card}\nNote: {without_folders(note)}.\n" if note else card
+        (staged / "README.md").write_text(readme, encoding="utf-8")
         adapter = target / "adapter" if (staged / "adapter").is_dir() else None
         _publish(staged, target)
     finally:
@@ -178,12 +178,12 @@ def _unlike_its_files(config: Any, description: LanguageModel) -> str:
         trust_remote_code=description.trust_remote_code,
         local_files_only=True,
     )
-    missing, said = object(), []
+    missing, differing = object(), []
     for key in (*description.init_kwargs, "tie_word_embeddings", "vocab_size"):
         now, there = (getattr(each.get_text_config(), key, getattr(each, key, missing)) for each in (config, files))
         if now is not missing and now != there:
-            said.append(f"{key}={now!r}")
-    return ", ".join(said)
+            differing.append(f"{key}={now!r}")
+    return ", ".join(differing)
 
 
 def unpublished(target: Path) -> list[Path]:
@@ -243,13 +243,13 @@ def _name_tokenizer_as_the_base(file: Path, description: LanguageModel) -> None:
     versions, and engines, may not know. Its notes of how the base was loaded are left out."""
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    said = json.loads(file.read_text(encoding="utf-8"))
+    config = json.loads(file.read_text(encoding="utf-8"))
     home = description.tokenizer.name_or_path
     with contextlib.suppress(OSError, ValueError):  # of an object that has no files
         base = get_tokenizer_config(home, revision=description.revision, local_files_only=True) if home else {}
-        said = {name: value for name, value in said.items() if name in base or name not in _OF_LOADING}
-        said |= {"tokenizer_class": base["tokenizer_class"]} if base.get("tokenizer_class") else {}
-    file.write_text(f"{json.dumps(said, indent=2, sort_keys=True, ensure_ascii=False)}\n", encoding="utf-8")
+        config = {name: value for name, value in config.items() if name in base or name not in _OF_LOADING}
+        config |= {"tokenizer_class": base["tokenizer_class"]} if base.get("tokenizer_class") else {}
+    file.write_text(f"{json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)}\n", encoding="utf-8")
 
 
 _OF_LOADING = ("is_local", "local_files_only")

@@ -69,11 +69,11 @@ def _named_origins(folder: Path) -> Iterator[str]:
     """Yield the models that a folder says it was made from: in its configs, and in the card of an earlier export."""
     for file, key in (("adapter_config.json", "base_model_name_or_path"), ("config.json", "_name_or_path")):
         try:
-            said = json.loads((folder / file).read_text(encoding="utf-8"))
+            config = json.loads((folder / file).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        if isinstance(said, dict) and isinstance(said.get(key), str):
-            yield said[key]
+        if isinstance(config, dict) and isinstance(config.get(key), str):
+            yield config[key]
     if isinstance(base := _card_header(folder / "README.md").get("base_model"), str):
         yield base
 

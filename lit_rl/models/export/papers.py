@@ -77,5 +77,5 @@ def bibtex(arxiv: str) -> str:
     fields = {"eprint": arxiv, "archivePrefix": "arXiv"}
     if (known := next((paper for paper in PAPERS.values() if paper.arxiv == arxiv), None)) is not None:
         fields = {"title": f"{{{known.title}}}", "author": f"{known.author} and others", "year": known.year} | fields
-    told = ",\n".join(f"  {name} = {{{value}}}" for name, value in fields.items())
-    return f"@misc{{arxiv_{arxiv.replace('.', '_')},\n{told}\n}}"
+    lines = ",\n".join(f"  {name} = {{{value}}}" for name, value in fields.items())
+    return f"@misc{{arxiv_{arxiv.replace('.', '_')},\n{lines}\n}}"

@@ -81,12 +81,12 @@ def _rebuild(
 ) -> PreTrainedModel | PeftModel:
     """Return a model on the CPU like ``policy``, whose parameters are the tensors of ``state``."""
     config, generation_config = _configs(base_of(policy), description)
-    said = {"lit_rl_prompts": prompts} if prompts is not None else {}
-    config.update(said)
+    extra = {"lit_rl_prompts": prompts} if prompts is not None else {}
+    config.update(extra)
     if description.quantization is not None:
         # Merging into 4-bit weights would round the adapter away, so the adapter joins the base as it was published.
         rebuilt: Any = unquantized(description).load_base()
-        rebuilt.config.update({"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id, **said})
+        rebuilt.config.update({"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id, **extra})
     else:
         rebuilt = _empty(config, description)
     rebuilt.generation_config = generation_config

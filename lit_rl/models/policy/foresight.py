@@ -42,8 +42,8 @@ def refuse_foresight(model: nn.Module, prompt_ids: Sequence[int], vision: Prompt
     device, config = device_of(model), base_of(model).config
     barred = placeholder_ids(config)
     tokens = islice((token for token in range(config.get_text_config().vocab_size) if token not in barred), _TOKENS + 1)
-    *told, last, another = tokens
-    rows = torch.tensor([[*told, last], [*told, another]], device=device)
+    *shared, last, another = tokens
+    rows = torch.tensor([[*shared, last], [*shared, another]], device=device)
     prompts = torch.tensor([list(prompt_ids)] * 2, device=device)
     every = torch.ones_like(rows, dtype=torch.bool)
     completions = Completions(

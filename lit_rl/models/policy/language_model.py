@@ -177,15 +177,15 @@ class LanguageModel:
             return cls(os.fspath(model), **settings)
         from torch import nn  # here, as describing a model imports no library
 
-        came, then = f"a {type(model).__name__}", ""
+        found, hint = f"a {type(model).__name__}", ""
         if isinstance(model, type):
-            came = f"the class {model.__name__}"
+            found = f"the class {model.__name__}"
         elif isinstance(model, nn.Module):
-            came += ", which is loaded already"
-            then = " Call save_pretrained(folder) on it and on its tokenizer, and give the folder."
+            found += ", which is loaded already"
+            hint = " Call save_pretrained(folder) on it and on its tokenizer, and give the folder."
         raise ConfigError(
-            f"{key} is {came}. Allowed is a name ('tiny', 'digits'), a folder, a hub id, or "
-            f"lit_rl.models.LanguageModel(name, ...).{then}"
+            f"{key} is {found}. Allowed is a name ('tiny', 'digits'), a folder, a hub id, or "
+            f"lit_rl.models.LanguageModel(name, ...).{hint}"
         )
 
     def _check(self) -> None:

@@ -217,9 +217,9 @@ def _check_tokenizer(model: Any, tokenizer: Any) -> None:
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         return
     kind = type(base_of(model)).__name__
-    came = f"tokenizer is a {type(tokenizer).__name__}" if tokenizer is not None else "its tokenizer did not come"
+    what = f"tokenizer is a {type(tokenizer).__name__}" if tokenizer is not None else "its tokenizer did not come"
     raise ConfigError(
-        f"model is a {kind} that is loaded already, and {came}: pass tokenizer=AutoTokenizer.from_pretrained(name) of "
+        f"model is a {kind} that is loaded already, and {what}: pass tokenizer=AutoTokenizer.from_pretrained(name) of "
         "transformers, the one that belongs to the model."
     )
 
@@ -273,10 +273,10 @@ def _check_layers(model: PeftModel, config: Any) -> None:
         why = "is switched off: call enable_adapter_layers() on it" if layer.disable_adapters else ""
         for name, scale in (getattr(layer, "scaling", None) or {}).items() if config.peft_type == "LORA" else ():
             alpha, rank = (getattr(layer, each)[name] for each in ("lora_alpha", "r"))
-            said = alpha / (rank**0.5 if config.use_rslora else rank)
-            if abs(scale - said) > 1e-6 * abs(said):
+            stated = alpha / (rank**0.5 if config.use_rslora else rank)
+            if abs(scale - stated) > 1e-6 * abs(stated):
                 why = (
-                    f"is scaled by {scale:g}, and by its config, which is all that an export has, by {said:g}: set "
+                    f"is scaled by {scale:g}, and by its config, which is all that an export has, by {stated:g}: set "
                     "lora_alpha, or alpha_pattern, and make it anew"
                 )
         if why:

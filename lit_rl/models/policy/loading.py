@@ -134,9 +134,9 @@ def say_what_is_tied(base: PreTrainedModel) -> None:
     from lightning.pytorch.utilities import rank_zero_info
 
     configs = (base.config, base.config.get_text_config())
-    said = [config for config in configs if getattr(config, "tie_word_embeddings", False)]
+    claiming = [config for config in configs if getattr(config, "tie_word_embeddings", False)]
     head: Any = base.get_output_embeddings()
-    if not said or head is None:
+    if not claiming or head is None:
         return
     ties = base.all_tied_weights_keys
     named = {f"{name}.weight" for name, module in base.named_modules() if module is head}
@@ -145,7 +145,7 @@ def say_what_is_tied(base: PreTrainedModel) -> None:
     tied = tables[0] is tables[1] if None not in tables else bool(named & {*ties, *ties.values()})
     if tied:
         return
-    for config in said:
+    for config in claiming:
         config.tie_word_embeddings = False
     for name in named & ties.keys():
         del ties[name]

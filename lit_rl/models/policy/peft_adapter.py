@@ -127,8 +127,8 @@ def as_adapter(given: Any) -> Lora | PeftAdapter | None:
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(given, peft.PeftConfig):
         return PeftAdapter(given)
-    came = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+    found = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
     raise ConfigError(
-        f"model.lora is {came}. Allowed is lit_rl.models.Lora(r=16, alpha=32, dropout=0, targets='all-linear', "
+        f"model.lora is {found}. Allowed is lit_rl.models.Lora(r=16, alpha=32, dropout=0, targets='all-linear', "
         "rslora=False, dora=False, modules_to_save=None), or a config of PEFT, such as peft.LoraConfig(r=16)."
     )

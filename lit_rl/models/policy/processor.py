@@ -239,8 +239,8 @@ def _check_counts(processor: Any, config: PreTrainedConfig, named: str) -> None:
 
 
 def _missing(error: ImportError) -> str:
-    said = str(error).strip().splitlines()[0] if str(error).strip() else "an import failed"
+    message = str(error).strip().splitlines()[0] if str(error).strip() else "an import failed"
     for package in _PACKAGES:
         if package.lower() in str(error).lower() and importlib.util.find_spec(package) is None:
-            return f"pip install {'pillow' if package == 'PIL' else package}. ({said})"
-    return said
+            return f"pip install {'pillow' if package == 'PIL' else package}. ({message})"
+    return message

@@ -92,7 +92,7 @@ def arguments(videos: Sequence[VideoRef], frames: Sequence[Sequence[Any]]) -> di
     """
     if not videos:
         return {}
-    told = [
+    metadata = [
         {
             "total_num_frames": len(video.frames),
             "frames_indices": list(range(len(video.frames))),  # a list of its own: Qwen3-VL's processor adds to it
@@ -100,4 +100,4 @@ def arguments(videos: Sequence[VideoRef], frames: Sequence[Sequence[Any]]) -> di
         }
         for video in videos
     ]
-    return {"videos": [list(frames)], "videos_kwargs": {"do_sample_frames": False, "video_metadata": told}}
+    return {"videos": [list(frames)], "videos_kwargs": {"do_sample_frames": False, "video_metadata": metadata}}
