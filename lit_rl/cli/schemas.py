@@ -186,7 +186,8 @@ def functions() -> dict[str, str]:
         loaded = importlib.import_module(module)
         for name, value in vars(loaded).items():
             home = getattr(value, "__module__", "")
-            if inspect.isfunction(value) and not name.startswith("_") and f"{home}.".startswith(f"{module}."):
+            public = name in getattr(loaded, "__all__", [name]) and not name.startswith("_")
+            if inspect.isfunction(value) and public and f"{home}.".startswith(f"{module}."):
                 found[name] = f"{module}.{name}"
     return found
 

@@ -72,7 +72,7 @@ def normalize_then_sum(
     *,
     eps: float = 1e-4,
 ) -> Float[Tensor, " b"]:
-    """Each reward function is normalised on its own, so that none drowns the others: GDPO (2601.05242).
+    """Normalise each reward function on its own, so that none drowns the others: GDPO (2601.05242).
 
     ``z_k = (r_k - mean_group) / (std_group + eps)``, ``s = sum_k w_k z_k`` and ``A = (s - mean) / (std + eps)`` over
     all scored rows of the batch. A function that does not apply to a row adds 0 to its sum. Weights act after the
@@ -175,7 +175,8 @@ def cpgd(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], *, eps: floa
 
 
 def group_std(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """Standard deviation of each row's group, for ``frac_reward_zero_std``; 0 on NaN rows and in groups of one row."""
+    """Return the standard deviation of each row's group, for ``frac_reward_zero_std``; 0 on NaN rows and in groups of
+    one row."""
     groups = Groups.of(rewards, group_id)
     return groups.std().masked_fill(~groups.scored, 0.0).to(rewards.dtype)
 

@@ -9,7 +9,7 @@ from lit_rl.ops.mismatch import token_truncate
 def auto_correction(
     old_logprobs: Float[Tensor, "b t"], sampler_logprobs: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]
 ) -> Float[Tensor, "b t"]:
-    """:func:`~lit_rl.ops.mismatch.token_truncate` with its own bounds: truncated importance sampling.
+    """Apply :func:`~lit_rl.ops.mismatch.token_truncate` with its own bounds: truncated importance sampling.
 
     An algorithm that is given it takes no correction at all where the generator draws by the policy's own forward pass
     (`lit_rl.algorithms.terms.engine_correction`): all weights are 1 there, but for roundings.

@@ -7,14 +7,16 @@
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""Exponents are cut at +-20: float32 overflows at e^88, and the square of a ratio has to fit too."""
+from lit_rl.ops.ratios import MAX_LOG_RATIO
+
+PerToken = Float[Tensor, "b t"]
+Mask = Bool[Tensor, "b t"]
 
 
 def engine_log_ratio(
     old_logprobs: Float[Tensor, "b t"], sampler_logprobs: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]
 ) -> Float[Tensor, "b t"]:
-    """d, detached, in float32, within +-20; 0 outside the mask and on tokens that the engine did not score."""
+    """Return d, detached, in float32, within +-20; 0 outside the mask and on tokens that the engine did not score."""
     return _difference(old_logprobs, sampler_logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

@@ -30,11 +30,11 @@ class SummedWeight:
     token: Tensor
     """``(0,)``: what stands for the weight in the graph."""
     total: GradientTotal
-    """Where the gradients are added."""
+    """The sum of the gradients."""
 
     @classmethod
     def of(cls, weight: Tensor) -> SummedWeight:
-        """Of one forward pass.
+        """Open the sum for one forward pass.
 
         Args:
             weight: ``(v, d)``, dense, a leaf that requires a gradient.
@@ -43,12 +43,13 @@ class SummedWeight:
         return cls(_Token.apply(weight, total), total)
 
     def lookup(self, ids: Tensor, padding: int | None = None) -> Tensor:
-        """``(..., d)``: the rows of the weight at `ids`, long ``(...)``. Those of the padding id get no gradient."""
+        """Return ``(..., d)``: the rows of the weight at `ids`, long ``(...)``. Those of the padding id get no
+        gradient."""
         return _Lookup.apply(self.token, self.total, ids, padding)
 
 
 class GradientTotal:
-    """The sum, which exists while a backward pass runs."""
+    """The sum of a weight's gradients, which exists while a backward pass runs."""
 
     def __init__(self, weight: Tensor) -> None:
         assert weight.is_leaf and weight.requires_grad and weight.dim() == 2
@@ -58,11 +59,11 @@ class GradientTotal:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this backward pass has added nothing yet."""
+        """True where this backward pass has added nothing yet."""
         return self._sum is None
 
     def room(self) -> Tensor:
-        """``(v, d)``: what has been added; where that is nothing, numbers without meaning, to be written over."""
+        """Return the ``(v, d)`` sum; where nothing was added, numbers without meaning, to be written over."""
         if self._sum is None:
             self._sum = torch.empty_like(self.weight, dtype=self._dtype)
             # A backward pass that does not reach the weight takes no sum: the next one begins anew.
@@ -75,7 +76,7 @@ class GradientTotal:
         total.add_(torch.sparse_coo_tensor(ids[None], rows.to(total.dtype), total.shape, check_invariants=False))
 
     def take(self) -> Tensor | None:
-        """The sum, which is the caller's from now on; None if nothing was added."""
+        """Return the sum, which is the caller's from now on; None if nothing was added."""
         taken, self._sum = self._sum, None
         return taken
 
@@ -84,7 +85,8 @@ class GradientTotal:
 
 
 def type_of_gradient(weight: Tensor) -> torch.dtype:
-    """Float32 for a bfloat16 weight with a float32 master: sums over blocks are not rounded, nor converted later."""
+    """Return float32 for a bfloat16 weight with a float32 master: sums over blocks are not rounded, nor converted
+    later."""
     return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 

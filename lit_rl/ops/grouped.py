@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Groups:
-    """What each row has to know of its group."""
+    """Statistics of each row's group."""
 
     index: Int[Tensor, " b"]
     """The group's id, renumbered 0, 1, ..."""
@@ -25,7 +25,7 @@ class Groups:
     size: Int[Tensor, " b"]
     """Scored rows of the group."""
     mean: Float64[Tensor, " b"]
-    """Of the group's scored rows; 0 in a group without any."""
+    """Mean of the group's scored rows; 0 in a group without any."""
     deviation: Float64[Tensor, " b"]
     """Distance from the mean; 0 where not scored."""
 
@@ -47,11 +47,11 @@ class Groups:
         )
 
     def squares(self) -> Float64[Tensor, " b"]:
-        """Sum of squared deviations of the group."""
+        """Return the sum of squared deviations of the group."""
         return group_sum(self.deviation.square(), self.index)
 
     def std(self) -> Float64[Tensor, " b"]:
-        """Standard deviation of the group with ``n - 1`` in the denominator; 0 in groups of one row."""
+        """Return the standard deviation of the group with ``n - 1`` in the denominator; 0 in groups of one row."""
         return (self.squares() / (self.size - 1).clamp(min=1)).sqrt()
 
 
@@ -63,12 +63,12 @@ def renumbered(ids: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
 
 
 def group_sum(values: Shaped[Tensor, " b"], index: Int[Tensor, " b"]) -> Shaped[Tensor, " b"]:
-    """Each row's group total. There are at most b groups, so the totals fit a tensor of the rows' shape."""
+    """Return each row's group total. There are at most b groups, so the totals fit a tensor of the rows' shape."""
     return torch.zeros_like(values).index_add(0, index, values)[index]
 
 
 def group_max(values: Float[Tensor, " b"], index: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """Each row's group maximum."""
+    """Return each row's group maximum."""
     return torch.full_like(values, -torch.inf).scatter_reduce(0, index, values, "amax")[index]
 
 

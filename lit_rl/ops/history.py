@@ -22,12 +22,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class History:
-    """Of scored positions, in any shape."""
+    """Earlier tokens of scored positions, in any shape, and how they change the logits there."""
 
     early: Bool[Tensor, "*shape"]
-    """Where a turn is still too short to end."""
+    """True where a turn is still too short to end."""
     row: Int[Tensor, "*shape"]
-    """The number of the text that a position is of."""
+    """The number of the text that a position belongs to."""
     place: Int[Tensor, "*shape"]
     """The column of its text: the tokens before it stand in lower ones."""
     texts: Int[Tensor, "r s"]
@@ -44,7 +44,8 @@ class History:
     """`first` and `is_end` by the size of the vocabulary: made once for all blocks of the same texts."""
 
     def over(self, vocabulary: int) -> History:
-        """The same for so many logits: with `first`, which is small beside the logits of whole texts, and `is_end`."""
+        """Return the history for logits over ``vocabulary`` tokens: with `first`, which is small beside whole logits,
+        and `is_end`."""
         if self.first is not None or self.is_end is not None:
             return self
         if vocabulary not in self.made:
@@ -65,15 +66,15 @@ class History:
         return first, is_end
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> History:
-        """The same positions in another shape, or some of them."""
+        """Return the same positions in another shape, or some of them."""
         return replace(self, early=change(self.early), row=change(self.row), place=change(self.place))
 
     def at(self, block: Any) -> History:
-        """The positions of a block, by its slices."""
+        """Return the positions of a block, by its slices."""
         return self.mapped(lambda field: field[block])
 
     def __call__(self, logits: Float[Tensor, "*shape v"], ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape v"]:
-        """The logits as they are drawn from, before temperature; those that are given stay as they are."""
+        """Return the logits that are drawn from, before temperature; the given ones stay as they are."""
         if self.penalty != 1:
             logits = torch.where(self._seen(), penalised(logits, self.penalty), logits)
         if self.is_end is None:
@@ -83,18 +84,18 @@ class History:
         return possible.scatter_(-1, own, logits.gather(-1, own))
 
     def slope_into(self, grad: Float[Tensor, "*shape v"], logits: Float[Tensor, "*shape v"]) -> Tensor:
-        """Multiply a gradient of what came out by ∂z'/∂z, in its place. It is 0 already where tokens are ruled out."""
+        """Multiply a gradient of the result by ∂z'/∂z, in its place. It is 0 already where tokens are ruled out."""
         if self.penalty == 1:
             return grad
         slope = torch.where(logits < 0, self.penalty, 1 / self.penalty).to(grad)
         return grad.mul_(slope.masked_fill_(~self._seen(), 1.0))
 
     def _seen(self) -> Bool[Tensor, "*shape v"]:
-        """Which tokens stood before each position."""
+        """Return which tokens stood before each position."""
         assert self.first is not None, "History.over comes first"
         return self.first[self.row] < self.place.unsqueeze(-1)
 
 
 def penalised(logits: Tensor, penalty: float) -> Tensor:
-    """All logits divided by `penalty`, negative ones multiplied by it."""
+    """Return all logits divided by `penalty`, negative ones multiplied by it."""
     return torch.where(logits < 0, logits * penalty, logits / penalty)

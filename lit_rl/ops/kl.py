@@ -4,7 +4,7 @@ All share the signature ``kl(logprobs, ref_logprobs, old_logprobs) -> (b, t)``, 
 one may also name ``mask``. ``old_logprobs`` belong to the policy that drew the tokens. Only the corrected ones read
 them: the others take the tokens as drawn from the policy itself, which is true on policy only.
 
-What each is good for, on policy, a token at a time:
+Their properties, on policy, a token at a time:
 
     estimator       value           gradient when it is part of a loss
     k1              unbiased        zero in expectation: use it in a reward, never in a loss

@@ -52,7 +52,8 @@ _PIECE, _SHORTEST_PIECE = 256, 32
 
 @dataclass(frozen=True)
 class Distribution:
-    """``softmax_S(logits / temperature)``, S what truncation keeps; and what is computed of it beside log-probs.
+    """The distribution ``softmax_S(logits / temperature)``, where S is kept by truncation, and the statistics wanted of
+    it.
 
     Args:
         temperature: Above 0.
@@ -76,14 +77,14 @@ class Distribution:
 
 @dataclass(frozen=True)
 class LinearScores:
-    """What is known of ``n`` tokens, in float32 (float64 where the hidden states are)."""
+    """Scores of ``n`` tokens, in float32 (float64 where the hidden states are)."""
 
     logprobs: Float[Tensor, " n"]
-    """With gradient."""
+    """Log-probs, with gradient."""
     entropy: Float[Tensor, " n"] | None = None
-    """In nats. None unless it was asked for."""
+    """Entropy, in nats. None unless requested."""
     stats: TokenStats | None = None
-    """Without gradient. None unless they were asked for."""
+    """Statistics of the logits, without gradient. None unless requested."""
 
 
 def linear_logprobs(
@@ -174,7 +175,10 @@ class _LinearScores(torch.autograd.Function):
 
 
 def _blocks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, slice]]:
-    """A block of the vocabulary stays while the tokens pass by: its weight is read, and its gradient summed, once."""
+    """Yield slices of tokens and of the vocabulary.
+
+    A block of the vocabulary stays while the tokens pass by: its weight is read, and its gradient summed, once.
+    """
     columns = min(COLUMNS, len(weight))
     rows = _rows(hidden.device, columns, NO_TRUNCATION)
     for of_vocabulary in slices(len(weight), columns):
@@ -187,12 +191,12 @@ def _rows(device: torch.device, columns: int, truncation: Truncation, history: H
 
 
 def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, columns: slice) -> Tensor:
-    """``(rows, columns)``: what the head makes of hidden states, in their type."""
+    """Return ``(rows, columns)``: the output of the head for hidden states, in their type."""
     return F.linear(hidden[rows], weight[columns], None if bias is None else bias[columns])
 
 
 def _parts(rows: slice, product: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """A block in parts that stay near a processor while one operation after another passes over them."""
+    """Yield a block in parts that stay near a processor while one operation after another passes over them."""
     start = rows.start
     for part in product.split(max(1, part_numbers(product.device) // product.shape[1])):
         yield slice(start, start + len(part)), part
@@ -200,7 +204,8 @@ def _parts(rows: slice, product: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _logits(product: Tensor, temperature: float, *, own: bool) -> Float[Tensor, "rows columns"]:
-    """The product in float32, by the temperature. What is `own` is written over, if it is float32 already."""
+    """Return the product in float32, divided by the temperature. An `own` product is written over if it is float32
+    already."""
     numbers = product.to(exact(product))
     if temperature == 1:
         return numbers
@@ -208,14 +213,14 @@ def _logits(product: Tensor, temperature: float, *, own: bool) -> Float[Tensor, 
 
 
 def part_numbers(device: torch.device) -> int:
-    """How many numbers of a block are worked on at a time, at most."""
+    """Return the largest number of elements of a block that are worked on at a time."""
     block = of_logits.block_numbers(device, NO_TRUNCATION)
     return min(_PART, block) if device.type == "cpu" else block
 
 
 @dataclass(frozen=True)
 class _Slopes:
-    """What makes the gradient of a block out of the block."""
+    """The gradient of a block of logits, computed from the block."""
 
     temperature: float
     ids: Tensor
@@ -250,7 +255,7 @@ def _slopes_but_at_ids(
     *,
     own: bool,
 ) -> Float[Tensor, "rows columns"]:
-    """The gradient of a block, less what a token's own logit gets beside the others. See `_logits` for `own`."""
+    """Return the gradient of a block, less the extra part of each token's own logit. See `_logits` for `own`."""
     logits = _logits(product, temperature, own=own)
     log_p = logits.sub_(lse[:, None]) if own else logits - lse[:, None]
     scale = of_logprobs[:, None] / temperature
@@ -283,7 +288,7 @@ def _add_at_ids(grad: Tensor, ids: Tensor, columns: slice, scale: Tensor) -> Non
 
 
 class _Sums:
-    """What a row of logits comes to, block by block."""
+    """Sums over rows of logits, block by block."""
 
     def __init__(self, hidden: Tensor, ids: Tensor, distribution: Distribution, *, compiler: Compiler | None) -> None:
         self._ids, self._distribution, self._compiler = ids, distribution, compiler
@@ -297,7 +302,7 @@ class _Sums:
         self._vocabulary = 0
 
     def add(self, product: Tensor, rows: slice, columns: slice, *, own: bool) -> None:
-        """A block of the product; what is `own` may be written over."""
+        """Add a block of the product; an `own` block may be written over."""
         temperature = self._distribution.temperature
         for some, numbers in _parts(rows, product):
             at = self._ids[some] - columns.start
@@ -337,7 +342,7 @@ class _Sums:
         return self._sum.log() - self._spread / self._sum
 
     def stats(self, lse: Tensor) -> tuple[Tensor, ...]:
-        """The fields of `TokenStats`."""
+        """Return the fields of `TokenStats`."""
         assert self._squares is not None and self._plain is not None
         log_sum_sq = 2 * (self._top - lse) + self._squares.log()
         found = TokenStats(log_sum_sq, self._likeliest == self._ids, self._plain / self._vocabulary)
@@ -353,7 +358,8 @@ def _with_block(
     squares: Tensor | None,
     own: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The highest logit of each row so far and the sums under it, `(rows,)` each, a block of the product included.
+    """Return the highest logit of each row so far and the sums under it, `(rows,)` each, a block of the product
+    included.
 
     Args:
         product: `(rows, columns)`.
@@ -381,7 +387,7 @@ def _with_block(
 
 
 def _likeliest(logits: Float[Tensor, "n v"]) -> Int[Tensor, " n"]:
-    """``argmax(1)``, of several highest the first: the piece that has the highest, then where in it."""
+    """Return ``argmax(1)``, of several highest the first: the piece that has the highest, then the place in it."""
     size = math.gcd(logits.shape[1], _PIECE)
     if size < _SHORTEST_PIECE:
         return logits.argmax(1)

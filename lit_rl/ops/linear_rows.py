@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from lit_rl.ops.gradient_total import GradientTotal, SummedWeight, type_of_gradient
 
 Measure = Callable[[slice, Tensor], tuple[Tensor, ...]]
-"""What some rows come to, ``(rows,)`` each: of the rows' numbers and their logits ``(rows, v)``."""
+"""Measures of some rows, ``(rows,)`` each, from the rows' numbers and their logits ``(rows, v)``."""
 
 _PRODUCTS = 2**13
 """Rows of a product that stands beside a wider sum until it is added."""
@@ -36,7 +36,7 @@ def of_whole_rows(
     learned: int = 1,
     summed: SummedWeight | None = None,
 ) -> tuple[Float[Tensor, " n"], ...]:
-    """What `measure` makes of the logits of all rows, of which no more than a block are in memory.
+    """Return the results of `measure` for the logits of all rows, of which no more than a block are in memory.
 
     Args:
         hidden: In the type that the head multiplies in.
@@ -45,8 +45,8 @@ def of_whole_rows(
         measure: Called twice for a block, where a gradient is asked for. It gets the logits without a graph behind
             them, and holds nothing else that has a gradient.
         size: Rows of a block.
-        learned: So many of the first things measured have a gradient; the others are constants.
-        summed: Where the gradient of the weight is added; `weight` itself is then a constant. None: it gets its own.
+        learned: Number of measures, the first ones, that have a gradient; the others are constants.
+        summed: The sum that the gradient of the weight is added to; `weight` itself is then a constant. None: its own.
     """
     token, total = (summed.token, summed.total) if summed else (None, None)
     return _WholeRows.apply(hidden, weight, bias, token, total, measure, size, learned)
@@ -65,7 +65,7 @@ class _WholeRows(torch.autograd.Function):
         size: int,
         learned: int,
     ) -> tuple[Tensor, ...]:
-        parts = [measure(rows, _product(hidden[rows], weight, bias)) for rows in slices(max(1, len(hidden)), size)]
+        parts = [measure(rows, _row_logits(hidden[rows], weight, bias)) for rows in slices(max(1, len(hidden)), size)]
         found = tuple(torch.cat(column) for column in zip(*parts))
         kind = hidden.device.type
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -81,7 +81,7 @@ class _WholeRows(torch.autograd.Function):
         sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad, ctx.total)
         for rows in slices(max(1, len(hidden)), ctx.size):
             with torch.enable_grad(), torch.autocast(kind, dtype, enabled):
-                product = _product(hidden[rows].detach(), weight.detach(), None if bias is None else bias.detach())
+                product = _row_logits(hidden[rows].detach(), weight.detach(), None if bias is None else bias.detach())
                 found = ctx.measure(rows, product.requires_grad_())[:learned]
             of_product = torch.autograd.grad(found, product, [grad[rows] for grad in grads[:learned]])[0]
             sums.add(of_product, rows, slice(0, len(weight)))
@@ -89,18 +89,18 @@ class _WholeRows(torch.autograd.Function):
         return sums.hidden, sums.weight, sums.bias, None, None, None, None, None
 
 
-def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _row_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         return F.linear(hidden, weight, bias)
 
 
 def slices(total: int, size: int) -> Iterator[slice]:
-    """Of `size` each, the last one perhaps beyond the total."""
+    """Return slices of `size` each, the last one perhaps beyond the total."""
     return (slice(start, start + size) for start in range(0, total, size))
 
 
 def exact(tensor: Tensor) -> torch.dtype:
-    """What sums are in: float32, or the tensor's own float64."""
+    """Return the type of sums: float32, or the tensor's own float64."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
@@ -130,7 +130,7 @@ class GradientSums:
         self._sum = torch.empty(0)  # of the columns at hand, where the gradient of the weight is narrower
 
     def add(self, grad: Tensor, rows: slice, columns: slice) -> None:
-        """A block of the gradient of the product; all blocks of some columns come one after another."""
+        """Add a block of the gradient of the product; all blocks of some columns come one after another."""
         hidden, weight, _ = self._inputs
         if self._hidden is not None:
             _add_product(self._hidden[rows], grad, weight[columns], first=columns.start == 0)

@@ -12,7 +12,7 @@ from torch import Tensor
 def masked_sum(
     x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:
-    """Sum of the selected entries over ``dim``, or of all. An empty selection gives 0, attached to the graph."""
+    """Sum the selected entries over ``dim``, or all. An empty selection gives 0, attached to the graph."""
     selected = x.masked_fill(~mask, 0.0)
     return selected.sum() if dim is None else selected.sum(dim)
 
@@ -20,14 +20,14 @@ def masked_sum(
 def masked_mean(
     x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:
-    """Mean of the selected entries over ``dim``, or of all. An empty selection gives 0, attached to the graph."""
+    """Average the selected entries over ``dim``, or all. An empty selection gives 0, attached to the graph."""
     count = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(x, mask, dim) / count.clamp(min=1)
 
 
 @torch.no_grad()
 def masked_moments(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float64[Tensor, "3"]:
-    """Number, sum and sum of squares of the selected entries: add these up over micro-batches and ranks.
+    """Return number, sum and sum of squares of the selected entries: add these up over micro-batches and ranks.
 
     What is no mean (a variance, an effective share) is formed of the sums of the whole, never averaged over parts.
     """
@@ -36,6 +36,6 @@ def masked_moments(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> 
 
 
 def variance(moments: Float64[Tensor, "3"]) -> Float64[Tensor, ""]:
-    """The mean squared distance from the mean, of :func:`masked_moments`; NaN of nothing."""
+    """Return the mean squared distance from the mean, from :func:`masked_moments`; NaN of nothing."""
     count, total, squares = moments.unbind()
     return (squares / count - (total / count).square()).clamp(min=0)

@@ -12,18 +12,14 @@ leaves ``[low, high]`` is cut to the bound or becomes 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from lit_rl.ops.engine import engine_log_ratio, engine_ratios
+from lit_rl.ops.engine import Mask, PerToken, engine_log_ratio, engine_ratios
 from lit_rl.ops.masking import masked_mean, masked_sum
-from lit_rl.ops.step import Highest, Lowest, Metrics
+from lit_rl.ops.step import Highest, Lowest, Metrics, WeightTotals
 
-PerToken = Float[Tensor, "b t"]
-Mask = Bool[Tensor, "b t"]
 Bound = float | None
 
 
@@ -87,26 +83,6 @@ def sequence_mask(
     return _zero_outside(engine_ratios(old_logprobs, sampler_logprobs, mask)[1], mask, low, high)
 
 
-@dataclass(frozen=True)
-class WeightTotals:
-    """What weights sum to over an optimizer step, over all its micro-batches and all ranks."""
-
-    tokens: Tensor
-    """Loss tokens."""
-    sequences: Tensor
-    """Rows that have a loss token."""
-    token_weights: Tensor
-    """Sum of the weights of the loss tokens."""
-    sequence_weights: Tensor
-    """Sum over rows of the mean weight of their loss tokens."""
-
-    @classmethod
-    def of(cls, weights: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]) -> WeightTotals:
-        """Of a step that is this one batch. Elsewhere, sum these over batches and ranks."""
-        means = masked_mean(weights, mask, dim=1)
-        return cls(mask.sum(), mask.any(1).sum(), masked_sum(weights, mask), means.sum())
-
-
 def normalize_token_weights(weights: Float[Tensor, "b t"], totals: WeightTotals) -> Float[Tensor, "b t"]:
     """``weights / mean``, the mean being over the loss tokens of the step: self-normalised importance sampling.
 
@@ -143,7 +119,8 @@ def mismatch_metrics(
     weights: Float[Tensor, "b t"] | None = None,
     keep: Bool[Tensor, "b t"] | None = None,
 ) -> Metrics:
-    """How far the engine is from the policy, and what was done about it. TRL's names where TRL has the metric.
+    """Return metrics of the distance between engine and policy, and of its correction. TRL's names where TRL has the
+    metric.
 
     Over the loss tokens that the engine scored:
 

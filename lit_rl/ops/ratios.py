@@ -19,6 +19,10 @@ from torch import Tensor
 
 from lit_rl.ops.masking import masked_mean, masked_sum
 
+MAX_LOG_RATIO = 20.0
+"""The bound on log ratios (against an engine also below, at -20), with no gradient beyond: float32 overflows at e^88,
+the square of a ratio has to fit too, and infinity times 0 would be NaN in the backward pass."""
+
 
 def token_ratio(
     logprobs: Float[Tensor, "b t"], old_logprobs: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]

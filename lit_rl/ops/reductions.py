@@ -15,12 +15,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rl.ops.masking import masked_mean, masked_sum
-from lit_rl.ops.mismatch import WeightTotals
+from lit_rl.ops.step import WeightTotals
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What one optimizer step counts, over all its micro-batches and all ranks."""
+    """Counts of one optimizer step, over all its micro-batches and all ranks."""
 
     sequences: Tensor | int
     """Rows, fully masked ones (truncated completions) included, as TRL counts them."""
@@ -31,13 +31,14 @@ class StepTotals:
     micro_batches: Tensor | int
     """Forward passes, on all ranks."""
     weights: WeightTotals | None = None
-    """What the weights of an engine correction sum to. None: they are normalised over the micro-batch at hand."""
+    """Sums of the weights of an engine correction. None: they are normalised over the micro-batch at hand."""
     better_tokens: Tensor | int = 0
     """Loss tokens of the rows that a judge found better."""
 
     @classmethod
     def of(cls, mask: Bool[Tensor, "b t"]) -> "StepTotals":
-        """The totals of a step that is this one batch on one rank. Elsewhere, sum these over batches and ranks."""
+        """Return the totals of a step that is this one batch on one rank. Elsewhere, sum these over batches and
+        ranks."""
         return cls(sequences=mask.shape[0], tokens=mask.sum(), unmasked_sequences=mask.any(1).sum(), micro_batches=1)
 
 

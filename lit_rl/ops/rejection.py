@@ -13,17 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from lit_rl.ops.engine import engine_log_ratio
+from lit_rl.ops.engine import Mask, PerToken, engine_log_ratio
 from lit_rl.ops.masking import masked_mean, masked_sum
 
 Statistic = Callable[[Tensor], Tensor]
-"""From d to a distance, token by token."""
+"""A function from d to a distance, token by token."""
 
-Logprobs = Float[Tensor, "b t"]
-Mask = Bool[Tensor, "b t"]
 Low = float | None
 
 
@@ -43,15 +41,15 @@ def k3_statistic(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def reject_tokens(
-    old_logprobs: Logprobs,
-    sampler_logprobs: Logprobs,
+    old_logprobs: PerToken,
+    sampler_logprobs: PerToken,
     mask: Mask,
     *,
     statistic: Statistic,
     high: float,
     low: Low = None,
 ) -> Mask:
-    """Tokens whose statistic lies within the bounds.
+    """Return the tokens whose statistic lies within the bounds.
 
     Args:
         statistic: `d -> distance` of each token.
@@ -66,15 +64,15 @@ def reject_tokens(
 
 
 def reject_sequences_by_sum(
-    old_logprobs: Logprobs,
-    sampler_logprobs: Logprobs,
+    old_logprobs: PerToken,
+    sampler_logprobs: PerToken,
     mask: Mask,
     *,
     statistic: Statistic,
     high: float,
     low: Low = None,
 ) -> Mask:
-    """Rows for which the statistic, summed over the loss tokens, lies within the bounds.
+    """Keep the rows for which the statistic, summed over the loss tokens, lies within the bounds.
 
     Args:
         statistic: `d -> distance` of each token.
@@ -89,15 +87,15 @@ def reject_sequences_by_sum(
 
 
 def reject_sequences_by_mean(
-    old_logprobs: Logprobs,
-    sampler_logprobs: Logprobs,
+    old_logprobs: PerToken,
+    sampler_logprobs: PerToken,
     mask: Mask,
     *,
     statistic: Statistic,
     high: float,
     low: Low = None,
 ) -> Mask:
-    """Rows for which the mean of the statistic over the loss tokens lies within the bounds.
+    """Keep the rows for which the mean of the statistic over the loss tokens lies within the bounds.
 
     Args:
         statistic: `d -> distance` of each token.
@@ -112,9 +110,9 @@ def reject_sequences_by_mean(
 
 
 def reject_sequences_by_max(
-    old_logprobs: Logprobs, sampler_logprobs: Logprobs, mask: Mask, *, statistic: Statistic, high: float
+    old_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, statistic: Statistic, high: float
 ) -> Mask:
-    """Rows of which no loss token has a statistic above the bound: one bad token rejects its row.
+    """Keep the rows of which no loss token has a statistic above the bound: one bad token rejects its row.
 
     Args:
         statistic: `d -> distance` of each token, never negative.
@@ -132,7 +130,7 @@ def reject_sequences_by_max(
 def _distance(
     old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, statistic: Statistic, low: Low, high: float
 ) -> Tensor:
-    """Of each token, ``(b, t)``; refuses bounds that do not fit the statistic."""
+    """Return the distance of each token, ``(b, t)``; refuse bounds that do not fit the statistic."""
     _check_rejection(statistic, low, high)
     return statistic(engine_log_ratio(old_logprobs, sampler_logprobs, mask))
 

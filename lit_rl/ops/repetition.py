@@ -13,7 +13,7 @@ _FACTOR = -7046029254386353131  # odd: 2 ** 64 / golden ratio, as int64
 def repeated_share(
     ids: Int[Tensor, "b t"], mask: Bool[Tensor, "b t"], n: int = 4
 ) -> tuple[Float[Tensor, " b"], Bool[Tensor, " b"]]:
-    """Share of the n-grams of each row that stood in it before, in [0, 1): 1 - distinct / all (2502.03373, C.2).
+    """Return the share of n-grams of each row that stood in it before, in [0, 1): 1 - distinct / all (2502.03373, C.2).
 
     N-grams are told apart by 64-bit hashes: among 4096 of them two different ones look alike with a chance below 1e-12.
 

@@ -41,7 +41,8 @@ def gae(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
-    """Generalised advantage estimation (1506.02438, eq. 16) and the returns that the critic learns, 0 outside the mask.
+    """Return generalised advantages (GAE, 1506.02438, eq. 16) and the returns that the critic learns, 0 outside the
+    mask.
 
     ``d_t = r_t + gamma V_(t+1) - V_t``, ``A_t = d_t + gamma lam A_(t+1)`` and ``return_t = A_t + V_t``. The value after
     the last token is 0: a response that was cut counts as ended. Advantages are not whitened.
@@ -74,7 +75,7 @@ def reinforce_plus_plus(
     gamma: float = 1.0,
     eps: float = 1e-8,
 ) -> Float[Tensor, "b t"]:
-    """The return to go, whitened over all tokens of the batch: REINFORCE++ (2501.03262). It needs no group.
+    """Return the return to go, whitened over all tokens of the batch: REINFORCE++ (2501.03262). It needs no group.
 
     Args:
         rewards: Only say which rows are scored.
@@ -150,7 +151,7 @@ def process_supervised(
     *,
     eps: float = 1e-4,
 ) -> Float[Tensor, "b t"]:
-    """GRPO with a reward for each step of a response (2402.03300, section 4.1.3).
+    """Return advantages of GRPO with a reward for each step of a response (2402.03300, section 4.1.3).
 
     ``z = (r - mean) / (std + eps)`` over all step rewards of the group, and ``A_t`` is the sum of the ``z`` of the
     steps that end at t or later. A group with one step reward gets 0.
@@ -182,7 +183,7 @@ def _discount(mask: Tensor, gamma: float) -> Tensor:
 
 
 def _accumulate(x: Tensor, discount: Tensor) -> Tensor:
-    """``y_t = x_t + discount_t y_(t+1)`` along the rows, nothing coming after the end.
+    """Compute ``y_t = x_t + discount_t y_(t+1)`` along the rows, nothing coming after the end.
 
     Windows of doubling width are joined, so that long responses take log2(t) steps and not t.
     """
@@ -195,7 +196,7 @@ def _accumulate(x: Tensor, discount: Tensor) -> Tensor:
 
 
 def _first(mask: Tensor) -> Tensor:
-    """Index of each row's first True; one past the end where there is none."""
+    """Return the index of each row's first True; one past the end where there is none."""
     return torch.where(mask.any(1), mask.int().argmax(1), mask.shape[1])
 
 

@@ -87,7 +87,7 @@ def relative_length_reward(
 
 
 def _longest(lengths: Tensor, groups: Groups) -> Tensor:
-    """Of the scored rows of each row's group; 0 where there is none, so that nothing infinite is computed with."""
+    """Return the longest of the scored rows of each row's group; 0 where there is none, so that all is finite."""
     known = lengths.double().masked_fill(~groups.scored, -torch.inf)
     return group_max(known, groups.index).masked_fill(groups.size == 0, 0.0)
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
-from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.masking import masked_mean, masked_sum
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class StepTokens:
     """The loss tokens of one optimizer step, flat, in any order: what `n` tokens were like before the step."""
 
     logprobs: Float[Tensor, " n"]
-    """Of the policy that takes the step."""
+    """Log-probs of the policy that takes the step."""
     old_logprobs: Float[Tensor, " n"]
-    """Of the policy that took the rollout."""
+    """Log-probs of the policy that took the rollout."""
     advantages: Float[Tensor, " n"]
     entropy: Float[Tensor, " n"]
-    """In nats."""
+    """Entropy, in nats."""
     selected: Float[Tensor, ""] | None = None
-    """How many of them the policy loss acts on. None: they were not counted."""
+    """Number of them that the policy loss acts on. None: not counted."""
 
     @classmethod
     def of(
@@ -40,7 +40,7 @@ class StepTokens:
         advantages: Float[Tensor, "..."] | None = None,
         entropy: Float[Tensor, "b t"] | None = None,
     ) -> StepTokens:
-        """The tokens of one batch; a field that is not given is 0 everywhere. Advantages are `(b,)` or `(b, t)`.
+        """Return the tokens of one batch; a field that is not given is 0 everywhere. Advantages are `(b,)` or `(b, t)`.
 
         Without `old_logprobs` the policy that takes the step is the one that took the rollout: every ratio is 1.
         """
@@ -50,6 +50,26 @@ class StepTokens:
             parts["advantages"] = advantages.unsqueeze(1).expand(mask.shape)
         zeros = torch.zeros(mask.shape, device=mask.device)
         return cls(**{name: (zeros if part is None else part.detach().float())[mask] for name, part in parts.items()})
+
+
+@dataclass(frozen=True)
+class WeightTotals:
+    """Sums of weights over an optimizer step, over all its micro-batches and all ranks."""
+
+    tokens: Tensor
+    """Loss tokens."""
+    sequences: Tensor
+    """Rows that have a loss token."""
+    token_weights: Tensor
+    """Sum of the weights of the loss tokens."""
+    sequence_weights: Tensor
+    """Sum over rows of the mean weight of their loss tokens."""
+
+    @classmethod
+    def of(cls, weights: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]) -> WeightTotals:
+        """Return the sums of a step that is this one batch. Elsewhere, sum these over batches and ranks."""
+        means = masked_mean(weights, mask, dim=1)
+        return cls(mask.sum(), mask.any(1).sum(), masked_sum(weights, mask), means.sum())
 
 
 @dataclass(frozen=True)
@@ -71,7 +91,7 @@ class Summed:
     """A metric that is no mean: formed of sums over a whole step or rollout, never averaged over parts."""
 
     sums: Float64[Tensor, " k"]
-    """What adds up over micro-batches and ranks."""
+    """The sums that add up over micro-batches and ranks."""
     summary: Literal["effective_share", "variance", "explained_variance"]
     """The function of `lit_rl.ops` that makes one number of the sums."""
 
@@ -88,10 +108,10 @@ multiplied by them."""
 
 
 def mean_of(values: Shaped[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
-    """A metric: the mean of `values` over the places where `mask` is True."""
+    """Return a metric: the mean of `values` over the places where `mask` is True."""
     return masked_sum(values.detach().float(), mask), mask.sum().float()
 
 
 def mean_entropy(entropy: Float[Tensor, "b t"] | None, mask: Bool[Tensor, "b t"]) -> Metrics:
-    """The metric of that name; none where no entropy was computed."""
+    """Return the metric of that name; none where no entropy was computed."""
     return {} if entropy is None else {"entropy": mean_of(entropy, mask)}

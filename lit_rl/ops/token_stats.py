@@ -12,7 +12,7 @@ from lit_rl.ops.transforms import NO_TRUNCATION
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Of each position, in any shape."""
+    """Statistics of each position, in any shape."""
 
     log_sum_sq: Float[Tensor, "*shape"]
     """``log sum_v p_v^2``, in [-log v, 0]: the log-prob that a sampled token has on average, by its probability. WPO
@@ -25,7 +25,7 @@ class TokenStats:
 
 @torch.no_grad()
 def token_stats(logits: Float[Tensor, "b t v"], ids: Int[Tensor, "b t"]) -> TokenStats:
-    """Statistics of positions, computed in float32 block by block.
+    """Return statistics of positions, computed in float32 block by block.
 
     Args:
         logits: Of the positions that predict ``ids``: the caller has shifted them by one.

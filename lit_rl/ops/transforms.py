@@ -68,7 +68,7 @@ def min_p(logits: Float[Tensor, "... v"], p: float) -> Float[Tensor, "... v"]:
 
 @dataclass(frozen=True)
 class Truncation:
-    """Which tokens may be drawn at all: top-k, then top-p of what is left, then min-p of what is left then.
+    """The set of tokens that may be drawn: top-k, then top-p of the rest, then min-p of the rest then.
 
     Args:
         top_k: Keep the k likeliest tokens. 0 is off.
@@ -88,7 +88,7 @@ class Truncation:
         return not self.top_k and self.top_p == 1 and self.min_p == 0
 
     def __call__(self, logits: Float[Tensor, "... v"]) -> Float[Tensor, "... v"]:
-        """The logits, temperature applied, of the tokens that are kept; minus infinity elsewhere."""
+        """Return the logits, temperature applied, of the tokens that are kept; minus infinity elsewhere."""
         if self.top_k:
             logits = top_k(logits, self.top_k)
         if self.top_p < 1:
@@ -102,7 +102,7 @@ NO_TRUNCATION = Truncation()
 
 
 def kept_logmass(logits: Float[Tensor, "... v"], kept: Float[Tensor, "... v"]) -> Float[Tensor, "..."]:
-    """``log sum_{i kept} softmax(logits)_i``, at most 0: what truncation left of the mass.
+    """Return ``log sum_{i kept} softmax(logits)_i``, at most 0: the mass that truncation left.
 
     Args:
         logits: Before truncation, temperature applied.

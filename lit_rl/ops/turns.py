@@ -98,9 +98,9 @@ def gae_of_turns(
     gamma: float = 0.99,
     lam: float = 0.9,
 ) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
-    """Generalised advantage estimation with a turn as one action (Turn-PPO, 2512.17008), and the critic's returns.
+    """Return generalised advantages with a turn as one action (Turn-PPO, 2512.17008), and the critic's returns.
 
-    ``V_k`` is the value at the first token of turn ``k``, where the policy has read everything and said nothing yet.
+    ``V_k`` is the value at the first token of turn ``k``, where the policy has read everything and written nothing yet.
     ``d_k = R_k + gamma V_(k+1) - V_k`` and ``A_k = d_k + gamma lam A_(k+1)``; every token of a turn gets ``A_k``, and
     the critic learns ``A_k + V_k`` at each of them. The value after the last turn is 0.
 
@@ -147,7 +147,7 @@ class _Turns:
         return cls(mask, turn, first < nowhere, first.masked_fill(first == nowhere, 0))
 
     def sums(self, of_tokens: Tensor) -> Float64[Tensor, "b k"]:
-        """What the tokens of each turn have together."""
+        """Return the sums over the tokens of each turn."""
         counted = of_tokens.double().masked_fill(~self.mask, 0.0)
         return counted.new_zeros(self.there.shape).scatter_add(1, self.turn, counted)
 
@@ -156,7 +156,7 @@ class _Turns:
         return self.discounted(self.sums(token_rewards), gamma)
 
     def discounted(self, of_turns: Tensor, discount: float) -> Float64[Tensor, "b k"]:
-        """``y_k = x_k + discount y_(k+1)`` over the turns that are there."""
+        """Compute ``y_k = x_k + discount y_(k+1)`` over the turns that are there."""
         later, found = of_turns.new_zeros(len(of_turns)), []
         for x, there in zip(reversed(of_turns.unbind(1)), reversed(self.there.unbind(1))):
             later = torch.where(there, x + discount * later, later)
@@ -164,7 +164,7 @@ class _Turns:
         return torch.stack(found[::-1], 1)
 
     def following(self, of_turns: Tensor) -> Float64[Tensor, "b k"]:
-        """What the next turn has that is there; 0 after the last."""
+        """Return the value of the next turn that is there; 0 after the last."""
         later, found = of_turns.new_zeros(len(of_turns)), []
         for x, there in zip(reversed(of_turns.unbind(1)), reversed(self.there.unbind(1))):
             found.append(later)
@@ -172,14 +172,14 @@ class _Turns:
         return torch.stack(found[::-1], 1)
 
     def alike(self, group_id: Tensor, of_turns: Tensor) -> Int[Tensor, " n"]:
-        """Of the turns that are there, row by row: equal numbers where group and `of_turns` are equal."""
+        """Return, for the turns that are there, row by row, equal numbers where group and `of_turns` are equal."""
         pairs = torch.stack([group_id.unsqueeze(1).expand(self.there.shape), of_turns], -1)
         return pairs[self.there].unique(dim=0, return_inverse=True)[1]
 
     def spread(self, of_those_there: Tensor) -> Float64[Tensor, "b k"]:
-        """The counterpart of picking by `there`; 0 elsewhere."""
+        """Put values of the turns that are there at their places; 0 elsewhere."""
         return of_those_there.new_zeros(self.there.shape).masked_scatter(self.there, of_those_there)
 
     def to_tokens(self, of_turns: Tensor) -> Float64[Tensor, "b t"]:
-        """What its turn has, at every token."""
+        """Return the value of its turn at every token."""
         return of_turns.gather(1, self.turn).masked_fill(~self.mask, 0.0)

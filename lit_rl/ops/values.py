@@ -52,7 +52,7 @@ def clipped_value_loss(
 def value_sums(
     values: Float[Tensor, "b t"], returns: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]
 ) -> Float64[Tensor, "5"]:
-    """What :func:`explained_variance` needs: add these up over micro-batches and ranks.
+    """Return the sums for :func:`explained_variance`: add these up over micro-batches and ranks.
 
     Number of tokens, then sum and sum of squares of the returns, and of ``R - V``.
     """

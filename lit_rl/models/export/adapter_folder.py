@@ -34,7 +34,8 @@ _FEATURES = {
 
 
 def adapter_only(policy: nn.Module) -> str | None:
-    """None where an engine that holds the policy's base can take the policy as a LoRA adapter, else why not, in words.
+    """Return None if an engine that holds the policy's base can take the policy as a LoRA adapter, else the reason, in
+    words.
 
     It can take one plain LoRA, rsLoRA included, on linear layers other than the head, of ranks and alphas that may
     differ by layer; this is what vLLM 0.32 takes for every model that it takes adapters for.
@@ -99,15 +100,15 @@ def write_adapter(policy: nn.Module, folder: str | Path) -> None:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         problem = _write(policy, tensors, Path(folder))
     else:
-        told = [_write(policy, tensors, Path(folder)) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(told, src=0)
-        problem = told[0]
+        problems = [_write(policy, tensors, Path(folder)) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(problems, src=0)
+        problem = problems[0]
     if problem is not None:
         raise StorageError(f"The adapter cannot be written to {folder}: {problem}")
 
 
 def _adapter_tensors(policy: Any) -> dict[str, Tensor]:
-    """Whole tensors on the CPU, under the names of a PEFT folder."""
+    """Return whole tensors on the CPU, under the names of a PEFT folder."""
     from peft import get_peft_model_state_dict
 
     # Parameters themselves: a state dict has lost what DeepSpeed knows of them.
@@ -121,16 +122,15 @@ def _adapter_tensors(policy: Any) -> dict[str, Tensor]:
 
 
 def sort_names(config: Any) -> None:
-    """Bring the names of modules in a config of PEFT into an order: it writes a set as it happens to be iterated, so
-    that the same adapter would have another file in every process.
-    """
+    """Sort the names of modules in a config of PEFT, which writes a set as it happens to be iterated: the same adapter
+    would have another file in every process."""
     for name, value in vars(config).items():
         if isinstance(value, set):
             setattr(config, name, sorted(value))
 
 
 def _write(policy: Any, tensors: dict[str, Tensor], folder: Path) -> str | None:
-    """What went wrong, in words."""
+    """Write the folder and return the reason of a failure, in words; None where it is written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

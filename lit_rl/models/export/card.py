@@ -17,7 +17,7 @@ CITATION = """@software{lit_rl,
   author = {{The lit_rl maintainers}},
   version = {0.1.0}
 }"""
-"""What CITATION.cff says, as BibTeX."""
+"""The entry of CITATION.cff, as BibTeX."""
 _PROMPTS = {
     "text": "Prompts were plain text, and are given as they stand: without the chat template, if there is one.",
     "messages": "Prompts were messages, which its chat template renders.",
@@ -33,7 +33,7 @@ def model_card(
     adapter: bool = False,
     tags: Sequence[str] = (),
 ) -> str:
-    """A model card: YAML header, how to load, how it was trained, results, versions.
+    """Return a model card: YAML header, how to load, how it was trained, results, versions.
 
     Args:
         facts: ``base_model`` (hub id, short name, folder) and ``algorithm`` are needed. ``results`` and ``versions``
@@ -77,7 +77,7 @@ def model_card(
 
 
 def _header(facts: Mapping[str, Any], base: str | None, title: str, pipeline: str, tags: Sequence[str]) -> str:
-    """The YAML that the hub reads, as its own client writes it."""
+    """Return the YAML that the hub reads, as its own client writes it."""
     from huggingface_hub import EvalResult, ModelCardData
 
     algorithm, paper = str(facts["algorithm"]), facts.get("paper")
@@ -153,7 +153,7 @@ def _how_to_load(loaded_by: str, prompts: str | None) -> str:
 
 
 def _table(title: str, column: str, rows: Mapping[str, Any]) -> list[str]:
-    """A row for each name, with its value, or with its values by column."""
+    """Return the title and the table: a row for each name, with its value, or with its values by column."""
     if not rows:
         return []
     values = {name: value if isinstance(value, Mapping) else {"value": value} for name, value in rows.items()}
@@ -164,7 +164,7 @@ def _table(title: str, column: str, rows: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    """As text: a name is no link, no picture, no HTML, and has no control characters."""
+    """Return a value as text in which a name is no link, no picture, no HTML, and has no control characters."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
     return shown.replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(")

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 _STAGED, _REPLACED = ".tmp-", ".old-"
-"""Between the name of a folder and the number of the process: what is not whole yet, and what makes room for it."""
+"""Marks between the name of a folder and the number of the process: a folder that is not whole yet, and one that is
+about to be replaced."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,14 @@ class ExportReport:
     """Largest difference of a logit on a short text, by what was compared with what: the model and, by itself, the
     adapter over its base, each from the trained policy."""
     note: str = ""
-    """What else has to be known of the adapter by itself."""
+    """A warning about the adapter by itself; empty where there is none."""
 
     def __str__(self) -> str:
-        said = "".join(
+        details = "".join(
             f"; logits of {what[0].lower()}{what[1:]}: {difference:.1e}" for what, difference in self.logits.items()
         )
-        said += f"; {self.note}" if self.note else ""
-        return f"verified: {self.tensors} tensors reloaded, largest difference {self.max_abs_diff:g}{said}"
+        details += f"; {self.note}" if self.note else ""
+        return f"verified: {self.tensors} tensors reloaded, largest difference {self.max_abs_diff:g}{details}"
 
 
 def write_checked(
@@ -103,7 +104,7 @@ def _written(
     card: str,
     probe: Probe,
 ) -> ExportReport:
-    """Write once. A model is made anew for it: writing merges its adapters."""
+    """Write once. The model is rebuilt for it, as writing merges its adapters."""
     rebuilt = rebuild()
     staged = target.with_name(f".{target.name}{_STAGED}{os.getpid()}")
     try:
@@ -112,8 +113,8 @@ def _written(
         state = model.state_dict()
         difference = check(staged, state, description, probe)
         note = "" if rebuilt is model else _prove_adapter(staged / "adapter", description, probe)
-        said = f"{card}\nNote: {without_folders(note)}.\n" if note else card
-        (staged / "README.md").write_text(said, encoding="utf-8")
+        readme = f"{card}\nNote: {without_folders(note)}.\n" if note else card
+        (staged / "README.md").write_text(readme, encoding="utf-8")
         adapter = target / "adapter" if (staged / "adapter").is_dir() else None
         _publish(staged, target)
     finally:
@@ -131,8 +132,8 @@ def _written(
 
 
 def _prove_adapter(folder: Path, description: LanguageModel, probe: Probe) -> str:
-    """Load the adapter as a user does, over its base, and ask both together. The merged model is proven by itself: a
-    base that is gone, or is another one by now, costs its comparison, or the adapter's folder, and nothing else.
+    """Load the adapter as a user does, over its base, and compare its logits. The merged model is proven by itself: a
+    base that is gone, or was changed since, costs its comparison, or the adapter's folder, and nothing else.
 
     Returns:
         What has to be known of the adapter, in words; empty where it stands on the files of its base.
@@ -167,7 +168,7 @@ def _prove_adapter(folder: Path, description: LanguageModel, probe: Probe) -> st
 
 
 def _unlike_its_files(config: Any, description: LanguageModel) -> str:
-    """Return the settings of a loaded base that its files do not have: those that a user typed, and the size of its
+    """Return the settings of a loaded base that its files do not have: those of the user, and the size of its
     vocabulary."""
     from transformers import AutoConfig
 
@@ -177,16 +178,17 @@ def _unlike_its_files(config: Any, description: LanguageModel) -> str:
         trust_remote_code=description.trust_remote_code,
         local_files_only=True,
     )
-    missing, said = object(), []
+    missing, differing = object(), []
     for key in (*description.init_kwargs, "tie_word_embeddings", "vocab_size"):
         now, there = (getattr(each.get_text_config(), key, getattr(each, key, missing)) for each in (config, files))
         if now is not missing and now != there:
-            said.append(f"{key}={now!r}")
-    return ", ".join(said)
+            differing.append(f"{key}={now!r}")
+    return ", ".join(differing)
 
 
 def unpublished(target: Path) -> list[Path]:
-    """What processes that died left beside a folder. An earlier export that had made room is put back.
+    """Return the folders that killed processes left beside a folder. An earlier export that had been moved aside is put
+    back.
 
     Args:
         target: The folder of the export; it need not be there.
@@ -237,17 +239,17 @@ def _write(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrained
 
 
 def _name_tokenizer_as_the_base(file: Path, description: LanguageModel) -> None:
-    """Write the class that the base names: transformers writes the one that it took for it, which other versions, and
-    engines, may not know. What it notes of how the base was loaded is left out."""
+    """Write the tokenizer class that the base names: transformers writes the one that it took for it, which other
+    versions, and engines, may not know. Its notes of how the base was loaded are left out."""
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    said = json.loads(file.read_text(encoding="utf-8"))
+    config = json.loads(file.read_text(encoding="utf-8"))
     home = description.tokenizer.name_or_path
     with contextlib.suppress(OSError, ValueError):  # of an object that has no files
         base = get_tokenizer_config(home, revision=description.revision, local_files_only=True) if home else {}
-        said = {name: value for name, value in said.items() if name in base or name not in _OF_LOADING}
-        said |= {"tokenizer_class": base["tokenizer_class"]} if base.get("tokenizer_class") else {}
-    file.write_text(f"{json.dumps(said, indent=2, sort_keys=True, ensure_ascii=False)}\n", encoding="utf-8")
+        config = {name: value for name, value in config.items() if name in base or name not in _OF_LOADING}
+        config |= {"tokenizer_class": base["tokenizer_class"]} if base.get("tokenizer_class") else {}
+    file.write_text(f"{json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)}\n", encoding="utf-8")
 
 
 _OF_LOADING = ("is_local", "local_files_only")

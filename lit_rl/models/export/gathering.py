@@ -12,7 +12,7 @@ from lit_rl.models.policy.device import mesh_device
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The whole tensor, detached, on the device that computes with it; a collective where it is sharded.
+    """Return the whole tensor, detached, on the device that computes with it; a collective where it is sharded.
 
     A tensor that is whole already comes without a copy, so that writing to it writes to the model.
 
@@ -36,25 +36,26 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Shape of the whole tensor; nothing is gathered."""
+    """Return the shape of the whole tensor; nothing is gathered."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this process holds of the tensor: a shard, or all of it."""
+    """Return the part of the tensor that this process holds: a shard, or all of it."""
     held = getattr(tensor, "ds_tensor", tensor).detach()
     return held.to_local() if isinstance(held, DTensor) else held
 
 
 def take_apart(module: nn.Module) -> None:
-    """Put FSDP2's shards in place of what a forward pass or `unsharded` has left gathered. The next pass gathers."""
+    """Put FSDP2's shards in place of tensors that a forward pass or `unsharded` has left gathered. The next pass
+    gathers."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
 
 
 def refuse_flat(module: nn.Module) -> None:
-    """Raises ConfigError where classic FSDP has flattened many parameters into one, which has no names of theirs."""
+    """Raise ConfigError where classic FSDP has flattened many parameters into one, without their names."""
     wrapped = any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
     if wrapped or any(getattr(p, "_fsdp_flattened", False) for p in module.parameters()):
         raise ConfigError(

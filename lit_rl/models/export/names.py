@@ -21,18 +21,18 @@ slashes behind the colon."""
 
 @dataclass(frozen=True)
 class ModelName:
-    """A model that a training began with."""
+    """The name of a model that a training began with."""
 
     name: str
-    """Its hub id, its short name (`tiny`), or the name of its folder; of a run's export the name of the run."""
+    """The hub id, the short name (`tiny`), or the name of the folder; of a run's export the name of the run."""
     hub_id: str | None
-    """Its own, or of the model that it says that it was made from."""
+    """The model's own hub id, or that of the model that it says it was made from."""
     is_folder: bool
-    """Whether it was a folder of this machine, which others do not have."""
+    """True for a folder of this machine, which others do not have."""
 
     @classmethod
     def of(cls, model: str) -> ModelName:
-        """Of what `model.name` says."""
+        """Make the name for a value of `model.name`."""
         if is_hub_id(model):
             return cls(model, model, is_folder=False)
         folder = Path(model).expanduser()
@@ -40,7 +40,7 @@ class ModelName:
             return cls(model, None, is_folder=False)
         if cached := _CACHED.search(folder.as_posix()):
             return cls("/".join(cached.groups()), "/".join(cached.groups()), is_folder=False)
-        origin = next((each for each in _told(folder) if is_hub_id(each)), None)
+        origin = next((each for each in _named_origins(folder) if is_hub_id(each)), None)
         return cls(_own_name(folder), origin, is_folder=True)
 
     def __str__(self) -> str:
@@ -48,38 +48,39 @@ class ModelName:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether the name of a model or of a data set is one of the hub's, and not a folder or a file here."""
+    """Tell whether the name of a model or of a data set is one of the hub's, and not a folder or a file here."""
     return (
         _HUB_ID.fullmatch(name) is not None and name[0] != "." and not name.endswith(_DATA) and not Path(name).exists()
     )
 
 
 def without_folders(word: str) -> str:
-    """A word of a command, or the name of data, with `path/to/` in place of the folders of an absolute path."""
+    """Return a word of a command, or the name of data, with `path/to/` in place of the folders of an absolute path."""
     return _FOLDERS.sub(r"\1path/to/", word)
 
 
 def _own_name(folder: Path) -> str:
-    """The first name, from the end, that is not that of every export."""
+    """Return the last part of a path that is not the name of every export."""
     names = [part for part in folder.resolve().parts[1:] if not _OF_A_RUN.fullmatch(part)]
     return names[-1] if names else "model"
 
 
-def _told(folder: Path) -> Iterator[str]:
-    """The models that a folder says that it was made from: in its configs, and in the card of an earlier export."""
+def _named_origins(folder: Path) -> Iterator[str]:
+    """Yield the models that a folder says it was made from: in its configs, and in the card of an earlier export."""
     for file, key in (("adapter_config.json", "base_model_name_or_path"), ("config.json", "_name_or_path")):
         try:
-            said = json.loads((folder / file).read_text(encoding="utf-8"))
+            config = json.loads((folder / file).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        if isinstance(said, dict) and isinstance(said.get(key), str):
-            yield said[key]
-    if isinstance(base := _header(folder / "README.md").get("base_model"), str):
+        if isinstance(config, dict) and isinstance(config.get(key), str):
+            yield config[key]
+    if isinstance(base := _card_header(folder / "README.md").get("base_model"), str):
         yield base
 
 
-def _header(card: Path) -> dict:
-    """The header of a card that lit_rl wrote. Others name what their model was made from, at times long ago."""
+def _card_header(card: Path) -> dict:
+    """Return the header of a card that lit_rl wrote; empty for others, which may name a distant ancestor of their
+    model."""
     import yaml
     from huggingface_hub import metadata_load
 

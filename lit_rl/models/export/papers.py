@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Paper(NamedTuple):
-    """As a citation names it.
+    """A paper, as a citation names it.
 
     Attributes:
         arxiv: Its id there.
@@ -69,13 +69,13 @@ PAPERS = {
         2024,
     ),
 }
-"""Of each class of algorithm that has one, as in docs/papers.md."""
+"""The paper of each class of algorithm that has one, as in docs/papers.md."""
 
 
 def bibtex(arxiv: str) -> str:
-    """An entry to cite a paper with; of one that is not known here, its arXiv id alone."""
+    """Return an entry to cite a paper with; of an unknown one, its arXiv id alone."""
     fields = {"eprint": arxiv, "archivePrefix": "arXiv"}
     if (known := next((paper for paper in PAPERS.values() if paper.arxiv == arxiv), None)) is not None:
         fields = {"title": f"{{{known.title}}}", "author": f"{known.author} and others", "year": known.year} | fields
-    told = ",\n".join(f"  {name} = {{{value}}}" for name, value in fields.items())
-    return f"@misc{{arxiv_{arxiv.replace('.', '_')},\n{told}\n}}"
+    lines = ",\n".join(f"  {name} = {{{value}}}" for name, value in fields.items())
+    return f"@misc{{arxiv_{arxiv.replace('.', '_')},\n{lines}\n}}"

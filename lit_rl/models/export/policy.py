@@ -62,12 +62,13 @@ def export_policy(
 
 
 def base_in_files(description: LanguageModel, load: Callable[[], Any]) -> Callable[[], Any]:
-    """Return what loads the base of an adapter anew: ``load``, or for an object the files that its config names."""
+    """Return the function that loads the base of an adapter anew: ``load``, or for an object the files that its config
+    names."""
     return description.load_named if isinstance(description, LoadedModel) else load
 
 
 def verify_policy(staged: Path, state: Mapping[str, Tensor], description: LanguageModel, probe: Probe) -> float:
-    """The largest difference between the tensors that were written and their reload."""
+    """Return the largest difference between the tensors that were written and their reload."""
     how = {"trust_remote_code": description.trust_remote_code}
     if description.processor is not None:
         verify_processor(staged, description.processor, **how)
@@ -78,14 +79,14 @@ def verify_policy(staged: Path, state: Mapping[str, Tensor], description: Langua
 def _rebuild(
     description: LanguageModel, policy: nn.Module, state: Mapping[str, Tensor], prompts: PromptForm | None
 ) -> PreTrainedModel | PeftModel:
-    """A model on the CPU like ``policy``, whose parameters are the tensors of ``state``."""
+    """Return a model on the CPU like ``policy``, whose parameters are the tensors of ``state``."""
     config, generation_config = _configs(base_of(policy), description)
-    said = {"lit_rl_prompts": prompts} if prompts is not None else {}
-    config.update(said)
+    extra = {"lit_rl_prompts": prompts} if prompts is not None else {}
+    config.update(extra)
     if description.quantization is not None:
         # Merging into 4-bit weights would round the adapter away, so the adapter joins the base as it was published.
         rebuilt: Any = unquantized(description).load_base()
-        rebuilt.config.update({"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id, **said})
+        rebuilt.config.update({"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id, **extra})
     else:
         rebuilt = _empty(config, description)
     rebuilt.generation_config = generation_config
@@ -116,9 +117,11 @@ def refilled(
 
 @torch.no_grad()
 def _give_storage(plain: PreTrainedModel) -> None:
-    """Zeros on the CPU in place of tensors without storage. Adapters other than LoRA compute what no state holds when
-    they are made, such as the indices by which OFT merges: made without storage, these would be anything, and the
-    merged model another one than was trained, without an error.
+    """Put zeros on the CPU in place of tensors without storage.
+
+    Adapters other than LoRA compute tensors that no state holds when they are made, such as the indices by which OFT
+    merges: made without storage, these would be arbitrary, and the merged model another one than was trained, without
+    an error.
     """
     plain.to_empty(device="cpu")
     for tensor in (*plain.parameters(), *plain.buffers()):
@@ -131,8 +134,8 @@ def _empty(config: PreTrainedConfig, description: LanguageModel) -> PreTrainedMo
 
 
 def made_by(auto: Any, config: PreTrainedConfig, description: LanguageModel) -> Any:
-    """A model of the config, by a class of transformers. Code that came with the model is known since it was loaded,
-    and a class that is known takes no revision."""
+    """Make a model of the config, by a class of transformers. Code that comes with the model is known since it was
+    loaded, and a class that is known takes no revision."""
     remote: dict[str, Any] = {}
     if description.trust_remote_code:
         known = type(config) in auto._model_mapping
@@ -141,7 +144,7 @@ def made_by(auto: Any, config: PreTrainedConfig, description: LanguageModel) -> 
 
 
 def unquantized(description: LanguageModel) -> LanguageModel:
-    """The same model as it was published."""
+    """Return the description of the same model as it was published."""
     whole = copy.copy(description)
     whole.quantization = None
     return whole
@@ -182,7 +185,7 @@ def _tie(rebuilt: nn.Module, plain: Any, model: nn.Module) -> None:
 
 
 def _configs(base: Any, description: LanguageModel) -> tuple[PreTrainedConfig, GenerationConfig]:
-    """Config and generation config that agree with the tokenizer about the ids of EOS and padding."""
+    """Return config and generation config that agree with the tokenizer about the ids of EOS and padding."""
     from lightning.pytorch.utilities import rank_zero_warn
     from transformers import GenerationConfig
 

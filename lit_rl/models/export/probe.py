@@ -27,11 +27,11 @@ TOKENS = 32
 """Tokens of a probe over text."""
 
 LIMITS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
-"""By the type of the weights that were written: the largest distance, see `Probe.look`. Merging an adapter into narrow
+"""The largest distance by the type of the weights that were written, see `Probe.look`. Merging an adapter into narrow
 weights rounds it."""
 
 ON_A_GPU = 1e-2
-"""The same at least, where the policy is on a GPU, which may take products of float32 in TF32."""
+"""The limit at least, where the policy is on a GPU, which may take products of float32 in TF32."""
 
 IMAGE_SIZE = (80, 56)
 _SAMPLED = 1024
@@ -64,11 +64,11 @@ class Probe:
         self._rounding = 0.0 if on_cpu else ON_A_GPU
         self._against, self._wanted = "the trained policy", self._of_policy(description, policy, state)
         self.seen: dict[str, float] = {}
-        """The largest difference of a logit, by what was read: a sentence each."""
+        """The largest difference of a logit, by a description of the model that was read."""
 
     def _of_policy(self, description: LanguageModel, policy: nn.Module, state: Mapping[str, Tensor]) -> Tensor | None:
-        """The policy's logits; None where it cannot be asked: it is spread over ranks, its base is quantised and not
-        what is exported, or all of its weights are exported as they are not."""
+        """Return the policy's logits; None where they cannot be computed: it is spread over ranks, its base is
+        quantised and not the one that is exported, or all of its weights are exported as they are not."""
         if description.quantization is not None or _is_spread(policy):
             return None
         others = {name: tensor for name, tensor in _trained(policy).items() if not _same(tensor, state.get(name))}
@@ -93,7 +93,7 @@ class Probe:
             return self._plain(model(**inputs, use_cache=False).logits)
 
     def _plain(self, logits: Tensor) -> Tensor:
-        """In float32 on the CPU, without the tokens that stand for images: no policy may say them."""
+        """Return logits in float32 on the CPU, without the tokens that stand for images: no policy may sample them."""
         logits = logits.detach().float().cpu()
         return logits.index_fill(-1, torch.tensor(self._ruled_out), 0.0) if self._ruled_out else logits
 
@@ -121,9 +121,9 @@ class Probe:
         return rows
 
     def changed_in(self, base: nn.Module) -> str:
-        """Return the name of a frozen weight of a base that is another one in the policy, under its adapter; empty
-        where there is none. Some numbers of each are compared, from all over; of what the adapter's folder holds whole,
-        the shape."""
+        """Return the name of a frozen weight of a base that differs from the policy's, under its adapter; empty where
+        there is none. Some numbers of each are compared, spread over the tensor; of weights that the adapter's folder
+        holds whole, the shape."""
         there = base.state_dict()
         for name, under in ((name_in_base(name), tensor) for name, tensor in self._state.items()):
             if name in there and there[name].shape != under.shape:
@@ -133,7 +133,7 @@ class Probe:
         return ""
 
     def look(self, what: str, model: nn.Module) -> None:
-        """Ask a model that was loaded from what was written.
+        """Compare the logits of a model that was loaded from the written files.
 
         The distance is the root mean square of the differences at one token, as a share of that of the logits there, or
         of 1 where these are smaller: the largest of all tokens in float32, the median in narrower types, where
@@ -174,7 +174,8 @@ class Probe:
 
 
 def probe_inputs(description: LanguageModel, policy: nn.Module) -> dict[str, Tensor]:
-    """One row: tokens from all over the vocabulary, those whose rows alone are trained among them, and no padding.
+    """Return one row: tokens from all over the vocabulary, those whose rows alone are trained among them, and no
+    padding.
 
     With an image where the model sees any and its chat template shows one.
     """
@@ -223,7 +224,7 @@ def _trained(policy: nn.Module) -> dict[str, Tensor]:
 
 
 def _same(tensor: Tensor, other: Tensor | None) -> bool:
-    """Tell whether some of their numbers, from all over, are the same."""
+    """Tell whether a sample of their numbers, spread over the tensors, is the same."""
     if other is None or other.shape != tensor.shape:
         return False
     some = slice(None, None, max(1, tensor.numel() // _SAMPLED))

@@ -21,7 +21,8 @@ _COLUMNS = 4096
 
 
 def whole_weights(policy: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of every weight of the plain model that the policy is, under the names of its safetensors files.
+    """Yield name and value of every weight of the plain model that the policy is, under the names of its safetensors
+    files.
 
     Those are the names of its state dict, but for models that transformers holds in another form than it stores, such
     as experts in one tensor. Adapters are merged, the modules and token rows trained beside them are in place, and tied
@@ -48,7 +49,7 @@ def whole_weights(policy: nn.Module, dtype: torch.dtype | None = None) -> Iterat
 
 
 def base_weights(policy: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """As `whole_weights`, without the adapters: the base for an engine that takes the adapter by itself.
+    """Yield what `whole_weights` does without the adapters: the base for an engine that takes the adapter by itself.
 
     Modules trained in full beside the adapters come as they were trained; `adapter_only` refuses those policies.
     """
@@ -57,7 +58,7 @@ def base_weights(policy: nn.Module, dtype: torch.dtype | None = None) -> Iterato
 
 
 def weight_shapes(policy: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Names and whole shapes of what `whole_weights` gives, in its order. Nothing is gathered or merged.
+    """Return names and whole shapes of what `whole_weights` gives, in its order. Nothing is gathered or merged.
 
     Raises:
         ConfigError: as `whole_weights`.
@@ -72,8 +73,10 @@ def weight_shapes(policy: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def fingerprint(policy: nn.Module) -> tuple[tuple[str, int, int], ...]:
-    """Checksums of what this process holds of every trained parameter and every stored buffer: equal where nothing has
-    changed, other once anything has, however it was written (``.data`` included). One pass and no collective.
+    """Return checksums of the parts that this process holds of every trained parameter and every stored buffer.
+
+    They are equal where nothing has changed, and differ once anything has, however it was written (``.data`` included).
+    One pass and no collective.
 
     The sums are of bits and of integers: no change is too small to be seen, values that change places are seen, and
     a change goes unseen by a chance of about 2**-64. Not seen are changes of parameters that need no gradient, and of
@@ -93,7 +96,7 @@ def fingerprint(policy: nn.Module) -> tuple[tuple[str, int, int], ...]:
 
 
 def _plan(policy: nn.Module) -> tuple[Any, list[Piece]]:
-    """The plain model and its pieces, in the order of its state dict, each tensor once."""
+    """Return the plain model and its layers' weights, in the order of its state dict, each tensor once."""
     refuse_flat(policy)
     base = base_of(policy)
     if getattr(base, "is_quantized", False) or not all(p.is_floating_point() for p in base.parameters()):
@@ -116,7 +119,7 @@ def _ship(base: Any, pieces: list[Piece], dtype: torch.dtype | None) -> Iterator
 
 
 def _ship_piece(base: Any, piece: Piece, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """A frame of its own, so that what it holds is gone before the next piece is made."""
+    """Yield the weights of one layer, in a frame of its own: what it holds is gone before the next layer's are made."""
     if piece.layer is None:
         made = {name: whole(tensor, dtype) for name, tensor in piece.stored.items()}
     else:
@@ -147,7 +150,7 @@ def _merged(piece: Piece) -> dict[str, Tensor]:
 
 
 def _as_stored(base: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensor as a safetensors file has it: most often itself."""
+    """Return the tensor as a safetensors file has it: most often itself."""
     from transformers.core_model_loading import revert_weight_conversion
 
     if getattr(base, "_weight_conversions", None) == []:
@@ -160,7 +163,7 @@ def _is_buffer(tensor: Any) -> bool:
 
 
 def _bit_sums(tensor: Tensor) -> Tensor:
-    """Two sums of the bits, read as integers of 64 and laid out in rows. Shape (2,), int64.
+    """Return two sums of the bits, read as integers of 64 and laid out in rows. Shape (2,), int64.
 
     One has a weight for each column and one for each row, so that values that change places are seen too.
     """
@@ -175,6 +178,7 @@ def _bit_sums(tensor: Tensor) -> Tensor:
 
 
 def _odd_numbers(like: Tensor) -> Tensor:
-    """As many well-mixed odd numbers, the same each time: a change times an odd number is never 0 modulo 2**64."""
+    """Return as many well-mixed odd numbers, the same each time: a change times an odd number is never 0 modulo
+    2**64."""
     mixed = torch.arange(1, len(like) + 1, device=like.device) * -7046029254386353131
     return ((mixed ^ (mixed >> 29)) * -4658895280553007687) | 1

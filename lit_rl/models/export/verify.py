@@ -34,7 +34,7 @@ def verify(
     trust_remote_code: bool = False,
     probe: Probe | None = None,
 ) -> float:
-    """Load ``folder`` as a user would and compare it with what it should hold. Returns the largest difference of a
+    """Load ``folder`` as a user would and compare it with what it should hold. Return the largest difference of a
     tensor, 0.
 
     Args:
@@ -62,7 +62,7 @@ def compare_folder(
     trust_remote_code: bool = False,
     probe: Probe | None = None,
 ) -> float:
-    """The same of weights and logits alone, loaded by this class of transformers."""
+    """Compare weights and logits alone, loaded by this class of transformers; see `verify`."""
     import transformers
 
     with reading("export", str(folder), str(folder)):
@@ -92,7 +92,7 @@ def verify_adapter(folder: str | Path, policy: PeftModel) -> float:
 def verify_tokenizer(
     folder: str | Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
 ) -> None:
-    """Raises StorageError where the tokenizer in ``folder`` is not ``tokenizer`` in what it does."""
+    """Raise StorageError where the tokenizer in ``folder`` behaves otherwise than ``tokenizer``."""
     from transformers import AutoTokenizer
 
     with reading("export", str(folder), str(folder)):
@@ -108,7 +108,8 @@ def verify_tokenizer(
 
 
 def verify_processor(folder: str | Path, processor: VisionProcessor, *, trust_remote_code: bool = False) -> None:
-    """Raises StorageError where the processor in ``folder`` is not ``processor`` in what it does to an image."""
+    """Raise StorageError where the processor in ``folder`` makes other pixels or tokens of an image than
+    ``processor``."""
     from transformers import AutoProcessor
 
     with reading("export", str(folder), str(folder)):

@@ -16,19 +16,19 @@ _CHANGING = {"dynamic", "longrope"}
 
 
 def text_config(model: Any) -> Any:
-    """The part of a model's config that its text layers read."""
+    """Return the part of a model's config that its text layers read."""
     return model.config.get_text_config(decoder=True)
 
 
 def queries_per_key(config: Any) -> float:
-    """Query heads that a key head serves, by the config of text layers."""
+    """Return the number of query heads that a key head serves, by the config of text layers."""
     keys = getattr(config, "num_key_value_heads", None)
     return config.num_attention_heads / keys if keys else 1.0
 
 
 @contextmanager
 def attending_by(model: Any, implementation: str) -> Iterator[None]:
-    """Inside, the model's layers look up this attention and its masks in transformers' registries."""
+    """Let the model's layers look up this attention and its masks in transformers' registries, inside the context."""
     config = text_config(model)
     usual = config._attn_implementation
     config._attn_implementation = implementation
@@ -48,7 +48,7 @@ def layers_that_hold(cache: Any) -> list[Any]:
 
 
 def keeps_whole_texts(cache: Any, length: int) -> bool:
-    """Whether every layer keeps all keys of so many tokens, and no window ends before the first of them."""
+    """Tell whether every layer keeps the keys of ``length`` tokens, and no window ends before the first of them."""
     return all(
         type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= length)
         for layer in cache.layers
@@ -56,7 +56,7 @@ def keeps_whole_texts(cache: Any, length: int) -> bool:
 
 
 def turns_alike(model: nn.Module, length: int) -> bool:
-    """Whether a token is turned by the same angles in every text of at most so many tokens.
+    """Tell whether a token is rotated by the same angles in every text of at most ``length`` tokens.
 
     Dynamic NTK and LongRoPE look at the longest text of a call once it reaches a limit of the model.
     """
@@ -66,12 +66,12 @@ def turns_alike(model: nn.Module, length: int) -> bool:
 
 
 def _kinds(rope_type: Any) -> set[str]:
-    """Of a rotary embedding, which may have one for each kind of layer."""
+    """Return the kinds of a rotary embedding, which may have one for each kind of layer."""
     return set(rope_type.values()) if isinstance(rope_type, dict) else {rope_type}
 
 
 def _unchanged_below(config: Any) -> int:
-    """Tokens: the shortest text that may change the angles."""
+    """Return the tokens of the shortest text that may change the angles."""
     settings = config.rope_parameters or {}
     every = [settings, *(part for part in settings.values() if isinstance(part, dict))]
     limits = [
@@ -81,7 +81,8 @@ def _unchanged_below(config: Any) -> int:
 
 
 def is_causal(mask: Tensor) -> bool:
-    """Whether each of the last tokens sees all before it, and itself, and nothing else: ``(b, 1, t, s)``."""
+    """Tell whether each of the last tokens sees all tokens before it, and itself, and nothing else: ``(b, 1, t,
+    s)``."""
     t, s = mask.shape[-2:]
     plain = torch.ones(t, s, dtype=torch.bool, device=mask.device).tril(s - t)
     return mask.dtype == torch.bool and bool((mask == plain).all())
@@ -90,5 +91,5 @@ def is_causal(mask: Tensor) -> bool:
 def plain_attention(
     module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
-    """``(b, h, t, e)``, as transformers' own ``sdpa`` computes it."""
+    """Return ``(b, h, t, e)``, as transformers' own ``sdpa`` computes it."""
     return sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)[0].transpose(1, 2)

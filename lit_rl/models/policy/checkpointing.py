@@ -37,13 +37,13 @@ def set_checkpointing(module: nn.Module, how: bool | Literal["offload"]) -> None
 
 
 def recomputes(model: nn.Module) -> bool:
-    """Return whether gradient checkpointing of a model is on."""
+    """Tell whether gradient checkpointing of a model is on."""
     on = getattr(model, "is_activation_checkpointing", None)
     return bool(getattr(model, "is_gradient_checkpointing", False) if on is None else on)
 
 
 def _switch(model: Any, on: bool) -> None:
-    """Call the model's own switch: transformers 5.24 says "activation" where releases before it say "gradient"."""
+    """Call the model's own switch: transformers 5.24 names it "activation", earlier releases "gradient"."""
     kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     if on:
         getattr(model, f"{kind}_checkpointing_enable")(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
@@ -52,13 +52,13 @@ def _switch(model: Any, on: bool) -> None:
 
 
 def offloaded_checkpoint(function: Any, *inputs: Any, **others: Any) -> Any:
-    """``torch.utils.checkpoint`` of a layer whose input waits on the host."""
+    """Apply ``torch.utils.checkpoint`` to a layer whose input waits on the host."""
     with OnTheHost():
         return checkpoint(function, *inputs, use_reentrant=False, **others)
 
 
 class OnTheHost(torch.autograd.graph.saved_tensors_hooks):
-    """Inside, what the backward pass of a checkpoint reads is kept in pinned memory of the host.
+    """A context in which tensors for the backward pass of a checkpoint are kept in pinned memory of the host.
 
     Only what carries a gradient is: masks and angles of positions are the same tensor in every layer.
 
@@ -71,7 +71,7 @@ class OnTheHost(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self.pack, self.unpack)
 
     def away(self, tensor: Tensor) -> bool:
-        """Whether a tensor is to be moved."""
+        """Tell whether a tensor is to be moved."""
         return tensor.requires_grad and tensor.device.type == "cuda"
 
     def pack(self, tensor: Tensor) -> tuple[torch.device, Tensor]:

@@ -54,7 +54,7 @@ def compile_pieces(base: nn.Module) -> None:
 
 
 def compiler_of(head: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
-    """Return what compiles the softmax behind this head; None where it is not compiled."""
+    """Return the compiler of the softmax behind this head; None where it is not compiled."""
     return compiled if head in _HEADS else None
 
 
@@ -66,7 +66,7 @@ def _with_gradient(own: Callable[..., Any], plain: Callable[..., Any]) -> Callab
 
 
 def _compiled_forward(part: nn.Module) -> Callable[..., Any] | None:
-    """Return what a module computes in training; None where nothing of it is compiled."""
+    """Return the forward that a module computes by in training; None where nothing of it is compiled."""
     plain = type(part).forward
     if "forward" in vars(part) or not hasattr(plain, "__code__"):
         return None
@@ -81,14 +81,14 @@ def _compiled_forward(part: nn.Module) -> Callable[..., Any] | None:
 
 
 def _same_code(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Return whether two functions compute the same of arguments in the same places, whatever these are called."""
+    """Tell whether two functions compute the same from arguments in the same places, whatever their names."""
     first: Any = one.__code__
     second: Any = other.__code__
     return (first.co_code, first.co_names, first.co_argcount) == (second.co_code, second.co_names, second.co_argcount)
 
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
-    """Return what transformers' Llama computes in its MLP, in the same words: MLPs are recognised by them."""
+    """Return the output of the MLP of transformers' Llama, in the same code: MLPs are recognised by it."""
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return down_proj
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device that its inputs belong on: of its first parameter, or the mesh's where that is a shard.
+    """Return the device for a module's inputs: that of its first parameter, or of the mesh where that is a shard.
 
     Shards may lie in the host's memory (`trainer.strategy.cpu_offload`), and are gathered on the device of the mesh.
     """
@@ -17,7 +17,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def mesh_device(shard: DTensor) -> torch.device:
-    """The device of this process on which the shard is gathered."""
+    """Return the device of this process on which the shard is gathered."""
     kind = shard.device_mesh.device_type
     if shard.device.type == kind:
         return shard.device

@@ -26,23 +26,23 @@ from lit_rl.ops.token_stats import token_stats
 LOGITS = 1 << 24
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
-"""`(1, n, v), (1, n, v) -> (1, n)`: of the student's logits from the teacher's."""
+"""`(1, n, v), (1, n, v) -> (1, n)`: the divergence of the student's logits from the teacher's."""
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Float32 `(n,)` each: one number for each learned token, row by row."""
+    """Divergence and statistics, float32 `(n,)` each: one number for each learned token, row by row."""
 
     divergence: Tensor
-    """With gradient."""
+    """The divergence, with gradient."""
     correct: Tensor
-    """Whether the token is the student's likeliest."""
+    """True where the token is the student's likeliest."""
     entropy: Tensor | None = None
-    """Of the student's next-token distribution, in nats. None unless it was asked for."""
+    """Entropy of the student's next-token distribution, in nats. None unless requested."""
     teacher_entropy: Tensor | None = None
-    """The same of the teacher's."""
+    """Entropy of the teacher's."""
     aux_loss: Tensor | None = None
-    """The student's router loss; None unless it was asked for."""
+    """The student's router loss; None unless requested."""
 
 
 def disagreement(
@@ -56,14 +56,14 @@ def disagreement(
     router_aux: bool = False,
     fused: bool = True,
 ) -> Disagreement:
-    """What student and teacher think of the learned tokens of texts; `n` of them, none is as well.
+    """Compare student and teacher on the `n` learned tokens of texts; `n` may be 0.
 
     Args:
         student: Gets the gradient.
         teacher: Gets none.
         tokens: `b` rows.
         divergence: Of the one from the other.
-        shared_tokens: Only the first so many tokens of both vocabularies are compared. None: all.
+        shared_tokens: Number of tokens, the first of both vocabularies, that are compared. None: all.
         entropies: Whether to compute those of both.
         router_aux: Whether to compute the student's load-balancing loss.
         fused: Whether to work in blocks, where both models allow it.
@@ -102,12 +102,13 @@ def disagreement(
 def _last(
     model: nn.Module, tokens: TokenBatch, columns: Tensor, *, router_aux: bool, headless: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`(b, c, ...)` of the given columns: logits, or what the head would make them of; and the router's loss."""
+    """Return `(b, c, ...)` of the given columns: logits, or the inputs of the head; and the router's loss."""
     with without_head(model) if headless else nullcontext():
         return text_logits(model, tokens, columns, router_aux)
 
 
 def _learned_columns(tokens: TokenBatch) -> Tensor:
-    """Columns that predict a learned token in some row; one where there are none, so that a loss has a graph."""
+    """Return the columns that predict a learned token in some row; one where there are none, so that a loss has a
+    graph."""
     columns = tokens.learned.any(0).nonzero().flatten()
     return columns if len(columns) else columns.new_zeros(1)

@@ -33,10 +33,11 @@ class Span(NamedTuple):
     past: int
     """Tokens of the text before them, whose keys and values are there already."""
     new: int
-    """How many they are."""
+    """Number of these tokens."""
 
     def pairs(self, window: int | None = None) -> int:
-        """Return how many pairs of a query and a key a causal mask lets meet; a query meets ``window`` keys at most."""
+        """Return the number of pairs of a query and a key that a causal mask lets meet; a query meets ``window`` keys
+        at most."""
 
         def until(tokens: int) -> int:
             inside = tokens if window is None else min(tokens, window)
@@ -54,7 +55,7 @@ class Cost:
 
     @property
     def training(self) -> int:
-        """Both together."""
+        """Operations of both passes together."""
         return self.forward + self.backward
 
     def __add__(self, other: Cost) -> Cost:
@@ -69,11 +70,11 @@ class ModelFlops:
     """Costs of a model: of each token, of each scored position, of each pair of tokens that meet."""
 
     token: Cost
-    """Of a token that runs through the layers."""
+    """Cost of a token that runs through the layers."""
     scored: Cost
-    """Of a position that the head works on."""
+    """Cost of a position that the head works on."""
     pair: Mapping[int | None, Cost]
-    """Of a pair of a query and a key, by the window of the layers (None: no window)."""
+    """Cost of a pair of a query and a key, by the window of the layers (None: no window)."""
 
     def of(self, spans: Iterable[Span], scored: int) -> Cost:
         """Return the cost of passes over these spans.
@@ -90,7 +91,7 @@ class ModelFlops:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> ModelFlops:
-        """Return the costs of a loaded causal model, or of a trunk alone: what of it is trained decides its backward.
+        """Return the costs of a loaded causal model, or of a trunk alone; its trained weights decide the backward pass.
 
         Of a model over images the text part is counted; of linear attention and state spaces the linear layers are. In
         the lowest decoder layer with a trained weight the backward pass may be overstated: where attention and MLP
@@ -109,12 +110,12 @@ class ModelFlops:
 
 
 def _product(size: int, *, trained: bool, carries: bool) -> Cost:
-    """Return the cost of a row of input for a weight of so many numbers; `carries` where the row needs a gradient."""
+    """Return the cost of a row of input for a weight of ``size`` numbers; `carries` where the row needs a gradient."""
     return Cost(2 * size, 2 * size * (trained + carries))
 
 
 def _multiplied(part: Any) -> int:
-    """Return how many weights a row is multiplied by in a linear layer; 0 of any other module."""
+    """Return the number of weights that a row is multiplied by in a linear layer; 0 of any other module."""
     if _wraps(part):  # its parts are modules themselves
         return 0
     if hasattr(part, "nx") and hasattr(part, "nf"):  # GPT-2's Conv1D
@@ -124,7 +125,7 @@ def _multiplied(part: Any) -> int:
 
 
 def _wraps(part: Any) -> bool:
-    """Return whether a module is a layer of the plain model with adapters of PEFT, or with a layer in its place."""
+    """Tell whether a module is a layer of the plain model with adapters of PEFT, or with a layer in its place."""
     return hasattr(part, "base_layer") or hasattr(part, "original_module")
 
 
@@ -175,7 +176,7 @@ class _Layers:
         self.first = min(trained.values(), default=None)
         """The lowest decoder layer with a trained weight; -1 where one stands below them all; None without any."""
         self.opens = any(number == self.first and name not in products for name, number in trained.items())
-        """Whether that layer trains something beside its linear layers, such as a norm before them."""
+        """True where that layer trains something beside its linear layers, such as a norm before them."""
 
     def token(self) -> Cost:
         """Return the cost of a token."""
@@ -213,7 +214,7 @@ class _Layers:
         return found
 
     def _reaches_attention(self, number: int) -> bool:
-        """Return whether queries, keys or values of a layer need a gradient."""
+        """Tell whether queries, keys or values of a layer need a gradient."""
         if self.first is None or number != self.first:
             return self.first is not None and number > self.first
         read = [x for x in self.linears if x.layer == number and "att" in x.owner]
@@ -221,7 +222,8 @@ class _Layers:
 
 
 def _windows(config: Any) -> list[int | None]:
-    """Return of each layer how many keys a query meets at most: None for all, 0 without softmax attention."""
+    """Return, for each layer, the number of keys that a query meets at most: None for all, 0 without softmax
+    attention."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     chunk = getattr(config, "attention_chunk_size", None)
     sizes = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk, "attention": None}

@@ -20,12 +20,13 @@ from lit_rl.vision import PromptVision, Vision
 
 _TOKENS = 4
 _MOST = 0.02
-"""In nats: far above the rounding of half precision, far below what a model loses that looks ahead (0.3 to 0.5)."""
+"""The limit in nats: far above the rounding of half precision, far below what a model that looks ahead loses (0.3 to
+0.5)."""
 
 
 @torch.no_grad()
 def refuse_foresight(model: nn.Module, prompt_ids: Sequence[int], vision: PromptVision | None) -> None:
-    """Find out, by one short forward pass, whether a token of a response is scored by what follows it.
+    """Refuse a model in which a token of a response is scored by the tokens behind it, by one short forward pass.
 
     Models such as PaliGemma attend both ways over a prefix, which a value for each token marks. With the wrong values
     over the response, log-probs would know the answer, and nothing would say so.
@@ -41,8 +42,8 @@ def refuse_foresight(model: nn.Module, prompt_ids: Sequence[int], vision: Prompt
     device, config = device_of(model), base_of(model).config
     barred = placeholder_ids(config)
     tokens = islice((token for token in range(config.get_text_config().vocab_size) if token not in barred), _TOKENS + 1)
-    *told, last, another = tokens
-    rows = torch.tensor([[*told, last], [*told, another]], device=device)
+    *shared, last, another = tokens
+    rows = torch.tensor([[*shared, last], [*shared, another]], device=device)
     prompts = torch.tensor([list(prompt_ids)] * 2, device=device)
     every = torch.ones_like(rows, dtype=torch.bool)
     completions = Completions(

@@ -26,7 +26,7 @@ from lit_rl.rollout import Completions, Sampling, select, trim
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What one forward pass says about response tokens. Values at padding are numbers without meaning: mask them."""
+    """Scores of response tokens by one forward pass. Values at padding are numbers without meaning: mask them."""
 
     logprobs: Tensor
     """Float32 ``(b, t)``, with gradient: of the distribution that the sampling settings make of the model's logits."""
@@ -84,7 +84,7 @@ def score(
 def response_logprobs(
     model: nn.Module, completions: Completions, sampling: Sampling, options: ForwardOptions = DEFAULT
 ) -> Tensor:
-    """Float32 ``(b, t)``: the log-probs of `score` alone."""
+    """Return the float32 ``(b, t)`` log-probs of `score` alone."""
     return _run(model, completions, sampling, _distribution(sampling), options).logprobs
 
 
@@ -134,7 +134,7 @@ def _distribution(sampling: Sampling, **wanted: bool) -> Distribution:
 
 
 def _history(completions: Completions, sampling: Sampling) -> History | None:
-    """What earlier tokens do to the logits of each response token; None where nothing."""
+    """Return how earlier tokens change the logits of each response token; None where they do not."""
     holds = sampling.min_new_tokens > 0 and completions.held_back is not None
     if sampling.repetition_penalty == 1 and not holds:
         return None
@@ -156,12 +156,12 @@ def _token_scores(found: TargetScores, aux_loss: Tensor | None = None) -> TokenS
 
 
 def _kept(completions: Completions) -> int:
-    """Positions that the head works on: those that predict a response token, and the last one."""
+    """Return the number of positions that the head works on: those that predict a response token, and the last one."""
     return completions.response_ids.shape[1] + 1
 
 
 def no_router(model: nn.Module) -> ConfigError:
-    """The refusal of a model whose experts report no load."""
+    """Return the error for a model whose experts report no load."""
     return ConfigError(
         f"algo.router_aux_loss_coef balances the load of the experts of a mixture, and {type(base_of(model)).__name__} "
         "has no router that reports one. Set it to 0, or take a mixture-of-experts model."

@@ -11,7 +11,7 @@ from lit_rl.models.policy.trunk import base_of
 
 
 def forward_parameters(model: nn.Module) -> frozenset[str]:
-    """Return the names that a model's forward pass takes, under a PEFT wrapper, which takes anything."""
+    """Return the parameter names of a model's forward pass, under a PEFT wrapper, which takes anything."""
     return frozenset(inspect.signature(base_of(model).forward).parameters)
 
 

@@ -21,12 +21,12 @@ from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.gradient_total import SummedWeight
 
 _OPEN: dict[int, SummedWeight] = {}
-"""Of the passes that are running, by the weight's `id`."""
+"""Sums of the passes that are running, by the weight's `id`."""
 
 
 @contextmanager
 def fused_accumulation(model: nn.Module, options: ForwardOptions) -> Iterator[None]:
-    """Inside, calls of the model with a gradient add those of the embedding and of the head to one sum each.
+    """Let calls of the model with a gradient add those of the embedding and of the head to one sum each, inside.
 
     On CPUs (other devices are not measured); not of weights that are sharded, frozen, or wrapped by an adapter.
 
@@ -49,13 +49,13 @@ def fused_accumulation(model: nn.Module, options: ForwardOptions) -> Iterator[No
 
 
 def summed_weight(weight: Tensor) -> SummedWeight | None:
-    """The sum for this weight's gradient, where a pass has opened one."""
+    """Return the sum for this weight's gradient, where a pass has opened one."""
     return _OPEN.get(id(weight))
 
 
 @contextmanager
 def in_its_place(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, a layer computes something else: of this one module, so that hooks on it run."""
+    """Replace the forward of this one module, inside the context; hooks on it still run."""
     before = vars(layer).get("forward")  # that of a library which wraps modules; else it is the class's
     layer.forward = forward
     try:

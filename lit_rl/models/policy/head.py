@@ -33,7 +33,7 @@ from lit_rl.transfers import to_device
 
 @dataclass(frozen=True)
 class Targets:
-    """The tokens that a pass is asked about."""
+    """The tokens that a pass scores."""
 
     ids: Tensor
     """Long ``(b, t)``."""
@@ -44,10 +44,10 @@ class Targets:
     rows: Tensor | None = None
     """Long ``(b,)``: the row of the pass that predicts each row of ``ids``. None: its own."""
     history: History | None = None
-    """Of the ``(b, t)``: what earlier tokens do to their logits. None: nothing."""
+    """Earlier tokens, which change the logits of the ``(b, t)``. None: no change."""
 
     def columns_of(self, passed: Tensor) -> Tensor:
-        """The ``(b, t, ...)`` that predict the tokens, of the ``(rows, columns, ...)`` that a pass computed."""
+        """Return the ``(b, t, ...)`` that predict the tokens, of the ``(rows, columns, ...)`` that a pass computed."""
         start = self.first % passed.shape[1]
         found = passed[:, start : start + self.ids.shape[1]]
         return found if self.rows is None else found.index_select(0, self.rows)
@@ -55,23 +55,23 @@ class Targets:
 
 @dataclass(frozen=True)
 class TargetScores:
-    """What a pass says about its targets, ``(b, t)`` each. Numbers without meaning where none was wanted."""
+    """Scores of the targets by a pass, ``(b, t)`` each. Numbers without meaning where none was wanted."""
 
     logprobs: Tensor
     """Float32 (float64 of float64 weights), with gradient."""
     entropy: Tensor | None
-    """Of the same type. None unless it was asked for."""
+    """The entropy, of the same type. None unless requested."""
     stats: TokenStats | None
-    """None unless they were asked for."""
+    """Statistics of the logits. None unless requested."""
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> TargetScores:
-        """The same in another shape."""
+        """Return the scores in another shape."""
         entropy = None if self.entropy is None else change(self.entropy)
         stats = {name: change(getattr(self.stats, name)) for name in _STATS if self.stats}
         return TargetScores(change(self.logprobs), entropy, TokenStats(**stats) if stats else None)
 
     def beside(self, later: TargetScores) -> TargetScores:
-        """These columns, and those of later tokens of the same rows. Without statistics."""
+        """Return these columns, and those of later tokens of the same rows. Without statistics."""
         entropy = [part.entropy for part in (self, later) if part.entropy is not None]
         return TargetScores(
             torch.cat([self.logprobs, later.logprobs], 1), torch.cat(entropy, 1) if entropy else None, None
@@ -79,7 +79,7 @@ class TargetScores:
 
     @staticmethod
     def of_calls(parts: Sequence[TargetScores], calls: Sequence[Call], width: int) -> TargetScores:
-        """``(b, width)``: what was found in each call, in the order of the rows."""
+        """Return ``(b, width)``: the scores of each call, in the order of the rows."""
 
         def joint(values: Sequence[Tensor | None]) -> Tensor | None:
             known = [value for value in values if value is not None]
@@ -95,7 +95,7 @@ class TargetScores:
 def run(
     model: nn.Module, targets: Targets, distribution: Distribution, *, fused: bool, **inputs: Any
 ) -> tuple[TargetScores, Any]:
-    """One forward pass, and what it says about the targets. The other thing returned is the model's own output.
+    """Run one forward pass; return the scores of the targets, and the model's own output.
 
     Args:
         model: A causal language model; under PEFT with the adapter that is active.
@@ -116,7 +116,7 @@ def run(
 
 
 def can_stand_apart(model: nn.Module) -> bool:
-    """Whether the logits of a model are what its head alone makes of its last hidden states, at any time.
+    """Tell whether the logits of a model are its head alone applied to its last hidden states, at any time.
 
     The weights of a sharded head are whole only while the model runs.
     """
@@ -129,24 +129,24 @@ def can_stand_apart(model: nn.Module) -> bool:
 
 @contextmanager
 def without_head(model: nn.Module) -> Iterator[None]:
-    """Inside, a model that `can_stand_apart` returns what its head would read, where the logits belong."""
+    """Let a model that `can_stand_apart` return the input of its head in place of logits, inside the context."""
     with in_its_place(linear_head(model), lambda hidden: hidden):
         yield
 
 
 def has_linear_head(model: nn.Module) -> bool:
-    """Whether the head of a model is a plain linear map: no adapter on it, no quantisation."""
+    """Tell whether the head of a model is a plain linear map: no adapter on it, no quantisation."""
     find = getattr(base_of(model), "get_output_embeddings", lambda: None)
     return type(find()) in (nn.Linear, Float32Head, RulingHead)
 
 
 def linear_head(model: nn.Module) -> nn.Linear:
-    """The head of a model that `has_linear_head`."""
+    """Return the head of a model that `has_linear_head`."""
     return base_of(model).get_output_embeddings()
 
 
 def factors(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Hidden states, weight and bias in the type in which the head itself would multiply them."""
+    """Return hidden states, weight and bias in the type in which the head itself would multiply them."""
     dtype = _dtype_of_product(hidden, head)
     bias = head.ruling if isinstance(head, RulingHead) else head.bias
     return hidden.to(dtype), head.weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -156,7 +156,7 @@ _RETURNS_IT: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDiction
 
 
 def _returns_what_its_head_does(model: nn.Module, head: nn.Linear) -> bool:
-    """Whether nothing is done to logits after the head. Found out once a model, by two tokens without gradient."""
+    """Tell whether nothing is done to logits after the head: tried once a model, by two tokens without gradient."""
     if model not in _RETURNS_IT:
         device = head.weight.device
         numbers = torch.tensor([[[7.0], [-77.0]]], device=device)
@@ -187,7 +187,7 @@ def _of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: 
 
 
 def _dtype_of_product(hidden: Tensor, head: nn.Linear) -> torch.dtype:
-    """What the head itself would multiply in."""
+    """Return the type in which the head itself would multiply."""
     if isinstance(head, Float32Head) or (isinstance(head, RulingHead) and head.exact):
         return torch.float32
     kind = hidden.device.type
@@ -212,7 +212,7 @@ _STATS = tuple(field.name for field in fields(TokenStats))
 
 
 def _packed(scores: TargetScores) -> Tensor:
-    """``(b, t, k)``: one tensor, as a head returns one."""
+    """Return ``(b, t, k)``: one tensor, as a head returns one."""
     stats = [getattr(scores.stats, name) for name in _STATS] if scores.stats else []
     parts = [part for part in (scores.logprobs, scores.entropy, *stats) if part is not None]
     return torch.stack([part.to(scores.logprobs.dtype) for part in parts], -1)

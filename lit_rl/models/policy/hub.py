@@ -14,18 +14,18 @@ from lit_rl.offline import read_the_cache_alone_where_there_is_no_hub
 
 _LFS = b"version https://git-lfs"
 _CONFIG_ERRORS = {"StrictDataclassFieldValidationError", "StrictDataclassClassValidationError"}
-"""Of huggingface_hub, for fields of a config."""
+"""Errors of huggingface_hub for fields of a config."""
 
 _JSON_FILES = (
     "config", "generation_config", "tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens", "vocab",
     "processor_config", "preprocessor_config", "model.safetensors.index", "adapter_config",
 )  # fmt: skip
 _JSON_ERRORS = {"JSONDecodeError", "UnicodeDecodeError", "AttributeError", "TypeError"}
-"""What reading one of them may raise: its values are asked for as if it were an object."""
+"""Errors that reading one of them may raise: its values are read as if it were an object."""
 
 
 def resolve(key: str, name: str, revision: str | None = None) -> str:
-    """The folder that ``name`` stands for, or ``name`` itself where it is a hub id.
+    """Return the folder that ``name`` stands for, or ``name`` itself where it is a hub id.
 
     A hub id of which there is a copy without the hub is that folder, unless a revision was asked for.
 
@@ -65,7 +65,7 @@ def refuse_pickle(key: str, path: str, stem: str) -> None:
 
 
 def _check_index(key: str, folder: Path) -> None:
-    """Of a folder; the hub's client refuses such names of a repository itself."""
+    """Check the index of a folder; the hub's client refuses such names of a repository itself."""
     for index in folder.glob("*.safetensors.index.json") if folder.is_dir() else ():
         with suppress(ValueError, OSError, AttributeError, TypeError):  # one that is damaged is named where it is read
             for name in set(json.loads(index.read_bytes())["weight_map"].values()):
@@ -78,7 +78,7 @@ def _check_index(key: str, folder: Path) -> None:
 
 @contextmanager
 def reading(key: str, name: str, path: str) -> Iterator[None]:
-    """Turn what Hugging Face's libraries raise while they read ``path`` into one of our errors."""
+    """Turn the errors of Hugging Face's libraries while they read ``path`` into ours."""
     try:
         yield
     except LitRLError:
@@ -92,7 +92,7 @@ def reading(key: str, name: str, path: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_about_defaults() -> Iterator[None]:
-    """Without a warning of transformers that is not about the model that is read.
+    """Silence a warning of transformers that is not about the model that is read.
 
     It makes a config of the family's defaults, to say what differs from them, and the pad token of Idefics3's lies
     outside of its vocabulary. The model's own tokens are checked with its tokenizer.
@@ -183,7 +183,7 @@ def _from_file(key: str, name: str, path: str, error: Exception) -> LitRLError |
 
 
 def _no_model(name: str, folder: Path) -> str:
-    """What a folder without config.json holds in a model's place; empty where it has one, or is no folder."""
+    """Describe what a folder without config.json holds in a model's place; empty where it has one, or is no folder."""
     if not folder.is_dir() or (folder / "config.json").is_file():
         return ""
     if (folder / "adapter_config.json").is_file():
@@ -202,7 +202,7 @@ def _damaged(key: str, file: str, why: str) -> StorageError:
 
 
 def _broken_json(path: str) -> str:
-    """The first of a model's own JSON files that holds no object; empty where there is none."""
+    """Return the first of a model's own JSON files that holds no object; empty where there is none."""
     for file in filter(Path.is_file, (Path(path) / f"{stem}.json" for stem in _JSON_FILES)):
         try:
             if not isinstance(json.loads(file.read_bytes()), dict):
@@ -213,7 +213,7 @@ def _broken_json(path: str) -> str:
 
 
 def _broken(path: str) -> str:
-    """The first safetensors file of the model that does not open; the model where that cannot be told."""
+    """Return the first safetensors file of the model that does not open; the model where none is found."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []:

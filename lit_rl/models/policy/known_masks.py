@@ -93,7 +93,7 @@ def _sdpa_mask(
 
 
 def _begins(offset: int | Tensor) -> bool:
-    """Return whether queries may begin at the first key; of a number on a device that is not known."""
+    """Tell whether queries may begin at the first key; yes for an offset on a device, which is not known."""
     return isinstance(offset, Tensor) or offset == 0
 
 

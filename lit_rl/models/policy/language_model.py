@@ -55,7 +55,7 @@ _LOADING = (
 
 
 class LanguageModel:
-    """Names a Hugging Face causal language model and how to hold it. Nothing heavy happens before `load`.
+    """A Hugging Face causal language model by name, and how to hold it. Nothing heavy happens before `load`.
 
     Args:
         name: "tiny" or "digits" (the policies that come with the package, over text and over images), a folder, or a
@@ -70,8 +70,8 @@ class LanguageModel:
             can be merged: `peft.LoraConfig`, `OFTConfig`, `IA3Config`, `VeraConfig`, ...
         adapter: Continue training this PEFT adapter: a folder or a hub id.
         quantization: Hold the frozen base in 4 bits ("nf4") or 8 ("int8"). Needs ``lora`` or ``adapter``.
-        freeze: Parts of a model over images that are not trained: "vision", what sees, and "projector", what brings it
-            to the width of the text. Not for a model over text.
+        freeze: Parts of a model over images that are not trained: "vision", the encoder, and "projector", which maps
+            its features to the width of the text. Not for a model over text.
         disable_dropout: Set every dropout probability of the model to 0.
         lm_head_fp32: Compute the logits in float32, whatever the type of the weights and of autocast.
         fused_head: Compute log-probs from hidden states, without the logits in memory. The same numbers.
@@ -155,13 +155,13 @@ class LanguageModel:
         self._check()
 
     def find(self) -> str:
-        """The folder or hub id that the name stands for."""
+        """Return the folder or hub id that the name stands for."""
         name = self.name
         return str(SHIPPED[name]) if name in SHIPPED else hub.resolve("model.name", name, self.revision)
 
     @classmethod
     def of(cls, model: Any, key: str = "model", **settings: Any) -> LanguageModel:
-        """A description as it is; a name, folder or hub id as one with these settings.
+        """Return a description as it is; for a name, folder or hub id, one with these settings.
 
         Args:
             model: What a user gave.
@@ -177,15 +177,15 @@ class LanguageModel:
             return cls(os.fspath(model), **settings)
         from torch import nn  # here, as describing a model imports no library
 
-        came, then = f"a {type(model).__name__}", ""
+        found, hint = f"a {type(model).__name__}", ""
         if isinstance(model, type):
-            came = f"the class {model.__name__}"
+            found = f"the class {model.__name__}"
         elif isinstance(model, nn.Module):
-            came += ", which is loaded already"
-            then = " Call save_pretrained(folder) on it and on its tokenizer, and give the folder."
+            found += ", which is loaded already"
+            hint = " Call save_pretrained(folder) on it and on its tokenizer, and give the folder."
         raise ConfigError(
-            f"{key} is {came}. Allowed is a name ('tiny', 'digits'), a folder, a hub id, or "
-            f"lit_rl.models.LanguageModel(name, ...).{then}"
+            f"{key} is {found}. Allowed is a name ('tiny', 'digits'), a folder, a hub id, or "
+            f"lit_rl.models.LanguageModel(name, ...).{hint}"
         )
 
     def _check(self) -> None:
@@ -231,7 +231,7 @@ class LanguageModel:
 
     @property
     def is_local(self) -> bool:
-        """The model is a folder of this machine."""
+        """True for a folder of this machine."""
         return Path(self.path).is_dir() or self.name in SHIPPED
 
     @property
@@ -310,22 +310,22 @@ class LanguageModel:
         return tokenizer
 
     def read_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer as it comes with the model, padding on the left."""
+        """Load the tokenizer as it comes with the model, padding on the left."""
         return tokenizers.load_tokenizer(self.name, self.path, **self._hub)
 
     @property
     def sees(self) -> bool:
-        """It is a model over images too."""
+        """True for a model over images too."""
         return sees(self.config)
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:
-        """Parts of a model over images that are not trained: what sees, where nothing else was said."""
+        """Parts of a model over images that are not trained: the vision encoder, unless `freeze` is set."""
         return ("vision",) if self.freeze is None else self.freeze
 
     @cached_property
     def processor(self) -> VisionProcessor | None:
-        """What makes tokens and pixels of prompts with images; None for a model over text.
+        """The processor that makes tokens and pixels of prompts with images; None for a model over text.
 
         Raises:
             BackendError: its files or a package that it needs are missing.
@@ -338,7 +338,7 @@ class LanguageModel:
 
     @property
     def new_tokens(self) -> tuple[int, ...]:
-        """Ids of the tokens that ``chat_template`` brought into the vocabulary. Their embeddings are the mean one."""
+        """Ids of the tokens that ``chat_template`` added to the vocabulary. Their embeddings are the mean one."""
         return self._new_tokens if self.tokenizer else ()
 
     def _eos_ids(self, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -356,7 +356,7 @@ class LanguageModel:
             )
 
     def load(self) -> PreTrainedModel | PeftModel:
-        """The policy, on the CPU, in train mode. With ``lora`` or ``adapter`` only the adapter has gradients.
+        """Load the policy, on the CPU, in train mode. With ``lora`` or ``adapter`` only the adapter has gradients.
 
         Raises:
             ConfigError: not a causal language model over text, an adapter that fits no module, or no kernels for it.
@@ -398,7 +398,7 @@ class LanguageModel:
         return policy.train()
 
     def load_base(self) -> PreTrainedModel:
-        """The model without adapters, every weight checked to have come from the files.
+        """Load the model without adapters, every weight checked to have come from the files.
 
         Raises:
             StorageError: weights are missing, damaged, of other shapes, or pickled.
@@ -420,7 +420,7 @@ class LanguageModel:
         return base
 
     def held_in(self, dtype: str) -> LanguageModel:
-        """The same model with weights of this type."""
+        """Return the description of the same model with weights of this type."""
         other = copy.copy(self)
         other.dtype = dtype
         return other
@@ -436,7 +436,8 @@ class LanguageModel:
 
     @property
     def reads(self) -> PromptForm | None:
-        """What it was trained to answer, as its export says (`lit_rl_prompts` of config.json); None where none does."""
+        """The form of prompts that it was trained to answer, by its export (`lit_rl_prompts` of config.json); None if
+        unknown."""
         return getattr(self.config, "lit_rl_prompts", None)
 
     @property

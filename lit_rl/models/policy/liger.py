@@ -39,7 +39,7 @@ _COMPILED = "lit_rl.models.policy.compiled_pieces"
 """The module whose forwards compute without gradient as their class does."""
 
 ROTATION = "apply_rotary_pos_emb"
-"""What the attention of a model of transformers calls to turn queries and keys."""
+"""The function that the attention of a model of transformers calls to rotate queries and keys."""
 
 
 def check(name: str, config: PreTrainedConfig) -> None:
@@ -71,7 +71,7 @@ def check(name: str, config: PreTrainedConfig) -> None:
 
 
 def check_device(device: torch.device) -> None:
-    """Raises ConfigError for a device that the kernels do not run on."""
+    """Raise ConfigError for a device that the kernels do not run on."""
     if not _runs_on(device):
         raise ConfigError(
             f"model.use_liger_kernel=true: Liger's kernels run on CUDA devices, and this is {device.type}. Leave it "
@@ -102,7 +102,7 @@ def use_kernels(base: PreTrainedModel) -> None:
 
 @contextmanager
 def _undone(names: dict[str, Any]) -> Iterator[None]:
-    """Gives the names of a module of Python their values of before."""
+    """Restore the names of a Python module at the end of the context."""
     before = dict(names)
     try:
         yield
@@ -111,7 +111,7 @@ def _undone(names: dict[str, Any]) -> Iterator[None]:
 
 
 def _by_device(theirs: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A method or function of tensors: Liger's where its kernels run."""
+    """Return a method or function of tensors: Liger's where its kernels run."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         tensor = next(value for value in args if isinstance(value, torch.Tensor))
@@ -121,7 +121,7 @@ def _by_device(theirs: Callable[..., Any], plain: Callable[..., Any]) -> Callabl
 
 
 def turning_by(rotation: Callable[..., Any], forward: Any) -> Callable[..., Any]:
-    """Return an attention's forward that turns by another function: transformers reads it from the module's globals.
+    """Return an attention's forward that rotates by another function: transformers reads it from the module's globals.
 
     Args:
         rotation: Of queries, keys, cosines and sines.
@@ -134,6 +134,6 @@ def turning_by(rotation: Callable[..., Any], forward: Any) -> Callable[..., Any]
 
 
 def computes_as_its_class(module: nn.Module) -> bool:
-    """Whether a module's own forward, where it has one, only has kernels for what its class computes."""
+    """Tell whether a module's own forward, where it has one, only replaces kernels of its class's computation."""
     own = vars(module).get("forward")
     return own is None or getattr(own, "__module__", None) in (__name__, _COMPILED)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     GivenModel = LanguageModel | PreTrainedModel | PeftModel | str
-    """What every algorithm takes as `model`. Configs that are read from files know the first and the last."""
+    """The type of `model` of every algorithm. Configs that are read from files know the first and the last."""
     GivenTokenizer = PreTrainedTokenizerBase | None
-    """What every algorithm takes as `tokenizer`, in Python alone."""
+    """The type of `tokenizer` of every algorithm, in Python alone."""
 else:
     GivenModel = LanguageModel | str
     GivenTokenizer = Any
@@ -46,8 +46,10 @@ _TRAINED: WeakSet[Any] = WeakSet()
 
 
 class LoadedModel(LanguageModel):
-    """A model of transformers, or of PEFT around one, as an object. It is trained in place: after a run it is what was
-    learned, on the device of the run. Its tokenizer is copied, and stays as it is.
+    """A model of transformers, or of PEFT around one, as an object.
+
+    It is trained in place: after a run it has the trained weights, on the device of the run. Its tokenizer is copied,
+    and stays as it is.
 
     Args:
         model: A causal language model over text; of a reward model, a sequence classifier with one label.
@@ -85,7 +87,7 @@ class LoadedModel(LanguageModel):
         self.given = model
         self.given_tokenizer = tokenizer
         self.began_trained = False
-        """Whether another run of this process had trained the object when this one began."""
+        """True where another run of this process had trained the object when this one began."""
         name = str(getattr(base.config, "_name_or_path", "") or type(base).__name__)
         super().__init__(name, dtype=str(base.dtype).removeprefix("torch."), **settings)
         if isinstance(self.lora, PeftAdapter) and not self.is_local:
@@ -114,7 +116,7 @@ class LoadedModel(LanguageModel):
         return tokenizer
 
     def load(self) -> PreTrainedModel | PeftModel:
-        """The object itself, in train mode, with adapters where `lora` came.
+        """Return the object itself, in train mode, with adapters where `lora` is set.
 
         Raises:
             ConfigError: no causal language model over text, or an adapter that fits no module.
@@ -159,8 +161,8 @@ class LoadedModel(LanguageModel):
         )
 
     def load_named(self) -> PreTrainedModel:
-        """Load the model anew from the files that the object's config names, of the revision that its adapter names,
-        if they are on this machine.
+        """Load the model anew from the files that the object's config names, of the revision that its adapter names, if
+        they are on this machine.
 
         Raises:
             OSError: they are not.
@@ -173,20 +175,20 @@ class LoadedModel(LanguageModel):
         return type(base).from_pretrained(self.name, revision=self.revision, dtype=self.dtype, **files_alone, **how)
 
     def note_training(self) -> None:
-        """A run begins to train the object."""
+        """Note that a run begins to train the object."""
         _TRAINED.add(self.given)
 
 
 def described(model: Any, tokenizer: Any = None) -> LanguageModel:
-    """What a user gave as model, as a description.
+    """Return the description of a model in any form that a user may give.
 
     Args:
         model: A description, a name, folder or hub id, or a loaded model of transformers or PEFT.
         tokenizer: Of a loaded model.
 
     Raises:
-        ConfigError: it is anything else; a loaded model came without its tokenizer, or a tokenizer with what names its
-            own.
+        ConfigError: it is anything else; a loaded model comes without its tokenizer, or a tokenizer with a name that
+            has its own.
     """
     from torch import nn
 
@@ -215,9 +217,9 @@ def _check_tokenizer(model: Any, tokenizer: Any) -> None:
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         return
     kind = type(base_of(model)).__name__
-    came = f"tokenizer is a {type(tokenizer).__name__}" if tokenizer is not None else "its tokenizer did not come"
+    what = f"tokenizer is a {type(tokenizer).__name__}" if tokenizer is not None else "its tokenizer did not come"
     raise ConfigError(
-        f"model is a {kind} that is loaded already, and {came}: pass tokenizer=AutoTokenizer.from_pretrained(name) of "
+        f"model is a {kind} that is loaded already, and {what}: pass tokenizer=AutoTokenizer.from_pretrained(name) of "
         "transformers, the one that belongs to the model."
     )
 
@@ -271,10 +273,10 @@ def _check_layers(model: PeftModel, config: Any) -> None:
         why = "is switched off: call enable_adapter_layers() on it" if layer.disable_adapters else ""
         for name, scale in (getattr(layer, "scaling", None) or {}).items() if config.peft_type == "LORA" else ():
             alpha, rank = (getattr(layer, each)[name] for each in ("lora_alpha", "r"))
-            said = alpha / (rank**0.5 if config.use_rslora else rank)
-            if abs(scale - said) > 1e-6 * abs(said):
+            stated = alpha / (rank**0.5 if config.use_rslora else rank)
+            if abs(scale - stated) > 1e-6 * abs(stated):
                 why = (
-                    f"is scaled by {scale:g}, and by its config, which is all that an export has, by {said:g}: set "
+                    f"is scaled by {scale:g}, and by its config, which is all that an export has, by {stated:g}: set "
                     "lora_alpha, or alpha_pattern, and make it anew"
                 )
         if why:

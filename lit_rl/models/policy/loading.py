@@ -35,7 +35,7 @@ class Float32Head(nn.Linear):
 
 
 class RulingHead(nn.Linear):
-    """A language-model head that gives tokens no probability which no policy may say: placeholders of images.
+    """A language-model head that gives no probability to tokens that no policy may sample: placeholders of images.
 
     A placeholder in a response would be taken for an image that is not there, and the pass over its whole micro-batch
     would fail. Ruled out here, it is ruled out in every generator and in every score, so ratios stay 1. A soft cap
@@ -50,13 +50,14 @@ class RulingHead(nn.Linear):
         super().__init__(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
         self.weight, self.bias = head.weight, head.bias
         self.exact = isinstance(head, Float32Head)
-        """Whether products are taken in float32."""
+        """True where products are taken in float32."""
         self.ruled_out = tuple(ruled_out)
         self._made: Tensor | None = None
 
     @property
     def ruling(self) -> Tensor:
-        """``(v,)`` in the type of the weight: what is added to the logits. Finite, as 0 times infinity is no number."""
+        """``(v,)`` in the type of the weight: the bias that is added to the logits. Finite, as 0 times infinity is no
+        number."""
         whole = self.weight.new_zeros(self.out_features) if self.bias is None else self.bias.detach().clone()
         whole[list(self.ruled_out)] = RULED_OUT
         return whole
@@ -84,7 +85,7 @@ RULED_OUT = -1e4
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The class of transformers that makes a language model of this config, over images too where it says so."""
+    """Return the class of transformers that makes a language model of this config, over images too where it says so."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
@@ -125,15 +126,17 @@ def load_weights(name: str, path: str, config: PreTrainedConfig, **settings: Any
 
 
 def say_what_is_tied(base: PreTrainedModel) -> None:
-    """Correct a config that calls embedding and head one weight where the model holds two: transformers keeps both,
-    and what reads the config otherwise (vLLM, older versions, a model that is made empty) would lose the head.
+    """Correct a config that calls embedding and head one weight where the model holds two.
+
+    Transformers keeps both, and other readers of the config (vLLM, older versions, a model that is made empty) would
+    lose the head.
     """
     from lightning.pytorch.utilities import rank_zero_info
 
     configs = (base.config, base.config.get_text_config())
-    said = [config for config in configs if getattr(config, "tie_word_embeddings", False)]
+    claiming = [config for config in configs if getattr(config, "tie_word_embeddings", False)]
     head: Any = base.get_output_embeddings()
-    if not said or head is None:
+    if not claiming or head is None:
         return
     ties = base.all_tied_weights_keys
     named = {f"{name}.weight" for name, module in base.named_modules() if module is head}
@@ -142,7 +145,7 @@ def say_what_is_tied(base: PreTrainedModel) -> None:
     tied = tables[0] is tables[1] if None not in tables else bool(named & {*ties, *ties.values()})
     if tied:
         return
-    for config in said:
+    for config in claiming:
         config.tie_word_embeddings = False
     for name in named & ties.keys():
         del ties[name]
@@ -154,8 +157,9 @@ def say_what_is_tied(base: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def add_embeddings(base: PreTrainedModel, tokens: Sequence[int]) -> None:
-    """Give new tokens the mean of the rows below them, in the embedding and in the head: no draw, so a resumed run has
-    the same. Rows are added only where the model has none to spare.
+    """Give new tokens the mean of the rows below them, in the embedding and in the head.
+
+    Nothing is drawn, so a resumed run has the same rows. Rows are added only where the model has none to spare.
     """
     if not tokens:
         return
@@ -196,7 +200,7 @@ def check_causal(name: str, config: PreTrainedConfig) -> None:
 
 
 def drops_out(module: nn.Module) -> bool:
-    """Whether training mode changes what the module computes, as far as its probabilities of dropout tell."""
+    """Tell whether training mode changes the output of a module, as far as its probabilities of dropout tell."""
     return any(
         isinstance(value, float) and value > 0
         for part in module.modules()

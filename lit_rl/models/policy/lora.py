@@ -150,7 +150,7 @@ class Lora:
             )
 
     def _rows(self, model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, list[int]] | None:
-        """The rows to train, by module. Those of a module that is trained in full are among them anyway."""
+        """Return the rows to train, by module. Those of a module that is trained in full are among them anyway."""
         from torch import nn
 
         from lit_rl.models.policy.loading import RulingHead

@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout and the like off; on the way out every part is in the mode that it was in, also after an error."""
+    """Switch dropout and the like off, inside; at the end every part is in its former mode, also after an error."""
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:

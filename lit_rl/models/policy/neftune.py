@@ -15,7 +15,7 @@ from lit_rl.transfers import to_device
 
 @contextmanager
 def noisy_embeddings(model: nn.Module, tokens: TokenBatch, alpha: float, keys: Sequence[int]) -> Iterator[None]:
-    """Inside, a forward pass over `tokens` reads embeddings with noise. Outside the model is as it was.
+    """Add noise to the embeddings that a forward pass over `tokens` reads, inside; outside the model is unchanged.
 
     The noise is uniform on +-alpha / sqrt(L d), with L the tokens of the token's own text and d the width of the
     embedding (2310.05914, algorithm 1; TRL's L is the padded row). It depends on the row's key and the row alone, not
@@ -42,7 +42,7 @@ def noisy_embeddings(model: nn.Module, tokens: TokenBatch, alpha: float, keys: S
 
 
 def _noise(tokens: TokenBatch, width: int, alpha: float, keys: Sequence[int]) -> Tensor:
-    """Float32 `(b, s, d)` on the CPU, whose generator is the same everywhere; 0 at padding."""
+    """Return float32 `(b, s, d)` on the CPU, whose generator is the same everywhere; 0 at padding."""
     host = tokens.on_host
     attended = host.attention_mask
     noise = torch.zeros((*attended.shape, width), device="cpu")
@@ -53,7 +53,7 @@ def _noise(tokens: TokenBatch, width: int, alpha: float, keys: Sequence[int]) ->
 
 
 def _text_lengths(mask: Tensor, segment: Tensor | None) -> Tensor:
-    """Float32 `(b, s)`: tokens of the text that each token belongs to, at least 1."""
+    """Return float32 `(b, s)`: tokens of the text that each token belongs to, at least 1."""
     attended = mask.long()
     segment = torch.zeros_like(attended) if segment is None else segment
     counts = torch.zeros_like(attended).scatter_add(1, segment, attended)

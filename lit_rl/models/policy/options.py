@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """How a forward pass is computed. Every choice gives the same numbers, but for rounding.
+    """Choices for computing a forward pass. Every choice gives the same numbers, but for rounding.
 
     Args:
         fused_head: Compute log-probs without the logits in memory (`lit_rl.ops.linear_logprobs`).
@@ -29,7 +29,7 @@ class ForwardOptions:
 
     @property
     def in_one_call(self) -> ForwardOptions:
-        """The same, but rows that are learned from are one call of the model, whole and beside each other."""
+        """The options with rows that are learned from in one call of the model, whole and beside each other."""
         return replace(self, shared_prompts=False, rows_by_length=False)
 
 

@@ -7,17 +7,17 @@ from torch import Tensor, nn
 
 
 def is_apart(tensor: Tensor) -> bool:
-    """Whether a parameter is one that stage 3 looks after; it may be whole for the moment."""
+    """Tell whether a parameter is managed by stage 3; it may be whole for the moment."""
     return hasattr(tensor, "ds_id")
 
 
 def has_partitions(module: nn.Module) -> bool:
-    """Whether stage 3 looks after a module's parameters."""
+    """Tell whether stage 3 manages a module's parameters."""
     return any(is_apart(parameter) for parameter in module.parameters())
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors on the CPU: rank 0 gets them, the other ranks an empty dict. A collective."""
+    """Gather whole tensors on the CPU: rank 0 gets them, the other ranks an empty dict. A collective."""
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     state: dict[str, Tensor] = {}

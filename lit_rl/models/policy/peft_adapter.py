@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.errors import ConfigError
-from lit_rl.models.policy.adapter_kinds import check_kind, check_start
 from lit_rl.models.policy.lora import Lora, check_targets
 from lit_rl.models.policy.vision_parts import layers_unasked
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     Adapter = Lora | PeftConfig
-    """What `LanguageModel` takes as `lora`. Configs that are read from files know `Lora` alone."""
+    """The type of `lora` of `LanguageModel`. Configs that are read from files know `Lora` alone."""
 else:
     Adapter = Lora
 
@@ -40,6 +39,8 @@ class PeftAdapter:
     config: Any
 
     def __post_init__(self) -> None:
+        from lit_rl.models.policy.adapter_kinds import check_kind
+
         check_kind("model.lora", self.config)
         check_targets(f"model.lora={type(self.config).__name__}(...): target_modules", self.targets)
 
@@ -84,6 +85,7 @@ class PeftAdapter:
         import torch
         from peft import PeftModel, get_peft_model
 
+        from lit_rl.models.policy.adapter_kinds import check_start
         from lit_rl.models.policy.pieces import check_merge  # which needs torch
 
         check_start("model.lora", self.config, trained=False)
@@ -115,7 +117,7 @@ class PeftAdapter:
 
 
 def as_adapter(given: Any) -> Lora | PeftAdapter | None:
-    """What was given as `lora`, as an object with `apply`. PEFT is imported by nobody who has not done so.
+    """Return the value of `lora` as an object with `apply`. PEFT is not imported here unless it already is.
 
     Raises:
         ConfigError: it is neither `Lora` nor a config of PEFT.
@@ -125,8 +127,8 @@ def as_adapter(given: Any) -> Lora | PeftAdapter | None:
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(given, peft.PeftConfig):
         return PeftAdapter(given)
-    came = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+    found = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
     raise ConfigError(
-        f"model.lora is {came}. Allowed is lit_rl.models.Lora(r=16, alpha=32, dropout=0, targets='all-linear', "
+        f"model.lora is {found}. Allowed is lit_rl.models.Lora(r=16, alpha=32, dropout=0, targets='all-linear', "
         "rslora=False, dora=False, modules_to_save=None), or a config of PEFT, such as peft.LoraConfig(r=16)."
     )

@@ -14,18 +14,18 @@ from lit_rl.models.policy.trunk import base_of
 
 
 class Piece(NamedTuple):
-    """Weights that are made at once."""
+    """Weights of one layer, which are made at once."""
 
     path: str
-    """Of the module that holds them, in the plain model; empty, or with a dot at its end."""
+    """Path of the module that holds them, in the plain model; empty, or with a dot at its end."""
     stored: dict[str, Tensor]
-    """As the base holds them, by their names in the plain model."""
+    """The weights as the base holds them, by their names in the plain model."""
     layer: nn.Module | None
-    """What they are merged with: the layer that adapters have put around them."""
+    """The layer that adapters have put around them, which they are merged with."""
 
 
 def pieces_of(policy: nn.Module, made: str = "The adapter") -> list[Piece]:
-    """The weights of the plain model that the policy is, in the order of its state dict, each tensor once.
+    """Return the weights of the plain model that the policy is, in the order of its state dict, each tensor once.
 
     Args:
         policy: A Hugging Face model, or a `PeftModel` around one.
@@ -53,7 +53,7 @@ def pieces_of(policy: nn.Module, made: str = "The adapter") -> list[Piece]:
 
 
 def merged(layer: Any) -> nn.Module:
-    """Return the plain layer that an adapted one is with its adapter merged. The adapted one is used up."""
+    """Return the plain layer of an adapted one, with its adapter merged. The adapted one is used up."""
     if hasattr(layer, "unload_and_optionally_merge_module"):
         return layer.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
     layer.merge(safe_merge=True)
@@ -61,8 +61,10 @@ def merged(layer: Any) -> nn.Module:
 
 
 def refuse_hidden_adapters(base: nn.Module, made: str) -> None:
-    """Raise where a model that is no `PeftModel` has layers of an adapter: transformers puts one on wherever
-    a folder holds ``adapter_config.json``, and by `add_adapter`. An export has no config of it.
+    """Raise where a model that is no `PeftModel` has layers of an adapter.
+
+    Transformers puts one on wherever a folder holds ``adapter_config.json``, and by `add_adapter`. An export has no
+    config of it.
 
     Args:
         base: The model.
@@ -82,7 +84,7 @@ def refuse_hidden_adapters(base: nn.Module, made: str) -> None:
 
 
 def check_merge(policy: nn.Module, made: str) -> None:
-    """Raise where the merged export of a policy could not be the policy, before anything is trained.
+    """Raise where the merged export of a policy could differ from the policy, before anything is trained.
 
     A copy of one layer of each kind gets adapter weights of some size, is run, is merged and run again.
 
@@ -131,7 +133,7 @@ def _size(module: nn.Module | None) -> int:
 
 @torch.no_grad()
 def _merge_is_off_by(layer: nn.Module) -> float:
-    """Return the largest difference that a merge makes to what the layer gives, as a share of the largest number there.
+    """Return the largest difference that a merge makes to a layer's output, as a share of the largest number there.
 
     A copy on the CPU in float32 is tried, whatever device and type the layer has: its numbers are drawn there, and no
     narrow product rounds.
@@ -182,7 +184,7 @@ def _pieces(module: nn.Module, prefix: str = "") -> Iterator[Piece]:
 
 
 def _follows(layer: nn.Module | None) -> bool:
-    """Its trained rows are those of the embedding that its weight is tied to."""
+    """Tell whether a layer's trained rows are those of the embedding that its weight is tied to."""
     return getattr(getattr(layer, "token_adapter", None), "tied_adapter", None) is not None
 
 

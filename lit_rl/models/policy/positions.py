@@ -21,7 +21,7 @@ from lit_rl.vision import Later, PromptVision
 
 
 def position_ids(model: nn.Module, completions: Completions) -> Tensor:
-    """Long ``(b, p + t)``, or ``(3, b, p + t)`` where a model has three axes and a row has images.
+    """Return long ``(b, p + t)``, or ``(3, b, p + t)`` where a model has three axes and a row has images.
 
     Attended tokens are counted, so padding changes nothing, also where positions are absolute (GPT-2).
     """
@@ -46,7 +46,8 @@ def position_ids(model: nn.Module, completions: Completions) -> Tensor:
 
 
 def later_positions(model: nn.Module, positions: Tensor, ids: Tensor, later: Sequence[tuple[Later, ...]]) -> Tensor:
-    """Long ``(b, s)`` or ``(3, b, s)``: positions of tokens ``(b, s)`` that count on, where images are among them.
+    """Return long ``(b, s)`` or ``(3, b, s)``: positions of tokens ``(b, s)`` that count on, where images are among
+    them.
 
     Args:
         model: A language model.
@@ -59,7 +60,7 @@ def later_positions(model: nn.Module, positions: Tensor, ids: Tensor, later: Seq
 
 
 def _turned(finds: Any, found: Tensor, ids: Tensor, later: Sequence[tuple[Later, ...]]) -> Tensor:
-    """Positions ``(3, b, s)`` of text, in which those of images are turned and what comes behind counts on."""
+    """Return positions ``(3, b, s)`` of text, in which those of images are rotated and those behind count on."""
     for row, of in enumerate(later):
         for each in of:
             begin, end = each.column, each.column + each.tokens
@@ -71,7 +72,7 @@ def _turned(finds: Any, found: Tensor, ids: Tensor, later: Sequence[tuple[Later,
 
 
 def trunk_inputs(model: nn.Module, completions: Completions) -> dict[str, Tensor]:
-    """Prompt and response, and what is seen beside them, as keyword arguments of the model's trunk."""
+    """Return prompt and response, and images beside them, as keyword arguments of the model's trunk."""
     ids, mask = completions.prompt_ids, completions.attention_mask.long()
     seen = {}
     if completions.vision is not None:
@@ -85,7 +86,7 @@ def trunk_inputs(model: nn.Module, completions: Completions) -> dict[str, Tensor
 
 
 def prompt_positions(model: nn.Module, ids: Tensor, mask: Tensor, prompts: Sequence[PromptVision | None]) -> Tensor:
-    """Long ``(n, p)`` or ``(3, n, p)``: of prompts alone.
+    """Return long ``(n, p)`` or ``(3, n, p)``: positions of prompts alone.
 
     Args:
         model: A language model.
@@ -105,7 +106,7 @@ def prompt_positions(model: nn.Module, ids: Tensor, mask: Tensor, prompts: Seque
 
 
 def text_positions(model: nn.Module, tokens: TokenBatch) -> Tensor:
-    """Long ``(b, s)`` or ``(3, b, s)``: of texts that begin with their prompts and are padded on the right."""
+    """Return long ``(b, s)`` or ``(3, b, s)``, for texts that begin with their prompts and are padded on the right."""
     counted, finds = tokens.position_ids, axes_of(model)
     if tokens.vision is None or finds is None:
         return counted
@@ -120,7 +121,7 @@ def text_positions(model: nn.Module, tokens: TokenBatch) -> Tensor:
 
 
 def text_inputs(model: nn.Module, tokens: TokenBatch) -> dict[str, Tensor]:
-    """Where the tokens of texts stand, and what is seen beside them, as keyword arguments of a model."""
+    """Return positions of the tokens of texts, and images beside them, as keyword arguments of a model."""
     found = {"position_ids": text_positions(model, tokens)}
     if tokens.vision is not None:
         ids = tokens.input_ids
@@ -129,12 +130,13 @@ def text_inputs(model: nn.Module, tokens: TokenBatch) -> dict[str, Tensor]:
 
 
 def counted_positions(mask: Tensor) -> Tensor:
-    """Of each attended token, how many stand before it; of padding, 0 or that of the token before."""
+    """Count the tokens before each attended token; padding gets 0 or the count of the token before."""
     return (mask.long().cumsum(1) - 1).clamp(min=0)
 
 
 def axes_of(model: nn.Module) -> Any:
-    """What finds the axes of a prompt, ``(3, n)`` of its ids ``(n,)`` and what it shows. None: a model has but one."""
+    """Return the function that finds the axes of a prompt, ``(3, n)`` from its ids ``(n,)`` and its images. None: one
+    axis."""
     base: Any = base_of(model)
     homes = (getattr(base, "model", None), getattr(getattr(base, "model", None), "model", None))  # one held on a CPU
     inner = next((home for home in homes if hasattr(home, "get_rope_index")), None)

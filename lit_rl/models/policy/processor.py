@@ -31,7 +31,7 @@ _NAMES = ("image_token", "boi_token", "eoi_token", "full_image_sequence", "fake_
 """Attributes of processors and tokenizers: text that becomes, or surrounds, placeholders of images."""
 
 _VIDEO_NAMES = ("video_token",)
-"""Likewise, of videos."""
+"""Attributes for placeholders of videos."""
 
 _UNCOUNTED = ("idefics3", "smolvlm")
 _TOKENS = ("input_ids", "attention_mask", "labels")
@@ -51,7 +51,7 @@ _PACKAGES = ("torchvision", "num2words", "PIL")
 
 
 class VisionProcessor:
-    """Makes tokens and model inputs of messages with images.
+    """A maker of tokens and model inputs from messages with images or videos.
 
     Args:
         processor: Of transformers. Its tokenizer and chat template are replaced by those of `tokenizer`.
@@ -84,17 +84,18 @@ class VisionProcessor:
 
     @property
     def equal_videos(self) -> bool:
-        """Whether videos that are shown in one pass need equally many frames."""
+        """True where videos that are shown in one pass need equally many frames."""
         return videos.need_equal_lengths(self._model_type)
 
     @property
     def name(self) -> str:
-        """The classes that make pixels, two backends of which differ in their last digits, and their settings' hash."""
+        """The class that makes pixels of images (two backends differ in their last digits) and the hash of its
+        settings."""
         return self._made_by(self.processor.image_processor)
 
     @property
     def name_for_videos(self) -> str:
-        """Likewise, of frames."""
+        """The class that makes pixels of frames, and the hash of its settings."""
         return self._made_by(self.processor.video_processor)
 
     def _made_by(self, part: Any) -> str:
@@ -113,7 +114,7 @@ class VisionProcessor:
         return {str(text) for text in found if text}
 
     def process(self, text: str, visuals: Sequence[Visual], where: str) -> tuple[list[int], PromptVision | None]:
-        """Tokens of a rendered prompt, and what the model sees beside them: None where it shows nothing.
+        """Return the tokens of a rendered prompt, and the model inputs beside them: None where it shows nothing.
 
         Args:
             text: The prompt, with a placeholder for each image and video.
@@ -149,7 +150,7 @@ class VisionProcessor:
         return ids[0].tolist(), vision
 
     def refuse_without_images(self, where: str) -> None:
-        """Raises DataError, with the row, where the model takes no prompt that shows nothing."""
+        """Raise DataError, with the row, where the model takes no prompt that shows nothing."""
         if self._needs_images:
             raise DataError(
                 f"{where}: the prompt shows no image, and this model takes none without one. Leave such rows out with "
@@ -157,7 +158,7 @@ class VisionProcessor:
             )
 
     def places(self, text: str) -> int:
-        """How many images and videos a rendered text has a placeholder for."""
+        """Count the images and videos that a rendered text has a placeholder for."""
         return self._places(text, _NAMES) + self._places(text, _VIDEO_NAMES)
 
     def _places(self, text: str, names: Sequence[str]) -> int:
@@ -178,7 +179,7 @@ class VisionProcessor:
 
 
 def _drops_plain_text(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template goes over the parts of a message and finds none in a text, which is then lost."""
+    """Tell whether the chat template goes over the parts of a message and finds none in a text, which is then lost."""
     if not isinstance(tokenizer.chat_template, str):
         return False
     word = "plain"
@@ -203,7 +204,7 @@ def load_processor(
     key: str = "model.name",
     **how: Any,
 ) -> VisionProcessor:
-    """The processor that was saved with a model, which a user named by the key.
+    """Load the processor that was saved with a model, which a user named by the key.
 
     Raises:
         BackendError: its files or a package that it needs are missing, or the model cannot be reached.
@@ -225,7 +226,7 @@ def load_processor(
 
 
 def _check_counts(processor: Any, config: PreTrainedConfig, named: str) -> None:
-    """Idefics3 and SmolVLM put features where the placeholders are and count neither: more of one go unnoticed."""
+    """Refuse a processor of another model for Idefics3 and SmolVLM, which do not compare placeholders with features."""
     if config.model_type not in _UNCOUNTED:
         return
     seen: Any = config.vision_config  # type: ignore[attr-defined]
@@ -238,8 +239,8 @@ def _check_counts(processor: Any, config: PreTrainedConfig, named: str) -> None:
 
 
 def _missing(error: ImportError) -> str:
-    said = str(error).strip().splitlines()[0] if str(error).strip() else "an import failed"
+    message = str(error).strip().splitlines()[0] if str(error).strip() else "an import failed"
     for package in _PACKAGES:
         if package.lower() in str(error).lower() and importlib.util.find_spec(package) is None:
-            return f"pip install {'pillow' if package == 'PIL' else package}. ({said})"
-    return said
+            return f"pip install {'pillow' if package == 'PIL' else package}. ({message})"
+    return message

@@ -25,7 +25,7 @@ MOST_CALLS = 8
 
 @dataclass(frozen=True)
 class Call:
-    """Rows that run together."""
+    """Rows of like length, which run in one call of the model."""
 
     rows: Tensor
     """Long, in the host's memory: their numbers."""
@@ -34,7 +34,7 @@ class Call:
 
 
 def by_length(lengths: Tensor, device: torch.device) -> list[Call]:
-    """The calls that a pass over rows is cheapest in, from long rows to short ones; often one.
+    """Return the calls in which a pass over rows is cheapest, from long rows to short ones; often one.
 
     Args:
         lengths: Long ``(b,)``, in the host's memory: columns that each row needs, b at least 1.
@@ -49,24 +49,25 @@ def by_length(lengths: Tensor, device: torch.device) -> list[Call]:
 
 
 def at_most(calls: Sequence[Call], most: int) -> list[Call]:
-    """The same rows in calls of no more than so many."""
+    """Split calls into calls of at most ``most`` rows."""
     return [Call(rows, call.width) for call in calls for rows in call.rows.split(most)]
 
 
 def _starts(falling: list[int], calls: int) -> list[int]:
-    """Where `tensor_split` cuts, the end included."""
+    """Return the places where `tensor_split` cuts, the end included."""
     size, more = divmod(len(falling), calls)
     return [i * size + min(i, more) for i in range(calls + 1)]
 
 
 def _cost(falling: list[int], calls: int) -> int:
-    """Tokens, padding included."""
+    """Return the tokens of all calls, padding included."""
     starts = _starts(falling, calls)
     return sum(falling[start] * (stop - start) for start, stop in pairwise(starts))
 
 
 def together(parts: Sequence[Tensor], calls: Sequence[Call], width: int) -> Tensor:
-    """``(b, width)`` of the ``(rows, columns)`` of each call, whose columns are the first ones; 0 in the others."""
+    """Return ``(b, width)`` of the ``(rows, columns)`` of each call, whose columns are the first ones; 0 in the
+    others."""
     wide = torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
     order = torch.cat([call.rows for call in calls]).argsort()
     return wide.index_select(0, to_device(order, wide.device))

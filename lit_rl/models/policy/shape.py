@@ -29,7 +29,7 @@ class Linear:
         return len(self.paths)
 
     def only(self, kept: Callable[[str], bool]) -> Linear:
-        """Return those of them whose path is kept."""
+        """Return the layers whose path is kept."""
         return replace(self, paths=tuple(path for path in self.paths if kept(path)))
 
 
@@ -38,7 +38,7 @@ class ModelShape:
     """A decoder of equal layers. Parameters are counted on a model without storage, so they are exact."""
 
     parameters: int
-    """All of them, tied ones once."""
+    """Number of parameters, tied ones once."""
     layers: int
     hidden: int
     heads: int
@@ -52,17 +52,17 @@ class ModelShape:
     linears: tuple[Linear, ...]
     """Linear layers, the head left out."""
     tied: bool
-    """Whether the head's weight is the embedding's."""
+    """True where the head's weight is the embedding's."""
     recomputes: bool
-    """Whether transformers can compute its activations a second time, in the backward pass."""
+    """True where transformers supports gradient checkpointing of this model."""
     shares: bool
-    """Whether the prompt of a group may run once: where its cache of keys and values gives the same numbers."""
+    """True where the prompt of a group may run once: its cache of keys and values gives the same numbers."""
     drops_out: bool
-    """Whether its config says a probability of dropout above 0."""
+    """True where its config has a probability of dropout above 0."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> ModelShape:
-        """The shape of a config of transformers. Fields that it lacks are those of a plain transformer."""
+        """Return the shape of a config of transformers. Fields that it lacks are those of a plain transformer."""
         text: Any = config.get_text_config()
         hidden, heads = text.hidden_size, text.num_attention_heads
         width = getattr(text, "head_dim", None) or hidden // heads
@@ -98,7 +98,7 @@ class ModelShape:
 
     @property
     def multiplied(self) -> int:
-        """Weights of linear layers, the head among them: what a narrow product reads a narrow copy of."""
+        """Weights of linear layers, the head among them: a product in a narrow type reads a narrow copy of these."""
         return self.head + sum(linear.inputs * linear.outputs * linear.count for linear in self.linears)
 
     def adapted(self, targets: str | list[str]) -> tuple[Linear, ...]:
@@ -110,7 +110,7 @@ class ModelShape:
 
 
 class _Counted(NamedTuple):
-    """What a model without storage tells of itself."""
+    """Facts that are counted on a model without storage."""
 
     parameters: int
     linears: tuple[Linear, ...]
@@ -121,7 +121,7 @@ class _Counted(NamedTuple):
 
 @cache
 def _counted(kind: type, text: str) -> _Counted:
-    """Return what the model that a config describes tells."""
+    """Count on the model that a config describes, without storage."""
     import json
 
     import torch

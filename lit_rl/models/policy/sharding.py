@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,8 +23,8 @@ def shard(
     precision: MixedPrecisionPolicy | None = None,
     offload: OffloadPolicy | None = None,
 ) -> nn.Module:
-    """Shard ``module`` in place: each decoder layer is a unit, what is left (embedding, norm, head, and what sees) is
-    the last.
+    """Shard ``module`` in place: each decoder layer is a unit, and the rest (embedding, norm, head, vision) is the
+    last.
 
     Serves a policy, with adapters or without, and a frozen reference. To be called once, before the optimizer is made.
 
@@ -67,7 +65,7 @@ def _let_gradients_reach_the_embedding(module: nn.Module) -> None:
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The modules that a Hugging Face model declares must stay whole, which are its decoder layers.
+    """Return the modules that a Hugging Face model declares must stay whole, which are its decoder layers.
 
     Of a model over images those of its text: a rank whose rows show nothing does not run the others, and would leave
     the rest waiting for it.
@@ -79,7 +77,9 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def move_all_but_shards(model: nn.Module, device: torch.device) -> None:
-    """What `model.to(device)` does, with the shards of FSDP2 left where they are."""
+    """Move a model as `model.to(device)` does, with the shards of FSDP2 left where they are."""
+    from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+
     for part in model.modules():
         if not any(isinstance(weight, DTensor) for weight in part.parameters(recurse=False)):
             part._apply(lambda tensor: tensor.to(device), recurse=False)
@@ -113,12 +113,14 @@ def _is_layer(unit: FSDPModule) -> bool:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors on the CPU, under the names of the module that was never sharded.
+    """Return whole tensors on the CPU, under the names of the module that was never sharded.
 
     A collective where the module is sharded: rank 0 gets the tensors, the other ranks an empty dict. Tensors of a
     module on the CPU are not copied.
     """
     if any(isinstance(part, FSDPModule) for part in module.modules()):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         gathered = get_model_state_dict(module, options=options)
         return {name: tensor for name, tensor in gathered.items() if isinstance(tensor, Tensor)}

@@ -13,7 +13,7 @@ from lit_rl.errors import ConfigError
 
 
 def stored_parameters(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """The parameters of these names, as the shards that they are stored in."""
+    """Return the parameters of these names, as the shards that they are stored in."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # after a forward pass the gathered ones stand there, and writing to them is lost
@@ -35,7 +35,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def values_for(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Their values where ours are: the same shard, or the whole (a collective) where ours is not sharded."""
+    """Return their values where ours are: the same shard, or the whole (a collective) where ours is not sharded."""
     whole = isinstance(theirs, DTensor) and not isinstance(ours, DTensor)
     values = theirs.full_tensor() if whole else local(theirs)  # pyright: ignore[reportAttributeAccessIssue]
     return values.to(device=ours.device, dtype=wide(ours.dtype))

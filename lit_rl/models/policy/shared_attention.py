@@ -35,11 +35,11 @@ from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.folded_attention import Sharers, folded_attention, is_worth
 
 IMPLEMENTATION = "lit_rl_folded"
-"""What a model's config calls this attention while it runs responses behind their prompts."""
+"""The name of this attention in a model's config while it runs responses behind their prompts."""
 
 
 class NotFolded(ConfigError, Unfit):
-    """A model's attention asked for something else than causal attention over prompt and own tokens."""
+    """The error for a model whose attention is more than causal attention over prompt and own tokens."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"model.folded_attention=true cannot run this model: {why}. Set it to false.")
@@ -47,7 +47,7 @@ class NotFolded(ConfigError, Unfit):
 
 
 def can_fold(model: nn.Module, mask: Tensor, p: int, rows: int) -> bool:
-    """Whether a model may be able to, at texts that are long enough for it to pay.
+    """Tell whether a model may support this attention, at texts that are long enough for it to pay.
 
     On a CPU: on other devices it is not measured.
 
@@ -85,7 +85,7 @@ class FoldedLayer(CacheLayerMixin):
         super().__init__()
         self.prompt_keys, self.prompt_values = prompt_keys, prompt_values
         self.own: tuple[Tensor, Tensor] | None = None
-        """What `update` was given and returned, ``(b, k, t, d)`` and ``(b, k, t, e)``."""
+        """The arguments and results of `update`, ``(b, k, t, d)`` and ``(b, k, t, e)``."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -107,7 +107,7 @@ class FoldedLayer(CacheLayerMixin):
 
 
 class FoldedCache(Cache):
-    """What one call of a model takes for its cache, whose rows are the responses to prompts that it holds.
+    """The cache of one call of a model, whose rows are the responses to prompts that it holds.
 
     Args:
         prompts: The cache of ``n`` prompts, which stays as it is; every layer holds all of their ``p`` tokens.
@@ -122,7 +122,7 @@ class FoldedCache(Cache):
         self.seen = _seen(mask[:, p:])
 
     def attend(self, module: nn.Module, layer: FoldedLayer, query: Tensor, scaling: float) -> Tensor:
-        """``(b, h, t, e)`` of a query ``(b, h, t, d)``, in the type in which ``sdpa`` would compute."""
+        """Return ``(b, h, t, e)`` of a query ``(b, h, t, d)``, in the type in which ``sdpa`` would compute."""
         assert layer.own is not None
         kind, states = query.device.type, (query, layer.prompt_keys, layer.prompt_values, *layer.own)
         if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
@@ -143,12 +143,12 @@ def _groups(prompt_of_row: Tensor, prompt_mask: Tensor) -> list[Sharers]:
 
 
 def _seen(own: Tensor) -> Tensor | None:
-    """None where padding follows every row's last token: no token sees what comes after it."""
+    """Return the mask of own tokens; None where padding follows every row's last token, which no token sees."""
     return own if bool((own[:, 1:] > own[:, :-1]).any()) else None
 
 
 class ProvingCache(FoldedCache):
-    """Holds each attention against the same over keys and values that are repeated and joined, in float64.
+    """A cache that compares each attention with plain attention over repeated keys and values, in float64.
 
     What goes on is the latter, computed as plain ``sdpa`` computes it.
     """
@@ -177,7 +177,8 @@ class ProvingCache(FoldedCache):
 
 @contextmanager
 def attending_to(model: nn.Module, cache: FoldedCache) -> Iterator[dict[str, Any]]:
-    """Inside, the model's layers look up this attention and its masks; what the model is called with beside tokens."""
+    """Let the model's layers look up this attention and its masks, inside; yield the inputs of the model beside
+    tokens."""
     with attending_by(base_of(model), IMPLEMENTATION):
         yield {"attention_mask": None, "folded_cache": cache, **cache_input(model, cache)}
 
@@ -193,7 +194,7 @@ def attention(
     folded_cache: FoldedCache | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """In the place of transformers' ``sdpa``, and like it blind to any other keyword but those that it refuses.
+    """Attend in the place of transformers' ``sdpa``; like it, ignore any other keyword but those that are refused.
 
     ``folded_cache`` gets here through the keywords of the model's forward pass.
     """
@@ -211,7 +212,8 @@ def attention(
 
 
 def no_mask(*, attention_mask: Tensor | None = None, **asked: Any) -> None:
-    """In the place of transformers' own mask for ``sdpa``: none is needed where every token sees all before it."""
+    """Return no mask in the place of transformers' own for ``sdpa``: none is needed where every token sees all before
+    it."""
     mask = sdpa_mask(attention_mask=attention_mask, **asked)
     if mask is not None and not is_causal(mask):
         raise NotFolded("a token does not see all that came before it")

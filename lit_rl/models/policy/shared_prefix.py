@@ -69,7 +69,7 @@ class PromptGroups:
 
 
 def shared_prompts(model: nn.Module, completions: Completions) -> PromptGroups | None:
-    """The prompts to compute once; None where each row has to run its own, or hardly anything would be saved."""
+    """Return the prompts to compute once; None where each row has to run its own, or hardly anything would be saved."""
     host = completions.on_host
     b, p = host.prompt_ids.shape
     t = host.response_ids.shape[1]
@@ -91,7 +91,7 @@ def shared_prompts(model: nn.Module, completions: Completions) -> PromptGroups |
 
 
 def worth_sharing(model: nn.Module, *, rows: int, prompts: int, widths: tuple[int, int]) -> bool:
-    """Return whether the prompts of rows are computed once each, where rows of one group have one prompt.
+    """Tell whether the prompts of rows are computed once each, where rows of one group have one prompt.
 
     Args:
         model: As it is trained.
@@ -106,13 +106,13 @@ def worth_sharing(model: nn.Module, *, rows: int, prompts: int, widths: tuple[in
 
 
 def _same_vision(vision: Vision, firsts: Tensor) -> Tensor:
-    """Bool ``(b,)``: whether each row sees what the row sees that runs its prompt."""
+    """Return bool ``(b,)``: the row shows what the row shows that runs its prompt."""
     rows, others = vision.rows, vision.select(firsts).rows
     return torch.tensor([one is other for one, other in zip(rows, others)])
 
 
 def can_share(model: nn.Module) -> bool:
-    """Whether a cache of keys and values gives this model, as it stands, the same log-probs and gradients."""
+    """Tell whether a cache of keys and values gives this model, in its mode, the same log-probs and gradients."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     base = base_of(model)
@@ -138,7 +138,7 @@ def run_shared(
     options: ForwardOptions,
     history: History | None = None,
 ) -> TargetScores:
-    """What the policy says of the response tokens: the prompts run once, then the responses behind them.
+    """Score the response tokens: the prompts run once, then the responses behind them.
 
     Args:
         model: One that `can_share`.
@@ -170,7 +170,7 @@ def _run_behind(
     cache: type[FoldedCache] | None,
     history: History | None = None,
 ) -> TargetScores:
-    """What `run_shared` returns, of responses that run with this cache; None: with their prompts' keys repeated."""
+    """Compute `run_shared` with responses that run with this cache; None: with their prompts' keys repeated."""
     from transformers.cache_utils import DynamicCache
 
     host, device = completions.on_host, completions.response_ids.device
@@ -195,7 +195,7 @@ def _run_behind(
         )
 
     def behind(call: Call) -> TargetScores:
-        """Of the response tokens of some rows, but for the first."""
+        """Score the response tokens of some rows, but for the first."""
         rows, t = to_device(call.rows, device), call.width
         earlier = history and history.mapped(lambda field: field[rows, 1:t])
         known = known_masks(there[call.rows, : p + t - 1])
@@ -223,21 +223,21 @@ def _run_behind(
 
 
 def _seen(completions: Completions, rows: Tensor, prompt: int, response: int) -> dict[str, Tensor]:
-    """What the model sees of the prompts of rows beside their tokens."""
+    """Return the images of the prompts of rows, as inputs of the model."""
     if completions.vision is None:
         return {}
     return completions.vision.select(rows).model_inputs(prompt, response, completions.prompt_ids.device)
 
 
 def _in_response(completions: Completions, rows: Tensor, t: int) -> dict[str, Tensor]:
-    """What is said of each token of responses; images were seen with the prompts."""
+    """Return the inputs for each token of responses; images were seen with the prompts."""
     if completions.vision is None:
         return {}
     return completions.vision.select(rows).per_token(0, t, completions.prompt_ids.device)
 
 
 def _by_prompt(call: Call, prompt_of_row: Tensor) -> Call:
-    """The same with the rows of a prompt beside each other."""
+    """Return the call with the rows of a prompt beside each other."""
     return Call(call.rows[prompt_of_row[call.rows].argsort(stable=True)], call.width)
 
 
@@ -245,7 +245,7 @@ def _by_prompt(call: Call, prompt_of_row: Tensor) -> Call:
 def _past(
     model: nn.Module, past: DynamicCache, prompt_of_row: Tensor, mask: Tensor, cache: type[FoldedCache] | None
 ) -> Iterator[dict[str, Any]]:
-    """What a model is given of the prompts of its rows, and of which tokens are there, `(b, s)`."""
+    """Yield the inputs for the prompts of a model's rows, and for the mask `(b, s)` of their tokens."""
     if cache is None:
         yield {"attention_mask": mask, **cache_input(model, _of_rows(past, prompt_of_row))}
         return
@@ -256,7 +256,7 @@ def _past(
 
 
 def _of_rows(past: DynamicCache, prompt_of_row: Tensor) -> DynamicCache:
-    """Keys and values of each row's prompt; the cache that is given stays as it is."""
+    """Return keys and values of each row's prompt; the given cache stays as it is."""
     repeated = copy.copy(past)
     layers: list[Any] = [copy.copy(layer) for layer in past.layers]
     for layer in layers:
@@ -268,7 +268,7 @@ def _of_rows(past: DynamicCache, prompt_of_row: Tensor) -> DynamicCache:
 # ---------------------------------------------------------------- the trial of a model
 
 _TRIAL = Trial("model.folded_attention", "Each row has its prompt's keys and values for itself", most=0.01)
-"""On deterministic kernels the log-probs of the two ways are equal."""
+"""The bound: on deterministic kernels the log-probs of the two ways are equal."""
 
 
 def _proven(model: nn.Module) -> bool:
@@ -292,7 +292,8 @@ def _proven(model: nn.Module) -> bool:
 
 
 def _trial(base: Any) -> Completions:
-    """Two prompts of five and three tokens, and two responses to each, of which one is shorter and one has a hole."""
+    """Return two prompts of five and three tokens, with two responses each, of which one is shorter and one has a
+    hole."""
     device, size = device_of(base), base.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(36, device=device) * 7 + 1).view(4, 9) % size
     prompt_ids = ids[::2, :5].repeat_interleave(2, 0)

@@ -70,7 +70,7 @@ def check_plan(config: Any, tp_size: int) -> None:
 
 
 def spread_over_group(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the layers of a model in place, before `shard` spreads what is left over the other dimension of the mesh.
+    """Cut the layers of a model in place, before `shard` spreads the rest over the other dimension of the mesh.
 
     Args:
         model: A causal LM whose config passes `check_plan`, with the same whole weights on every rank.
@@ -88,7 +88,7 @@ def spread_over_group(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether its layers are cut over a tensor-parallel group, so that every forward pass is a collective."""
+    """Tell whether its layers are cut over a tensor-parallel group, so that every forward pass is a collective."""
     return any(getattr(part, _CUT_HERE, False) for part in model.modules())
 
 
@@ -109,7 +109,7 @@ def sum_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def clip_over_meshes(model: nn.Module, mesh: DeviceMesh, weights: Sequence[Tensor], limit: float) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for weights that lie on several meshes. A collective, once a step.
+    """Apply `torch.nn.utils.clip_grad_norm_` to weights that lie on several meshes. A collective, once a step.
 
     Args:
         model: What `spread_over_group` was given.
@@ -128,8 +128,10 @@ def clip_over_meshes(model: nn.Module, mesh: DeviceMesh, weights: Sequence[Tenso
 
 
 def norm_over_meshes(gradients: list[Tensor]) -> Tensor:
-    """The 2-norm of gradients that lie on several meshes: weights that are cut on two dimensions, others on one. 0
-    without any, as of a rollout that nobody scored."""
+    """Return the 2-norm of gradients that lie on several meshes: weights that are cut on two dimensions, others on one.
+
+    0 without any gradient, as of a rollout without a score.
+    """
     if not gradients:
         return torch.zeros(())
     by_mesh: dict[Any, list[Tensor]] = {}

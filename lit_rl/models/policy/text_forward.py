@@ -29,7 +29,7 @@ from lit_rl.transfers import to_device
 
 @dataclass(frozen=True)
 class TextScores:
-    """What one forward pass says about the tokens of texts. Column ``j`` is about token ``j + 1``, which it predicts.
+    """Scores of the tokens of texts by one forward pass. Column ``j`` is about token ``j + 1``, which it predicts.
 
     Columns where no row learns anything are 0.
     """
@@ -73,30 +73,31 @@ def score_texts(
     """
     tokens = tokens.with_host()
     width, distribution = tokens.input_ids.shape[1] - 1, Distribution(entropy=entropy, stats=stats)
-    calls = [] if router_aux or isinstance(model, FSDPModule) else _calls(tokens, options)
+    calls = [] if router_aux or isinstance(model, FSDPModule) else _text_calls(tokens, options)
     with fused_accumulation(model, options):
         if len(calls) < 2:
-            found, aux_loss = _one_call(model, tokens, distribution, router_aux, options)
+            found, aux_loss = _one_text_call(model, tokens, distribution, router_aux, options)
         else:
             parts = [
-                _one_call(model, tokens.take(call.rows, call.width), distribution, False, options)[0] for call in calls
+                _one_text_call(model, tokens.take(call.rows, call.width), distribution, False, options)[0]
+                for call in calls
             ]
             found, aux_loss = TargetScores.of_calls(parts, calls, width), None
     return TextScores(found.logprobs, found.entropy, found.stats, aux_loss)
 
 
-def _calls(tokens: TokenBatch, options: ForwardOptions) -> list[Call]:
-    """The rows of each call of the model, all of them together."""
+def _text_calls(tokens: TokenBatch, options: ForwardOptions) -> list[Call]:
+    """Return the rows of each call of the model, all of them together."""
     calls = [Call(torch.arange(len(tokens)), tokens.input_ids.shape[1])]
     if options.rows_by_length and tokens.segment is None:
         calls = by_length(tokens.on_host.attention_mask.sum(1), tokens.input_ids.device)
     return calls if options.most_rows is None or torch.is_grad_enabled() else at_most(calls, options.most_rows)
 
 
-def _one_call(
+def _one_text_call(
     model: nn.Module, tokens: TokenBatch, distribution: Distribution, router_aux: bool, options: ForwardOptions
 ) -> tuple[TargetScores, Tensor | None]:
-    """`(b, s - 1)` of every row in one call of the model, and the router's loss if it was asked for."""
+    """Return `(b, s - 1)` of every row in one call of the model, and the router's loss if requested."""
     host = tokens.on_host
     known = host.learned.any(0).nonzero().flatten()
     known = known if len(known) else torch.zeros(1, dtype=torch.long)
@@ -121,7 +122,7 @@ def _one_call(
 
 @torch.no_grad()
 def refuse_leaks(model: nn.Module) -> None:
-    """Find out, by two short forward passes, whether texts that share a row leave each other alone in this model.
+    """Refuse a model in which texts that share a row see each other, by two short forward passes.
 
     Where attention masks are not built from positions (linear attention, state spaces, convolutions, position biases
     of old models), a text goes on from the one before it, and nothing says so.
@@ -161,7 +162,7 @@ def _leaks(model: nn.Module, why: str) -> ConfigError:
 def text_logits(
     model: nn.Module, tokens: TokenBatch, columns: Tensor, router_aux: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits ``(b, c, v)`` of the given columns ``(c,)``, and the router's loss if it was asked for.
+    """Return logits ``(b, c, v)`` of the given columns ``(c,)``, and the router's loss if requested.
 
     Raises:
         ConfigError: the model has no router whose load could be balanced.
@@ -174,7 +175,7 @@ def text_logits(
 def _inputs(
     model: nn.Module, tokens: TokenBatch, columns: Tensor, router_aux: bool
 ) -> tuple[dict[str, Any], tuple[int, int]]:
-    """What the model is called with, and the rows and columns that its head then works on."""
+    """Return the inputs of the model, and the rows and columns that its head then works on."""
     extra: dict[str, Any] = {"output_router_logits": True} if router_aux else {}
     if router_aux and "output_router_logits" not in forward_parameters(model):
         raise no_router(model)
@@ -198,5 +199,6 @@ def _aux_loss(model: nn.Module, output: Any, router_aux: bool) -> Tensor | None:
 
 
 def _needs_one_row(model: nn.Module) -> bool:
-    """Flash attention tells texts apart by their positions in a batch of one row only (transformers 5.19)."""
+    """Tell whether texts need to be in one row: flash attention separates them by positions there only (transformers
+    5.19)."""
     return "flash" in str(base_of(model).config._attn_implementation)

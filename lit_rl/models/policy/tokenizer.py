@@ -17,11 +17,12 @@ _PADS = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|endoftext|
 """Tokens that vocabularies carry for padding, or carry unused."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?<!\.jinja)(?<!\.jinja2)(?<!\.j2)(?<!\.txt)")
-"""How a template can be named that is not on this machine: ``owner/model``, and no file that is missing."""
+"""The form of a template's name that is not on this machine: ``owner/model``, and no file that is missing."""
 
 
 def load_tokenizer(name: str, path: str, key: str = "model.name", **hub: Any) -> PreTrainedTokenizerBase:
-    """Raises ConfigError where the model comes without a vocabulary, which `AutoTokenizer` lets pass."""
+    """Load a tokenizer. Raise ConfigError where the model comes without a vocabulary, which `AutoTokenizer` lets
+    pass."""
     from transformers import AutoTokenizer
 
     with reading(key, name, path), quiet_about_defaults():
@@ -80,7 +81,7 @@ def set_token(tokenizer: PreTrainedTokenizerBase, role: str, token: str) -> None
 
 
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The tokens that stand for no text: special ones, and those added by hand."""
+    """Return the tokens that stand for no text: special ones, and those added by hand."""
     return [str(token) for token in tokenizer.added_tokens_decoder.values()]
 
 
@@ -100,7 +101,7 @@ def choose_pad(tokenizer: PreTrainedTokenizerBase, eos_ids: Iterable[int]) -> No
 
 
 def as_ids(value: Any) -> set[int]:
-    """The ids in an ``eos_token_id`` field, which holds none, one or a list.
+    """Return the ids in an ``eos_token_id`` field, which holds none, one or a list.
 
     Raises:
         ConfigError: it holds something else.

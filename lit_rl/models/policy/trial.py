@@ -18,11 +18,11 @@ from lit_rl.models.policy.device import device_of
 from lit_rl.models.policy.trunk import base_of
 
 _VERDICTS: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, str], bool]] = weakref.WeakKeyDictionary()
-"""Of each model that was tried, by setting and kind of device."""
+"""Verdicts of each model that was tried, by setting and kind of device."""
 
 
 class Unfit(Exception):
-    """A model does not compute what the quicker way stands for.
+    """The error for a model that does not compute what the faster way stands for.
 
     Args:
         why: Ends a sentence, without a full stop.
@@ -35,7 +35,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Trial:
-    """A quicker way, and the bound within which its numbers are the model's own.
+    """A faster way to compute, and the bound within which its numbers are the model's own.
 
     Args:
         key: The setting that switches it on.
@@ -48,7 +48,7 @@ class Trial:
     most: float
 
     def passes(self, model: nn.Module, both: Callable[[], tuple[Tensor, Tensor]]) -> bool:
-        """Compute both ways once, and tell whether the quicker one gives the same numbers. If not, say why, once.
+        """Compute both ways once, and tell whether the faster one gives the same numbers. If not, log the reason, once.
 
         Args:
             model: Whose numbers they are.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def base_of(model: nn.Module) -> Any:
-    """The model under a PEFT wrapper, or the model itself. Adapters stay where they are: inside its layers."""
+    """Return the model under a PEFT wrapper, or the model itself. Adapters stay where they are: inside its layers."""
     from peft import PeftModel
 
     return model.get_base_model() if isinstance(model, PeftModel) else model
@@ -30,7 +30,7 @@ def name_in_base(name: str) -> str:
 
 
 def trunk_of(model: nn.Module) -> nn.Module:
-    """What computes the hidden states that a causal language model's head reads.
+    """Return the module that computes the hidden states that a causal language model's head reads.
 
     Raises:
         ConfigError: the model does not say which of its modules that is.
@@ -46,13 +46,16 @@ def trunk_of(model: nn.Module) -> nn.Module:
 
 
 def hidden_size(model: nn.Module) -> int:
-    """Width of the hidden states that the model's head reads."""
+    """Return the width of the hidden states that the model's head reads."""
     return base_of(model).get_output_embeddings().in_features
 
 
 def trained_of_base(policy: nn.Module) -> list[str]:
-    """Names of the base's own weights that are trained beside the adapters of a policy: a bias (`bias="all"`), or what
-    somebody unfroze. Switching the adapters off leaves them as they were trained."""
+    """Return names of the base's own weights that are trained beside the adapters of a policy.
+
+    These are a bias (`bias="all"`), or weights that a user unfroze. Switching the adapters off leaves them as they were
+    trained.
+    """
     from peft import PeftModel
 
     if not isinstance(policy, PeftModel):
@@ -64,7 +67,7 @@ def trained_of_base(policy: nn.Module) -> list[str]:
 
 
 def frozen_trunk(policy: nn.Module, key: str) -> nn.Module:
-    """A second trunk of the policy's frozen base, without the policy's adapters. It shares the weights: it costs none.
+    """Return a second trunk of the policy's frozen base, without its adapters. It shares the weights: it costs none.
 
     New adapters on it are seen by it alone, and the policy's by the policy alone: nothing has to be switched on, off
     or back, also not where a backward pass computes activations anew (gradient checkpointing).
@@ -85,7 +88,8 @@ def frozen_trunk(policy: nn.Module, key: str) -> nn.Module:
 
 
 def without_adapters(model: PeftModel) -> Any:
-    """The base as it was loaded, out of a model that is given up for it: also what the adapters replace whole."""
+    """Return the base as it was loaded, out of a model that is used up: also the modules that adapters replace
+    whole."""
     from peft.utils import ModulesToSaveWrapper
 
     for part in model.modules():
@@ -95,7 +99,7 @@ def without_adapters(model: PeftModel) -> Any:
 
 
 def copied_trunk(policy: nn.Module) -> nn.Module:
-    """A copy of the policy's trunk, adapters merged, that shares no tensor with it.
+    """Return a copy of the policy's trunk, adapters merged, that shares no tensor with it.
 
     Everything in it is trained but what the policy does not train; beside adapters, what sees.
     """

@@ -17,10 +17,10 @@ from lit_rl.videos import VideoRef, Visual
 
 @dataclass(frozen=True)
 class _Family:
-    """How the processor and the model of a family take videos."""
+    """The way in which the processor and the model of a family take videos."""
 
     timed: bool = False
-    """The model is told when each frame was."""
+    """The model gets the time of each frame."""
     stacked: bool = False
     """The processor stacks the videos of a prompt; SmolVLM's writes the longest one's number of frames for all."""
     unpadded: bool = False
@@ -37,11 +37,11 @@ FAMILIES = {
     "qwen3_vl": _Family(timed=True),
     "smolvlm": _Family(timed=True, stacked=True, apart=True),
 }
-"""By model type: those whose videos were compared with what transformers makes of them."""
+"""The families, by model type, whose videos were compared with what transformers makes of them."""
 
 
 def need_equal_lengths(model_type: str) -> bool:
-    """Whether videos of one pass have to have equally many frames."""
+    """Tell whether videos of one pass have to have equally many frames."""
     return model_type in FAMILIES and FAMILIES[model_type].unpadded
 
 
@@ -84,7 +84,7 @@ def check_visuals(model_type: str, visuals: Sequence[Visual], where: str) -> Non
 
 
 def arguments(videos: Sequence[VideoRef], frames: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Of a processor that is asked for one prompt; none where it shows no video.
+    """Return the arguments of a processor for the videos of one prompt; none where it shows no video.
 
     Args:
         videos: In the order in which they are shown.
@@ -92,7 +92,7 @@ def arguments(videos: Sequence[VideoRef], frames: Sequence[Sequence[Any]]) -> di
     """
     if not videos:
         return {}
-    told = [
+    metadata = [
         {
             "total_num_frames": len(video.frames),
             "frames_indices": list(range(len(video.frames))),  # a list of its own: Qwen3-VL's processor adds to it
@@ -100,4 +100,4 @@ def arguments(videos: Sequence[VideoRef], frames: Sequence[Sequence[Any]]) -> di
         }
         for video in videos
     ]
-    return {"videos": [list(frames)], "videos_kwargs": {"do_sample_frames": False, "video_metadata": told}}
+    return {"videos": [list(frames)], "videos_kwargs": {"do_sample_frames": False, "video_metadata": metadata}}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 PARTS = ("vision", "projector")
-"""What `model.freeze` may name."""
+"""The values of `model.freeze`."""
 
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 """Fields of configs: tokens that stand for features."""
@@ -22,18 +22,18 @@ _PROJECTORS = ("multi_modal_projector", "connector", "mm_projector", "merger", "
 
 
 def sees(config: PreTrainedConfig | None) -> bool:
-    """Whether a model of this config takes images."""
+    """Tell whether a model of this config takes images."""
     return getattr(config, "vision_config", None) is not None
 
 
 def placeholder_ids(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Tokens that stand for features of images and videos: no policy may say them."""
+    """Return the tokens that stand for features of images and videos: no policy may sample them."""
     found = (getattr(config, name, None) for name in _PLACEHOLDERS)
     return tuple(sorted({number for number in found if isinstance(number, int) and number >= 0}))
 
 
 def part_of(model: Any) -> Callable[[str], str]:
-    """What tells the part of a parameter or module by its name in the model: "text", "vision" or "projector".
+    """Return the function that maps a name of a parameter or module to its part: "text", "vision" or "projector".
 
     To be made once for many names: it goes through the whole model.
     """
@@ -53,7 +53,7 @@ def part_of(model: Any) -> Callable[[str], str]:
 
 
 def freeze(model: Any, parts: Sequence[str]) -> None:
-    """Stop the training of parts.
+    """Freeze parts of a model.
 
     Raises:
         ConfigError: a part is none.
@@ -68,7 +68,7 @@ def freeze(model: Any, parts: Sequence[str]) -> None:
 
 
 def seeing_model(module: nn.Module) -> Any:
-    """The model over images in a module: under adapters, or under another head. None: there is none."""
+    """Return the model over images in a module: under adapters, or under another head. None: there is none."""
     from transformers import PreTrainedModel
 
     models = (part for part in module.modules() if isinstance(part, PreTrainedModel))  # adapters show its config too
@@ -76,7 +76,7 @@ def seeing_model(module: nn.Module) -> Any:
 
 
 def trained_by_images(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that only rows with images train: those of what sees and of the projector that are not frozen."""
+    """Return the parameters that only rows with images train: unfrozen ones of the vision encoder and the projector."""
     model = seeing_model(module)
     if model is None:
         return []
@@ -102,7 +102,7 @@ def layers_unasked(model: Any, targets: str | Sequence[str], frozen: Sequence[st
 
 
 def modules_outside_text(model: nn.Module) -> list[str]:
-    """Names of the linear layers that are no part of the text model."""
+    """Return names of the linear layers that are no part of the text model."""
     from torch import nn  # here, as describing a model imports no library
 
     part = part_of(model)

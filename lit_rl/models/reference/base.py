@@ -61,24 +61,24 @@ class OnCPU:
 
 
 Scorer = nn.Module | OnCPU
-"""What computes a reference's logits: called like the policy."""
+"""The module that computes a reference's logits: called like the policy."""
 
 
 class Reference(Protocol):
     """The protocol. Call `module` on the initial policy: before a checkpoint is restored, and before sharding."""
 
     moves: ClassVar[bool]
-    """Whether it follows the policy, so that a checkpoint must hold its `state`."""
+    """True where it follows the policy, so that a checkpoint must hold its `state`."""
 
     def module(self, policy: nn.Module) -> Scorer | None:
-        """The frozen module to hold. None where the policy itself serves.
+        """Return the frozen module to hold. None where the policy itself serves.
 
         An `nn.Module` is to be registered, placed and sharded like the policy; an `OnCPU` is left where it is.
         """
         ...
 
     def scoring(self, policy: nn.Module, module: Scorer | None) -> AbstractContextManager[Scorer]:
-        """While open, the module that it yields computes the reference's logits. ``module`` is what `module` gave."""
+        """Yield the module that computes the reference's logits. ``module`` is the result of `module`."""
         ...
 
     def update(self, policy: nn.Module, module: Scorer | None, step: int) -> None:
@@ -86,27 +86,27 @@ class Reference(Protocol):
         ...
 
     def state(self, module: Scorer | None) -> dict[str, Tensor]:
-        """What has moved, for a checkpoint: whole tensors on the CPU. Every rank calls it."""
+        """Return the moved tensors, for a checkpoint: whole, on the CPU. Every rank calls it."""
         ...
 
     def load_state(self, module: Scorer | None, state: dict[str, Tensor]) -> None:
-        """The counterpart of `state`."""
+        """Load the result of `state`."""
         ...
 
 
 class Fixed:
-    """The part of the protocol that says that a reference stays where it is."""
+    """The part of the protocol for a reference that never moves."""
 
     moves: ClassVar[bool] = False
 
     def update(self, policy: nn.Module, module: Scorer | None, step: int) -> None:
-        """It stays where it is."""
+        """Do nothing: it never moves."""
 
     def state(self, module: Scorer | None) -> dict[str, Tensor]:
         return {}
 
     def load_state(self, module: Scorer | None, state: dict[str, Tensor]) -> None:
-        """There is nothing to load."""
+        """Do nothing: there is no state."""
 
 
 class Held:
@@ -122,18 +122,19 @@ class Held:
         self.device: Literal["cpu"] | None = device
 
     def copied(self, policy: nn.Module) -> nn.Module:
-        """A copy, which shares what nothing trains, unless it is to stay behind when the policy moves."""
+        """Return a copy, which shares weights that nothing trains, unless it is to stay behind when the policy
+        moves."""
         return shared_copy(policy) if self.device is None else copy.deepcopy(policy)
 
     def hold(self, model: nn.Module) -> Scorer:
-        """The model frozen, and where it belongs."""
+        """Return the model frozen, and where it belongs."""
         model = model.eval().requires_grad_(False)
         return OnCPU(model) if self.device == "cpu" else model
 
     @contextmanager
     def scoring(self, policy: nn.Module, module: Scorer | None) -> Iterator[Scorer]:
         assert module is not None, f"{type(self).__name__} scores with the module that it made"
-        module.eval()  # who holds it may have called train() on all that it holds
+        module.eval()  # the module that holds it may have called train() on all its parts
         yield module
 
 
@@ -164,7 +165,7 @@ class InitialAdapter(FrozenCopy):
         super().__init__()
 
     def module(self, policy: nn.Module) -> Scorer:
-        """Raises ConfigError for a policy without adapters."""
+        """Return a frozen copy. Raise ConfigError for a policy without adapters."""
         return super().module(_require_peft(policy, "initial_adapter", "the adapters that it began with"))
 
 
@@ -172,7 +173,7 @@ class AdapterBase(Fixed):
     """The policy with its adapters switched off: no second model. It is the initial policy only for fresh adapters."""
 
     def module(self, policy: nn.Module) -> None:
-        """Raises ConfigError for a policy without adapters, or with weights of its base that are trained too."""
+        """Raise ConfigError for a policy without adapters, or with weights of its base that are trained too."""
         _require_peft(policy, "adapter_base", "itself without its adapters")
         if trained := trained_of_base(policy):
             raise ConfigError(
@@ -225,14 +226,14 @@ class ReferenceFree(Fixed):
 
 
 def shared_copy(policy: nn.Module) -> nn.Module:
-    """A copy that shares the parameters without gradient: with an adapter, it costs no more than the adapter."""
+    """Return a copy that shares the parameters without gradient: with an adapter, it costs no more than the adapter."""
     # Parameters in the memo are taken as they are.
     frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
     return copy.deepcopy(policy, memo=frozen)
 
 
 def carries_fresh_adapter(policy: nn.Module) -> bool:
-    """True for a LoRA policy that equals its base, and whose base stays: every ``lora_B`` is zero, as initialised."""
+    """Tell whether a LoRA policy equals its base, and its base stays: every ``lora_B`` is zero, as initialised."""
     if trained_of_base(policy):
         return False
     up = [p for name, p in policy.named_parameters() if ".lora_B." in name or ".lora_embedding_B." in name]

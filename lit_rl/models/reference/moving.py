@@ -23,7 +23,7 @@ _AVERAGE, _INITIAL = "average", "initial"
 
 
 class Moving(Copy, ABC):
-    """Abstract: a copy of the policy whose trained parameters follow the policy's.
+    """An abstract copy of the policy whose trained parameters follow the policy's.
 
     Args:
         device: "cpu" keeps it on the CPU, with a whole copy of all weights; null places it like the policy.
@@ -46,11 +46,11 @@ class Moving(Copy, ABC):
         """Move one parameter of ours towards the policy's of that name, after ``step`` optimizer steps."""
 
     def kept_copies(self, *, narrow: bool) -> int:
-        """Float32 copies of what is trained that are kept beside the module, where the weights are narrower or not."""
+        """Return the number of float32 copies of the trained weights that are kept beside the module."""
         return int(narrow)
 
     def due(self, step: int) -> bool:
-        """Whether the policy of this step is looked at."""
+        """Tell whether the reference is updated at this step."""
         return True
 
     @torch.no_grad()
@@ -62,13 +62,13 @@ class Moving(Copy, ABC):
             self.move(name, theirs[name].detach(), parameter.detach(), step)
 
     def average(self, name: str, parameter: Tensor) -> Tensor:
-        """The float32 tensor that accumulates: the parameter itself where it is that wide."""
+        """Return the float32 tensor that accumulates: the parameter itself where it is that wide."""
         if parameter.dtype == wide(parameter.dtype):
             return parameter
         return self.keep(_AVERAGE, name, parameter)
 
     def keep(self, kind: str, name: str, value: Tensor) -> Tensor:
-        """A tensor of our own, float32, that begins as ``value`` and is part of the state."""
+        """Return a float32 tensor that begins as ``value`` and is part of the state."""
         kept = self._kept[kind]
         if name not in kept:
             kept[name] = value.to(wide(value.dtype), copy=True)
@@ -78,7 +78,7 @@ class Moving(Copy, ABC):
 
     @torch.no_grad()
     def state(self, module: Scorer | None) -> dict[str, Tensor]:
-        """Whole tensors on the CPU: the moved parameters by name, and averages as ``average/name``.
+        """Return whole tensors on the CPU: the moved parameters by name, and averages as ``average/name``.
 
         A collective where the module is sharded: rank 0 gets the tensors, the other ranks an empty dict.
         """
@@ -95,7 +95,7 @@ class Moving(Copy, ABC):
 
     @torch.no_grad()
     def load_state(self, module: Scorer | None, state: dict[str, Tensor]) -> None:
-        """Raises StorageError where the state is of another model or of another kind of reference."""
+        """Load the state. Raise StorageError where it is of another model or of another kind of reference."""
         ours = self._moving(module)
         _check(state, ours, self._kept)
         self._kept = {_AVERAGE: {}, _INITIAL: {}}
@@ -222,7 +222,7 @@ class BEMA(Moving):
 
 
 def _mix(theirs: Tensor, ours: Tensor, average: Tensor, weight: float) -> None:
-    """``average + weight * (theirs - average)``, exact at 0 and at 1, and ours its rounding."""
+    """Compute ``average + weight * (theirs - average)``, exact at 0 and at 1, and round it into ours."""
     local(average).lerp_(values_for(ours, theirs), weight)
     if average is not ours:
         local(ours).copy_(local(average))

@@ -72,7 +72,7 @@ class OtherModel(Held, Fixed):
             self.model = None if name is None else LanguageModel(name, **self._settings)
 
     def module(self, policy: nn.Module) -> Scorer:
-        """Raises ConfigError for another vocabulary, and what loading a model raises."""
+        """Load the module. Raise ConfigError for another vocabulary, and what loading a model raises."""
         found: Any = policy
         with _keys_of_the_reference():
             base = self._own_base(found) if self.model is None else self._load(self.model, found)
@@ -97,14 +97,14 @@ class OtherModel(Held, Fixed):
         return base
 
     def _own_base(self, policy: Any) -> PreTrainedModel:
-        """The policy without its adapters: as it was loaded, where it has none."""
+        """Return the policy without its adapters: as it was loaded, where it has none."""
         from peft import PeftModel
 
         copied: Any = self.copied(policy)
         return without_adapters(copied) if isinstance(copied, PeftModel) else copied
 
     def _check_vocabulary(self, model: LanguageModel, policy: Any) -> None:
-        """By the rows of the embeddings, which any model has, and by the tokens where the policy has a folder."""
+        """Compare the rows of the embeddings, which any model has, and the tokens where the policy has a folder."""
         rows, needed = (config.get_text_config().vocab_size for config in (model.config, policy.config))
         if rows != needed:
             raise _other_vocabulary(model.name, f"its embedding has {rows} rows, the policy's {needed}")
@@ -124,7 +124,7 @@ class OtherModel(Held, Fixed):
 
 
 def _as_loaded(policy: Any) -> dict[str, Any]:
-    """The hub settings that the policy was read with: what it may run is not for the reference to say."""
+    """Return the hub settings that the policy was read with: the reference does not decide what it may run."""
     commit = getattr(policy.config, "_commit_hash", None)  # None for a folder
     return {"revision": commit, "trust_remote_code": type(policy.config).__module__.startswith("transformers_modules")}
 
@@ -139,7 +139,7 @@ def _other_vocabulary(name: str, how: str) -> ConfigError:
 
 @contextmanager
 def _keys_of_the_reference() -> Iterator[None]:
-    """The loader's errors name the policy's keys: here they are the reference's."""
+    """Rewrite the policy's keys in the loader's errors as the reference's."""
     try:
         yield
     except LitRLError as error:

@@ -15,7 +15,7 @@ from lit_rl.models.reference.base import Held, OnCPU, Scorer
 
 
 class Teacher(Held):
-    """The description of the teacher, and where its weights are held.
+    """The description of a frozen teacher whose distributions a student learns, and where its weights are held.
 
     Args:
         model: The teacher. A name stands for that model in the student's type and with its attention.
@@ -41,7 +41,7 @@ class Teacher(Held):
         compares all rows."""
 
     def module(self) -> Scorer:
-        """Load it.
+        """Load the teacher.
 
         Raises:
             ConfigError: it has another vocabulary than the student, or its settings are wrong.
@@ -55,7 +55,8 @@ class Teacher(Held):
         return held
 
     def check_vocabulary(self) -> None:
-        """Logits may have more rows than the tokenizer has tokens, of another number in each of the two.
+        """Refuse another vocabulary. Logits may have more rows than the tokenizer has tokens, of another number in each
+        model.
 
         Raises:
             ConfigError: the two do not have the same tokens under the same ids.
@@ -115,7 +116,7 @@ def _weights(model: LanguageModel) -> tuple[Any, ...]:
 
 @contextmanager
 def _keys_of_the_teacher() -> Iterator[None]:
-    """The loader's errors name the policy's keys, and those of a held module the reference's."""
+    """Rewrite the policy's keys in the loader's errors, and the reference's of a held module, as the teacher's."""
     try:
         yield
     except LitRLError as error:

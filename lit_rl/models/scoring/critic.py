@@ -39,30 +39,32 @@ class Critic(Protocol):
     """The protocol. Call `module` on the initial policy: before a checkpoint is restored, and before sharding."""
 
     def check(self, model: LanguageModel) -> None:
-        """Refuse a policy that this critic cannot serve, before any weight is loaded. Raises ConfigError."""
+        """Refuse a policy that this critic cannot serve, before any weight is loaded. Raise ConfigError."""
         ...
 
     def module(self, policy: nn.Module) -> nn.Module:
-        """The module to register, place, shard and save like the policy."""
+        """Return the module to register, place, shard and save like the policy."""
         ...
 
     def parameters(self, policy: nn.Module, module: nn.Module) -> list[nn.Parameter]:
-        """What the critic's optimizer group trains. None of it is in the policy."""
+        """Return the parameters of the critic's optimizer group. None of them is in the policy."""
         ...
 
     def values(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
-        """Float32 ``(b, t)`` with gradient. Dropout is as in the policy. Values at padding are without meaning."""
+        """Return float32 ``(b, t)`` with gradient. Dropout is as in the policy. Values at padding are without
+        meaning."""
         ...
 
     def scores_and_values(
         self, policy: nn.Module, module: nn.Module, completions: Completions, sampling: Sampling, **terms: Any
     ) -> tuple[forward.TokenScores, Tensor]:
-        """`lit_rl.models.policy.forward.score` of the policy (``terms`` go there) and `values`, both with gradient."""
+        """Return `lit_rl.models.policy.forward.score` of the policy (``terms`` go there) and `values`, both with
+        gradient."""
         ...
 
 
 class _OwnTrunk:
-    """What critics share whose module is a `ValueModel`."""
+    """The common part of critics whose module is a `ValueModel`."""
 
     def parameters(self, policy: nn.Module, module: nn.Module) -> list[nn.Parameter]:
         return [p for p in module.parameters() if p.requires_grad]
@@ -94,7 +96,7 @@ class SeparateCritic(_OwnTrunk):
             object.__setattr__(self, "model", LanguageModel.of(self.model, "algo.critic.model"))
 
     def check(self, model: LanguageModel) -> None:
-        """Raises ConfigError: the copy could not be trained, or the other model reads other token ids."""
+        """Raise ConfigError where the copy could not be trained, or the other model reads other token ids."""
         if self.model is None:
             if model.quantization is not None:
                 raise ConfigError(
@@ -130,7 +132,7 @@ class SeparateCritic(_OwnTrunk):
 
 
 def check_reward_model(model: LanguageModel) -> None:
-    """Raises ConfigError: it gives other than one number, or would not be trained in full."""
+    """Raise ConfigError for a model that gives other than one number, or would not be trained in full."""
     if model.config.num_labels != 1:
         raise ConfigError(
             f"algo.critic.model={model.name!r} is a classifier with num_labels={model.config.num_labels}, and a value "
@@ -145,7 +147,7 @@ def check_reward_model(model: LanguageModel) -> None:
 
 
 def scoring_critic(model: LanguageModel) -> ValueModel:
-    """A reward model's trunk and score head as a critic's.
+    """Return a reward model's trunk and score head as a critic's.
 
     Raises:
         ConfigError: the score is not one linear map of a causal model's hidden state.
@@ -188,7 +190,7 @@ class AdapterCritic(_OwnTrunk):
         check_targets("algo.critic.targets", self.targets)
 
     def check(self, model: LanguageModel) -> None:
-        """Raises ConfigError: the policy has no frozen base."""
+        """Raise ConfigError where the policy has no frozen base."""
         if model.lora is None and model.adapter is None:
             raise ConfigError(
                 "algo/critic=adapter puts an adapter on the policy's frozen base, but every weight of this policy is "
@@ -224,11 +226,14 @@ class AdapterCritic(_OwnTrunk):
 
 @dataclass(frozen=True)
 class SharedTrunk:
-    """A value head on the policy's own trunk. The gradient of the value loss trains the trunk too, scaled by its weight
-    in the objective: the least memory, and one forward pass for log-probs and values."""
+    """A value head on the policy's own trunk.
+
+    The gradient of the value loss trains the trunk too, scaled by its weight in the objective: the least memory, and
+    one forward pass for log-probs and values.
+    """
 
     def check(self, model: LanguageModel) -> None:
-        """Any policy will do."""
+        """Accept any policy."""
 
     def module(self, policy: nn.Module) -> nn.Module:
         trunk_of(policy)  # refused at setup, not at the first step
@@ -255,7 +260,8 @@ class SharedTrunk:
 
 @contextmanager
 def _hidden_states(policy: nn.Module) -> Iterator[list[Tensor]]:
-    """While open, the hidden states ``(b, s, h)`` of every forward pass of the policy are appended to the list."""
+    """Yield a list that gets the hidden states ``(b, s, h)`` of every forward pass of the policy, inside the
+    context."""
     seen: list[Tensor] = []
     hook = trunk_of(policy).register_forward_hook(lambda part, inputs, output: seen.append(output.last_hidden_state))
     try:
@@ -271,7 +277,7 @@ def _of_response(seen: list[Tensor], completions: Completions) -> Tensor:
 
 @contextmanager
 def _mode_of(policy: nn.Module, module: nn.Module) -> Iterator[None]:
-    """Dropout on or off as in the policy."""
+    """Switch dropout on or off as in the policy."""
     before = module.training
     module.train(policy.training)
     try:

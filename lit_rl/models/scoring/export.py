@@ -57,18 +57,18 @@ def export_scoring(
 
     load_base = base_in_files(description, partial(load_scoring_base, unquantized(description), scoring))
     probe = Probe(description, scorer, scorer_state, load_base)
-    rebuild = partial(_rebuild, description, scoring, scorer, scorer_state, reads)
+    rebuild = partial(_rebuild_scorer, description, scoring, scorer, scorer_state, reads)
     return write_checked(folder, description, rebuild, check, card, probe)
 
 
-def _rebuild(
+def _rebuild_scorer(
     description: LanguageModel,
     scoring: Scoring,
     scorer: nn.Module,
     state: Mapping[str, Tensor],
     reads: Mapping[str, Any],
 ) -> Any:
-    """A model on the CPU like ``scorer`` with the tensors of ``state``."""
+    """Return a model on the CPU like ``scorer`` with the tensors of ``state``."""
     import transformers
 
     if description.quantization is not None:

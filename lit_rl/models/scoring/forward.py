@@ -19,7 +19,8 @@ from lit_rl.models.policy.trunk import base_of
 
 
 def scoring_logits(model: nn.Module, tokens: TokenBatch, *, router_aux: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Float32 logits with gradient, `(b, labels)` of sequences or `(b, s, labels)` of tokens, and the router's loss.
+    """Return float32 logits with gradient, `(b, labels)` of sequences or `(b, s, labels)` of tokens, and the router's
+    loss.
 
     transformers' classifiers keep their trunk's router logits to themselves; the loss is made of these as the language
     model of the same family makes its own, so on equal weights both report the same number.
@@ -52,7 +53,8 @@ def scoring_logits(model: nn.Module, tokens: TokenBatch, *, router_aux: bool = F
 
 
 def _load_balancing(base: Any) -> Callable[[Any, Tensor], Tensor] | None:
-    """Of router logits and the attention mask: the loss that the family's language model computes. None: it has none.
+    """Return the load-balancing loss of the family's language model, from router logits and the attention mask; None:
+    none.
 
     FSDP2 gives a model a class of its own, so the family's file is that of some class above it.
     """
@@ -69,7 +71,7 @@ def _load_balancing(base: Any) -> Callable[[Any, Tensor], Tensor] | None:
 
 @contextmanager
 def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
-    """While open, what the module returns."""
+    """Yield a list that gets the outputs of the module, inside the context."""
     seen: list[Any] = []
     hook = module.register_forward_hook(lambda _, inputs, output: seen.append(output))
     try:

@@ -39,21 +39,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 HEADS = ("score", "classifier")
-"""What transformers calls the head of a classifier."""
+"""Names of the head of a classifier in transformers."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a scoring model says, and what transformers and PEFT call one that does."""
+    """A kind of scoring model: its outputs, and its names in transformers, PEFT and on the hub."""
 
     auto: str
     """The class of transformers that loads it."""
     task_type: str
-    """PEFT's word."""
+    """PEFT's task type."""
     pipeline: str
-    """The hub's word."""
+    """The hub's pipeline tag."""
     labels: tuple[str, ...]
-    """What each output stands for."""
+    """The label of each output."""
 
 
 SEQUENCES = Scoring("AutoModelForSequenceClassification", "SEQ_CLS", "text-classification", ("reward",))
@@ -96,7 +96,7 @@ def check_scoring(model: LanguageModel, scoring: Scoring) -> None:
 
 
 def load_scoring(model: LanguageModel, scoring: Scoring) -> PreTrainedModel | PeftModel:
-    """The model on the CPU, in train mode, with a fresh head of torch's own generator at its seed.
+    """Load the model on the CPU, in train mode, with a fresh head drawn by torch's own generator at its seed.
 
     A classifier of the same kind keeps its head and goes on from it. With LoRA the head is trained in full beside the
     adapters. A fresh token classifier has no dropout before its head, whatever transformers' default is.
@@ -131,7 +131,8 @@ def load_scoring(model: LanguageModel, scoring: Scoring) -> PreTrainedModel | Pe
 
 
 def _given_scorer(model: LoadedModel, scoring: Scoring) -> PreTrainedModel | PeftModel:
-    """A classifier that is loaded already, with its head. Its config gets the pad token: it looks for the last other.
+    """Return a classifier that is loaded already, with its head. Its config gets the pad token: it looks for the last
+    other.
 
     Raises:
         ConfigError: it is no such classifier.
@@ -148,7 +149,7 @@ def _given_scorer(model: LoadedModel, scoring: Scoring) -> PreTrainedModel | Pef
 
 
 def load_scoring_base(model: LanguageModel, scoring: Scoring) -> PreTrainedModel:
-    """Return the model without adapters; every weight but a fresh head's is checked to have come from the files."""
+    """Load the model without adapters; every weight but a fresh head's is checked to have come from the files."""
     import transformers
 
     found, kwargs = model.config_and_kwargs
@@ -202,7 +203,8 @@ def _draw_on_the_cpu(base: PreTrainedModel, head: nn.Module) -> None:
 
 
 def scoring_config(model: LanguageModel, found: PreTrainedConfig, scoring: Scoring) -> PreTrainedConfig:
-    """The config of the scoring model: labels, the ids of padding and EOS, and no dropout before a fresh head."""
+    """Return the config of the scoring model: labels, the ids of padding and EOS, and no dropout before a fresh
+    head."""
     config = copy.deepcopy(found)
     config.id2label = dict(enumerate(scoring.labels))  # num_labels follows from it
     config.label2id = {label: i for i, label in enumerate(scoring.labels)}
@@ -214,7 +216,7 @@ def scoring_config(model: LanguageModel, found: PreTrainedConfig, scoring: Scori
 
 
 def is_scoring(model: LanguageModel, scoring: Scoring) -> bool:
-    """Whether its files are those of such a classifier, and not of a language model."""
+    """Tell whether its files are those of such a classifier, and not of a language model."""
     import transformers
 
     if scoring is SEQUENCES:
@@ -224,12 +226,12 @@ def is_scoring(model: LanguageModel, scoring: Scoring) -> bool:
 
 
 def head_name(base: Any) -> str:
-    """Name of the head among the model's modules."""
+    """Return the name of the head among the model's modules."""
     return next(name for name in HEADS if hasattr(base, name))
 
 
 def _classifier_name(model: LanguageModel, scoring: Scoring) -> str:
-    """The class of transformers for a model of this family.
+    """Return the class of transformers for a model of this family.
 
     Raises:
         ConfigError: there is none.
@@ -267,7 +269,7 @@ def _check_adapter(adapter: str, scoring: Scoring) -> None:
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """transformers lists the missing head and the unused one as a warning: both are meant."""
+    """Silence transformers' warning about the missing head and the unused one: both are meant."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 _HEADS = ("score", "classifier")
-"""What transformers calls the head of a sequence classifier."""
+"""Names of the head of a sequence classifier in transformers."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RewardAdapter:
     path: str
 
     def check(self, model: LanguageModel) -> None:
-        """Raises ConfigError: the policy has no frozen base."""
+        """Raise ConfigError where the policy has no frozen base."""
         if model.lora is None and model.adapter is None:
             raise ConfigError(
                 f"The reward adapter {self.path!r} scores on the policy's frozen base, but every weight of this policy "
@@ -46,7 +46,7 @@ class RewardAdapter:
             )
 
     def module(self, policy: nn.Module) -> nn.Module:
-        """The frozen module to register beside the policy: before a checkpoint is restored, and before sharding.
+        """Return the frozen module to register beside the policy: before a checkpoint is restored, and before sharding.
 
         Raises:
             ConfigError: the policy has no frozen base, or the adapter is no sequence classifier with one label.
@@ -56,18 +56,25 @@ class RewardAdapter:
         trunk = frozen_trunk(policy, f"{key} {self.path!r}")
         hub.refuse_pickle(key, path, "adapter_model")
         with hub.reading(key, self.path, path):
-            return _RewardModel(_load(self.path, path, _classifier(policy, trunk))).eval().requires_grad_(False)
+            return (
+                _RewardModel(_load_adapter(self.path, path, _empty_classifier(policy, trunk)))
+                .eval()
+                .requires_grad_(False)
+            )
 
     @torch.no_grad()
     def rewards(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
-        """Float32 ``(b,)``: the score at the last token of each response, without dropout."""
+        """Return float32 ``(b,)``: the score at the last token of each response, without dropout."""
         with evaluation_mode(module):
             return module(**trunk_inputs(policy, completions))
 
 
 class _RewardModel(nn.Module):
-    """Scores at each row's last attended token. transformers' own classifier looks for the last token that is not the
-    pad token instead, and would step over an EOS that serves as pad."""
+    """A classifier that scores at each row's last attended token.
+
+    Transformers' own classifier looks for the last token that is not the pad token instead, and would step over an EOS
+    that serves as pad.
+    """
 
     def __init__(self, classifier: PeftModel) -> None:
         super().__init__()
@@ -78,15 +85,15 @@ class _RewardModel(nn.Module):
         hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
         mask = inputs["attention_mask"]
         last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
-        return _head(model)(hidden[torch.arange(len(mask), device=mask.device), last]).squeeze(-1).float()
+        return _score_head(model)(hidden[torch.arange(len(mask), device=mask.device), last]).squeeze(-1).float()
 
 
-def _head(classifier: Any) -> nn.Module:
+def _score_head(classifier: Any) -> nn.Module:
     return next(getattr(classifier, name) for name in _HEADS if hasattr(classifier, name))
 
 
-def _classifier(policy: nn.Module, trunk: nn.Module) -> Any:
-    """A sequence classifier of the policy's family around ``trunk``, with an empty head."""
+def _empty_classifier(policy: nn.Module, trunk: nn.Module) -> Any:
+    """Return a sequence classifier of the policy's family around ``trunk``, with an empty head."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
 
     config = copy.deepcopy(base_of(policy).config)
@@ -97,12 +104,12 @@ def _classifier(policy: nn.Module, trunk: nn.Module) -> Any:
     with torch.device("meta"):
         classifier: Any = AutoModelForSequenceClassification.from_config(config)
     setattr(classifier, classifier.base_model_prefix, trunk)
-    head = _head(classifier).to_empty(device="cpu").to(next(trunk.parameters()).dtype)
+    head = _score_head(classifier).to_empty(device="cpu").to(next(trunk.parameters()).dtype)
     nn.init.zeros_(head.get_parameter("weight"))  # never used: the adapter brings its own
     return classifier
 
 
-def _load(name: str, path: str, classifier: Any) -> PeftModel:
+def _load_adapter(name: str, path: str, classifier: Any) -> PeftModel:
     from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 

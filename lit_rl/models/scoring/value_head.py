@@ -8,7 +8,7 @@ from lit_rl.models.policy.loading import Float32Head
 
 
 class ValueHead(nn.Module):
-    """One number a position: ``w h + b``, computed in float32, with ``w = 0`` and ``b = 0`` at the start.
+    """A head of one number a position: ``w h + b``, computed in float32, with ``w = 0`` and ``b = 0`` at the start.
 
     Zeros, where it does not begin as the head of a reward model: so ``V = 0`` before the first update, the first
     advantages hold no noise of a head that has learned nothing, and no random number is drawn. The head learns from the
@@ -29,7 +29,7 @@ class ValueHead(nn.Module):
 
     @classmethod
     def of_scores(cls, score: nn.Linear) -> ValueHead:
-        """One that begins as the head of a reward model: ``V`` of a state is the score of the text up to it."""
+        """Make a head that begins as that of a reward model: ``V`` of a state is the score of the text up to it."""
         head = cls(score.in_features)
         with no_grad():
             head.linear.weight.copy_(score.weight)
@@ -51,6 +51,6 @@ class ValueModel(nn.Module):
         self.trunk, self.head = trunk, head
 
     def forward(self, *, t: int, **inputs: Tensor) -> Tensor:
-        """Float32 ``(b, t)``: values of the states from which each of the last t tokens was chosen."""
+        """Return float32 ``(b, t)``: values of the states from which each of the last t tokens was chosen."""
         hidden = self.trunk(**inputs, use_cache=False).last_hidden_state
         return self.head(hidden[:, -(t + 1) : -1])

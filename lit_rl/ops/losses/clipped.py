@@ -17,7 +17,7 @@ from lit_rl.ops.step import Metrics
 
 
 def _upper_bound(clip_low: float, clip_high: float | None) -> float:
-    """Of the clip on the ratio."""
+    """Return the upper bound of the clip on the ratio."""
     return 1 + (clip_low if clip_high is None else clip_high)
 
 

@@ -10,14 +10,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rl.ops.masking import masked_mean, masked_sum
-from lit_rl.ops.ratios import token_ratio
+from lit_rl.ops.ratios import MAX_LOG_RATIO, token_ratio
 from lit_rl.ops.step import Highest, Lowest, Metrics, StepTokens
 
-MAX_LOG_RATIO = 20.0
-"""Ratios are cut at e^20, with no gradient beyond: float32 overflows at e^88, and inf * 0 would be NaN in backward."""
-
 Advantages = Float[Tensor, " b"] | Float[Tensor, "b t"]
-"""One for each row, shared by its tokens, or one for each token."""
+"""Advantages: one for each row, shared by its tokens, or one for each token."""
 
 Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function of :mod:`lit_rl.ops.ratios`."""
@@ -28,10 +25,10 @@ class Terms:
     """The tokens of a batch, in float32 and 0 outside the mask (their ratio is 1 there)."""
 
     logprobs: Float[Tensor, "b t"]
-    """Of the policy now, with gradient."""
+    """Log-probs of the policy now, with gradient."""
     old_logprobs: Float[Tensor, "b t"]
     log_ratio: Float[Tensor, "b t"]
-    """With gradient, at most :data:`MAX_LOG_RATIO`."""
+    """Log ratio, with gradient, at most :data:`MAX_LOG_RATIO`."""
     advantages: Float[Tensor, "b t"]
     mask: Bool[Tensor, "b t"]
 
@@ -39,7 +36,8 @@ class Terms:
     def of(
         cls, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, ratio: Ratio = token_ratio
     ) -> Terms:
-        """Masked before anything is computed: a NaN that is masked afterwards still spoils the gradient of its row."""
+        """Mask all terms before anything is computed: a NaN that is masked afterwards still spoils the gradient of its
+        row."""
         logprobs, old_logprobs = (x.float().masked_fill(~mask, 0.0) for x in (logprobs, old_logprobs))
         if advantages.ndim == 1:
             advantages = advantages.unsqueeze(1).expand_as(mask)
@@ -53,21 +51,21 @@ class Terms:
 
     @property
     def ratio(self) -> Tensor:
-        """With gradient."""
+        """The importance ratio, with gradient."""
         return self.log_ratio.exp()
 
     def share(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """A metric: the share of the loss tokens that are True, or the mean of a value over them."""
+        """Return a metric: the share of the loss tokens that are True, or the mean of a value over them."""
         return masked_sum(tokens.detach().float(), self.mask), self.mask.sum().float()
 
     def only(self, per_token: Tensor) -> Tensor:
-        """0 outside the mask, attached to the graph."""
+        """Return losses with 0 outside the mask, attached to the graph."""
         return per_token.masked_fill(~self.mask, 0.0)
 
 
 @torch.no_grad()
 def ratio_metrics(terms: Terms) -> Metrics:
-    """``ratio_mean`` and ``approx_kl``, at the level of the loss's ratio, over loss tokens."""
+    """Return ``ratio_mean`` and ``approx_kl``, at the level of the loss's ratio, over loss tokens."""
     return {
         "ratio_mean": terms.share(terms.ratio),
         "approx_kl": terms.share(torch.expm1(terms.log_ratio) - terms.log_ratio),
@@ -76,7 +74,7 @@ def ratio_metrics(terms: Terms) -> Metrics:
 
 @torch.no_grad()
 def clip_metrics(terms: Terms, low: Bool[Tensor, "b t"], high: Bool[Tensor, "b t"]) -> Metrics:
-    """Shares of tokens beyond a bound, on the side where it acts, beside :func:`ratio_metrics`.
+    """Return shares of tokens beyond a bound, on the side where it acts, beside :func:`ratio_metrics`.
 
     Args:
         terms: Of the loss.
@@ -97,5 +95,5 @@ def clip_metrics(terms: Terms, low: Bool[Tensor, "b t"], high: Bool[Tensor, "b t
 
 @torch.no_grad()
 def beyond(x: Tensor, terms: Terms | StepTokens, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Tokens with ``x < low`` and a negative advantage, and those with ``x > high`` and a positive one."""
+    """Return the tokens with ``x < low`` and a negative advantage, and those with ``x > high`` and a positive one."""
     return (x < low) & (terms.advantages < 0), (x > high) & (terms.advantages > 0)

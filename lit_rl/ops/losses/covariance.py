@@ -103,7 +103,7 @@ def _whole_step(terms: Terms, step: StepTokens | None) -> StepTokens:
 
 @torch.no_grad()
 def _covariances(terms: Terms, step: StepTokens) -> tuple[Float[Tensor, "b t"], Float[Tensor, " n"]]:
-    """Of the tokens of this batch, and of all tokens of the step. NaN in a step without tokens."""
+    """Return covariances of the tokens of this batch, and of all tokens of the step. NaN in a step without tokens."""
     mean_advantage, mean_logprob = step.advantages.mean(), step.logprobs.mean()
     return (
         (terms.advantages - mean_advantage) * (terms.logprobs - mean_logprob),
@@ -120,7 +120,8 @@ def _count(share: float, values: Float[Tensor, " n"]) -> int:
 
 
 def _top_threshold(values: Float[Tensor, " n"], share: float) -> Tensor:
-    """Half-way between the last value of the top share and the next: log-probs of two passes differ by rounding."""
+    """Return the middle between the last value of the top share and the next: log-probs of two passes differ by
+    rounding."""
     count = _count(share, values)
     if values.numel() <= count:
         return values.new_tensor(-torch.inf)

@@ -133,7 +133,7 @@ def prime_rl_ipo_loss(
 
 @torch.no_grad()
 def _change(terms: Terms) -> Tensor:
-    """p - p_old."""
+    """Return ``p - p_old``."""
     return terms.logprobs.exp() - terms.old_logprobs.exp()
 
 

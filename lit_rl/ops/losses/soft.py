@@ -88,7 +88,7 @@ def vespo_loss(
 def _gamma_weights(
     terms: Terms, weights: Tensor | None, positive: Sequence[float], negative: Sequence[float]
 ) -> Float[Tensor, "b t"]:
-    """phi of the row at every token; it depends on the sign of the token's advantage. In logs throughout."""
+    """Return phi of the row at every token; it depends on the sign of the token's advantage. In logs throughout."""
     log_w = masked_sum(terms.log_ratio.clamp(min=-MAX_LOG_RATIO), terms.mask, dim=1)
     if weights is not None:
         log_u = weights.float().log().clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)

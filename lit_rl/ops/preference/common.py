@@ -14,7 +14,7 @@ def logistic(z: Float[Tensor, " b"], smoothing: float = 0.0) -> Float[Tensor, " 
 
 
 def check_smoothing(value: float, *, allow_zero: bool = True, allow_half: bool = True) -> None:
-    """The label smoothing is a probability that a label is wrong: above 1/2 the data would say the opposite.
+    """Check a label smoothing, the probability that a label is wrong: above 1/2 the data would say the opposite.
 
     Raises:
         ValueError: it is out of range.
@@ -36,7 +36,7 @@ def check_not_negative(name: str, value: float) -> None:
 
 
 def alpha_reward(mean: Float[Tensor, " b"], alpha: float) -> Float[Tensor, " b"]:
-    """AlphaPO's reward (2501.03884) ``(1 - p^-alpha) / alpha`` of ``p = exp(mean)``; the log-prob itself at 0.
+    """Return AlphaPO's reward (2501.03884) ``(1 - p^-alpha) / alpha`` of ``p = exp(mean)``; the log-prob itself at 0.
 
     From the log-prob, not from p: that is 0 in float32 from -104 on, and its negative power infinite.
     """

@@ -50,7 +50,7 @@ def generalized_jsd(
 
 
 class _Divergence(torch.autograd.Function):
-    """Keeps the logits as they came: the backward pass computes both distributions anew."""
+    """A function that keeps the logits as they are: the backward pass computes both distributions anew."""
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, beta: float, temperature: float) -> Tensor:
@@ -83,7 +83,7 @@ def _value(s: Tensor, t: Tensor, beta: float) -> Tensor:
 
 
 def _slope(s: Tensor, t: Tensor, beta: float) -> Tensor:
-    """By the student's logits over the temperature."""
+    """Return the derivative by the student's logits over the temperature."""
     if beta == 0:
         return s.exp() - t.exp()
     gap = s - (t if beta == 1 else _mixture(s, t, beta))

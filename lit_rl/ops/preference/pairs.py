@@ -18,7 +18,7 @@ Divergence = Callable[[Tensor], Tensor]
 
 
 class PolicyPairs:
-    """What a loss reads that knows no reference: log-probs of the policy, and lengths."""
+    """The pairs of a loss without a reference: log-probs of the policy, and lengths."""
 
     chosen: Float[Tensor, " b"]
     rejected: Float[Tensor, " b"]
@@ -37,7 +37,7 @@ class PolicyPairs:
 
 
 class RatioPairs(PolicyPairs):
-    """What a loss reads that takes log-probs and log ratios as they are: no divergence but the reverse KL fits it."""
+    """The pairs of a loss that reads log-probs and log ratios as they are: no divergence but the reverse KL fits it."""
 
     ref_chosen: Float[Tensor, " b"]
     ref_rejected: Float[Tensor, " b"]
@@ -55,7 +55,7 @@ class RatioPairs(PolicyPairs):
 
 @dataclass(frozen=True)
 class OfStep:
-    """Says of pairs that they have to be all those of an optimizer step, since the loss couples them."""
+    """A mark for pairs that have to be all those of an optimizer step, since the loss couples them."""
 
 
 StepPairs = Annotated[RatioPairs, OfStep()]
@@ -73,13 +73,13 @@ class Pairs(RatioPairs):
     """Log-prob of the chosen completion under the policy, with gradient."""
     rejected: Float[Tensor, " b"]
     ref_chosen: Float[Tensor, " b"]
-    """The same under the reference, without gradient. 0 where a method has no reference."""
+    """Log-prob of the chosen completion under the reference, without gradient. 0 where a method has no reference."""
     ref_rejected: Float[Tensor, " b"]
     chosen_tokens: Float[Tensor, " b"]
     """Number of tokens of the chosen completion."""
     rejected_tokens: Float[Tensor, " b"]
     divergence: Divergence = reverse_kl
-    """What turns a log ratio into a score."""
+    """The function from a log ratio to a score."""
     nll: Float[Tensor, " b"] | None = None
     """Minus the log-prob of ALL chosen tokens, none weighed down, with gradient. None: ``-chosen``."""
     nll_tokens: int | float | Float[Tensor, ""] | None = None
@@ -124,7 +124,8 @@ class Pairs(RatioPairs):
 def sums_of_pairs(
     logprobs: Float[Tensor, "n t"], mask: Bool[Tensor, "n t"], *, tail_weight: float = 1.0
 ) -> Float[Tensor, " n"]:
-    """Log-probs of completions, at least in float32; the longer one of a pair may count less beyond the shorter one.
+    """Sum log-probs of completions, at least in float32; the longer one of a pair may count less beyond the shorter
+    one.
 
     LD-DPO (2409.06411): with ``L = min(n_c, n_r)`` the tokens of both completions up to the L-th weigh 1 and
     those after it ``tail_weight``. The policy and the reference are summed alike.

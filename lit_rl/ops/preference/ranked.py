@@ -60,6 +60,6 @@ def aot_unpaired(pairs: StepPairs, beta: float, *, label_smoothing: float = 0.0)
 
 @torch.no_grad()
 def _ranks(x: Tensor) -> Tensor:
-    """Place of each value in ascending order; equal values stand in the order they came."""
+    """Return the place of each value in ascending order; equal values keep their order."""
     order = x.argsort(stable=True)
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(x), device=x.device))
