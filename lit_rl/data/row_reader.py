@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning.pytorch.utilities import rank_zero_info
-
 from lit_rl.data.formats import RowFunction, as_read
 from lit_rl.data.image_parts import KEYS_OF_IMAGES, RowImages
 from lit_rl.errors import DataError, did_you_mean
@@ -99,6 +97,10 @@ class RowReader:
 
     def say(self) -> None:
         """Tell the user, once, what was read in another form than it came."""
+        from lightning.pytorch.utilities import (
+            rank_zero_info,
+        )  # it loads torch
+
         for note, where in self._notes.items():
             if where is not None:
                 rank_zero_info(f"{where}: {note}.")

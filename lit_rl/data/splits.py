@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lit_rl.data.formats import row_function
 from lit_rl.data.hub import rows_of_object
-from lit_rl.data.image_prompts import Shown
 from lit_rl.data.jsonl import OnBadRow
 from lit_rl.data.message_forms import plain
 from lit_rl.data.source_columns import SourceColumns
 from lit_rl.data.sources import Rows, load_rows
+from lit_rl.episodes import Prompt
 from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
-from lit_rl.rollout import Prompt
+
+if TYPE_CHECKING:
+    from lit_rl.data.image_prompts import Shown
 
 Row = TypeVar("Row")
 

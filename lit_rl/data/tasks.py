@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.reasoning import COLUMN, Problem
+from lit_rl.reasoning import COLUMN as PROBLEM_COLUMN
+from lit_rl.reasoning import Problem
 
 
 @runtime_checkable
@@ -272,7 +273,7 @@ class ReasoningGym(HoldsOut):
         )
 
     def _row(self, problem: Problem, entry: dict[str, Any]) -> dict[str, Any]:
-        return {"prompt": self._prompt(entry["question"]), "answer": entry["answer"], COLUMN: problem.text}
+        return {"prompt": self._prompt(entry["question"]), "answer": entry["answer"], PROBLEM_COLUMN: problem.text}
 
     def _prompt(self, question: str) -> str | list[dict[str, str]]:
         return [{"role": "user", "content": f"{question}\n{self.instruction}" if self.instruction else question}]

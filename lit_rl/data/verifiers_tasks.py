@@ -9,7 +9,8 @@ from typing import Any
 
 from lit_rl.data.tasks import HoldsOut
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.tasksets import COLUMN, TaskSet, prompt_of, written
+from lit_rl.tasksets import COLUMN as TASKSET_COLUMN
+from lit_rl.tasksets import TaskSet, prompt_of, written
 
 
 class VerifiersTasks(HoldsOut):
@@ -81,6 +82,6 @@ class VerifiersTasks(HoldsOut):
         return rows[:wanted]
 
     def _row(self, task: Any) -> dict[str, Any]:
-        row = {"prompt": prompt_of(task), COLUMN: written(self.taskset, task).text}
+        row = {"prompt": prompt_of(task), TASKSET_COLUMN: written(self.taskset, task).text}
         answer = getattr(task.data, "answer", None)
         return row if answer is None else {**row, "answer": answer}

@@ -15,7 +15,9 @@ from typing import Any
 
 from lit_rl.data.templates import control_tokens
 
-START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
 
 _BORDER = re.compile(rf"(?={re.escape(START)})|(?<=<\|end\|>)(?={re.escape(CHANNEL)})")
 _NAME = re.compile(rf"{re.escape(CHANNEL)}\s*(?P<name>\w*)")

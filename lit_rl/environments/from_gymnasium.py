@@ -23,7 +23,9 @@ from lit_rl.process_state import process_kept
 
 _WORKER_MODULES = [
     "lit_rl.data.checks",
-    *(f"lit_rl.environments.{name}" for name in ("colours", "spaces", "text_game")),
+    "lit_rl.environments.colours",
+    "lit_rl.environments.spaces",
+    "lit_rl.environments.text_game",
 ]
 
 

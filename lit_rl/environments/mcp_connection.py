@@ -26,7 +26,8 @@ from lit_rl.rewards.execution.event_loops import BackgroundLoop
 
 if TYPE_CHECKING:
     from mcp import Client
-    from mcp.types import CallToolResult, Tool
+    from mcp.types import CallToolResult
+    from mcp.types import Tool as Listed
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class Server:
         self._place = place
         self._session: _Session | None = None
 
-    def tools(self) -> list[Tool]:
+    def tools(self) -> list[Listed]:
         """What it lists. Blocks this thread.
 
         Raises:
@@ -111,7 +112,7 @@ class Server:
 
     # ------------------------------------------------------------------ in the loop of the servers
 
-    async def _tools(self) -> list[Tool]:
+    async def _tools(self) -> list[Listed]:
         session = self._running()
         client, found, cursor = await session.client(), list[Any](), None
         try:

@@ -12,8 +12,9 @@ from lit_rl.data.image_prompts import Processor
 from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example import Example, Kind
 from lit_rl.data.offline.example_set import ExampleSet
+from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.packing import packed
-from lit_rl.data.offline.read import ExampleOptions, add_counts, read_examples
+from lit_rl.data.offline.read import add_counts, read_examples
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import hold_out, prompt_key
 from lit_rl.errors import ConfigError, DataError

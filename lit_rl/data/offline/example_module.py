@@ -18,7 +18,7 @@ from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.data.offline.loader import ExampleEvalLoader, ExampleLoader
-from lit_rl.data.offline.read import ExampleOptions
+from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.stream import Windows
 from lit_rl.data.offline.stream_loader import StreamLoader
 from lit_rl.data.order import RolloutOrder

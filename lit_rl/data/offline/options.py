@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rl.data.checks import one_of
+from lit_rl.data.formats import RowFunction
 from lit_rl.data.images import MAX_IMAGE_PIXELS, MOST_IMAGE_PIXELS
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.offline.encode import LEARN, Learn
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.packing import PACKING, Packing
 from lit_rl.data.offline.truncation import KEEP, OVERLONG, Keep, Overlong
-from lit_rl.data.prompt_set import RowFunction
 from lit_rl.data.templates import check_template_kwargs
 from lit_rl.errors import ConfigError, in_range
 

@@ -10,7 +10,7 @@ import lightning as L
 from lit_rl.data.corpus import list_counts
 from lit_rl.data.offline.corpus import ExampleCorpus, streamed_corpus
 from lit_rl.data.offline.encode import Encoder
-from lit_rl.data.offline.read import ExampleOptions
+from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.stream import Windows
 from lit_rl.data.sourced import SourcedDataModule
 from lit_rl.data.sources import Rows
