@@ -19,7 +19,7 @@ ROLES = {
     "system": "system",
     "developer": "developer",
 }
-"""What other programs call a role, and the role that it is."""
+"""Names of roles in other programs, and the role that each is."""
 
 _A_CALL = '"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]'
 

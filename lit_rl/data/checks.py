@@ -43,7 +43,7 @@ SEVERAL_PATHS = (
     "data.path takes one file, folder or hub id. Several are 'data.sources=[{path:A},{path:B}]', each with a weight, "
     "a rename or a map_row of its own where it needs one."
 )
-"""What is said where a list came."""
+"""The message where a list was given as a path."""
 
 
 def one_of(key: str, value: str, choices: Iterable[str]) -> None:
@@ -59,6 +59,6 @@ def one_of(key: str, value: str, choices: Iterable[str]) -> None:
 
 
 def excerpt(text: str, length: int = 80) -> str:
-    """The first characters of a text on one line, with what a terminal would obey written as escapes."""
+    """Return the first characters of a text on one line, control characters written as escapes."""
     head = text[:length]
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in head)

@@ -31,13 +31,14 @@ LONG = 30.0
 
 
 def is_data_set(given: Any) -> bool:
-    """Whether it is a data set of `datasets`, which nobody who has none imports."""
+    """Tell whether a value is a data set of `datasets`, without importing that library."""
     datasets = sys.modules.get("datasets")
     return datasets is not None and isinstance(given, datasets.Dataset | datasets.IterableDataset)
 
 
 def rows_of_object(key: str, given: Any) -> Any:
-    """All rows of a data set of `datasets`, of an `IterableDataset` by going through it once; anything else as it is.
+    """Return all rows of a data set of `datasets`, read in one pass where it is an `IterableDataset`; any other value
+    as it is.
 
     Args:
         key: What messages call it.
@@ -59,7 +60,7 @@ def rows_of_object(key: str, given: Any) -> Any:
 
 
 def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
-    """Its rows. Nobody can tell whether there is a last one, so the user is told how to cut it while it is read."""
+    """Return all rows of a stream. It may be endless, so the user is told while it is read how to cut it."""
     from lightning.pytorch.utilities import rank_zero_info  # loads torch, which the command line's first checks do not
 
     from lit_rl.long_waits import counted
@@ -77,12 +78,12 @@ def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
 
 
 def from_saved(path: Path, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
-    """All rows of what `open_saved` opens."""
+    """Return all rows of the data set that `open_saved` opens."""
     return [row_of_table(row) for row in open_saved(path, split=split, name=name).to_list()]
 
 
 def open_saved(path: Path, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:
-    """A folder as a data set: one written by `datasets.save_to_disk`, or one that holds data files.
+    """Open a folder as a data set: one written by `datasets.save_to_disk`, or one that holds data files.
 
     Args:
         path: The folder.
@@ -112,12 +113,12 @@ def open_saved(path: Path, *, split: str | None = None, name: str | None = None,
 
 
 def from_hub(path: str, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
-    """All rows of what `open_hub` opens."""
+    """Return all rows of the data set that `open_hub` opens."""
     return [row_of_table(row) for row in open_hub(path, split=split, name=name).to_list()]
 
 
 def open_hub(path: str, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:
-    """A data set on the hub, or its copy in the local cache.
+    """Open a data set of the hub, or its copy in the local cache.
 
     Args:
         path: Its id.
@@ -152,7 +153,7 @@ def open_hub(path: str, *, split: str | None = None, name: str | None = None, **
 
 
 def _the_split(data: Any, path: str, split: str | None) -> Any:
-    """A `Dataset`, or the one split of a `DatasetDict` that is meant."""
+    """Return a `Dataset`, or the requested split of a `DatasetDict`."""
     if not isinstance(data, dict):
         return data
     splits = list(data)

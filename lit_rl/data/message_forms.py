@@ -15,10 +15,10 @@ MESSAGES = ("prompt", "messages", "completion", "chosen", "rejected")
 """Columns that may hold messages."""
 
 SHAREGPT = "conversations"
-"""What ShareGPT, and what was made for its readers, calls the column of messages."""
+"""The column of messages in ShareGPT and in data sets of that form."""
 
 _CALL = "function_call"
-"""Of whom a message of ShareGPT is whose value is the JSON text of a call, or of a list of calls."""
+"""The speaker, in ShareGPT, of a message whose value is the JSON text of a call or of a list of calls."""
 
 _BEGINS = re.compile(r"""\s*"?\s*\[?\s*"?\{\s*\\?["']\w+\\?["']\s*:""")
 """A text that may be an object, or a list of objects."""
@@ -28,11 +28,12 @@ _BEGINS_A_LIST = re.compile(r"""\s*"?\s*\[""")
 _NAMES_A_ROLE = re.compile(r"""["'](role|from)\\?["']\s*:""")
 
 _ROWS_OF_NUMPY = re.compile(r"\}\s*\n\s*\{")
-"""Where numpy's `str` of an array of dicts has no comma; a line break cannot stand inside a string of one line."""
+"""The place where numpy's `str` of an array of dicts lacks a comma; a line break cannot stand inside a string of one
+line."""
 
 
 def in_our_form(row: Mapping[str, Any], where: str, *keys: str) -> tuple[dict[str, Any], list[str]]:
-    """The row with its messages as lists of role and content, and a sentence for each form that was another.
+    """Return the row with its messages as lists of role and content, and a sentence for each form that was converted.
 
     A cell that holds the text of a list of messages, as JSON or as Python writes it, becomes the list; a single message
     becomes a list of one; `from` and `value` become role and content. The column `conversations` becomes `messages`, or
@@ -65,7 +66,8 @@ def in_our_form(row: Mapping[str, Any], where: str, *keys: str) -> tuple[dict[st
 
 
 def read_tools(value: Any, where: str) -> list[Any] | None:
-    """The schemas of tools: a list of them, or its text (JSON, or as Python writes it). None where there are none.
+    """Return the schemas of tools, given as a list or as its text (JSON or a Python literal); None where there are
+    none.
 
     Keys that hold None are left out, at every depth: tables fill the absent keys of a struct with it.
 
@@ -86,7 +88,7 @@ def read_tools(value: Any, where: str) -> list[Any] | None:
 
 
 def told_of(tools: Any) -> dict[str, Any]:
-    """The argument of a chat template that tells of a row's tools; empty where its column holds no schemas."""
+    """Return the chat template's argument for a row's tools; empty where its column holds no schemas."""
     schemas = isinstance(tools, list) and tools and all(isinstance(tool, Mapping) for tool in tools)
     return {"tools": tools} if schemas else {}
 
@@ -98,14 +100,14 @@ def literal(text: str) -> Any:
 
 
 def list_of(value: Any) -> Any:
-    """The list that a text writes out; anything else as it is."""
+    """Return the list that a text writes out; any other value as it is."""
     found = literal(value) if isinstance(value, str) else value
     return found if isinstance(found, list) else value
 
 
 def plain(value: Any) -> Any:
-    """A copy of the containers of a value, with arrays of one dimension as lists and scalars of numpy and torch as
-    Python's: a table of pandas gives such. Images and other objects are themselves."""
+    """Copy the containers of a value, with one-dimensional arrays as lists and scalars of numpy and torch as Python's
+    (tables of pandas hold such). Images and other objects are not copied."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -171,7 +173,7 @@ def _renamed(message: Mapping[str, Any], where: str) -> Any:
 
 
 def _with_system(messages: list[Any], row: dict[str, Any]) -> list[Any]:
-    """The messages behind the row's `system` text, which is taken out of the row; as they are where there is none."""
+    """Return the messages with the row's `system` text in front, taken out of the row; unchanged where there is none."""
     text = row.get("system")
     if not isinstance(text, str) or not messages or messages[0].get("role") in ("system", "developer"):
         return messages

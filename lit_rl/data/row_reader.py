@@ -89,7 +89,7 @@ class RowReader:
         self._notes.setdefault(what, where)
 
     def check_renamed(self) -> None:
-        """Raises DataError where `rename` names a column that no row has."""
+        """Raise DataError where `rename` names a column that no row has."""
         for old in self._rename:
             if old not in self._columns:
                 found, hint = ", ".join(self._columns), did_you_mean(old, self._columns)

@@ -44,7 +44,7 @@ class SourceColumns:
         return self.map_row is not None or bool(self.rename) or self.columns is not None
 
     def __call__(self, row: dict[str, Any], where: str) -> dict[str, Any]:
-        """The row with these columns.
+        """Return the row with these columns.
 
         Raises:
             DataError: the function raised or returned no dict, or two columns would have one name.
@@ -53,11 +53,11 @@ class SourceColumns:
         return row if self.columns is None else {name: row[name] for name in self.columns if name in row}
 
     def of(self, rows: Rows) -> Rows:
-        """All rows of a source with these columns, each changed when it is asked for."""
+        """Return all rows of a source with these columns, each changed when it is read."""
         return _ChangedRows(rows, self) if self else rows
 
     def check(self, rows: Rows) -> None:
-        """Raises DataError where a column is named that none of the first rows has."""
+        """Raise DataError where a column is named that none of the first rows has."""
         before: dict[str, None] = {}
         for i in range(min(LOOKED_AT, len(rows))):
             try:

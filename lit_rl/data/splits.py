@@ -28,7 +28,7 @@ _ROWS_OF = {
     "dict": " Make rows of columns: datasets.Dataset.from_dict(columns).",
     "DataFrame": ' Make rows of the table: table.to_dict("records").',
 }
-"""What makes rows of other objects."""
+"""Conversions of other objects to rows, for messages."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Source:
     name: str | None = None
     weight: float = 1.0
     own: SourceColumns = field(default_factory=partial(SourceColumns, "data.path"))
-    """What it alone makes of its rows."""
+    """Its own mapping and columns."""
 
     def load(self, on_bad_row: OnBadRow) -> Rows:
         rows = load_rows(self.path, split=self.split, name=self.name, on_bad_row=on_bad_row)
@@ -97,7 +97,7 @@ def _own(key: str, given: dict[str, Any]) -> SourceColumns:
 def val_sources(
     source: Source | None, val_path: str | Mapping[str, str] | None, val_split: str | Mapping[str, str] | None
 ) -> dict[str, Source]:
-    """The validation sets that `val_path` and `val_split` name; the name of a single one is empty.
+    """Return the validation sets that `val_path` and `val_split` name; the name of a single one is empty.
 
     Args:
         source: What `data.path` names, where it came: a `val_split` without a `val_path` is a split of it.
@@ -156,19 +156,19 @@ def hold_out(
 
 
 def count_overlap(train: Iterable[str], val: Iterable[str]) -> int:
-    """How many of the keys of validation rows a training row has."""
+    """Return the number of validation keys that a training row has too."""
     seen = set(train)
     return sum(key in seen for key in val)
 
 
 def prompt_key(prompt: Prompt, shown: Shown | None = None) -> str:
-    """A text that is equal for equal prompts which show equal images."""
+    """Return a text that is equal for equal prompts which show equal images."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
     return text if shown is None else " ".join([text, *(image.digest for image in shown.visuals)])
 
 
 def no_text(key: str, rows: Any) -> None:
-    """Raises DataError where rows that were handed over in Python are a path or another text."""
+    """Raise DataError where rows that were given in Python are a path or another text."""
     if isinstance(rows, str | Path):
         text = str(rows)
         raise DataError(
@@ -177,7 +177,7 @@ def no_text(key: str, rows: Any) -> None:
 
 
 def named_rows(key: str, rows: Any) -> Rows:
-    """Rows that were handed over in Python, a list or a data set of `datasets`, checked.
+    """Return rows that were given in Python, a list or a data set of `datasets`, checked.
 
     Raises:
         DataError: not a list of dicts, or an empty one.

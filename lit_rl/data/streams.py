@@ -27,7 +27,7 @@ class Mark(NamedTuple):
     """A place in a source that is read again and again."""
 
     passes: int = 0
-    """How many times all of it was read."""
+    """Number of complete passes over the source."""
     rows: int = 0
     """Rows that were taken since, bad ones included."""
 
@@ -58,7 +58,7 @@ class RowStream:
         self._rows: Iterator[RawRow] | None = None
 
     def take(self, mark: Mark, count: int) -> tuple[Rows, Mark]:
-        """The next `count` rows after a place, and the place after them.
+        """Return the next `count` rows after a position, and the position after them.
 
         Going on where the last call ended reads on; from any other place the source is opened again.
 
@@ -94,7 +94,7 @@ class RowStream:
 
 
 def _opened(source: Any) -> tuple[str, Reader, bool]:
-    """What messages call a source, how it is read, and whether its rows have lines."""
+    """Return the name of a source for messages, its reader, and whether its rows have line numbers."""
     if not isinstance(source, Source):
         return "data.rows", partial(_rows_of_data, source, "data.rows"), False
     path, split, name = source.path, source.split, source.name
@@ -128,7 +128,7 @@ def _file_reader(path: Path, suffix: str) -> Reader:
 
 
 def _rows_of_data(data: Any, name: str, skip: int) -> Iterator[RawRow]:
-    """Rows of a data set of `datasets`, mapped into memory or streamed."""
+    """Yield rows of a data set of `datasets`, mapped into memory or streamed."""
     import datasets
 
     if isinstance(data, datasets.Dataset):

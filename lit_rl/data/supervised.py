@@ -111,7 +111,7 @@ class SupervisedText:
         return token_batch(texts, encoder.tokenizer.pad_token_id)
 
     def _drawn(self, index: int, seed: int) -> list[int]:
-        """Row indices of a step: one permutation of all rows after another."""
+        """Return the row indices of a step: one permutation of all rows after another."""
         size, start = len(self.rows), index * self.batch_size
         stop = start + self.batch_size
         cycles = range(start // size, (stop - 1) // size + 1)
@@ -132,7 +132,7 @@ class SupervisedText:
         return Encoded(whole.ids[kept], whole.learned[kept], min(whole.prompt_tokens, self.max_tokens))
 
     def _parts(self, rows: Rows, index: int) -> tuple[Prompt | None, str]:
-        """Prompt and text of a row."""
+        """Return prompt and text of a row."""
         row, where = rows[index], rows.where(index)
         if self.text_key not in row:
             raise DataError(

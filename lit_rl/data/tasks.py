@@ -21,11 +21,11 @@ class Task(Protocol):
     """Anything that makes its own rows."""
 
     def train(self) -> list[dict[str, Any]]:
-        """The training rows, in the same order at every call."""
+        """Return the training rows, in the same order at every call."""
         ...
 
     def val(self) -> list[dict[str, Any]]:
-        """The held-out rows; no prompt of theirs is in `train()`."""
+        """Return the held-out rows; no prompt of theirs is in `train()`."""
         ...
 
 
@@ -35,11 +35,11 @@ class HoldsOut(ABC):
     val_rows: int
 
     def train(self) -> list[dict[str, Any]]:
-        """The rows that are not held out."""
+        """Return the rows that are not held out."""
         return self._rows()[self.val_rows :]
 
     def val(self) -> list[dict[str, Any]]:
-        """The `val_rows` held-out rows."""
+        """Return the `val_rows` held-out rows."""
         return self._rows()[: self.val_rows]
 
     @abstractmethod
@@ -130,7 +130,7 @@ class AdditionSteps(Addition):
 
 
 class Largest(HoldsOut):
-    """Which of a few numbers is the largest, as one message of a chat, for models that follow instructions:
+    """The largest of a few numbers, asked for as one message of a chat, for models that follow instructions:
 
     `{"prompt": [{"role": "user", "content": "Which is the largest number: 7, 64, 12, 31? Reply with just the
     number."}], "answer": "64"}`
@@ -215,11 +215,11 @@ class Repeated:
         self.prompt, self.train_rows, self.val_rows = prompt, train_rows, val_rows
 
     def train(self) -> list[dict[str, Any]]:
-        """The rows to learn from."""
+        """Return the rows to learn from."""
         return [{"prompt": self.prompt}] * self.train_rows
 
     def val(self) -> list[dict[str, Any]]:
-        """The rows to validate on."""
+        """Return the rows to validate on."""
         return [{"prompt": self.prompt}] * self.val_rows
 
 

@@ -68,7 +68,7 @@ def encode_prompt(
     control: Sequence[str] | None = None,
     left_out: LeftOut | None = None,
 ) -> list[int]:
-    """Token ids of a prompt.
+    """Return the token ids of a prompt.
 
     A text gets the special tokens that the tokenizer adds by itself, without an EOS at the end, and without a second
     BOS where the text already begins with one. Messages are rendered by the chat template up to the assistant's turn,
@@ -168,7 +168,7 @@ def refuse_control_tokens(
     tokenizer: PreTrainedTokenizerBase,
     tools: Any = None,
 ) -> None:
-    """Text that stands for a control token would become that token, and so could close a turn or open another role.
+    """Refuse text that spells a control token: it would become that token, and could close a turn or open another role.
 
     It is looked for in all that the chat template could write: every text, at every depth, of the keys of a message
     that the template names, and of the schemas of tools.
@@ -219,7 +219,8 @@ def say_unknown_end(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any
 
 
 def end_marks(tokenizer: PreTrainedTokenizerBase, end: str) -> set[int]:
-    """The tokens that a template could end a turn with: control tokens, and others that stand for no text in `end`."""
+    """Return the tokens that a template could end a turn with: control tokens, and others that stand for no text in
+    `end`."""
     added = tokenizer.added_tokens_decoder.items()
     return {number for number, token in added if token.special or token.content in end}
 
@@ -231,6 +232,6 @@ def unknown_end(tokenizer: PreTrainedTokenizerBase, mark: int) -> str:
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of every special token of the tokenizer."""
+    """Return the text of every special token of the tokenizer."""
     added = (str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special)
     return sorted({*added, *map(str, tokenizer.all_special_tokens)})

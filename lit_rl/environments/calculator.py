@@ -13,7 +13,7 @@ TOLD = (
     "To multiply two numbers, write multiply(a, b) and nothing else, and you will be told the product. "
     "Then reply with just that number."
 )
-"""How a policy is told of the tool where its chat template does not."""
+"""Instructions for calling the tool, for policies whose chat template does not render tools."""
 
 
 def mul(a: int, b: int) -> str:
@@ -59,11 +59,11 @@ class Products:
         self.max_operand, self.val_rows, self.seed = max_operand, val_rows, seed
 
     def train(self) -> list[dict[str, Any]]:
-        """The products that are not held out."""
+        """Return the products that are not held out."""
         return [self._problem(*pair) for pair in self._pairs()[self.val_rows :]]
 
     def val(self) -> list[dict[str, Any]]:
-        """The `val_rows` held-out products."""
+        """Return the `val_rows` held-out products."""
         return [self._problem(*pair) for pair in self._pairs()[: self.val_rows]]
 
     def _problem(self, a: int, b: int) -> dict[str, Any]:
@@ -112,11 +112,11 @@ class QuestionDemonstrations(ProductQuestions):
     """
 
     def train(self) -> list[dict[str, Any]]:
-        """Two rows for each product that is not held out."""
+        """Return two rows for each product that is not held out."""
         return [row for pair in self._pairs()[self.val_rows :] for row in self._turns(*pair)]
 
     def val(self) -> list[dict[str, Any]]:
-        """None: `env=tools` asks the questions themselves."""
+        """Return no rows: `env=tools` asks the questions themselves."""
         return []
 
     def _turns(self, a: int, b: int) -> list[dict[str, Any]]:
@@ -157,12 +157,12 @@ class CalculatorDemonstrations(Products):
         self.wrong, self.end = wrong, end
 
     def train(self) -> list[dict[str, Any]]:
-        """Two rows for each product that is not held out."""
+        """Return two rows for each product that is not held out."""
         draw = random.Random(f"{self.seed} wrong operands")
         return [row for a, b in self._pairs()[self.val_rows :] for row in self._turns(a, b, draw)]
 
     def val(self) -> list[dict[str, Any]]:
-        """None: `env=` asks for the products themselves."""
+        """Return no rows: `env=` asks for the products themselves."""
         return []
 
     def _turns(self, a: int, b: int, draw: random.Random) -> list[dict[str, Any]]:

@@ -40,12 +40,12 @@ _ODD, _LARGEST_SEED = 0x9E3779B1, (1 << 32) - 1
 
 @dataclass(frozen=True)
 class Reading:
-    """How tokens of the policy become text, and texts that answer it become tokens."""
+    """A codec between tokens of the policy and text, and between replies and tokens."""
 
     text: Callable[[Sequence[int]], str]
     """Without special tokens, and without what is thought apart."""
     thought: Callable[[Sequence[int]], str]
-    """What is thought apart."""
+    """Decode only the thoughts that stand apart."""
     written: Callable[[Sequence[int]], str]
     """With them."""
     shortened: Callable[[str, int], str]
@@ -70,12 +70,12 @@ class Row:
     """Made by its reset."""
     prompt: Prompt = ""
     started: float | None = None
-    """When its first turn was over. A row may have to wait for its place before that."""
+    """Time at which its first turn was over. A row may have to wait for its place before that."""
     messages: list[Message] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
     reward: float | None = None
     tokens: int = 0
-    """Of the policy and of its answers."""
+    """Tokens of the policy and of replies."""
     observed: int = 0
     calls: int = 0
     failed_calls: int = 0
@@ -94,7 +94,7 @@ class Row:
         return self.end in ("failed", "timeout")
 
     def episode(self) -> Episode:
-        """As it went."""
+        """Return the finished episode."""
         given = [reward for reward in self.turn_rewards if reward is not None]
         return Episode(
             prompt=self.prompt,
@@ -114,7 +114,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Failed:
-    """What an environment gave in the place of a value."""
+    """A failure of an environment, in the place of its result."""
 
     end: End
     error: str
@@ -159,7 +159,7 @@ class Conversations(Responder):
 
     @property
     def chat_frames(self) -> list[ChatFrames]:
-        """What renders the answers of each row; empty where prompts are plain text."""
+        """Frames that render the replies to each row; empty where prompts are plain text."""
         return [row.frames for row in self._rows if isinstance(row.frames, ChatFrames)]
 
     # ------------------------------------------------------------------ before and after
@@ -170,7 +170,7 @@ class Conversations(Responder):
         return [self._sound(row, opening) for row, opening in zip(self._rows, openings)]
 
     def episodes(self) -> tuple[Episode, ...]:
-        """Every row's episode, with the reward that its environment gives it. When all are over."""
+        """Return every row's episode with its environment's reward, once all are over."""
         rows = [row for row in self._rows if not row.failed and row.environment is not None]
         rewards = self._each(rows, _Place.REWARD, lambda row: row.made.reward())
         for row, reward in zip(rows, rewards):
@@ -189,7 +189,7 @@ class Conversations(Responder):
         self._each(rows, _Place.CLOSE, lambda row: row.made.close())
 
     def _sound(self, row: Row, given: Any) -> Any:
-        """What was given; None where it failed, and then the row has."""
+        """Return a result, or record a failure in the row and return None."""
         if isinstance(given, _Failed):
             row.end, row.error = given.end, given.error
             return None
@@ -240,8 +240,8 @@ class Conversations(Responder):
         begun.future.add_done_callback(lambda done: self._arrived.put((said, now, begun)))
 
     def _wait(self) -> None:
-        """For one more answer. What keeps its thread from telling the time is given up when its time is over, with
-        those that wait in the same thread; those that had not begun are asked anew."""
+        """Wait for one more reply. A call that blocks its thread is abandoned after its time limit, with those running
+        in the same thread; calls that had not begun are submitted again."""
         assert self._asked, "nobody was asked"
         limit = self._factory.step_timeout + GRACE
         try:
@@ -306,7 +306,7 @@ class Conversations(Responder):
         return Heard(said.row, ids, room, seen=seen)
 
     def _encoded(self, row: Row, messages: Sequence[Message], *, closed: bool) -> tuple[list[int], tuple[Later, ...]]:
-        """The tokens of an answer, and the images in it."""
+        """Return the tokens of a reply, and the images in it."""
         if not any(isinstance(message["content"], list) for message in messages):
             return row.frames.encode(messages, closed=closed), ()
         try:
@@ -342,7 +342,7 @@ class Conversations(Responder):
             self.waited += time.perf_counter() - begun
 
     def _each(self, rows: Sequence[Row], place: int, ask: Callable[[Row], Coroutine[Any, Any, Any]]) -> list[Any]:
-        """What each row's environment gives, or how it failed."""
+        """Return each row's result of a call, or its failure."""
         with self._time_waited():
             return self._each_given(rows, place, ask)
 
@@ -365,7 +365,7 @@ class Conversations(Responder):
         return [self._result(each, row) for each, row in zip(begun, rows)]
 
     def _is_blocked(self, limit: float) -> bool:
-        """Whether something keeps the thread from telling the time: no worker can."""
+        """Tell whether a call blocks the event loop's thread; calls in workers cannot."""
         return self._factory.pool is None and self._runner.blocked(limit)
 
     def _task(self, ask: Callable[[], Coroutine[Any, Any, Any]], row: Row, place: int) -> Task:
@@ -403,7 +403,7 @@ class Conversations(Responder):
             return _Failed("failed", kind)
 
     def _end_of(self, row: Row) -> float:
-        """When a row's episode has to be over: its own time, and that of the rollout."""
+        """Return the time at which a row's episode has to be over, by its own limit and the rollout's."""
         whole = self._factory.episode_timeout
         return self._ends if whole is None or row.started is None else min(self._ends, row.started + whole)
 
@@ -425,7 +425,7 @@ class _TooMuch(Exception):
 
 
 class _Place:
-    """What an environment draws in each of these is drawn from a seed of its own."""
+    """Offsets of the seeds, so that each call of an environment draws from a seed of its own."""
 
     RESET, TURN, REWARD, CLOSE = 0, 1, 1 << 20, (1 << 20) + 1
 

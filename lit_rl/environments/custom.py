@@ -17,7 +17,7 @@ from lit_rl.environments.with_tools import ObjectWithTools
 from lit_rl.errors import ConfigError, did_you_mean
 
 COLUMN = "environment"
-"""Of the data, where there are several classes: which one a row is for."""
+"""The column of the data that names a row's environment class, where there are several."""
 
 Made = str | Callable[[], Any]
 """A class, a function that makes an object, or the path of one."""

@@ -25,14 +25,14 @@ class GameDemonstrations(ABC):
         self.games, self.turns, self.end, self.seed = games, turns, end, seed
 
     def train(self) -> list[dict[str, Any]]:
-        """A row for each turn of each game."""
+        """Return a row for each turn of each game."""
         draw = random.Random(self.seed)
         return [row for _ in range(self.games) for row in self._game(draw)]
 
     def val(self) -> list[dict[str, Any]]:
-        """None: `env=` plays the game itself."""
+        """Return no rows: `env=` plays the game itself."""
         return []
 
     @abstractmethod
     def _game(self, draw: random.Random) -> list[dict[str, Any]]:
-        """The rows of one game: ``prompt``, all that was said before the turn, and ``completion``."""
+        """Return the rows of one game: ``prompt``, the text before the turn, and ``completion``."""

@@ -1,4 +1,4 @@
-"""What `env=` is: how environments are made for the rows of a rollout, and the limits that they run under."""
+"""Factories of environments: the base of every `env=`, with the limits of its episodes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class EnvironmentKind(ABC):
     """One kind of environment: what is the same in all its episodes."""
 
     toolbox: Toolbox | None = None
-    """What the chat template tells the policy of; None: it calls no tools."""
+    """Tools that the chat template renders; None: the environment has no tools."""
     is_async: bool = False
-    """Whether something in it is awaited: then its episodes go on at the same time."""
+    """Whether any of its calls is awaited: then its episodes run at the same time."""
     opens: bool = False
-    """Whether it may begin an episode with something that the policy reads."""
+    """Whether an episode may begin with an observation."""
     gives_reward: bool = False
     """Whether its episodes have a reward of their own."""
     has_state: bool = True
-    """Whether an answer depends on what was said before it, so that one that is lost has to be told all of it again."""
+    """Whether a reply depends on earlier turns, so that an environment made again has to replay them all."""
 
     @property
     def answers_as(self) -> Kind:
@@ -37,7 +37,7 @@ class EnvironmentKind(ABC):
 
     @abstractmethod
     def make(self, parser: Parser | None) -> Environment:
-        """A new environment, for one episode. A kind with tools is given what reads their calls."""
+        """Return a new environment for one episode. A kind with tools gets the parser of their calls."""
 
     def check_columns(self, columns: Sequence[str]) -> None:  # noqa: B027 (optional)
         """Refuse data whose rows it could not begin with.
@@ -135,7 +135,7 @@ class EnvironmentFactory(Interactive, ABC):
         """Every kind by its name."""
 
     def kind_of(self, row: Mapping[str, Any]) -> str:
-        """Which kind a row of the data is for.
+        """Return the name of the kind that a row of the data is for.
 
         Raises:
             ConfigError: it names none of them.
@@ -144,7 +144,7 @@ class EnvironmentFactory(Interactive, ABC):
 
     @property
     def is_async(self) -> bool:
-        """Whether episodes go on at the same time."""
+        """Whether episodes run at the same time."""
         return self.pool is not None or any(kind.is_async for kind in self.kinds.values())
 
     @property

@@ -90,7 +90,7 @@ class GymnasiumEnvironment(EnvironmentFactory):
         return self._kinds
 
     def made(self) -> TextGame:
-        """A new environment. To be closed."""
+        """Return a new environment. The caller closes it."""
         return TextGame(_gymnasium().make(self._name, **self._options), self.actions, self._show)
 
     def _check_begins(self, made: Any) -> None:
@@ -122,7 +122,7 @@ def _function(function: str | Callable[..., Any] | None, key: str) -> Callable[.
 
 
 def _place(function: str | Callable[..., Any] | None, key: str) -> Place | None:
-    """Where a worker finds a function."""
+    """Return the path by which a worker finds a function."""
     if function is None:
         return None
     _, target = target_of(function, key)
@@ -139,7 +139,7 @@ def _gymnasium() -> ModuleType:
 
 @contextlib.contextmanager
 def _looked_at(id: str, options: Mapping[str, Any]) -> Iterator[Any]:
-    """One environment, closed afterwards."""
+    """Yield one environment, closed afterwards."""
     gymnasium = _gymnasium()
     try:
         made = gymnasium.make(id, **options)
@@ -165,7 +165,7 @@ def _looked_at(id: str, options: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _newest(registry: Mapping[str, Any]) -> list[str]:
-    """The ids, of each name the highest version."""
+    """Return the ids of the highest version of each name."""
     newest: dict[tuple[Any, str], Any] = {}
     for spec in registry.values():
         newest[spec.namespace, spec.name] = max(

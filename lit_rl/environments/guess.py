@@ -22,7 +22,7 @@ class GuessNumber:
         self.number = random.Random(seed).randint(0, highest)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, int]]:
-        """Gymnasium's five: observation, reward, terminated, truncated, info."""
+        """Return gymnasium's five values: observation, reward, terminated, truncated, info."""
         guess = int(action) if re.fullmatch(r"\d{1,3}", action) else None
         right = guess == self.number
         hint = "?=" if guess is None else ">=" if guess < self.number else "<="

@@ -45,7 +45,7 @@ class _Ready:
     frames: Frames
     parser: Parser | None
     template_kwargs: dict[str, Any]
-    """What its prompts are rendered with: its tools among them."""
+    """Arguments that its prompts are rendered with: its tools among them."""
 
 
 class Interaction(EpisodeSource):
@@ -83,7 +83,7 @@ class Interaction(EpisodeSource):
         self._chat, self._template_kwargs = chat, dict(template_kwargs)
         self._ready = {name: self._made_ready(kind, {}) for name, kind in factory.kinds.items()}
         self._ready_of_rows: dict[tuple[str, str], _Ready] = {}
-        """Of the latest rows with arguments of the chat template of their own, by the kind and these."""
+        """Prepared kinds of the latest rows with chat template arguments of their own, by the kind and these."""
         self._tools_of_rows = 0
         """Tokens of the longest tools that such a row was told of."""
         self._reading = Reading(
@@ -109,18 +109,18 @@ class Interaction(EpisodeSource):
             self.journal.saved(rollout)
 
     def forget(self) -> None:
-        """What the journal holds of the rollout at hand is asked for anew when the run goes on."""
+        """Forget the journal of the current rollout: its replies are requested again when the run goes on."""
         if self.journal is not None:
             self.journal.forget()
 
     @property
     def max_image_pixels(self) -> int | None:
-        """Of an image that a tool or an environment returns, at most; None: the policy reads text."""
+        """Largest image that a tool or an environment may return, in pixels; None: the policy reads text."""
         return self._reading.max_image_pixels
 
     @property
     def parsers(self) -> dict[str, Parser | None]:
-        """What reads calls of tools, by the kind of environment; None where there are none."""
+        """Parsers of tool calls, by the kind of environment; None where it has no tools."""
         return {name: ready.parser for name, ready in self._ready.items()}
 
     # ------------------------------------------------------------------ lengths

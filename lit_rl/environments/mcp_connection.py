@@ -46,23 +46,23 @@ class Lost(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a server is: a process to start, which is spoken to by its stdin and stdout, or an address."""
+    """The address of a server: a process to start, with stdin and stdout as transport, or a URL."""
 
     name: str
-    """For messages."""
+    """Name of the server, for messages."""
     command: Sequence[str]
     """The words of a process; none where there is an address."""
     env: Mapping[str, str]
     """Variables that the process gets, beside HOME, USER, LOGNAME, SHELL, TERM, and PATH: this one begins with the
     folder of the Python that runs, so that `python` is the same."""
     url: str | None
-    """Of a server that speaks streamable HTTP."""
+    """URL of a server that speaks streamable HTTP."""
     seconds: float
     """A start may take."""
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of the process."""
+        """The environment variables of the process."""
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
         return {"PATH": path, **self.env}
 
@@ -91,7 +91,7 @@ class Server:
         self._session: _Session | None = None
 
     def tools(self) -> list[Listed]:
-        """What it lists. Blocks this thread.
+        """Return the tools that the server lists. Blocks this thread.
 
         Raises:
             BackendError: it does not start, or does not answer; with its last lines.
@@ -102,7 +102,7 @@ class Server:
             raise BackendError(str(error)) from error
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> CallToolResult:
-        """What a tool gives. Awaited in any event loop.
+        """Call a tool and return its result. Awaited in any event loop.
 
         Raises:
             Lost: the server ended meanwhile, or could not be started again.
@@ -145,7 +145,7 @@ class Server:
             ) from error
 
     def _running(self) -> _Session:
-        """The server as it runs, or as it is about to."""
+        """Return the running session, started where there is none."""
         if self._session is None or self._session.is_over:
             if self._session is not None:
                 self._session.end_soon()
@@ -179,11 +179,11 @@ class _Session:
 
     @property
     def last_lines(self) -> str:
-        """Of its stderr, when it has ended."""
+        """The last lines of its stderr, when it has ended."""
         return "" if self._said is None else f"\nThe last lines of its stderr:{self._said}"
 
     async def client(self) -> Client:
-        """What speaks to it, when it has started.
+        """Return the client of the session, once it has started.
 
         Raises:
             Lost: it could not be started.
@@ -222,7 +222,7 @@ class _Session:
             self._client.exception()  # nobody may have waited for it
 
     def _transport(self) -> Any:
-        """What a client is made of."""
+        """Return the transport for a client."""
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 
@@ -233,7 +233,7 @@ class _Session:
         return stdio_client(process, errlog=self._said.file)
 
     def _heard_alone(self) -> None:
-        """Only the process can write its stderr from now on, so that the end of it is the end of the process."""
+        """Close our end of its stderr, so that the end of the stream is the end of the process."""
         if self._said is not None:
             self._said.file.close()
 
@@ -243,7 +243,7 @@ class _Session:
 
 
 _SESSIONS: set[_Session] = set()
-"""Those that run."""
+"""Sessions that are running."""
 
 
 @atexit.register
@@ -280,7 +280,7 @@ class _LastLines:
 
 
 def _told(error: BaseException) -> str:
-    """What went wrong, in words: task groups wrap errors into groups of them."""
+    """Return an error in words: task groups wrap errors into groups of them."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):

@@ -117,7 +117,7 @@ class _Asked:
         self._server = Server(place)
 
     def tools(self) -> list[_ServerTool]:
-        """Of the server; of these those that were chosen, in the order of the server.
+        """Return the chosen tools of the server, in the order of the server.
 
         Raises:
             BackendError: it does not start.
@@ -183,14 +183,14 @@ class _ServerTool(Tool):
 
 
 def _text(result: CallToolResult) -> str:
-    """What a tool gave, as the policy reads it: texts one under the other, and all else in words."""
+    """Return a tool's result as the policy reads it: texts one under the other, and all else described in words."""
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(map(_part, result.content))
 
 
 def _seen(content: Any) -> dict[str, Any]:
-    """A part of what a tool gave to a policy that sees."""
+    """Return a part of a tool's result for a policy over images."""
     if content.type != "image":
         return {"type": "text", "text": _part(content)}
     return {"type": "image", "image": base64.b64decode(content.data)}
@@ -245,12 +245,12 @@ def _check(key: str, described: Any) -> None:
 
 
 def _are_words(values: Any) -> bool:
-    """Texts, or numbers as YAML reads them."""
+    """Tell whether a value is a list of words: texts, or numbers as YAML reads them."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         return False
     return all(isinstance(each, (str, int, float)) and not isinstance(each, bool) for each in values)
 
 
 def _list(value: Any) -> Any:
-    """For a message, without the class of the config's lists."""
+    """Return a value for a message, without the class of the config's lists."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -84,7 +84,7 @@ class DeepSeekV3Parser(ScanningParser):
 
 
 def named_call(name: str, arguments: str, text: str) -> Call:
-    """A call of a name with arguments that are JSON.
+    """Return a call of a name with arguments that are JSON.
 
     Args:
         name: Of the tool.

@@ -54,7 +54,7 @@ _TOLD = {
     "<|python_tag|>": "llama3",
     "'\"parameters\": '": "llama3",
 }
-"""What a chat template says of calls of this form in its source, where it does not render them itself."""
+"""Marks in the source of a chat template that describes calls of a form, where it does not render them itself."""
 
 _AS_IT_IS: Mapping[str, Any] = MappingProxyType({})
 """A chat template without arguments."""
@@ -78,7 +78,7 @@ _PROBE_SCHEMA = {
 
 
 def check_parser(name: str, pattern: str | None, prefix: str = "") -> None:
-    """Whether there is such a parser, and whether it reads a pattern where one is given.
+    """Check that there is such a parser, and that it reads a pattern where one is given.
 
     Args:
         name: One of `PARSERS`, or ``auto``.
@@ -103,7 +103,7 @@ def parser_for(
     pattern: str | None,
     template_kwargs: Mapping[str, Any] | None = _AS_IT_IS,
 ) -> Parser:
-    """The parser of a name, or the one that fits a tokenizer; it knows how thoughts are marked.
+    """Return the parser of a name, or the one that fits a tokenizer, with its marks of thoughts.
 
     Args:
         name: One of `PARSERS`, or ``auto``: by the tokenizer's ``response_template``; else the first that reads back
@@ -141,8 +141,8 @@ def _parser(
 
 
 def rendered_call(tokenizer: Any, call: ToolCall, schemas: Schemas) -> Iterator[str]:
-    """The turn that calls a tool, as the chat template writes it: up to each of its control tokens, as one of them ends
-    it, and then the whole of it. Nothing where the template renders no calls.
+    """Yield the turn that calls a tool, as the chat template writes it: up to each of its control tokens, as one of
+    them ends it, and then the whole turn. Nothing where the template renders no calls.
 
     Args:
         tokenizer: With a chat template.

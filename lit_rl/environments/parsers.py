@@ -19,12 +19,12 @@ from lit_rl.environments.tools import ToolCall
 from lit_rl.errors import ConfigError
 
 UNREADABLE = (ValueError, RecursionError)
-"""What reading raises: the second of lists in lists in lists."""
+"""Errors of reading: `RecursionError` comes of deeply nested lists."""
 
 
 @dataclass(frozen=True)
 class BadCall:
-    """What was meant as a call and cannot be read."""
+    """A call that cannot be read."""
 
     text: str
     why: str
@@ -65,10 +65,10 @@ class Parser(ABC):
     """A reader of calls in the text of a turn, control tokens included but for those that ended it."""
 
     thoughts = Thoughts()
-    """How thoughts are marked, and whether a response begins in one. `parser_for` asks the chat template."""
+    """Marks of thoughts, and whether a response begins in one. `parser_for` takes them from the chat template."""
 
     def parse(self, text: str) -> ParsedTurn:
-        """The calls in the order in which they were written, and the rest."""
+        """Return the calls in the order in which they were written, and the other text."""
         pieces = list(self.pieces(text))
         calls = tuple(_writable(call) for piece in pieces for call in piece.calls)
         return ParsedTurn(self._content([piece for piece in pieces if piece.kind != "calls"]).strip(), calls)
@@ -90,7 +90,7 @@ class ScanningParser(Parser):
     """
 
     def pieces(self, text: str) -> Iterator[Piece]:
-        """The thoughts, the calls and what else is said."""
+        """Yield thoughts, calls and other text."""
         at = 0
         if text and (close := self.thoughts.begun) is not None:
             at = self.thoughts.end(text, 0, close)
@@ -111,7 +111,7 @@ class ScanningParser(Parser):
 
     @abstractmethod
     def _find(self, text: str, at: int, thought: int) -> Found | None:
-        """The next calls, which may stand in a thought.
+        """Return the next calls, which may stand in a thought.
 
         Args:
             text: All of the response.
@@ -143,7 +143,7 @@ class Blocks:
         calls_of: Callable[[str], list[Call]],
         end_of: Callable[[str, int], int | None] = lambda *_: None,
     ) -> Found | None:
-        """The next block.
+        """Return the next block.
 
         Args:
             text: That holds it.
@@ -171,7 +171,7 @@ class Blocks:
 
 
 def _found(text: str, begin: int, end: int, calls: list[Call]) -> Found:
-    """Calls; one alone that cannot be read is all that was written."""
+    """Return found calls; a single unreadable one covers the whole text."""
     if len(calls) == 1 and isinstance(calls[0], BadCall):
         calls = [replace(calls[0], text=text[begin:end])]
     return Found(begin, end, tuple(calls))
@@ -203,7 +203,7 @@ class Llama3Parser(ScanningParser):
         r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"\s*:\s*"(?P<name>[^"]*)"'
         r'(?P<arguments>\s*,\s*"(?:parameters|arguments)")?'
     )
-    """What a call begins with that does not end."""
+    """The beginning of a call that does not end."""
 
     def __init__(self, schemas: Sequence[Mapping[str, Any]] = ()) -> None:
         self._names = {schema["function"]["name"] for schema in schemas}
@@ -227,7 +227,7 @@ class Llama3Parser(ScanningParser):
         return None
 
     def _read(self, text: str, begin: int, at: int, thought: int) -> Found:
-        """Every object from a place on. What cannot be read ends with the text, or where a thought begins."""
+        """Read every object from a place on. An unreadable one extends to the end of the text, or to the next thought."""
         calls: list[Call] = []
         while True:
             at = _behind_blanks(text, at)
@@ -346,7 +346,7 @@ class RegexParser(ScanningParser):
 
 
 class TemplateParser(Parser):
-    """By the ``response_template`` that the tokenizer of a model may bring.
+    """A parser by the ``response_template`` that the tokenizer of a model may bring.
 
     The template says itself what is thought and what is said. The ``response_schema`` of older tokenizers has no reader
     any more: transformers drops it when it loads one.
@@ -376,14 +376,14 @@ class TemplateParser(Parser):
         return ParsedTurn(said.strip(), tuple(map(_writable, calls)))
 
     def pieces(self, text: str) -> Iterator[Piece]:
-        """All of the response as one: its template does not say where its parts stand."""
+        """Yield the response as one piece: its template does not say where its parts stand."""
         turn = self.parse(text)
         if text:
             yield Piece(text, "calls" if turn.calls else "said", turn.calls)
 
     def _apart(self, text: str, error: Exception) -> ParsedTurn:
-        """A response of which the template cannot read a part: each call by itself, so that one that is wrong takes no
-        other with it."""
+        """Parse a response of which the template cannot read a part: each call by itself, so that a wrong one
+        invalidates no other."""
         own = self._tokenizer.response_template
         field = own["fields"].get(self._CALLS)
         why = f"it cannot be read: {excerpt(str(error), 80)}"
@@ -401,7 +401,7 @@ class TemplateParser(Parser):
         return ParsedTurn(str(message.get("content") or "").strip(), tuple(map(_writable, calls)))
 
     def _one(self, field: Mapping[str, Any], raw: Mapping[str, str]) -> Call:
-        """One call, by the template of calls alone."""
+        """Return one call, read by the template of calls alone."""
         alone = {key: value for key, value in field.items() if key not in _DELIMITERS}
         alone["transform"] = _filled(field.get("transform"), raw)
         settings = {**self._settings, "prefix": ""}
@@ -417,7 +417,7 @@ _DELIMITERS = ("open", "open_pattern", "close", "close_pattern")
 
 
 def _filled(transform: Any, values: Mapping[str, str]) -> Any:
-    """A transform of a response template, with what its opening mark gave in the place of the name."""
+    """Fill the groups of the opening mark into a response template's transform."""
     if isinstance(transform, dict):
         return {key: _filled(value, values) for key, value in transform.items()}
     if isinstance(transform, list):
@@ -426,7 +426,7 @@ def _filled(transform: Any, values: Mapping[str, str]) -> Any:
 
 
 def json_end(text: str, at: int) -> int | None:
-    """The place behind a JSON value; None where none stands."""
+    """Return the place after a JSON value; None where there is none."""
     try:
         return _decoded(text, _behind_blanks(text, at))[1]
     except UNREADABLE:
@@ -434,7 +434,7 @@ def json_end(text: str, at: int) -> int | None:
 
 
 def _decoded(text: str, at: int) -> tuple[Any, int]:
-    """A JSON value, and the place behind it. An error counts from its beginning."""
+    """Return a JSON value, and the place after it. An error counts from its beginning."""
     try:
         return json.JSONDecoder().raw_decode(text, at)
     except json.JSONDecodeError as error:
@@ -463,7 +463,7 @@ _OF_A_CALL = frozenset(("name", "type", "id", "index", "function"))
 
 
 def call_from(value: Any, text: str) -> Call:
-    """A call from an object with a name and arguments; these are called parameters by Llama, and may be JSON text.
+    """Return a call from an object with a name and arguments; Llama calls these parameters, and they may be JSON text.
 
     Arguments that are null or an empty text are none, as models write them for a function that takes none.
     """
@@ -489,7 +489,7 @@ def call_from(value: Any, text: str) -> Call:
 
 
 def _writable(call: Call) -> Call:
-    """Without halves of characters, which JSON can spell and no file can hold."""
+    """Replace lone surrogates in a call, which JSON can spell and no file can hold."""
     if isinstance(call, BadCall):
         return call
     text = json.dumps([call.name, call.arguments], ensure_ascii=False)

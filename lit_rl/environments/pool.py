@@ -38,7 +38,7 @@ class Gone(NoReply):
 
 
 class _Raised(Exception):
-    """What the user's code raised in a worker: subclasses have the name of its class."""
+    """An exception of the user's code in a worker: subclasses have the name of its class."""
 
 
 class Pool:
@@ -55,7 +55,7 @@ class Pool:
         self.size, self.memory_mb = size, memory_mb
         self.targets: list[Target] = []
         self.modules: list[str] = []
-        """Of lit_rl, which the workers load beside their own, each before what imports it."""
+        """Modules of lit_rl that the workers load beside their own, each before those that import it."""
         self._reset()
 
     def _reset(self) -> None:
@@ -71,11 +71,11 @@ class Pool:
         self._reset()
 
     def objects(self, target: Target, methods: Collection[str]) -> Callable[[], WorkerObject]:
-        """What gives a new object of a class that is at this place, with these methods."""
+        """Return a function that makes objects of the class at this path, with these methods."""
         return partial(WorkerObject, self, self._add(target), frozenset(methods))
 
     def function(self, target: Target) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """The function at this place, called in any worker that has time."""
+        """Return an async function that calls the function at this path in any free worker."""
         number = self._add(target)
 
         async def called(*arguments: Any, **keywords: Any) -> Any:
@@ -93,7 +93,8 @@ class Pool:
     # ------------------------------------------------------------------ in the loop of the workers
 
     async def call(self, call: Call, asked: Asked, life: _Life | None) -> tuple[Any, _Life]:
-        """What a call gives, or the `Failure` of the user's code, and the life of the worker that gave it.
+        """Return the result of a call, or the `Failure` of the user's code, with the life of the worker that computed
+        it.
 
         Args:
             call: Of a function, or of an object.
@@ -160,7 +161,7 @@ class Pool:
 
 
 class _Place:
-    """Where one worker is at a time."""
+    """A slot for one worker at a time."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -170,7 +171,7 @@ class _Place:
 
     @property
     def objects(self) -> int:
-        """That live here, or are about to."""
+        """Objects that live here, or are about to."""
         return self.waiting + (self.life.objects if self.life is not None else 0)
 
 
@@ -182,7 +183,7 @@ class _Life:
         self.objects = 0
 
     async def call(self, call: Call, limit: float) -> Any:
-        """What a call gives, or the failure of the user's code."""
+        """Return the result of a call, or the failure of the user's code."""
         try:
             reply, _ = await self.process.ask(call, limit, call.method)
         except CallFailed as failed:
@@ -245,7 +246,7 @@ class WorkerObject:
 
 
 def target_of(path: Any, key: str) -> tuple[Named, Target]:
-    """What a path names, here and for a worker.
+    """Resolve a path, for this process and for a worker.
 
     Args:
         path: ``package.module:name`` or ``./file.py:name``.
@@ -265,7 +266,7 @@ def target_of(path: Any, key: str) -> tuple[Named, Target]:
 
 
 def _given(given: Any) -> Any:
-    """What the user's code gave.
+    """Return the result of the user's code.
 
     Raises:
         Exception: what it raised, by the name of its class.
@@ -276,7 +277,7 @@ def _given(given: Any) -> Any:
 
 
 async def _in_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What it gives, run in the loop of the workers."""
+    """Run a coroutine in the loop of the workers."""
     return await asyncio.wrap_future(_LOOP.submit(coroutine))
 
 

@@ -44,7 +44,7 @@ class AnsweredOtherwise(NoReply):
 
 @dataclass(frozen=True)
 class _Said:
-    """What was asked for, with its seed, and what was given."""
+    """A past call, with its seed and its result."""
 
     ask: _Ask
     seed: int
@@ -66,7 +66,7 @@ class RememberedEnvironment(Environment):
         self._said: list[_Said] = []
         self._turns = 0
         self._at: tuple[str, str | None] = ("reset", None)
-        """What is asked for, or will be next, and the action where it is known."""
+        """The current or next call, and its action where it is known."""
         self._over, self._lock = False, threading.Lock()
 
     async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening:
@@ -122,7 +122,7 @@ class RememberedEnvironment(Environment):
             return given
 
     async def _living(self) -> Environment:
-        """The environment, told all that was said."""
+        """Return the environment, made again and with the past calls replayed where it was lost."""
         if self._made is None:
             self._made = self._make()
             if self._has_state and self._said:
@@ -141,7 +141,7 @@ class RememberedEnvironment(Environment):
         ASKED.set(now.once_more(now.seed))
 
     def _write(self, entry: Entry, *, last: bool = False) -> None:
-        """Into the journal, unless the episode has ended at a limit meanwhile."""
+        """Write to the journal, unless the episode has ended at a limit meanwhile."""
         with self._lock:
             if self._journal is not None and not self._over:
                 self._journal.write(*self._at, entry)
@@ -149,12 +149,12 @@ class RememberedEnvironment(Environment):
 
 
 def told_of(error: BaseException) -> str:
-    """An error of an environment, in a line."""
+    """Return an error of an environment in one line."""
     return excerpt(f"{type(error).__name__}: {error}", 200)
 
 
 def _shown(given: Any) -> str:
-    """For a message: what was said, and what it was worth."""
+    """Return a result for a message: its text and reward."""
     if isinstance(given, Reply):
         text = " ".join(str(message["content"]) for message in given.messages)
         given = text if given.reward is None else f"{text} ({given.reward})"

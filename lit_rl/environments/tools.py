@@ -26,32 +26,32 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What the policy asks for."""
+    """A call of a tool by the policy."""
 
     name: str
     arguments: Mapping[str, Any]
     id: str | None = None
-    """What the answer refers to, where the template gives calls one."""
+    """The id that the reply refers to, where the template gives calls one."""
 
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What the policy is answered."""
+    """A tool's reply to the policy."""
 
     text: str
     failed: bool = False
-    """Whether the call was wrong, or the tool raised: the text says what."""
+    """Whether the call was wrong, or the tool raised: the text says why."""
     parts: list[dict[str, Any]] = field(default_factory=list, repr=False)
     """In the place of the text, where the answer has images: see `lit_rl.environments.observations.Content`."""
 
     @classmethod
     def of(cls, content: Content) -> ToolAnswer:
-        """What a tool gave."""
+        """Make a reply of a tool's result."""
         return cls(content) if isinstance(content, str) else cls("", parts=content)
 
     @property
     def content(self) -> Content:
-        """Of the message that answers."""
+        """Content of the message that answers."""
         return self.parts or self.text
 
 
@@ -74,11 +74,11 @@ class Tool(ABC):
         """Whether it has to be awaited."""
 
     def of(self, made: Any) -> Tool:
-        """The same of another object of the user's, where it is a method of one."""
+        """Return the same tool of another object, where it is a method."""
         return self
 
     def wrong_with(self, arguments: Mapping[str, Any]) -> str | None:
-        """What is wrong with the arguments of a call; None: nothing."""
+        """Return the error in the arguments of a call; None where there is none."""
         error = next(
             iter(sorted(self._validator.iter_errors(dict(arguments)), key=lambda e: list(map(str, e.path)))), None
         )
@@ -99,7 +99,7 @@ class Tool(ABC):
 
     @abstractmethod
     async def _answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """To a call whose arguments are right."""
+        """Answer a call whose arguments are right."""
 
 
 class FunctionTool(Tool):
@@ -138,18 +138,18 @@ class FunctionTool(Tool):
                 strict["properties"][argument.name] = {"anyOf": [strict["properties"][argument.name], {"type": "null"}]}
         super().__init__(schema, Draft202012Validator(strict))
         self._told: set[str] = set()
-        """What was logged of it; shared with the same method of other objects."""
+        """Messages that were logged; shared with the same method of other objects."""
 
     @property
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(_described(self.function)[0])
 
     def of(self, made: Any) -> FunctionTool:
-        """The same method of another object."""
+        """Return the same method of another object."""
         return self.by(getattr(made, self.name))
 
     def by(self, function: Callable[..., Any]) -> FunctionTool:
-        """The same, of which another function does the work."""
+        """Return the same tool with another function behind it."""
         bound = copy.copy(self)
         bound.function = function
         return bound
@@ -202,13 +202,13 @@ class Toolbox:
         return any(tool.is_async for tool in self.tools.values())
 
     def of(self, made: Any) -> Toolbox:
-        """The same methods of another object."""
+        """Return the same methods of another object."""
         bound = copy.copy(self)
         bound.tools = {name: tool.of(made) for name, tool in self.tools.items()}
         return bound
 
     def beside(self, more: Toolbox) -> Toolbox:
-        """These and others.
+        """Return these tools and others together.
 
         Raises:
             ConfigError: two have one name.
@@ -221,11 +221,11 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the chat template tells the policy of them."""
+        """Schemas for the chat template."""
         return [tool.schema for tool in self.tools.values()]
 
     async def answer(self, call: ToolCall) -> ToolAnswer:
-        """One answer to one call, whatever the call is like."""
+        """Answer one call, whatever its form."""
         tool = self.tools.get(call.name)
         if tool is None:
             known = ", ".join(self.tools)
@@ -326,7 +326,7 @@ def _arguments(function: Callable[..., Any], name: str, bound: Collection[str]) 
 
 
 def _no_json(type_: Any) -> type | None:
-    """The class in a type that no JSON is an instance of; None: there is none."""
+    """Return the class in a type that no JSON value is an instance of; None where there is none."""
     for part in get_args(type_) if get_origin(type_) is not Literal else ():
         if (odd := _no_json(part)) is not None:
             return odd
@@ -339,7 +339,7 @@ _JSON = (int, float, str, bool, type(None), list, tuple, dict, object)
 
 
 def _strict(schema: Any) -> Any:
-    """The schema as JSON Schema means it: without arguments that nobody asked for, and null where it is allowed."""
+    """Return the schema made strict: no additional arguments, and null only where it is allowed."""
     if not isinstance(schema, dict):
         return schema
     strict = {key: _strict_part(key, value) for key, value in schema.items() if key != "nullable"}
@@ -355,7 +355,7 @@ def _strict_part(key: str, value: Any) -> Any:
 
 
 def _whole(value: Any, schema: Any, validator: Validator) -> Any:
-    """A value with an int for each float that its schema takes for an integer, and for no other number.
+    """Convert each float that its schema takes for an integer to an int, and no other number.
 
     Args:
         value: As it was read from JSON.
@@ -400,7 +400,7 @@ def _referred(root: Any, reference: str) -> Any:
 
 
 def _not_finite(value: Any, name: str = "") -> str | None:
-    """JSON has no NaN and no infinity, and Python reads them."""
+    """Return a message about NaN or infinity, which JSON lacks and Python reads; None where there is none."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} is no number of {name}" if name else f"{value} is no number"
     parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()

@@ -46,7 +46,7 @@ class ToolEnvironment(Environment):
         )
 
     async def _answers(self, calls: Sequence[ToolCall | BadCall]) -> list[ToolAnswer]:
-        """In the order of the calls. Where tools are awaited, they are so at the same time."""
+        """Return the replies in the order of the calls. Async tools run at the same time."""
         if not self._toolbox.is_async:
             return [await self._answer(call) for call in calls]
         begun = [asyncio.ensure_future(self._answer(call)) for call in calls]
@@ -62,7 +62,7 @@ class ToolEnvironment(Environment):
         return await self._toolbox.answer(call)
 
     def _message(self, call: ToolCall | BadCall, answer: ToolAnswer) -> Message:
-        """The answer as templates know it. A name or an id that the policy made up does not get into its text."""
+        """Return the reply as templates expect it. A name or an id that the policy made up does not get into its text."""
         name, id_ = ("unknown", None) if isinstance(call, BadCall) else (call.name, call.id)
         known = name if name in self._toolbox.tools else "unknown"
         message: Message = {"role": "tool", "name": known, "content": answer.content}
@@ -95,7 +95,7 @@ class ObjectWithTools(ToolEnvironment):
 
 
 def _said(turn: Turn, content: str, calls: Sequence[ToolCall | BadCall]) -> Message:
-    """The policy's turn with its calls as templates know them. One that could not be read is text."""
+    """Return the policy's turn with its calls as templates expect them. An unreadable one is text."""
     unread = "".join(call.text for call in calls if isinstance(call, BadCall))
     written = [_written(call) for call in calls if isinstance(call, ToolCall)]
     message = turn.message(content + unread)

@@ -60,9 +60,9 @@ class _Rendered:
 
     text: str
     borders: list[int]
-    """Where in it the prompt ends, and then the assistant's turns end and begin again, by turns."""
+    """Offsets where the prompt ends, and then where the assistant's turns end and begin again, alternating."""
     closes: bool
-    """Whether an end of generation has to stand behind its last turn."""
+    """Whether an end of generation has to follow its last turn."""
 
     @property
     def parts(self) -> list[str]:
@@ -114,13 +114,14 @@ class Encoder:
         self.marks_start = marks_start(self.tokenizer)
         eos: Any = self.tokenizer.eos_token_id
         self.ends = frozenset((eos,) if self.eos_ids is None else self.eos_ids)
-        """Where nothing is generated, what follows EOS is still not learned."""
+        """Tokens at which generation ends. EOS where nothing is generated: the text after it is still not learned."""
         self.closes = bool(self.ends)
         self.ends = self.ends or frozenset((eos,))
         self.left_out = LeftOut(self.tokenizer, self.template_kwargs)
         self.spaces: dict[int, bool] = {}
         self.turn_ends: dict[str, str] = {}
-        """What the chat template writes after the last turn, by its arguments as JSON; shared by encoders of rows."""
+        """The text that the chat template writes after the last turn, by its arguments as JSON; shared by encoders of
+        rows."""
         self.latest: tuple[str, list[int]] = ("", [])
         """A string prompt and its tokens: those of a pair ask for them twice."""
 
@@ -143,7 +144,7 @@ class Encoder:
         every_turn: bool = False,
         images: Sequence[Visual] = (),
     ) -> Encoded:
-        """A prompt, if there is one, and what follows it, of one kind: strings or messages.
+        """Encode a completion and the prompt before it, if there is one; both strings or both messages.
 
         `every_turn`: for `learn="assistant"` also the assistant's turns of the prompt.
 
@@ -167,7 +168,7 @@ class Encoder:
         tools: Sequence[Any] | None = None,
         images: Sequence[Visual] = (),
     ) -> tuple[Encoded, ...]:
-        """Several completions of one prompt; all texts begin with the same prompt tokens.
+        """Encode several completions of one prompt; all texts begin with the same prompt tokens.
 
         A token is the prompt's only where every text has it; as in TRL, what differs is learned.
 
@@ -183,7 +184,8 @@ class Encoder:
     def steps(
         self, prompt: Prompt, steps: Sequence[str], separator: str, where: str, *, tools: Sequence[Any] | None = None
     ) -> Encoded:
-        """A prompt and the steps of its solution; the last token of each separator is learned, and no EOS follows.
+        """Encode a prompt and the steps of its solution; the last token of each separator is learned, and no EOS
+        follows.
 
         Steps and separators are tokenised apart, as in TRL 0.26, so that a step ends where its separator does.
 
@@ -204,7 +206,7 @@ class Encoder:
         return Encoded(ids, learned, count)
 
     def prompt_ids(self, prompt: Prompt, where: str, *, tools: Sequence[Any] | None = None) -> list[int]:
-        """`encode_prompt` with the settings of this encoder."""
+        """Encode a prompt by `encode_prompt` with the settings of this encoder."""
         kwargs = self._kwargs(tools)
         return encode_prompt(
             self.tokenizer,
@@ -321,7 +323,7 @@ class Encoder:
         return self.turn_ends[key]
 
     def _marked(self, rendered: _Rendered, text: Encoded, marks: Sequence[bool]) -> Encoded:
-        """The tokens with those learned that have a marked character."""
+        """Return the text with the tokens learned that have a marked character."""
         for parts in ([rendered.text], rendered.parts):
             ids, places = tokens_with_places(self.tokenizer, parts)
             if ids == text.ids:
@@ -335,7 +337,7 @@ class Encoder:
     def _shown(
         self, processor: Processor, rendered: _Rendered, text: Encoded, images: Sequence[Visual], where: str
     ) -> Encoded:
-        """The tokens of a rendered text of which images are shown where it begins.
+        """Return the tokens of a rendered text that begins with images.
 
         The prompt is processed, and what follows is tokenised: a processor may end its text by a mark of its own
         (PaliGemma's ends the prompt), and the prompt's tokens are then those with which the model is asked to write.
@@ -382,7 +384,8 @@ class Encoder:
             )
 
     def _end(self, ids: Sequence[int], start: int, stop: int) -> int | None:
-        """The place after the first of the ends that stand at the end of a turn, white space aside; None: none does."""
+        """Return the place after the first ending token at the end of a turn, white space aside; None where there is
+        none."""
         found = None
         for i in range(stop - 1, start - 1, -1):
             if ids[i] in self.ends:
@@ -427,7 +430,7 @@ class Encoder:
 
 
 def _moved(text: Encoded, start: int) -> Encoded:
-    """The same tokens with a completion that begins earlier."""
+    """Return the same tokens with a completion that begins earlier."""
     if start == text.prompt_tokens:
         return text
     learned = [start <= i < text.prompt_tokens or flag for i, flag in enumerate(text.learned)]
@@ -435,6 +438,6 @@ def _moved(text: Encoded, start: int) -> Encoded:
 
 
 def _from(start: int, learned: Sequence[bool]) -> list[bool]:
-    """Nothing predicts the first token, and the prompt is given."""
+    """Clear the mask up to `start`, and on the first token, which nothing predicts."""
     given = min(max(1, start), len(learned))
     return [False] * given + list(learned[given:])

@@ -177,7 +177,7 @@ class ExampleDataModule(SourcedDataModule):
 
     @property
     def prompt_form(self) -> PromptForm | None:
-        """What the prompts of the first source are; None where rows are tokens, of which nobody says it."""
+        """The form of the first source's prompts; None where rows are tokens, whose form is unknown."""
         name, examples = self._sets.formats[0], self.corpus.train.examples
         if name == "tokenised" or not examples:
             return None
@@ -235,7 +235,7 @@ class ExampleDataModule(SourcedDataModule):
 
     @property
     def _generates(self) -> bool:
-        """Whether the run's module evaluates what it writes; a model that scores has no use for prompts."""
+        """Whether the run's module evaluates generated text; a model that scores has no use for prompts."""
         module = None if self.trainer is None else self.trainer.lightning_module
         return module is None or hasattr(module, "evaluation")
 
@@ -270,7 +270,7 @@ class ExampleDataModule(SourcedDataModule):
         return max((len(ids) for prompts in sets for ids in prompts.prompt_ids), default=0)
 
     def first_shown(self) -> tuple[list[int], PromptVision | None] | None:
-        """Tokens and images of the first training prompt that shows any. None: none does."""
+        """Return tokens and vision inputs of the first training prompt that shows images; None where none does."""
         return self.corpus.train.prompts.first_shown()
 
     def train_dataloader(self) -> ExampleLoader | StreamLoader:

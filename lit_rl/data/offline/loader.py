@@ -14,7 +14,7 @@ from lit_rl.examples import ExampleBatch
 
 
 class ExampleLoader(SlottedLoader[ExampleBatch]):
-    """Yields this rank's micro-batches of every optimizer step, as slots 0 to `accumulate - 1`.
+    """A loader of this rank's micro-batches of every optimizer step, as slots 0 to `accumulate - 1`.
 
     Every micro-batch knows what its whole step counts, so a loss has the step's denominator without asking other ranks.
 
@@ -57,7 +57,7 @@ class ExampleLoader(SlottedLoader[ExampleBatch]):
         return [dataclasses.replace(micro[0], whole=whole), *micro[1:]]
 
     def _places(self, rows: list[int]) -> list[list[int]]:
-        """Of each of our micro-batches, where its rows stand in the step: from the first of them to the last."""
+        """Return, for each micro-batch of this rank, the places of its rows in the step, ascending."""
         size = self.share // self.slots
         if not self.group_by_length:
             ours = range(len(rows))[self.ours]
@@ -70,7 +70,8 @@ class ExampleLoader(SlottedLoader[ExampleBatch]):
 
 
 class ExampleEvalLoader:
-    """Yields the first `limit` rows in their order, once; every rank yields as many batches, none of them empty.
+    """A loader that yields the first `limit` rows in their order, once; every rank yields as many batches, none of them
+    empty.
 
     All of them together count as one step, so that a loss does not depend on how they are cut.
 

@@ -21,7 +21,7 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, kwargs: Mapping[str, Any], **how: Any
 ) -> Any:
-    """The text of messages, or what `how` asks of `apply_chat_template` instead.
+    """Return the rendered text of messages, or the value of `apply_chat_template` that `how` requests instead.
 
     Raises:
         DataError: the template refuses the messages. The message opens with `where`.
@@ -75,7 +75,7 @@ def marked_characters(
 def tokens_with_places(
     tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids of parts that are tokenised apart, and where in all of them each token begins and ends."""
+    """Return token ids of parts that are tokenised apart, with the span of each token in all of them."""
     ids: list[int] = []
     places: list[tuple[int, int]] = []
     place = 0

@@ -57,7 +57,7 @@ class StreamLoader:
         """See `SlottedLoader.given`."""
 
     def __len__(self) -> int:
-        """Batches of the run on this rank."""
+        """Return the number of batches of the run on this rank."""
         return self._length
 
     def __iter__(self) -> Iterator[ExampleBatch]:

@@ -20,7 +20,8 @@ from lit_rl.errors import ConfigError, DataError
 def corpus_beside(
     windows: Windows, val: Mapping[str, Rows], encoder: Encoder, options: ExampleOptions
 ) -> ExampleCorpus:
-    """The validation sets of a run whose training rows are a stream, and the report of the stream; no training rows.
+    """Return the validation sets of a run whose training rows are a stream, and the stream's report, without training
+    rows.
 
     The first window is read, so that bad data shows at once.
 
