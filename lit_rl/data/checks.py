@@ -28,8 +28,8 @@ def refuse_other_files(path: Path, beginning: bytes, named: str = "text in UTF-8
 
     Args:
         path: The file.
-        beginning: Its first bytes, 32 at least where it has as many.
-        named: What its name says that it is.
+        beginning: First bytes of the file, at least 32 where it has as many.
+        named: Type that the file's name promises.
 
     Raises:
         DataError: it is packed, parquet, in UTF-16, a web page, or a pointer to a file that was not fetched.

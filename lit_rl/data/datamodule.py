@@ -38,9 +38,9 @@ class RolloutDataModule(SourcedDataModule):
         prompts_per_rollout: Prompts of one rollout, all ranks together. null: as many as are left for training, at most
             32.
         max_prompt_tokens: Longest prompt, in tokens.
-        overlong: What to do with a longer one: `drop` leaves it out, `truncate_left` keeps its last tokens (rewards
-            still see all of it), `error` refuses the data.
-        source: What every `SourcedDataModule` takes.
+        overlong: Action for a longer prompt: `drop` leaves it out, `truncate_left` keeps its last tokens (rewards still
+            see all of it), `error` refuses the data.
+        source: Further arguments of `SourcedDataModule`.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class RolloutDataModule(SourcedDataModule):
         """Load, format, tokenise, split and count, once for a tokenizer. Needs no weights.
 
         Args:
-            tokenizer: Of the policy.
-            processor: Of a policy that sees; None: of one over text.
+            tokenizer: Tokenizer of the policy.
+            processor: Processor of a policy over images; None for one over text.
             eos_ids: Every token at which generation ends, `LanguageModel.eos_ids`: it is said where the chat template
                 ends a turn with none of them. None: they are not known.
             stage: `fit` also checks that the rows fill a rollout.
@@ -154,7 +154,7 @@ class RolloutDataModule(SourcedDataModule):
 
     def train_dataloader(self) -> RolloutLoader:
         trainer, (rank, world_size) = self.trainer_of_run(), self.rank()
-        generator = getattr(trainer.lightning_module, "generator", None)  # a module of yours may have none
+        generator = getattr(trainer.lightning_module, "generator", None)  # a user's own module may have none
         lag = 0 if generator is None else generator.lag
         loader = RolloutLoader(
             self._prepared().train,

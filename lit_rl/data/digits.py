@@ -33,7 +33,7 @@ class Digits(HoldsOut):
     arguments alone. Needs Pillow.
 
     Args:
-        val_rows: How many of the 1797 images are held out for validation; 0 holds out none.
+        val_rows: Number of the 1797 images that are held out for validation; 0 holds out none.
         seed: Seed of the order of the rows, and so of which of them are held out.
 
     Raises:

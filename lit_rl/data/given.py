@@ -43,7 +43,7 @@ def known_names(kind: type, given: Iterable[str], taken: type) -> None:
     """Refuse keywords that no constructor of a data module takes.
 
     Args:
-        kind: What is made.
+        kind: The class of the data module.
         given: The names of the keywords that are handed on.
         taken: The class whose constructor gets them, and its parents'.
 

@@ -25,9 +25,9 @@ else:
 
 
 MANY = 1_000_000
-"""Rows of a stream after which a user is told that there may be no end of them."""
+"""Rows of a stream after which the user is warned that it may be endless."""
 LONG = 30.0
-"""Seconds of reading after which they are told, too."""
+"""Seconds of reading after which the user is warned, too."""
 
 
 def is_data_set(given: Any) -> bool:
@@ -41,8 +41,8 @@ def rows_of_object(key: str, given: Any) -> Any:
     as it is.
 
     Args:
-        key: What messages call it.
-        given: What a user gave as rows.
+        key: Name of the rows in messages.
+        given: The user's value for rows.
 
     Raises:
         DataError: it has several splits, or a row cannot be read.
@@ -54,7 +54,7 @@ def rows_of_object(key: str, given: Any) -> Any:
         return given
     try:
         rows = given.to_list() if isinstance(given, datasets.Dataset) else _all_of_stream(key, given)
-    except Exception as error:  # the library raises of many kinds: a row that it cannot read is bad data
+    except Exception as error:  # `datasets` raises errors of many classes for bad data
         raise DataError(f"{key}: cannot be read: {excerpt(str(error), 300)}") from error
     return [row_of_table(row) for row in rows]
 
@@ -69,7 +69,7 @@ def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
     for row in counted(stream, f"reading the stream {key}", "row"):
         rows.append(dict(row))
         if len(rows) >= MANY * times or time.monotonic() - began >= LONG * times:
-            times *= 2  # so it is said ever more seldom
+            times *= 2  # warn at doubling intervals
             rank_zero_info(
                 f"Reading the stream {key}: {len(rows):,} rows so far, all kept in memory. A stream that does not end "
                 "must be cut: hand over stream.take(N)."
@@ -105,7 +105,7 @@ def open_saved(path: Path, *, split: str | None = None, name: str | None = None,
             data = datasets.load_from_disk(str(path))
         else:
             data = datasets.load_dataset(str(path), name, split=split, **how)
-    except Exception as error:  # the library raises of many kinds: a bad folder is bad data whatever it was
+    except Exception as error:  # `datasets` raises errors of many classes for bad data
         raise DataError(f"data.path={path}: cannot be read as a data set: {excerpt(str(error), 300)}") from error
     if saved and isinstance(data, datasets.Dataset) and split is not None:
         raise ConfigError(f"data.split={split!r} came with {path}, one saved data set without splits: remove it.")
@@ -121,7 +121,7 @@ def open_hub(path: str, *, split: str | None = None, name: str | None = None, **
     """Open a data set of the hub, or its copy in the local cache.
 
     Args:
-        path: Its id.
+        path: Id of the data set.
         split: The split, for what has several.
         name: The configuration, for what has several.
         how: Further arguments of `datasets.load_dataset`.

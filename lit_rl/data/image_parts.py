@@ -65,7 +65,7 @@ class ImageReader:
     """A reader that takes the images and videos out of rows.
 
     Args:
-        folder: Of the data set's file, which relative paths begin at. None: it is no file.
+        folder: Folder of the data set's file, which relative paths begin at. None: it is no file.
         max_pixels: Width times height of an image or a frame, at most.
         chat: A plain text that shows nothing becomes a message too, as other rows of its set are.
     """
@@ -84,7 +84,7 @@ class ImageReader:
         and videos in ``videos``. A plain text that comes with images becomes a message of the user, images first.
 
         Args:
-            row: With messages in the columns `keys`, images in ``image`` or ``images``, videos in ``video`` or
+            row: A row with messages in the columns `keys`, images in ``image`` or ``images``, videos in ``video`` or
                 ``videos``.
             where: The row, for messages.
             keys: Columns that hold messages, in the order in which they are shown.
@@ -107,7 +107,7 @@ class ImageReader:
                 f"{where}: {what} come without a prompt that could show them. Give one, a text or a list of messages, "
                 f"in the column {' or '.join(keys)}."
             )
-        for kind in reversed(_KINDS):  # what is put there last stands first
+        for kind in reversed(_KINDS):  # the last inserted stand first
             places = [part for message in messages for part in _parts(message) if kind.has(part)]
             if given[kind.name] and all(map(_payload, places)):
                 _insert(kind, messages, len(given[kind.name]), where)
@@ -177,10 +177,10 @@ class RowImages:
     """Images and videos of rows for a policy, which sees them or not.
 
     Args:
-        sees: Whether it is a model over images.
-        folder: As of `ImageReader`.
-        max_pixels: Likewise.
-        chat: Likewise.
+        sees: True for a policy over images.
+        folder: See `ImageReader`.
+        max_pixels: See `ImageReader`.
+        chat: See `ImageReader`.
     """
 
     def __init__(self, sees: bool, folder: Path | None, max_pixels: int, chat: bool = False) -> None:

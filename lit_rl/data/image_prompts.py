@@ -57,8 +57,8 @@ def count_of_placeholders(placeholders: Container[int], ids: Sequence[int]) -> i
     """Return the number of tokens that stand for images and videos.
 
     Args:
-        placeholders: Those that do: `Processor.placeholders`.
-        ids: Of the text.
+        placeholders: Tokens that stand for images and videos: `Processor.placeholders`.
+        ids: Tokens of the text.
     """
     return sum(token in placeholders for token in ids)
 
@@ -107,7 +107,7 @@ class EqualVideos:
     """Prompts of a set are read together, which some models can where all their videos have equally many frames.
 
     Args:
-        processor: Of the model. None, or of another model: videos may have any number of frames.
+        processor: Processor of the model. None, or of another model: videos may have any number of frames.
     """
 
     def __init__(self, processor: Processor | None) -> None:
@@ -118,8 +118,8 @@ class EqualVideos:
         """Check the videos of the next prompt against those that were added.
 
         Args:
-            visuals: Of the next prompt.
-            where: Its row, for messages.
+            visuals: Visuals of the next prompt.
+            where: Row of the prompt, for messages.
 
         Raises:
             DataError: one of its videos has another number of frames than those of the prompts that were added.

@@ -39,7 +39,7 @@ def image_of(value: Any, where: str, *, folder: Path | None = None, max_pixels: 
         value: A path (relative to `folder`), encoded bytes, a ``data:`` URI, a mapping with ``bytes`` or ``path`` as
             `datasets.Image(decode=False)` gives it, a PIL image, or a reference.
         where: The row, for messages.
-        folder: Of the data set's file. None: relative paths have no meaning.
+        folder: Folder of the data set's file. None: relative paths have no meaning.
         max_pixels: Width times height, at most.
 
     Raises:

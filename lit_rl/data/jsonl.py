@@ -112,7 +112,7 @@ def refuse_twice(row: dict[str, Any]) -> None:
     """Refuse a row with two values of one column.
 
     Args:
-        row: As `parse_json` has made it.
+        row: A row from `parse_json`.
 
     Raises:
         ValueError: names the column.

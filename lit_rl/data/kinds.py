@@ -35,7 +35,7 @@ USABLE: dict[Kind, tuple[str, ...]] = {
 
 
 def format_for(row: Mapping[str, Any], kind: Kind) -> str | None:
-    """Return the format by which a row serves a kind: the first whose columns it has; None where it has those of none."""
+    """Return the format by which a row serves a kind: the first whose columns it has; None where there is none."""
     found = {name for name, value in row.items() if value is not None}
     return next((name for name in USABLE[kind] if found.issuperset(COLUMNS[name])), None)
 

@@ -28,7 +28,7 @@ class LeftOut:
     What a reply says and what it calls is refused where it is to be learned and is missing.
 
     Args:
-        tokenizer: Whose chat template it is.
+        tokenizer: The tokenizer with the chat template.
         kwargs: Further arguments of the template, `data.chat_template_kwargs`.
     """
 
@@ -44,7 +44,7 @@ class LeftOut:
         self._notes: dict[str, str] = {}
         self._said: set[str] = set()
         self._looked, self._opened = False, None
-        """Whether any messages were seen, and whether the template opens a turn (None: not known yet)."""
+        """Flags: any messages were seen; the template opens a turn (None: not known yet)."""
 
     def look(
         self,
@@ -61,7 +61,7 @@ class LeftOut:
             messages: All that were rendered.
             text: The rendering.
             where: The row, for messages.
-            kwargs: Of the template for this row, those of the run among them; `tools` are the schemas.
+            kwargs: Arguments of the template for this row, those of the run among them; `tools` are the schemas.
             replies: The number of the first message that is learned, and where in the text it begins. None: none is.
 
         Raises:
@@ -118,7 +118,7 @@ class LeftOut:
             )
         except ConfigError:
             raise
-        except Exception:  # a template is a program: it may want more messages than these
+        except Exception:  # a template may raise anything, such as for too few messages
             return
         self._opened = plain != told
 
@@ -182,7 +182,9 @@ def variables(source: str) -> set[str] | None:
     """Return the names that a chat template reads and does not set; None where it cannot be parsed here."""
     from jinja2 import Environment, TemplateError, meta
 
-    bare = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", source)  # tags of transformers, unknown to Jinja
+    bare = re.sub(
+        r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", source
+    )  # tags of transformers that Jinja does not know
     try:
         return meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(bare))
     except TemplateError:

@@ -31,11 +31,11 @@ class SlottedLoader(ABC, Generic[Batch]):
     may then have another number of batches.
 
     Args:
-        fingerprint: Of the rows.
-        order: Which rows make up which step.
+        fingerprint: Fingerprint of the rows.
+        order: The order that assigns rows to each step.
         slots: Batches of a step on each rank.
-        rank: Which part is ours.
-        world_size: How many parts there are.
+        rank: Index of this rank's part.
+        world_size: Number of parts, one for each rank.
         epoch: The epoch to begin with, where no state is loaded.
         limit: `trainer.limit_train_batches`: a number of batches, or a share of them if a float. It only tells which
             batch is an epoch's last.
@@ -85,8 +85,8 @@ class SlottedLoader(ABC, Generic[Batch]):
         """Return this rank's batches of one step, one for each slot.
 
         Args:
-            rows: Of the whole step, all ranks together.
-            number: Of the step, over all epochs.
+            rows: Rows of the whole step, all ranks together.
+            number: Number of the step, over all epochs.
         """
 
     def dealt(self, slots: int) -> str:
@@ -177,9 +177,9 @@ def go_on_with_others(loader: SlottedLoader[Any], state: Mapping[str, Any], slot
     """Refuse data that are not the checkpoint's, or say what is other about them.
 
     Args:
-        loader: Of this run.
-        state: That a loader of the checkpoint's run left.
-        slots: Of the checkpoint's run.
+        loader: Loader of this run.
+        state: State of the loader of the checkpoint's run.
+        slots: Slots of the checkpoint's run.
         allowed: `data.allow_changed`.
 
     Raises:
@@ -237,10 +237,10 @@ class RolloutLoader(SlottedLoader[PromptBatch]):
 
     Args:
         data: The rows.
-        order: Which rows make up which rollout.
+        order: The order that assigns rows to each rollout.
         repeat: Slots of a rollout: micro-batches that Lightning's loop takes of it.
-        ahead: Of how many rollouts to come slot 0 brings the prompts too, `PromptBatch.upcoming`.
-        run: How long the run is, `(rollouts, epochs)`: infinite where nothing ends it. Nothing comes after its end.
+        ahead: Number of later rollouts whose prompts slot 0 brings too, `PromptBatch.upcoming`.
+        run: Length of the run, `(rollouts, epochs)`: infinite where nothing ends it. Nothing comes after its end.
         position: Further arguments of `SlottedLoader`.
     """
 
@@ -289,9 +289,9 @@ class EvalLoader:
     Args:
         data: The rows.
         batch_size: Prompts of a batch on each rank; the last batch may be smaller.
-        limit: How many rows to take; None takes all.
-        rank: Which part is ours.
-        world_size: How many parts there are.
+        limit: Number of rows to take; None takes all.
+        rank: Index of this rank's part.
+        world_size: Number of parts, one for each rank.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ def in_our_form(row: Mapping[str, Any], where: str, *keys: str) -> tuple[dict[st
     and so does one of messages from nobody who is known.
 
     Args:
-        row: Its columns have their last names.
+        row: A row whose columns are renamed already.
         where: The row, for messages.
         keys: Further columns that may hold messages.
 
@@ -80,7 +80,7 @@ def read_tools(value: Any, where: str) -> list[Any] | None:
             raise DataError(f"{where}: tools is a string that is no JSON, and no Python literal: {excerpt(text)}")
     if not value:
         return None
-    if isinstance(value, list):  # some write each schema as a text
+    if isinstance(value, list):  # some data sets write each schema as text
         value = [literal(tool) if isinstance(tool, str) else tool for tool in value]
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise DataError(f"{where}: tools is {excerpt(repr(value))}; a list of JSON schemas is needed.")
@@ -161,7 +161,7 @@ def _renamed(message: Mapping[str, Any], where: str) -> Any:
         return message
     said_by = str(message["from"]).strip().lower()
     rest = {key: item for key, item in message.items() if key not in ("from", "value", "role", "content")}
-    if said_by == _CALL:  # of LLaMA-Factory
+    if said_by == _CALL:  # LLaMA-Factory's form
         return {"role": "assistant", "content": "", **rest, "tool_calls": read_calls(message["value"], where)}
     role = ROLES.get(said_by)
     if role is None:
@@ -173,7 +173,7 @@ def _renamed(message: Mapping[str, Any], where: str) -> Any:
 
 
 def _with_system(messages: list[Any], row: dict[str, Any]) -> list[Any]:
-    """Return the messages with the row's `system` text in front, taken out of the row; unchanged where there is none."""
+    """Return the messages with the row's `system` text in front, taken out of the row."""
     text = row.get("system")
     if not isinstance(text, str) or not messages or messages[0].get("role") in ("system", "developer"):
         return messages

@@ -326,7 +326,7 @@ def _column(name: str, examples: Sequence[Example]) -> list[Any]:
     for value, example in zip(values, examples):
         if value is not None:
             kinds.setdefault(_kind(value), example.where)
-    if set(kinds) == {"text", "number"}:  # not a number is what pandas writes for nothing
+    if set(kinds) == {"text", "number"}:  # pandas writes NaN for missing values
         values = [None if isinstance(value, float) and value != value else value for value in values]
         return [str(value) if isinstance(value, int | float) else value for value in values]
     if len(kinds) > 1:

@@ -1,6 +1,6 @@
 """The rows of a file one at a time, from any row on; what is before it is not parsed.
 
-A bad row is given as its error, not raised: a generator that raises is over, and who leaves bad rows out goes on.
+A bad row is yielded as its error, not raised: a generator that has raised cannot go on.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _each(
     rows: Iterator[RawRow], errors: tuple[type[Exception], ...], refusal: Callable[[Exception], DataError]
 ) -> Iterator[RawRow]:
     while True:
-        # No row is given inside of `try`: a generator that is still open when Python ends could not name the errors.
+        # No yield inside `try`: the names of the errors may be gone when Python closes an open generator at exit.
         try:
             row = next(rows, None)
         except errors as error:

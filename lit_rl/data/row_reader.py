@@ -28,8 +28,8 @@ class RowReader:
 
     Args:
         how: The settings.
-        sees: Whether the policy is a model over images.
-        folder: Of the data set's file, which relative paths of images begin at. None: it is no file.
+        sees: True if the policy is a model over images.
+        folder: Folder of the data set's file, which relative paths of images begin at. None: it is no file.
         chat: Plain texts become messages of the user, for a set in which some come with images.
     """
 
@@ -46,7 +46,7 @@ class RowReader:
         """Return the row, and what it shows.
 
         Args:
-            row: As it came; it is not changed.
+            row: The raw row; it is not changed.
             where: The row, for messages.
             keys: Columns of messages that may show images.
             without: Columns that may show none.
@@ -97,9 +97,7 @@ class RowReader:
 
     def say(self) -> None:
         """Tell the user, once, what was read in another form than it came."""
-        from lightning.pytorch.utilities import (
-            rank_zero_info,
-        )  # it loads torch
+        from lightning.pytorch.utilities import rank_zero_info  # it loads torch
 
         for note, where in self._notes.items():
             if where is not None:

@@ -20,7 +20,7 @@ class SourceColumns:
     """`map_row`, then `rename`, then `columns`, of one source; what holds for all sources comes after it.
 
     Args:
-        key: Of the source, for messages.
+        key: Key of the source, for messages.
         map_row: A function from row to row.
         rename: New names of columns, old to new.
         columns: Names, as they are then, of the columns to keep. None: all.
@@ -63,7 +63,7 @@ class SourceColumns:
             try:
                 before.update(dict.fromkeys(self._mapped(rows[i], rows.where(i))))
             except DataError:
-                continue  # said, or counted, where rows are read
+                continue  # reported or counted where rows are read
         after = dict.fromkeys(self.rename.get(name, name) for name in before)
         wanted = itertools.chain(
             (("rename", name, before) for name in self.rename),
@@ -85,8 +85,8 @@ class _ChangedRows(Rows):
     """Rows of a source, changed one at a time.
 
     Args:
-        rows: As they were read.
-        columns: What is made of each.
+        rows: The rows as read.
+        columns: Changes to each row.
     """
 
     def __init__(self, rows: Rows, columns: SourceColumns) -> None:

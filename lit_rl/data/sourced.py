@@ -25,7 +25,7 @@ from lit_rl.data.tasks import Task
 from lit_rl.errors import ConfigError, DataError, in_range, seed_in_range
 
 _HELD_OUT = 0.05
-"""Share of the prompts that is held out where nobody says another."""
+"""Default share of the prompts that is held out."""
 
 _REASONS = {
     "bad": "not sound (data.on_bad_row=skip)",
@@ -58,8 +58,8 @@ class SourcedDataModule(L.LightningDataModule):
         chat_template_kwargs: Further arguments of the chat template.
         shuffle: A new order of the rows in every epoch.
         max_image_pixels: Width times height of an image, at most, by its header. For a model over images.
-        on_bad_row: What to do with a row that cannot be read or is not sound: `error` refuses the data, `skip` leaves
-            it out.
+        on_bad_row: Action for a row that cannot be read or is not sound: `error` refuses the data, `skip` leaves it
+            out.
         val: The validation rows themselves, as `rows`, or several sets by name.
         val_path: A validation set, or several by name. Read like `path`.
         val_split: The split of `val_path`, or of `path` where no `val_path` came; by name for several.
@@ -74,7 +74,7 @@ class SourcedDataModule(L.LightningDataModule):
     """The rows of a step that a small set was given in place of the default."""
 
     size_is_given: bool
-    """Whether the user chose the number of rows of a step; otherwise it is known once the rows are."""
+    """True if the user chose the number of rows of a step; otherwise it is known once the rows are."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class SourcedDataModule(L.LightningDataModule):
 
         Args:
             options: `PromptOptions` or `ExampleOptions`.
-            tokenizer: Of the policy.
+            tokenizer: Tokenizer of the policy.
         """
         named = {f"data.{each.name}": getattr(options, each.name) for each in dataclasses.fields(options)}
         places = [(source.path, source.split, source.name) for source in self.sources]
@@ -238,7 +238,7 @@ class SourcedDataModule(L.LightningDataModule):
             size: Rows of one step.
             shuffle: A new order in every epoch.
             key: Name of the setting that `size` is.
-            counts: What every filter took, and what is held out.
+            counts: Counts of every filter, and of rows held out.
 
         Raises:
             DataError: the rows do not fill one step, or a source has none left.
@@ -262,13 +262,13 @@ class SourcedDataModule(L.LightningDataModule):
         of a step: `DEFAULT` at most, and one for each part where these are more.
 
         Args:
-            size: As the constructor has it; None: nobody gave one.
-            now: As it was last.
-            rows: What is left for training.
-            key: Of the setting.
+            size: The constructor's setting; None where the user chose none.
+            now: The latest size.
+            rows: Rows left for training.
+            key: Key of the setting.
         """
         if size is not None or now not in (DEFAULT, self._fitted):
-            return now  # somebody has set it, or did so since
+            return now  # set by the user
         unit = self._unit()
         fits = fitting(rows, DEFAULT, unit)
         if fits is not None and fits != now:

@@ -22,11 +22,11 @@ class Rows(Sequence[dict[str, Any]]):
     """Rows of one source.
 
     Args:
-        name: What messages call the source.
+        name: Name of the source in messages.
         rows: The rows.
         lines: Line number of each row, where the source is a file of lines.
         indices: Number of each row in the source, from 0, where these are not all of its rows.
-        skipped: How many bad rows the reader left out.
+        skipped: Number of bad rows that the reader left out.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ def load_rows(
             that holds data files; otherwise a hub id. The cells of .csv and .tsv are text, never guessed numbers.
         split: The split, for what has splits; a hub id and a folder of data files take slices: `train[:100]`.
         name: The configuration, for what has several on the hub.
-        on_bad_row: What to do with a row that cannot be read: `error` raises, `skip` counts it in `.skipped`.
+        on_bad_row: Action for a row that cannot be read: `error` raises, `skip` counts it in `.skipped`.
 
     Raises:
         DataError: nothing is there, it cannot be read, or no row is left.

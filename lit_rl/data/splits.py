@@ -100,7 +100,7 @@ def val_sources(
     """Return the validation sets that `val_path` and `val_split` name; the name of a single one is empty.
 
     Args:
-        source: What `data.path` names, where it came: a `val_split` without a `val_path` is a split of it.
+        source: The source of `data.path`, where it is set: a `val_split` without a `val_path` is a split of it.
         val_path: One path, or paths by name.
         val_split: One split for all, or splits by name.
 

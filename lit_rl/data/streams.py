@@ -39,9 +39,9 @@ class RowStream:
     files and the hub as `datasets` streams them. No row is kept.
 
     Args:
-        source: What is read: a file, folder or hub id, or a data set of `datasets`.
-        on_bad_row: What to do with a row that cannot be read: `error` raises, `skip` counts it. A bad row is one of
-            those taken in any case, so that a place can be found again without parsing what is before it.
+        source: The source to read: a file, folder or hub id, or a data set of `datasets`.
+        on_bad_row: Action for a row that cannot be read: `error` raises, `skip` counts it. A bad row is one of those
+            taken in any case, so that a place can be found again without parsing what is before it.
 
     Raises:
         ConfigError: the source is in memory whole (a .json array), or its split is a slice.
@@ -67,7 +67,7 @@ class RowStream:
             BackendError: the hub cannot be reached any more.
         """
         raw = self._rows if mark == self._mark and self._rows is not None else self._read(mark.rows)
-        self._rows = None  # a generator that raises is over
+        self._rows = None  # a generator that has raised is exhausted
         rows, places, skipped, begun = [], [], 0, mark
         for _ in range(count):
             while (item := next(raw, None)) is None:
@@ -143,7 +143,7 @@ def _rows_of_data(data: Any, name: str, skip: int) -> Iterator[RawRow]:
             row = next(streamed, None)
         except OSError as error:
             raise BackendError(f"{name}[{index}]: cannot be read on: {excerpt(str(error), 200)}") from error
-        except Exception as error:  # the library raises of many kinds: a row that it cannot read is bad data
+        except Exception as error:  # `datasets` raises errors of many classes for bad data
             raise DataError(f"{name}[{index}]: cannot be read: {excerpt(str(error), 200)}") from error
         if row is None:
             return

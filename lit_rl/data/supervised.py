@@ -80,8 +80,8 @@ class SupervisedText:
         What a chat template leaves out of these is said.
 
         Args:
-            encoder: As of `batch`.
-            processor: Of the policy; None: it reads text.
+            encoder: See `batch`.
+            processor: Processor of the policy; None: it reads text.
 
         Raises:
             DataError: as `rows`; a text holds a placeholder of images; or one of the first 256 rows cannot be rendered.
@@ -99,9 +99,9 @@ class SupervisedText:
         """Return the texts of one optimizer step, the same on every rank: a rank's micro-batch takes its rows of them.
 
         Args:
-            encoder: With the policy's tokenizer.
+            encoder: Encoder with the policy's tokenizer.
             index: Number of the optimizer step, from 0.
-            seed: Of the order of the texts.
+            seed: Seed of the order of the texts.
 
         Raises:
             DataError: a row cannot be read or tokenised.

@@ -54,7 +54,7 @@ class Addition(HoldsOut):
 
     Args:
         max_operand: Largest operand; there are `(max_operand + 1) ** 2` pairs.
-        val_rows: How many pairs are held out for validation; 0 holds out none.
+        val_rows: Number of pairs held out for validation; 0 holds out none.
         seed: Seed of the draw of the held-out pairs and of the order of the rows.
     """
 
@@ -233,9 +233,9 @@ class ReasoningGym(HoldsOut):
     Rows depend on the arguments and the version of reasoning-gym alone. Problems that come again are left out.
 
     Args:
-        name: Of the generator, such as "chain_sum" or "leg_counting".
-        settings: Of its config, such as `{max_terms: 3}`; what is not given is as it comes.
-        instruction: What is added to each question, on a line of its own; empty adds nothing.
+        name: Name of the generator, such as "chain_sum" or "leg_counting".
+        settings: Settings of its config, such as `{max_terms: 3}`; what is not given is as it comes.
+        instruction: Text added to each question, on a line of its own; empty adds nothing.
         train_rows: Rows to learn from, 1 or more.
         val_rows: Other rows, held out for validation; 0 holds out none.
         seed: Seed of the problems.
@@ -284,14 +284,15 @@ class ReasoningGymPlain(ReasoningGym):
     """The same problems as plain text, for models that know no chat: `{"prompt": "4+3=", "answer": "7", ...}`
 
     Args:
-        name: Of the generator, such as "chain_sum".
-        settings: As `ReasoningGym` takes them, as the rest.
-        instruction: What is added behind what is shown.
+        name: Name of the generator, such as "chain_sum".
+        settings: See `ReasoningGym`, also for the rest.
+        instruction: Text added after the question.
         train_rows: Rows to learn from.
         val_rows: Held-out rows.
         seed: Seed of the problems.
-        shown: What of a question is shown, as a regular expression: its matches, one behind the other. `[-+=0-9]` makes
-            "4+3=" of "State the final answer to the following arithmetic problem: 4 + 3 =". As it comes, everything is.
+        shown: The part of a question that is shown, as a regular expression: its matches, concatenated.
+            `[-+=0-9]` makes "4+3=" of "State the final answer to the following arithmetic problem: 4 + 3 =". By default all
+            of it.
 
     Raises:
         BackendError: reasoning-gym is not installed.

@@ -52,7 +52,7 @@ def render_prompt(
         text = str(apply_chat_template(tokenizer, messages, tokenize=False, add_generation_prompt=True, **kwargs))
     except ConfigError:
         raise
-    except Exception as error:  # a template is a program: whatever it raises, this row cannot be rendered by it
+    except Exception as error:  # a template may raise anything
         raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
     if left_out is not None:
         left_out.look(messages, text, where, kwargs)
@@ -123,7 +123,7 @@ def kwargs_of_row(columns: Mapping[str, Any], where: str) -> dict[str, Any]:
     Keys that hold None are left out: tables fill the absent keys of a struct with it.
 
     Args:
-        columns: Of the row: `OF_ROWS` may be an object or the text of one.
+        columns: Columns of the row: `OF_ROWS` may be an object or the text of one.
         where: The row, for messages.
 
     Raises:
@@ -154,7 +154,7 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     written = 0
     while isinstance(eos, str) and eos and text.endswith(eos * (written + 1)):
         written += 1
-    ends = written + 1  # where the tokenizer has added one of its own
+    ends = written + 1  # one more where the tokenizer adds its own
     if len(ids) >= ends and all(token == tokenizer.eos_token_id for token in ids[-ends:]):
         ids.pop()
     return ids
@@ -201,7 +201,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> s
         text = str(apply_chat_template(tokenizer, messages, **{**kwargs, "tokenize": False}))
     except ConfigError:
         raise
-    except Exception:  # a template is a program: it may want other messages
+    except Exception:  # a template may raise anything, such as for these messages
         return ""
     return text.rpartition(_WORDS)[2] if _WORDS in text else ""
 

@@ -29,7 +29,7 @@ def video_of(value: Any, where: str, *, folder: Path | None = None, max_pixels: 
         value: A list of frames, each anything that `lit_rl.data.images.image_of` reads; a mapping of ``frames`` and
             ``fps``, frames a second; or a reference.
         where: The row, for messages.
-        folder: Of the data set's file. None: relative paths have no meaning.
+        folder: Folder of the data set's file. None: relative paths have no meaning.
         max_pixels: Width times height of a frame, at most.
 
     Raises:

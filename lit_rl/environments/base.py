@@ -25,12 +25,12 @@ class Turn:
     written: str
     """With the special tokens, but for the one that ended it: calls of tools may be written with them."""
     cut: bool
-    """Whether it was cut at its maximal length, and did not end by itself."""
+    """True if it was cut at its maximal length, and did not end by itself."""
     thought: str = ""
     """Its thoughts, where a model writes them apart (gpt-oss); of other models thoughts are part of the text."""
 
     def message(self, content: str) -> Message:
-        """Return the turn as a message of this content, with its thoughts under the key where templates look for them."""
+        """Return the turn as a message of this content, with its thoughts under the key that templates read."""
         said: Message = {"role": "assistant", "content": content}
         return said | {"thinking": self.thought} if self.thought else said
 

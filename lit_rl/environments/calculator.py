@@ -23,7 +23,7 @@ def mul(a: int, b: int) -> str:
         a: The first.
         b: The second.
     """
-    return f"{a * b}="  # in plain text nothing else says where the answer ends and the policy's own turn begins
+    return f"{a * b}="  # in plain text the = marks where the policy's turn begins
 
 
 def multiply(a: int, b: int) -> int:
@@ -44,8 +44,8 @@ class Products:
 
     Args:
         max_operand: Largest operand, 2 or more; there are `(max_operand - 1) ** 2` pairs.
-        val_rows: How many pairs are held out for validation; 0 holds out none.
-        seed: Of the draw of the held-out pairs, and of the order of the rows.
+        val_rows: Number of pairs held out for validation; 0 holds out none.
+        seed: Seed of the held-out pairs, and of the order of the rows.
     """
 
     def __init__(self, max_operand: int = 99, val_rows: int = 200, seed: int = 0) -> None:
@@ -84,9 +84,9 @@ class ProductQuestions(Products):
     They are for models whose chat template tells nothing of tools.
 
     Args:
-        max_operand: As `Products` takes it.
-        val_rows: How many products are held out.
-        seed: Of the draw.
+        max_operand: See `Products`.
+        val_rows: Number of products held out.
+        seed: Seed of the draw.
         instruction: The words.
     """
 
@@ -105,9 +105,9 @@ class QuestionDemonstrations(ProductQuestions):
     the question, and `multiply(17, 25)` as `completion`; the question, that call and the tool's answer, and `425`.
 
     Args:
-        max_operand: As `ProductQuestions` takes it, as the rest.
+        max_operand: See `ProductQuestions`, also for the rest.
         val_rows: The products that it holds out are in no demonstration.
-        seed: Of the draw.
+        seed: Seed of the draw.
         instruction: The words.
     """
 
@@ -137,11 +137,11 @@ class CalculatorDemonstrations(Products):
     to learn.
 
     Args:
-        max_operand: As `Products` takes it.
-        val_rows: The same. The pairs that it holds out are in no demonstration.
+        max_operand: See `Products`.
+        val_rows: See `Products`. The pairs that it holds out are in no demonstration.
         wrong: Share of the demonstrations with another second operand, from 0 to 1.
         end: The text of the token that ends a turn of the policy.
-        seed: As `Products` takes it, and of the wrong operands.
+        seed: See `Products`, and of the wrong operands.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class ChannelMessage:
 
     @property
     def thought(self) -> bool:
-        """Whether this message is on the private analysis channel."""
+        """True if this message is on the private analysis channel."""
         found = _NAME.search(self.header)
         return found is not None and found["name"] == _THOUGHT
 

@@ -124,12 +124,12 @@ class Conversations(Responder):
     """The episodes of one request.
 
     Args:
-        rows: Of the completions, in their order.
-        factory: For the limits.
-        reading: Of the policy's tokenizer.
-        max_new_tokens: Of one turn.
+        rows: Rows of the completions, in their order.
+        factory: Factory with the limits.
+        reading: Codec of the policy's tokenizer.
+        max_new_tokens: Tokens of one turn.
         runner: Runs what the environments do.
-        told: What was logged of failures already; is added to.
+        told: Failures that were logged already; new ones are added.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class Conversations(Responder):
                     self._ask(said, begun.task)
 
     def _take(self, said: Said, since: float, begun: Begun) -> None:
-        if self._asked.get(said.row, (None, None))[1] is begun:  # else it was given up
+        if self._asked.get(said.row, (None, None))[1] is begun:  # otherwise it was abandoned
             self._asked.pop(said.row)
             reply = self._result(begun, self._rows[said.row])
             self._answered.append(self._heard(said, reply, time.perf_counter() - since))
@@ -331,7 +331,7 @@ class Conversations(Responder):
         each = max(1, share // max(1, len(texts)))
         return with_texts(content, [self._reading.shortened(text, each) for text in texts])
 
-    # ------------------------------------------------------------------ what environments do, with limits
+    # ------------------------------------------------------------------ calls of environments, with limits
 
     @contextmanager
     def _time_waited(self) -> Iterator[None]:
@@ -369,7 +369,9 @@ class Conversations(Responder):
         return self._factory.pool is None and self._runner.blocked(limit)
 
     def _task(self, ask: Callable[[], Coroutine[Any, Any, Any]], row: Row, place: int) -> Task:
-        until = self._end_of(row) if place < _Place.REWARD else math.inf  # what ended in time is rewarded, and closed
+        until = (
+            self._end_of(row) if place < _Place.REWARD else math.inf
+        )  # reward and close are not bound by the episode's limit
         seed, in_worker = (row.seed + place * _ODD) & _LARGEST_SEED, self._factory.pool is not None
         return Task(self._guarded(ask), self._factory.step_timeout, seed, until=until, in_worker=in_worker)
 

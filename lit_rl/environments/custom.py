@@ -36,7 +36,7 @@ class CustomEnvironment(EnvironmentFactory):
             an object. Several are given by name, and a row's column ``environment`` says which is its own.
         style: ``step``, ``tools``, or ``auto``: ``step`` where there is such a method.
         functions: Tools beside the methods of the class, as `FunctionTools` takes them.
-        limits: What every `EnvironmentFactory` takes.
+        limits: Further arguments of `EnvironmentFactory`.
 
     Raises:
         ConfigError: there is no such class, it is no environment, or its tools cannot be described.

@@ -13,10 +13,10 @@ class GameDemonstrations(ABC):
     """Abstract: subclasses say how one game is played.
 
     Args:
-        games: To learn from, 1 or more.
-        turns: Of a game at most, 1 or more.
+        games: Number of games, 1 or more.
+        turns: Longest game, in turns, 1 or more.
         end: The text of the token that ends a turn of the policy.
-        seed: Of the games.
+        seed: Seed of the games.
     """
 
     def __init__(self, games: int, turns: int, end: str, seed: int) -> None:

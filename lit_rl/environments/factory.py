@@ -22,13 +22,13 @@ class EnvironmentKind(ABC):
     toolbox: Toolbox | None = None
     """Tools that the chat template renders; None: the environment has no tools."""
     is_async: bool = False
-    """Whether any of its calls is awaited: then its episodes run at the same time."""
+    """True if any of its calls is awaited: then its episodes run at the same time."""
     opens: bool = False
-    """Whether an episode may begin with an observation."""
+    """True if an episode may begin with an observation."""
     gives_reward: bool = False
-    """Whether its episodes have a reward of their own."""
+    """True if its episodes have a reward of their own."""
     has_state: bool = True
-    """Whether a reply depends on earlier turns, so that an environment made again has to replay them all."""
+    """True if a reply depends on earlier turns, so that an environment made again has to replay them all."""
 
     @property
     def answers_as(self) -> Kind:
@@ -51,9 +51,9 @@ class EnvironmentFactory(Interactive, ABC):
     """Abstract: subclasses say which kinds of environments there are.
 
     Args:
-        parser: How calls of tools are written: ``auto`` goes by the tokenizer and its chat template; or ``hermes``,
-            ``llama3``, ``mistral``, ``qwen3_5``, ``glm4``, ``gptoss``, ``deepseek_v3``, ``gemma4``, ``lfm2``,
-            ``muse_glimmer``, ``regex``.
+        parser: Form of tool calls: ``auto`` goes by the tokenizer and its chat template; or ``hermes``, ``llama3``,
+            ``mistral``, ``qwen3_5``, ``glm4``, ``gptoss``, ``deepseek_v3``, ``gemma4``, ``lfm2``, ``muse_glimmer``,
+            ``regex``.
         call_pattern: With ``parser=regex``, one call as a regular expression with the groups ``name`` and
             ``arguments``, see `RegexParser`. None: ``name(1, "two")``.
         max_turns: Turns of the policy in an episode, 1 or more.
@@ -72,8 +72,8 @@ class EnvironmentFactory(Interactive, ABC):
         workers: Processes of each rank in which environments and tools run, and which are killed where a call takes too
             long; what is named has to be named by its path. 0: they run in the training process.
         memory_mb: Most memory of each worker, in MiB of address space; None is no limit.
-        journal: Whether replies are written down, in ``env_journal`` of the run's folder or in a folder that is named,
-            so that a run which is killed in the middle of a rollout does not ask for them again when it is resumed.
+        journal: Write replies to disk, in ``env_journal`` of the run's folder or in a folder that is named, so that a
+            run which is killed in the middle of a rollout does not ask for them again when it is resumed.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -144,7 +144,7 @@ class EnvironmentFactory(Interactive, ABC):
 
     @property
     def is_async(self) -> bool:
-        """Whether episodes run at the same time."""
+        """True if episodes run at the same time."""
         return self.pool is not None or any(kind.is_async for kind in self.kinds.values())
 
     @property

@@ -50,9 +50,9 @@ class Frames(ABC):
         """Return the token ids between a turn of the policy and its next one.
 
         Args:
-            messages: What answers the turn, one message or more, all tool messages or all of the user. Tool messages
+            messages: The messages that answer the turn, at least one, all of tools or all of the user. Tool messages
                 hold ``name``, and may hold ``tool_call_id``.
-            closed: Whether the turn ended with one of the model's EOS tokens. What was cut, or ended by a stop string,
+            closed: True if the turn ended with one of the model's EOS tokens. What was cut, or ended by a stop string,
                 is closed here.
         """
 
@@ -70,8 +70,8 @@ class TextFrames(Frames):
     """Frames of prompts that are plain text: the text of the messages. Control tokens in it are literal text.
 
     Args:
-        tokenizer: Of the policy.
-        end_id: What closes a turn; None: nothing does.
+        tokenizer: Tokenizer of the policy.
+        end_id: Token that closes a turn; None: nothing does.
     """
 
     def __init__(self, tokenizer: Any, end_id: int | None) -> None:
@@ -93,13 +93,13 @@ class ChatFrames(Frames):
     """Frames of prompts that are chat messages: the policy's chat template around each reply.
 
     Args:
-        tokenizer: Of the policy, with its chat template.
+        tokenizer: Tokenizer of the policy, with its chat template.
         eos_ids: Every token that ends a turn.
-        kinds: What will answer: tools, the user, or both. The template is tried with each.
+        kinds: Roles that answer: tools, the user, or both. The template is tried with each.
         tools: Schemas of the tools, which the prompts are rendered with too.
-        calls_are_text: Whether the policy writes calls as a part of what it says, so that the template renders none.
-        chat_template_kwargs: What the prompts are rendered with too.
-        processor: Of a policy over images; None: it reads text.
+        calls_are_text: True if the policy writes calls as part of its text, so that the template renders none.
+        chat_template_kwargs: Arguments that the prompts are rendered with too.
+        processor: Processor of a policy over images; None: it reads text.
 
     Raises:
         ConfigError: the template drops what was answered, or what the assistant said before; or no EOS token stands
@@ -165,7 +165,7 @@ class ChatFrames(Frames):
         and an id for each call and each reply that has none.
 
         Args:
-            messages: With the arguments of calls as mappings.
+            messages: Messages with the arguments of calls as mappings.
         """
         tools = self._skeletons.get("tool")
         return [*_with_ids(messages, text_arguments=tools is not None and tools.arguments == "text")]
@@ -177,7 +177,7 @@ class ChatFrames(Frames):
                 self._ends[kind, count] = self._ends_before(self._skeletons[kind], count)
             except ConfigError:
                 raise
-            except Exception:  # a template is a program: whatever it raises, it cannot render this
+            except Exception:  # a template may raise anything
                 self._ends[kind, count] = None
         return self._ends[kind, count] is not None
 
@@ -272,7 +272,7 @@ class ChatFrames(Frames):
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    # ------------------------------------------------------------------ the template is tried
+    # ------------------------------------------------------------------ trying the template
 
     def _tried(self, kind: Kind) -> _Skeleton:
         """Return the first skeleton that the template renders whole."""
@@ -282,7 +282,7 @@ class ChatFrames(Frames):
                 text = self._rendered(skeleton, _probes(kind, 1))
             except ConfigError:
                 raise
-            except Exception as error:  # a template is a program: whatever it raises, it cannot render this
+            except Exception as error:  # a template may raise anything
                 why = why or f"it refuses them: {excerpt(str(error), 200)}"
                 continue
             if _ALPHA not in text:
@@ -329,7 +329,7 @@ class _Skeleton:
     arguments: Literal["mapping", "text"] | None = None
     """Form of the arguments of a call, text being JSON; None: the turn has no calls beside its content."""
     escapes: bool = False
-    """Whether the template writes a reply as the inside of a JSON string."""
+    """True if the template writes a reply as the inside of a JSON string."""
 
     def written(self, text: str) -> str:
         """Return the text of a reply as the template writes it."""
@@ -362,9 +362,9 @@ def check_tools_are_told(
     """Refuse a chat template that does not tell the policy of the tools.
 
     Args:
-        tokenizer: Of the policy, with its chat template.
-        tools: Their schemas.
-        chat_template_kwargs: What prompts are rendered with, the tools among them.
+        tokenizer: Tokenizer of the policy, with its chat template.
+        tools: Schemas of the tools.
+        chat_template_kwargs: Arguments that prompts are rendered with, the tools among them.
 
     Raises:
         ConfigError: the name of one is not in what it renders.

@@ -36,10 +36,10 @@ class GuessDemonstrations(GameDemonstrations):
     form of the game, and wins it as often as chance does; how to halve the range is left to learn.
 
     Args:
-        games: To learn from, 1 or more.
-        turns: Of a game at most, 1 or more.
+        games: Number of games, 1 or more.
+        turns: Longest game, in turns, 1 or more.
         end: The text of the token that ends a turn of the policy.
-        seed: Of the games.
+        seed: Seed of the games.
     """
 
     def __init__(self, games: int = 4000, turns: int = 4, end: str = "<|im_end|>", seed: int = 0) -> None:

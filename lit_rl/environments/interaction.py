@@ -53,12 +53,12 @@ class Interaction(EpisodeSource):
 
     Args:
         factory: Makes the environments.
-        tokenizer: Of the policy.
+        tokenizer: Tokenizer of the policy.
         eos_ids: Every token that ends a turn.
-        chat: Whether prompts are chat messages; else they are texts.
-        template_kwargs: What prompts are rendered with, of the data.
-        journal: Of the run; None: what is answered is written down nowhere.
-        processor: Of a policy over images; None: it reads text.
+        chat: True if prompts are chat messages, not texts.
+        template_kwargs: Arguments that prompts are rendered with, of the data.
+        journal: Journal of the run; None: replies are written nowhere.
+        processor: Processor of a policy over images; None: it reads text.
         max_image_pixels: Width times height of an image that a tool or an environment returns, at most.
 
     Raises:
@@ -152,7 +152,7 @@ class Interaction(EpisodeSource):
         of_group = [key for key in asked.keys for _ in range(asked.group_size)]
         seeds = request.row_keys if self.factory.seed == "sample" else of_group
         journal = None
-        if self.journal is not None and request.batch.rollout >= 0:  # validations are drawn again
+        if self.journal is not None and request.batch.rollout >= 0:  # validations are not journaled
             journal = self.journal.request(request.batch.rollout, request)
         with ExitStack() as closes:
 
@@ -166,7 +166,7 @@ class Interaction(EpisodeSource):
             try:
                 opened, conversations = request.agree(begun)
             except GenerationError:
-                self.forget()  # what began wrongly is asked anew when it is mended
+                self.forget()  # a fixed environment must not replay a wrong beginning
                 raise
             told = replace(asked, token_ids=[each.ids for each in opened], responder=conversations)
             if any(each.seen is not None for each in opened):
@@ -197,9 +197,9 @@ class Interaction(EpisodeSource):
         Args:
             batch: The prompts.
             seeds: One a completion, any integers; the completions of a prompt are neighbours.
-            max_new_tokens: Of one turn.
+            max_new_tokens: Tokens of one turn.
             journal: The part of an episode, by row, occurrence, sample and seed; see `Journal.request`.
-            seen: What the model sees of each prompt; empty: no prompt has images.
+            seen: Vision inputs of each prompt; empty: no prompt has images.
 
         Returns:
             Each prompt as it is opened, and what answers its completions. To be closed.
@@ -289,7 +289,7 @@ class Interaction(EpisodeSource):
             ready = self._made_ready(self.factory.kinds[kind], own)
             self._tools_of_rows = max(self._tools_of_rows, self._tool_tokens(ready))
             if len(self._ready_of_rows) >= _REMEMBERED:
-                del self._ready_of_rows[next(iter(self._ready_of_rows))]  # the one that was asked for longest ago
+                del self._ready_of_rows[next(iter(self._ready_of_rows))]  # least recently used
         self._ready_of_rows[key] = ready
         return ready
 
@@ -315,7 +315,7 @@ class Interaction(EpisodeSource):
         )
         if tools is not None:
             settings["tools"] = tools
-            if not isinstance(parser, RegexParser):  # of a form of call that no template knows, prompts tell
+            if not isinstance(parser, RegexParser):  # prompts themselves describe a custom form of calls
                 check_tools_are_told(self._tokenizer, tools, settings)
         return _Ready(kind, frames, parser, settings)
 

@@ -44,8 +44,8 @@ class Journal:
     """The replies of a run.
 
     Args:
-        folder: Of the files; made when there is something to write.
-        rank: Of this process. Each writes a file of its own, and reads those of all.
+        folder: Folder of the files; made when there is something to write.
+        rank: Rank of this process. Each writes a file of its own, and reads those of all.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -141,8 +141,8 @@ class EpisodeJournal:
     """The part of one episode.
 
     Args:
-        journal: Of the run.
-        name: Of the episode.
+        journal: Journal of the run.
+        name: Name of the episode.
     """
 
     def __init__(self, journal: Journal, name: Name) -> None:
@@ -157,8 +157,8 @@ class EpisodeJournal:
 
         Args:
             at: ``reset``, the turn's number, or ``reward``.
-            action: What the policy said; None: nothing, or whatever it says.
-            entry: What came of it.
+            action: Action of the policy; None: none, or any.
+            entry: Result of the call.
         """
         self._journal.write(self._name, (at, _digest(action)), entry)
 

@@ -83,7 +83,7 @@ class Server:
     """One server. Its process starts when it is first asked.
 
     Args:
-        place: Where it is.
+        place: Address of the server.
     """
 
     def __init__(self, place: Place) -> None:
@@ -158,7 +158,7 @@ class _Session:
     """A server from its start to its end. Made in the loop of the servers, whose members are awaited there.
 
     Args:
-        place: Where it is.
+        place: Address of the server.
     """
 
     def __init__(self, place: Place) -> None:
@@ -174,7 +174,7 @@ class _Session:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, is about to, or could not be started."""
+        """True if it has ended, is about to, or could not be started."""
         return self._task.done() or self._asked_to_end.is_set() or (self._said is not None and self._said.ended)
 
     @property
@@ -219,7 +219,7 @@ class _Session:
             self._client.set_exception(
                 Lost(f"The MCP server {self._place.name!r} does not start: {why}{self.last_lines}")
             )
-            self._client.exception()  # nobody may have waited for it
+            self._client.exception()  # retrieved here, in case no caller waits for it
 
     def _transport(self) -> Any:
         """Return the transport for a client."""
@@ -266,11 +266,11 @@ class _LastLines:
 
     @property
     def ended(self) -> bool:
-        """Whether nobody can write any more: the process and its children are gone."""
+        """True if nobody can write any more: the process and its children are gone."""
         return not self._thread.is_alive()
 
     def __str__(self) -> str:
-        self._thread.join(1.0)  # what a process wrote last is on its way
+        self._thread.join(1.0)  # the last lines may still be in the pipe
         return "".join(f"\n    {line}" for line in self._lines) or "\n    (nothing)"
 
     def _read(self, read: int) -> None:

@@ -37,7 +37,7 @@ class MCPTools(EnvironmentFactory):
         command: The words that start the one server there is, ``[python, ./server.py]``.
         servers: Several servers by name, in its place. Each has ``command`` or ``url``, of streamable HTTP; ``env``,
             variables of the process; and ``tools``, the names of those that the policy is told of. All, without it.
-        limits: What every `EnvironmentFactory` takes. A start may take ``step_timeout`` too.
+        limits: Further arguments of `EnvironmentFactory`. A start may take ``step_timeout`` too.
 
     Raises:
         BackendError: the package mcp is not installed.
@@ -98,10 +98,10 @@ class _Asked:
     """A server as the config describes it.
 
     Args:
-        key: Of the config.
-        name: Of the server.
-        described: Its keys.
-        seconds: A start may take.
+        key: Key of the config.
+        name: Name of the server.
+        described: The keys of the config.
+        seconds: Time limit of a start.
 
     Raises:
         ConfigError: a key is unknown, or of a wrong type; there is neither a command nor a url, or both.
@@ -140,9 +140,9 @@ class _ServerTool(Tool):
     """One tool of a server.
 
     Args:
-        server: Its name.
-        connection: To it.
-        listed: What it says of the tool.
+        server: Name of the server.
+        connection: Connection to the server.
+        listed: The server's description of the tool.
 
     Raises:
         ConfigError: its arguments are described by what is no JSON Schema.
@@ -159,7 +159,7 @@ class _ServerTool(Tool):
                 f"The MCP server {server!r} describes the arguments of its tool {listed.name!r} by what is no JSON "
                 f"Schema: {excerpt(error.message)}."
             ) from error
-        # Arguments that nobody asked for are wrong, unless the schema speaks of them; and no schema is fetched.
+        # Unknown arguments are errors unless the schema allows them, and no remote schema is fetched.
         strict = parameters if "additionalProperties" in parameters else {"unevaluatedProperties": False, **parameters}
         function = {"name": listed.name, "description": listed.description or "", "parameters": parameters}
         super().__init__({"type": "function", "function": function}, kind(strict, registry=Registry()))
@@ -172,8 +172,8 @@ class _ServerTool(Tool):
         try:
             result = await self._connection.call(self.name, arguments)
         except Lost:
-            raise  # the episode fails: it is nothing that the policy did
-        except Exception as error:  # of the package: the server says that the call is wrong, or gives what it may not
+            raise  # not the policy's fault: the episode fails
+        except Exception as error:  # of `mcp`: the server rejects the call, or its result is invalid
             return ToolAnswer(writable(f"error: {self.name}: {error}"), failed=True)
         shows = any(part.type == "image" for part in result.content)
         if shows and IMAGE_LIMIT.get() is not None and not result.is_error:

@@ -87,9 +87,9 @@ def named_call(name: str, arguments: str, text: str) -> Call:
     """Return a call of a name with arguments that are JSON.
 
     Args:
-        name: Of the tool.
+        name: Name of the tool.
         arguments: A JSON object, as text.
-        text: All that was written of the call, for what is wrong with it.
+        text: The whole text of the call, for errors.
     """
     try:
         read = json.loads(arguments)

@@ -163,7 +163,7 @@ def _refuse_videos(given: Any, who: str) -> None:
 
 
 def _is_image(value: Any) -> bool:
-    if isinstance(value, Mapping):  # a part of a message, and nothing that merely has a type
+    if isinstance(value, Mapping):  # a part of a message, not any mapping with a type
         return value.get("type") in ("image", "image_url") and value.keys() <= _IMAGE_KEYS
     bytes_ = str(getattr(value, "dtype", "")).endswith("uint8")
     return (bytes_ and value.ndim == _DIMENSIONS) or isinstance(value, ImageRef) or is_pillow(value)
@@ -183,5 +183,5 @@ def writable(text: str) -> str:
 def _words(value: Any) -> str:
     try:
         return excerpt(repr(value), 80)
-    except Exception:  # of an integer with thousands of digits there is no repr
+    except Exception:  # repr of an integer with thousands of digits fails
         return f"a {type(value).__name__}"

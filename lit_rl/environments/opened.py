@@ -1,4 +1,4 @@
-"""Prompts as their episodes begin with them: told of the tools, and of what the environment says first."""
+"""Prompts as their episodes begin: with tools, and with the first observation of the environment."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class PromptOpener:
     were.
 
     Args:
-        tokenizer: Of the policy.
-        processor: Of a policy over images; None: it reads text.
-        shortened: A text cut to so many tokens, which says that it was.
+        tokenizer: Tokenizer of the policy.
+        processor: Processor of a policy over images; None: it reads text.
+        shortened: Function that cuts a text to a number of tokens, and marks the cut.
         most: Tokens that an environment may begin with.
 
     Raises:
@@ -79,7 +79,7 @@ class PromptOpener:
             plain: Told of its tools.
             opening: Goes on the end of the last message, or behind the messages.
             where: The prompt, for messages.
-            template_kwargs: What it is rendered with.
+            template_kwargs: Arguments that it is rendered with.
 
         Raises:
             CannotBegin: the environment begins with too much, with a control token beside images, or with an image that
@@ -110,7 +110,7 @@ class PromptOpener:
         written = next((token for token in self._control for part in parts if token in part), None)
         if written is None:
             return self._rendered(opened, plain.seen, where, template_kwargs, images)
-        if plain.seen is not None or images:  # a processor makes tokens of a whole text: nothing can stand apart in it
+        if plain.seen is not None or images:  # a processor tokenises whole texts only
             raise CannotBegin(
                 f"what it began with holds the text {written!r}, a control token of the policy, which a prompt with "
                 "images cannot hold: let reset return other words"

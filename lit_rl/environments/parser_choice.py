@@ -82,8 +82,8 @@ def check_parser(name: str, pattern: str | None, prefix: str = "") -> None:
 
     Args:
         name: One of `PARSERS`, or ``auto``.
-        pattern: Of ``regex``, or None.
-        prefix: What stands before the names of the two settings, such as ``env.``.
+        pattern: Pattern of ``regex``, or None.
+        prefix: Prefix of the names of the two settings, such as ``env.``.
 
     Raises:
         ConfigError: otherwise.
@@ -108,10 +108,10 @@ def parser_for(
     Args:
         name: One of `PARSERS`, or ``auto``: by the tokenizer's ``response_template``; else the first that reads back
             a call which its chat template renders; else by what the chat template tells the model to write.
-        tokenizer: Of the policy.
-        schemas: Of the tools.
-        pattern: Of ``regex``; None is `PYTHON_CALL`.
-        template_kwargs: What prompts are rendered with; None: prompts are plain texts.
+        tokenizer: Tokenizer of the policy.
+        schemas: Schemas of the tools.
+        pattern: Pattern of ``regex``; None is `PYTHON_CALL`.
+        template_kwargs: Arguments that prompts are rendered with; None: prompts are plain texts.
 
     Raises:
         ConfigError: ``auto``, and nothing says how the model writes calls.
@@ -145,9 +145,9 @@ def rendered_call(tokenizer: Any, call: ToolCall, schemas: Schemas) -> Iterator[
     them ends it, and then the whole turn. Nothing where the template renders no calls.
 
     Args:
-        tokenizer: With a chat template.
-        call: What is called.
-        schemas: Of the tools that the template tells of; may be none.
+        tokenizer: Tokenizer with a chat template.
+        call: The call.
+        schemas: Schemas of the tools that the template renders; may be none.
     """
     for arguments in (dict(call.arguments), json.dumps(dict(call.arguments))):
         function = {"name": call.name, "arguments": arguments}
@@ -161,7 +161,7 @@ def rendered_call(tokenizer: Any, call: ToolCall, schemas: Schemas) -> Iterator[
             whole = apply_chat_template(tokenizer, [*asked, said], **settings)
         except ConfigError:
             raise
-        except Exception:  # a template is a program: whatever it raises, it cannot render this
+        except Exception:  # a template may raise anything
             continue
         goes_on = whole.startswith(begun)
         turn = whole[len(begun if goes_on else before) :]

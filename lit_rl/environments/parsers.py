@@ -115,8 +115,8 @@ class ScanningParser(Parser):
 
         Args:
             text: All of the response.
-            at: Where to look from: nothing before it is a call.
-            thought: Where the next thought begins.
+            at: Start of the search: nothing before it is a call.
+            thought: Start of the next thought.
         """
 
 
@@ -126,7 +126,7 @@ class Blocks:
     Args:
         opening: The mark in front.
         closing: The mark behind.
-        closed_by: Where the closing mark may stand within a block too: a pattern of the one that closes it.
+        closed_by: Pattern of the closing mark that ends the block, where the mark may stand within a block too.
     """
 
     def __init__(self, opening: str, closing: str, *, closed_by: str | None = None) -> None:
@@ -146,12 +146,12 @@ class Blocks:
         """Return the next block.
 
         Args:
-            text: That holds it.
-            at: Where to look from.
-            thought: Where the next thought begins, at which a block ends that is not closed.
+            text: Text to search.
+            at: Start of the search.
+            thought: Start of the next thought, at which a block ends that is not closed.
             calls_of: The calls that stand between the marks.
-            end_of: Where what stands behind the opening mark ends by its own grammar, in which both marks may be a part
-                of an argument; None: it cannot be read.
+            end_of: Returns the end of the content by its own grammar, in which both marks may be part of an argument;
+                None where it cannot be read.
         """
         begin = text.find(self._opening, at)
         if begin < 0:
@@ -194,7 +194,7 @@ class Llama3Parser(ScanningParser):
     ``<|python_tag|>`` all are calls.
 
     Args:
-        schemas: Of the tools, for their names.
+        schemas: Schemas of the tools, for their names.
     """
 
     _TAG = "<|python_tag|>"
@@ -227,7 +227,7 @@ class Llama3Parser(ScanningParser):
         return None
 
     def _read(self, text: str, begin: int, at: int, thought: int) -> Found:
-        """Read every object from a place on. An unreadable one extends to the end of the text, or to the next thought."""
+        """Read every object from a place on. An unreadable one extends to the end of the text or the next thought."""
         calls: list[Call] = []
         while True:
             at = _behind_blanks(text, at)
@@ -297,7 +297,7 @@ class RegexParser(ScanningParser):
 
     Args:
         pattern: The regular expression of one call.
-        schemas: Of the tools, for the names of their arguments.
+        schemas: Schemas of the tools, for the names of their arguments.
 
     Raises:
         ConfigError: the pattern cannot be compiled, or lacks a group.
@@ -317,11 +317,11 @@ class RegexParser(ScanningParser):
         self._arguments = {f["name"]: list(f["parameters"].get("properties", {})) for f in functions}
 
     def _find(self, text: str, at: int, thought: int) -> Found | None:
-        first = self._behind_first_thoughts(text)  # where ^ is: what is thought there is not said
+        first = self._behind_first_thoughts(text)  # the place that ^ matches: thoughts there are no content
         said, begin, end = text[first:], max(at - first, 0), max(thought - first, 0)
         found = self._next(said, begin, len(said))
         if found is not None and found.start() < end < found.end():
-            found = self._next(said, begin, end) or found  # a thought is no argument, if it can be none
+            found = self._next(said, begin, end) or found  # prefer a match that does not extend into a thought
         return None if found is None else Found(first + found.start(), first + found.end(), (self._call(found),))
 
     def _behind_first_thoughts(self, text: str) -> int:
@@ -352,8 +352,8 @@ class TemplateParser(Parser):
     any more: transformers drops it when it loads one.
 
     Args:
-        tokenizer: With such a template.
-        schemas: Of the tools, for the types of arguments that are written as text.
+        tokenizer: Tokenizer with such a template.
+        schemas: Schemas of the tools, for the types of arguments that are written as text.
         begin: The rendered prompt that a response goes on from: a template may have begun it, with an open ``<think>``.
     """
 
@@ -365,12 +365,12 @@ class TemplateParser(Parser):
 
     def parse(self, text: str) -> ParsedTurn:
         if self.thoughts.begun is not None and self.thoughts.begun not in text:
-            return ParsedTurn(text.strip())  # some templates take a thought that does not end for what was said
+            return ParsedTurn(text.strip())  # some templates take an open thought for content
         try:
             message = self._tokenizer.parse_response(text, **self._settings)
             written = message.get(self._CALLS) or ()
             calls = [call_from(call, json.dumps(call, default=str)) for call in written]
-        except Exception as error:  # a template is a program: whatever it raises, it cannot read this
+        except Exception as error:  # a template may raise anything
             return self._apart(text, error)
         said = str(message.get("content") or "") if calls else text
         return ParsedTurn(said.strip(), tuple(map(_writable, calls)))
@@ -395,7 +395,7 @@ class TemplateParser(Parser):
         fields = {**own["fields"], self._CALLS: raw}
         try:
             message = self._tokenizer.parse_response(text, {**own, "fields": fields}, prefix=self._settings["prefix"])
-        except Exception:  # not a call is wrong, but another field
+        except Exception:  # another field than the calls is wrong
             return ParsedTurn("", (BadCall(text, why),))
         calls = [self._one(field, call) for call in message.get(self._CALLS) or ()] or [BadCall(text, why)]
         return ParsedTurn(str(message.get("content") or "").strip(), tuple(map(_writable, calls)))
@@ -408,7 +408,7 @@ class TemplateParser(Parser):
         try:
             own = {**self._tokenizer.response_template, "fields": {self._CALLS: alone}}
             (call,) = self._tokenizer.parse_response(raw["body"], own, **settings)[self._CALLS]
-        except Exception as error:  # a template is a program: whatever it raises, it cannot read this
+        except Exception as error:  # a template may raise anything
             return BadCall(json.dumps(raw, ensure_ascii=False), f"it cannot be read: {excerpt(str(error), 80)}")
         return call_from(call, json.dumps(call, default=str))
 

@@ -97,8 +97,8 @@ class Pool:
         it.
 
         Args:
-            call: Of a function, or of an object.
-            asked: What it is part of: says how long it may take, from when the worker begins.
+            call: Call of a function, or of an object.
+            asked: Context of the call: its time limit counts from when the worker begins.
             life: In which the object was made; None: it is to be made, or there is none.
 
         Raises:
@@ -116,14 +116,14 @@ class Pool:
                 alive = await self._alive(place)
                 if life is None and call.object is not None:
                     alive.objects += 1
-                if not (limit := asked.left):  # of a worker, others took the time
+                if not (limit := asked.left):  # the wait for the worker used it up
                     raise Late
                 return await alive.call(call, limit), alive
         finally:
             place.waiting -= 1
 
     def _freest(self, call: Call) -> _Place:
-        if self._pid != os.getpid():  # forked: the workers are the other process's
+        if self._pid != os.getpid():  # forked: the workers belong to the parent process
             self._reset()
         if call.object is None:
             return min(self._places, key=lambda place: place.waiting)
@@ -189,7 +189,7 @@ class _Life:
         except CallFailed as failed:
             if failed.failure.timed_out or failed.failure.died:
                 self._fail(failed.failure, call)
-            return failed.failure  # it could not be sent
+            return failed.failure  # the call could not be sent
         except BaseException:
             self.end()
             raise
@@ -216,9 +216,9 @@ class WorkerObject:
     """An object of the user's that lives in a worker: made there by its first call. Its methods are awaited.
 
     Args:
-        pool: Of the workers.
+        pool: Pool of the workers.
         target: Place of its class in the pool.
-        methods: Its attributes.
+        methods: Names of its methods.
     """
 
     def __init__(self, pool: Pool, target: int, methods: frozenset[str]) -> None:
@@ -250,7 +250,7 @@ def target_of(path: Any, key: str) -> tuple[Named, Target]:
 
     Args:
         path: ``package.module:name`` or ``./file.py:name``.
-        key: The setting that it came with, for messages.
+        key: Name of the setting, for messages.
 
     Raises:
         ConfigError: it is no path, or names nothing.

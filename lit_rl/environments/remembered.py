@@ -1,4 +1,4 @@
-"""An environment that can be made anew in the middle of an episode: it knows what was said in it.
+"""An environment that can be made again in mid-episode: it remembers the past calls.
 
 Where its worker was ended for another episode's sake, or the process of the run was, a new one is told the same again
 and has to answer the same: else the episode fails, since the policy would go on in another world than the one it read
@@ -29,8 +29,8 @@ class FailedBefore(Exception):
     """The journal says that it failed here.
 
     Args:
-        end: How the episode ended.
-        error: What went wrong.
+        end: End of the episode.
+        error: Error of the episode.
     """
 
     def __init__(self, end: End, error: str) -> None:
@@ -56,8 +56,8 @@ class RememberedEnvironment(Environment):
 
     Args:
         make: Makes one.
-        has_state: Whether a new one has to be told all that was said.
-        journal: Of the episode; None: nothing outlives this process.
+        has_state: True if a new environment has to replay all past calls.
+        journal: Journal of the episode; None: nothing outlives this process.
     """
 
     def __init__(self, make: Callable[[], Environment], *, has_state: bool, journal: EpisodeJournal | None) -> None:
@@ -83,14 +83,14 @@ class RememberedEnvironment(Environment):
 
     async def close(self) -> None:
         with self._lock:
-            self._over = True  # how long this takes says nothing of the episode
+            self._over = True  # the time of closing does not count for the episode
         if self._made is not None:
             await self._made.close()
 
     def timed_out(self, error: str) -> None:
         self._write(Entry(failed=("timeout", error)), last=True)
 
-    # ------------------------------------------------------------------ one thing that is asked for
+    # ------------------------------------------------------------------ one call
 
     async def _ask(self, at: str, action: str | None, ask: _Ask) -> Any:
         self._at = at, action

@@ -1,4 +1,4 @@
-"""Whether the chat template would render the episodes of a rollout otherwise than they were held.
+"""A check whether the chat template would render the episodes of a rollout otherwise than they were held.
 
 An episode is the tokens that were sampled and heard. Who lets the policy go on with a conversation by its messages, as
 a chat server does, renders them anew before every turn, and templates rewrite what was said: they drop the thinking of
@@ -25,7 +25,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.rollout import Completions, Message
 
 EVERY = 100
-"""Rollouts from one that is looked at to the next: the first, and then so many later."""
+"""Number of rollouts from one check to the next; the first is checked."""
 
 _THOUGHTS = re.compile(
     "|".join(
@@ -47,7 +47,7 @@ class TemplateRewriting:
     knows nothing. An episode of one turn was rendered by the template itself.
 
     Args:
-        tokenizer: Of the policy.
+        tokenizer: Tokenizer of the policy.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -59,8 +59,8 @@ class TemplateRewriting:
         until `pop_metrics`.
 
         Args:
-            completions: With their episodes.
-            frames: What rendered the answers of each.
+            completions: Completions with their episodes.
+            frames: Frames that rendered the replies of each.
         """
         assert completions.episodes is not None
         held = _before_last_turns(completions, self._tokenizer)
@@ -93,7 +93,7 @@ class TemplateRewriting:
             anew = frames.history(said)
         except ConfigError:
             raise
-        except Exception as error:  # a template is a program: whatever it raises, it cannot render this
+        except Exception as error:  # a template may raise anything
             return f"refuse it: {excerpt(str(error), 200)}"
         return None if anew == held else self._words(held, anew)
 

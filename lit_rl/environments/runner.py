@@ -31,10 +31,10 @@ class Asked:
     """The context of the current call of an environment, available to everything that it calls.
 
     Args:
-        seconds: It may take. A worker counts them from when it begins, for each call.
-        until: When it has to be over all the same, by `time.perf_counter`.
-        seed: Of the global random generators, in [0, 2^32).
-        alone: Whether nothing else runs meanwhile, so that those of this process are seeded.
+        seconds: Time limit. A worker counts it from when it begins, for each call.
+        until: Absolute deadline, by `time.perf_counter`.
+        seed: Seed of the global random generators, in [0, 2^32).
+        alone: True if nothing else runs meanwhile, so that this process's generators are seeded.
     """
 
     def __init__(self, seconds: float, seed: int, *, until: float = math.inf, alone: bool) -> None:
@@ -77,7 +77,7 @@ class Task:
     until: float = math.inf
     """Absolute deadline, by `time.perf_counter`."""
     in_worker: bool = False
-    """Whether it runs in worker processes. They enforce its limit themselves, without counting the wait for a free
+    """True if it runs in worker processes. They enforce its limit themselves, without counting the wait for a free
     worker."""
 
     @property
@@ -160,7 +160,7 @@ class _Turn:
             ASKED.set(Asked(task.seconds, task.seed, until=task.until, alone=True))
             result = await task.coroutine if left else _too_late(task)
             with self._lock:
-                if self._left:  # others run by now
+                if self._left:  # abandoned: other tasks run by now
                     return
                 self.given.append(result)
 

@@ -52,13 +52,13 @@ class Interactive:
     untyped: frozenset[str] = frozenset()
     """Names of the sizes that nobody chose: they are lowered to what the model's context leaves."""
     converses: bool = True
-    """Whether the run's generator holds its conversations."""
+    """True if the run's generator holds its conversations."""
     max_failed: float = 0.1
     """Share of a rollout's episodes that may fail; more end the run."""
     gives_reward: bool = False
-    """Whether episodes have a reward of their own."""
+    """True if episodes have a reward of their own."""
     journal: bool | str = False
-    """Whether replies are journaled for a run that is killed in the middle of a rollout; or in which folder."""
+    """True if replies are journaled for a run that is killed in the middle of a rollout; or in which folder."""
     columns: tuple[str, ...] = ("episodes",)
     """Names of the columns for rewards, beside those of the data."""
     given: Mapping[str, Any] = MappingProxyType({})
@@ -73,7 +73,7 @@ class Interactive:
         """Refuse data that it does not go with.
 
         Args:
-            columns: Of a set of the data; their names, or by name.
+            columns: Columns of a set of the data; their names, or by name.
 
         Raises:
             ConfigError: a column has the name of something that rewards get of episodes.

@@ -131,9 +131,9 @@ def actions_of(space: Any, words: Sequence[str], function: Callable[[str], Any] 
     """Return the reader of actions.
 
     Args:
-        space: Of the actions.
-        words: For the actions of a `Discrete` space, `env.actions`.
-        function: Of the user, `env.read`.
+        space: Space of the actions.
+        words: Words for the actions of a `Discrete` space, `env.actions`.
+        function: Function of the user, `env.read`.
         who: The environment, for messages.
 
     Raises:

@@ -20,7 +20,7 @@ class TaggedParser(ScanningParser, ABC):
     """The part that is common to them.
 
     Args:
-        schemas: Of the tools, for the types of their arguments.
+        schemas: Schemas of the tools, for the types of their arguments.
     """
 
     _BLOCKS: ClassVar[Blocks]
@@ -123,7 +123,7 @@ def typed(text: str, schema: Any) -> Any:
     wrong with it. A schema that says nothing takes JSON for what it is.
 
     Args:
-        text: What stands between the tags.
+        text: Text between the tags.
         schema: JSON Schema of the argument; None where the tool has no such argument.
     """
     types = _types(schema)

@@ -22,8 +22,8 @@ class TextGame:
 
     Args:
         made: The environment.
-        actions: How the text of a turn becomes an action.
-        show: How an observation becomes a text.
+        actions: Reader of actions from the text of a turn.
+        show: Function that writes an observation as text.
     """
 
     def __init__(self, made: Any, actions: Actions, show: Show) -> None:
@@ -71,8 +71,8 @@ def shown_by(made: Any, function: Callable[[Any], str] | None, name: str) -> Sho
 
     Args:
         made: The environment.
-        function: Of the user, `env.show`.
-        name: Of the environment, for messages.
+        function: Function of the user, `env.show`.
+        name: Name of the environment, for messages.
 
     Raises:
         ConfigError: nothing says how.

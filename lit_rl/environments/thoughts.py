@@ -53,8 +53,9 @@ class Thoughts:
         """Return these with the marks of a chat template, and begun where its generation prompt leaves one open.
 
         Args:
-            tokenizer: Of the policy; one without a chat template adds nothing.
-            template_kwargs: What prompts are rendered with; None: prompts are plain texts, which begin no thought.
+            tokenizer: Tokenizer of the policy; one without a chat template adds nothing.
+            template_kwargs: Arguments that prompts are rendered with; None: prompts are plain texts, which begin no
+                thought.
         """
         template = getattr(tokenizer, "chat_template", None)
         if not template:
@@ -102,8 +103,8 @@ def generation_prompt(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str
     """Return a rendered question up to the generation prompt; empty where there is no template, or it cannot render it.
 
     Args:
-        tokenizer: Of the policy.
-        template_kwargs: What prompts are rendered with.
+        tokenizer: Tokenizer of the policy.
+        template_kwargs: Arguments that prompts are rendered with.
     """
     if not tokenizer.chat_template:
         return ""
@@ -112,5 +113,5 @@ def generation_prompt(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str
         return str(apply_chat_template(tokenizer, [{"role": "user", "content": _ASKED}], **how))
     except ConfigError:
         raise
-    except Exception:  # a template is a program: whatever it raises, what it renders is checked elsewhere
+    except Exception:  # a template may raise anything; rendering is checked elsewhere
         return ""

@@ -40,7 +40,7 @@ class ToolAnswer:
 
     text: str
     failed: bool = False
-    """Whether the call was wrong, or the tool raised: the text says why."""
+    """True if the call was wrong, or the tool raised: the text says why."""
     parts: list[dict[str, Any]] = field(default_factory=list, repr=False)
     """In the place of the text, where the answer has images: see `lit_rl.environments.observations.Content`."""
 
@@ -59,9 +59,9 @@ class Tool(ABC):
     """Something that the policy may call by a name.
 
     Args:
-        schema: What the chat template tells of it: ``{"type": "function", "function": {"name": ..., "description":
-            ..., "parameters": ...}}``.
-        validator: Of the arguments of a call.
+        schema: Schema for the chat template: ``{"type": "function", "function": {"name": ..., "description": ...,
+            "parameters": ...}}``.
+        validator: Validator of the arguments of a call.
     """
 
     def __init__(self, schema: dict[str, Any], validator: Validator) -> None:
@@ -71,7 +71,7 @@ class Tool(ABC):
     @property
     @abstractmethod
     def is_async(self) -> bool:
-        """Whether it has to be awaited."""
+        """True if it has to be awaited."""
 
     def of(self, made: Any) -> Tool:
         """Return the same tool of another object, where it is a method."""
@@ -106,7 +106,7 @@ class FunctionTool(Tool):
     """One function that the policy may call.
 
     Args:
-        function: With a type and a line in its docstring's ``Args:`` for every argument, as transformers'
+        function: Function with a type and a line in its docstring's ``Args:`` for every argument, as transformers'
             ``get_json_schema`` reads them. It may be ``async def``, an object with such a ``__call__``, or a
             `functools.partial`, whose bound arguments the policy is not told of. What it returns is answered as text,
             as JSON, or as images beside texts: see `content_of`.
@@ -121,7 +121,7 @@ class FunctionTool(Tool):
         try:
             described, bound = _described(function)
             schema = _schema(name, described, bound)
-        except Exception as error:  # whatever the reader of docstrings makes of this one
+        except Exception as error:  # the docstring parser may raise anything
             raise ConfigError(f"The tool {name!r} {_why_not(function, error)}") from error
         if inspect.isgeneratorfunction(described) or inspect.isasyncgenfunction(described):
             raise ConfigError(
@@ -163,11 +163,11 @@ class FunctionTool(Tool):
                 result = await result
             return ToolAnswer.of(content_of(result, f"The tool {self.name!r}"))
         except (NoReply, ImageReturned):
-            raise  # the episode fails, or the run ends: it is nothing that the policy did
+            raise  # not the policy's fault: the episode fails, or the run ends
         except ConfigError as error:
             self._log_once(str(error), shows_trace=False)
             return ToolAnswer(f"error: {self.name} gave no answer that can be written", failed=True)
-        except BaseException as error:  # the tool's own: the policy has to live with it
+        except BaseException as error:  # the tool's own error is its answer
             if not raised_by_itself(error):
                 raise
             self._log_once(f"tool {self.name!r} raised; it is answered, and not logged again:")
@@ -198,7 +198,7 @@ class Toolbox:
 
     @property
     def is_async(self) -> bool:
-        """Whether any of them has to be awaited."""
+        """True if any of them has to be awaited."""
         return any(tool.is_async for tool in self.tools.values())
 
     def of(self, made: Any) -> Toolbox:
@@ -276,8 +276,8 @@ def _why_not(function: Any, error: Exception) -> str:
     """Return why something cannot be a tool.
 
     Args:
-        function: As it was given.
-        error: Of the reader of docstrings.
+        function: The user's value.
+        error: Error of the reader of docstrings.
     """
     while isinstance(function, functools.partial):
         function = function.func
@@ -358,9 +358,10 @@ def _whole(value: Any, schema: Any, validator: Validator) -> Any:
     """Convert each float that its schema takes for an integer to an int, and no other number.
 
     Args:
-        value: As it was read from JSON.
-        schema: Its own, a part of the validator's. Of alternatives (``anyOf``) the first that takes the value counts.
-        validator: Of all arguments, whose schema ``$ref`` refers to.
+        value: A value read from JSON.
+        schema: Schema of the value, a part of the validator's. Of alternatives (``anyOf``) the first that takes the
+            value counts.
+        validator: Validator of all arguments, whose schema ``$ref`` refers to.
     """
     for _ in range(_REFERENCES):
         if not (isinstance(schema, Mapping) and str(schema.get("$ref", "")).startswith("#")):

@@ -38,7 +38,7 @@ class UserClass:
 
     Args:
         make: The class, or a function without arguments that gives a new object.
-        name: For messages.
+        name: Name in messages.
         style: ``step``: the text of a turn is given to ``step``. ``tools``: public methods are called as tools, one
             named ``step`` too. ``auto``: ``step`` where there is such a method, else ``tools``.
 

@@ -22,7 +22,7 @@ class ToolEnvironment(Environment):
     tools that one turn calls run at the same time.
 
     Args:
-        toolbox: What may be called.
+        toolbox: Tools that may be called.
         parser: Reads the calls.
     """
 
@@ -53,7 +53,7 @@ class ToolEnvironment(Environment):
         try:
             return list(await asyncio.gather(*begun))
         finally:
-            for each in begun:  # one raised, or the time is over: the others are not waited for
+            for each in begun:  # one raised, or the time is over
                 each.cancel()
 
     async def _answer(self, call: ToolCall | BadCall) -> ToolAnswer:
@@ -62,7 +62,7 @@ class ToolEnvironment(Environment):
         return await self._toolbox.answer(call)
 
     def _message(self, call: ToolCall | BadCall, answer: ToolAnswer) -> Message:
-        """Return the reply as templates expect it. A name or an id that the policy made up does not get into its text."""
+        """Return the reply as templates expect it. Names and ids that the policy made up are left out."""
         name, id_ = ("unknown", None) if isinstance(call, BadCall) else (call.name, call.id)
         known = name if name in self._toolbox.tools else "unknown"
         message: Message = {"role": "tool", "name": known, "content": answer.content}
@@ -74,8 +74,8 @@ class ObjectWithTools(ToolEnvironment):
 
     Args:
         made: The object.
-        described: Its class.
-        toolbox: Its methods, and what else may be called.
+        described: Description of its class.
+        toolbox: Its methods, and other tools that may be called.
         parser: Reads the calls.
     """
 

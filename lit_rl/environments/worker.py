@@ -111,7 +111,7 @@ class _Objects:
         return getattr(self._objects[call.object], call.method)(*call.arguments, **call.keywords)
 
     def _awaited(self, given: Any) -> Any:
-        import asyncio  # half of a worker's start, and few methods are async
+        import asyncio  # takes half of a worker's start time, and few methods are async
 
         async def awaited() -> Any:
             return await given

@@ -20,7 +20,7 @@ def conversation(value: Any, where: str, *, prompt: bool = False) -> Text:
     """Return a string or a list of messages, checked and normalized by the rules of prompts; an empty list stays one.
 
     Args:
-        value: What the column holds.
+        value: Value of the column.
         where: Opens every message; names the row and the column.
         prompt: The messages must end before the assistant speaks.
 
@@ -91,7 +91,7 @@ def is_whole(text: Text) -> bool:
 
 
 def last_turn(messages: Text) -> tuple[list[Message], list[Message]]:
-    """Split messages before the last one where it is the assistant's; otherwise return an empty list and all messages."""
+    """Split off the last message where it is the assistant's; otherwise return an empty list and all messages."""
     assert isinstance(messages, list)
     if messages and messages[-1]["role"] == "assistant":
         return messages[:-1], messages[-1:]

@@ -62,7 +62,7 @@ class _Rendered:
     borders: list[int]
     """Offsets where the prompt ends, and then where the assistant's turns end and begin again, alternating."""
     closes: bool
-    """Whether an end of generation has to follow its last turn."""
+    """True if an end of generation has to follow its last turn."""
 
     @property
     def parts(self) -> list[str]:
@@ -90,7 +90,8 @@ class Encoder:
     Args:
         tokenizer: The policy's.
         template_kwargs: Further arguments of the chat template.
-        processor: Of a policy that sees: makes tokens of messages with images. None: of one over text.
+        processor: Processor of a policy over images, which makes tokens of messages with images; None for one over
+            text.
         learn: `completion`: what follows the prompt. `assistant`: of it what the chat template marks as the
             assistant's. `all`: every token.
         eos_ids: Every token at which generation ends. None: the tokenizer's EOS token. Empty: of a model that scores,
@@ -238,7 +239,7 @@ class Encoder:
                 ids = [*begin, *self._plain(completion)]
         eos: Any = self.tokenizer.eos_token_id
         if ids[-2:] == [eos, eos] and not completion.endswith(str(self.tokenizer.eos_token) * 2):
-            ids = ids[:-1]  # one that was written and one that the tokenizer adds
+            ids = ids[:-1]  # one written, and one added by the tokenizer
         elif ids[-1] != eos:
             ids = [*ids, eos]
         return Encoded(ids, _from(0 if self.learn == "all" else count, [True] * len(ids)), count)
@@ -329,7 +330,7 @@ class Encoder:
             if ids == text.ids:
                 count = text.prompt_tokens
                 break
-        else:  # parts were tokenised behind other texts, and have no places
+        else:  # parts tokenised after other texts have no offsets
             ids, places = tokens_with_places(self.tokenizer, [rendered.text])
             count = next((i for i, (_, end) in enumerate(places) if end > rendered.borders[0]), len(ids))
         return Encoded(ids, [any(marks[start:end]) for start, end in places], count)
@@ -352,7 +353,7 @@ class Encoder:
             first, _ = processor.process(begin, images, where)
             learned = [every] * len(first) + text.learned[count:]
             text = Encoded([*first, *text.ids[count:]], learned, len(first), begin)
-        never = processor.placeholders  # no policy may say one
+        never = processor.placeholders  # never learned
         return replace(text, learned=[flag and id not in never for flag, id in zip(text.learned, text.ids)])
 
     def _up_to_ends(self, text: Encoded) -> list[bool]:
@@ -364,7 +365,7 @@ class Encoder:
             end = self._end(ids, start, stop)
             if end is not None:
                 learned[end:stop] = [False] * (stop - end)
-            elif stop < len(ids) and ids[stop] in self.ends:  # the template writes it as part of what follows
+            elif stop < len(ids) and ids[stop] in self.ends:  # the template writes the end as part of the next turn
                 learned[stop] = True
             elif True in text.learned[stop:]:
                 self._note_open(ids, start, stop)
@@ -374,7 +375,7 @@ class Encoder:
         """Note a turn in the middle that ends with no token at which generation ends."""
         known = end_marks(self.tokenizer, "")
         mark = next((token for token in (ids[stop - 1], ids[stop]) if token in known), None)
-        if mark is not None or self.learn == "completion":  # else what the template marks may go on in the turn
+        if mark is not None or self.learn == "completion":  # otherwise a marked part may continue within the turn
             shown = self.tokenizer.decode(list(ids[max(start, stop - 3) : stop + 1]))
             self.left_out.note(
                 "ends",

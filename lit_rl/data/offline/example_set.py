@@ -73,7 +73,7 @@ class ExampleSet:
         return max(map(self.length, range(len(self))))
 
     def length(self, row: int) -> int:
-        """Return the tokens of a row: of a packed one all together, of a row with several texts those of the longest."""
+        """Return the tokens of a row: of a packed one all together, of several texts those of the longest."""
         lengths = map(len, self._pieces(row))
         return sum(lengths) if self.packs else max(lengths)
 
@@ -120,10 +120,11 @@ class ExampleSet:
         """Return the given rows as a micro-batch.
 
         Args:
-            rows: Of this micro-batch.
-            before: For each of them a row of the step with another prompt, whose completion verdicts are compared with.
-            totals: Of the step.
-            step: Its number.
+            rows: Rows of this micro-batch.
+            before: For each of them a row of the step with another prompt, whose completion the verdict is compared
+                with.
+            totals: Totals of the step.
+            step: Number of the step.
             slot: Number of this micro-batch.
         """
         common: dict[str, Any] = {"rows": list(rows), "totals": totals, "step": step, "slot": slot}

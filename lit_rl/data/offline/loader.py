@@ -20,7 +20,7 @@ class ExampleLoader(SlottedLoader[ExampleBatch]):
 
     Args:
         data: The rows.
-        order: Which rows make up which optimizer step.
+        order: The order that assigns rows to each optimizer step.
         accumulate: Micro-batches of a step on each rank.
         group_by_length: Put rows of a step that are about as long into the same micro-batch, so that short ones are not
             padded to the longest: slots go from long rows to short ones, and ranks take neighbours in each. Off, a
@@ -79,9 +79,9 @@ class ExampleEvalLoader:
         data: The rows.
         batch_size: Rows of a batch on each rank; batches are evened out, so some are smaller, and where rows do not
             divide over the ranks one may be larger.
-        limit: How many rows to take; None takes all.
-        rank: Which part is ours.
-        world_size: How many parts there are.
+        limit: Number of rows to take; None takes all.
+        rank: Index of this rank's part.
+        world_size: Number of parts, one for each rank.
 
     Raises:
         ConfigError: fewer rows than ranks.

@@ -63,7 +63,7 @@ def packed(examples: Sequence[Example], capacity: int, how: Literal["best_fit", 
 
 def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[Piece]]:
     rows: list[list[int]] = []
-    # Rows by the room that is left in them; the rooms that occur, in order.
+    # Rows by their free tokens (`room`), and the values of it that occur, sorted.
     by_room: dict[int, deque[int]] = {}
     rooms: list[int] = []
     for text in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -58,7 +58,7 @@ def read_on(rows: Rows, reader: Reader, met: Mapping[str, int]) -> tuple[list[Ex
 
     Args:
         rows: The next rows.
-        reader: Of the source, for all of its rows.
+        reader: Reader of all rows of the source.
         met: The counts of the rows before.
 
     Returns:

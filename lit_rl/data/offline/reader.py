@@ -135,7 +135,7 @@ class Reader:
                 f"{where}: input_ids holds {max(ids)}, and the tokenizer has {self.vocabulary} tokens: the row was "
                 "made with another tokenizer. Take the model of that one, or give the text."
             )
-        never = () if self.processor is None else self.processor.placeholders  # no policy may say one
+        never = () if self.processor is None else self.processor.placeholders  # never learned
         learned = [flag and token not in never for flag, token in zip(learned, ids)]
         first = learned.index(True) if any(learned) else len(ids)
         return Encoded(ids, [i > 0 and flag for i, flag in enumerate(learned)], first)

@@ -100,9 +100,9 @@ class Windows:
         sources: The sources.
         size: Rows that a window takes of all of them together, those that are left out later included.
         weights: Relative share of each source.
-        encoder: Of the policy.
-        kind: What the rows become.
-        options: How.
+        encoder: Encoder of the policy.
+        kind: Kind of the examples.
+        options: Options of the examples.
         batch_size: Rows of an optimizer step.
 
     Raises:
@@ -127,7 +127,7 @@ class Windows:
                 f"data.sources[{self.quotas.index(0)}]: no row of it is in a window of data.stream_buffer={size} rows: "
                 "raise its weight or data.stream_buffer."
             )
-        # One reader for all rows of a source: its format must stay what it was in the windows before.
+        # One reader for all rows of a source: its format must not change between windows.
         self._readers = [Reader(encoder, kind, options) for _ in sources]
         self._pad_id = pad_id(encoder.tokenizer)
         self._held: Window | None = None

@@ -28,7 +28,7 @@ class StreamLoader:
         accumulate: Micro-batches of a step on each rank.
         limit: `trainer.limit_train_batches`. It only tells which batch is an epoch's last.
         allow_changed: Load a state also where the rows, their order or the slots are no longer those of the state.
-        part: How `ExampleLoader` shares a step out: `rank`, `world_size` and `group_by_length`.
+        part: Arguments by which `ExampleLoader` shares out a step: `rank`, `world_size` and `group_by_length`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StreamLoader:
             yield from self._rest_of_window()
 
     def _rest_of_window(self) -> Iterator[ExampleBatch]:
-        # A generator of its own: when it is over nothing holds the window any more, and the next one can be read.
+        # A generator of its own: once it ends nothing holds the window, and the next one can be read.
         loader, end = self._loader(), self._windows.at(self._place).end
         rows, size = loader.order.epoch(self._place.number), loader.order.prompts_per_rollout
         step, first_slot = divmod(self._position, self._slots)

@@ -28,8 +28,8 @@ def corpus_beside(
     Args:
         windows: The windows of the stream.
         val: The rows of the validation sets, by name.
-        encoder: Of the policy.
-        options: How rows are read.
+        encoder: Encoder of the policy.
+        options: Options for reading rows.
 
     Raises:
         DataError: a set cannot be used.
@@ -45,7 +45,7 @@ def check_settings(data: SourcedDataModule, size: int, *, batch_size: int, max_l
     """Check the settings of the data against `data.stream_buffer`.
 
     Args:
-        data: Where the rows come from.
+        data: The data module.
         size: `data.stream_buffer`, the rows of a window.
         batch_size: Rows of one optimizer step.
         max_length: Longest text, in tokens; None is no limit.
@@ -103,7 +103,7 @@ def check_first(sizes: tuple[int, ...], batch_size: int, counts: Mapping[str, in
     Args:
         sizes: Rows of each source that are left.
         batch_size: Rows of a step.
-        counts: What every filter took, for the message.
+        counts: Counts of every filter, for the message.
 
     Raises:
         DataError: its rows do not fill one step, or a source has none left.

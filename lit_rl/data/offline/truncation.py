@@ -27,7 +27,7 @@ def windows(
         texts: One text, or those that begin with the same prompt tokens.
         max_length: Tokens of prompt and completion together; None is no limit.
         max_completion_tokens: Tokens of the completion; None is no limit.
-        keep: Which end of a too long text stays.
+        keep: The end of a too long text that stays.
     """
     stops = [len(text) for text in texts]
     if max_completion_tokens is not None:
