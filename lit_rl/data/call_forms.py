@@ -156,9 +156,7 @@ def _call(call: Any, where: str) -> Any:
     else:
         return call
     if rest is call and isinstance(inner.get("name"), str) and inner.get("arguments") is not None:
-        return (
-            call if inner is call["function"] else {**call, "function": inner}
-        )  # normal form already: other keys do not matter
+        return call if inner is call["function"] else {**call, "function": inner}  # normal form already
     given = [key for key in ARGUMENTS if inner.get(key) is not None]
     if len(given) > 1:
         raise _unclear(where, f"has a call with {' and '.join(given)}: keep the one that holds its arguments.")

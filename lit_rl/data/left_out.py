@@ -182,9 +182,7 @@ def variables(source: str) -> set[str] | None:
     """Return the names that a chat template reads and does not set; None where it cannot be parsed here."""
     from jinja2 import Environment, TemplateError, meta
 
-    bare = re.sub(
-        r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", source
-    )  # tags of transformers that Jinja does not know
+    bare = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", source)  # unknown to Jinja
     try:
         return meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(bare))
     except TemplateError:

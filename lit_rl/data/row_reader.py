@@ -97,7 +97,7 @@ class RowReader:
 
     def say(self) -> None:
         """Tell the user, once, what was read in another form than it came."""
-        from lightning.pytorch.utilities import rank_zero_info  # it loads torch
+        from lightning.pytorch.utilities import rank_zero_info
 
         for note, where in self._notes.items():
             if where is not None:

@@ -291,8 +291,8 @@ class ReasoningGymPlain(ReasoningGym):
         val_rows: Held-out rows.
         seed: Seed of the problems.
         shown: The part of a question that is shown, as a regular expression: its matches, concatenated.
-            `[-+=0-9]` makes "4+3=" of "State the final answer to the following arithmetic problem: 4 + 3 =". By default all
-            of it.
+            `[-+=0-9]` makes "4+3=" of "State the final answer to the following arithmetic problem: 4 + 3 =". By default
+            all of it.
 
     Raises:
         BackendError: reasoning-gym is not installed.

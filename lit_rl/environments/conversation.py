@@ -369,9 +369,7 @@ class Conversations(Responder):
         return self._factory.pool is None and self._runner.blocked(limit)
 
     def _task(self, ask: Callable[[], Coroutine[Any, Any, Any]], row: Row, place: int) -> Task:
-        until = (
-            self._end_of(row) if place < _Place.REWARD else math.inf
-        )  # reward and close are not bound by the episode's limit
+        until = self._end_of(row) if place < _Place.REWARD else math.inf  # reward, close: no limit
         seed, in_worker = (row.seed + place * _ODD) & _LARGEST_SEED, self._factory.pool is not None
         return Task(self._guarded(ask), self._factory.step_timeout, seed, until=until, in_worker=in_worker)
 
