@@ -41,7 +41,7 @@ def with_our_calls(messages: Sequence[Any], where: str) -> list[Any]:
         where: The column, for messages of errors.
 
     Raises:
-        DataError: it is not clear what was said in which order, or what a call is.
+        DataError: the order of texts, thoughts and calls is ambiguous, or a call is unclear.
     """
     names: dict[str, str] = {}
     found: list[Any] = []
@@ -139,7 +139,7 @@ def _are_among(calls: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _call(call: Any, where: str) -> Any:
-    """Return a call with its function in a mapping; what is none is left to who checks messages."""
+    """Return a call with its function in a mapping; other values are left for the check of messages."""
     if not isinstance(call, Mapping):
         return call
     function = call.get("function")

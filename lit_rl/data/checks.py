@@ -20,7 +20,7 @@ _BEGINNINGS = {
     b"\xff\xfe": "UTF-16: save it as UTF-8",
     b"\xfe\xff": "UTF-16: save it as UTF-8",
 }
-"""The first bytes of files that are taken for text, and what to do with them."""
+"""First bytes of files that are mistaken for text, with the advice for each."""
 
 
 def refuse_other_files(path: Path, beginning: bytes, named: str = "text in UTF-8") -> None:

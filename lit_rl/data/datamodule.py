@@ -1,4 +1,4 @@
-"""The one data module of every algorithm that generates: prompts in, rollouts' worth of prompts out."""
+"""The data module of every algorithm that generates."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def checked_message(message: Any, where: str) -> Message:
     """Return one chat message in one form: role, content as a string, and its other keys that hold something.
 
     Raises:
-        DataError: no message, an unknown role, content that is no text, or tool calls that nobody could make.
+        DataError: no message, an unknown role, content that is no text, or malformed tool calls.
     """
     if not isinstance(message, Mapping) or "role" not in message:
         shown = f"keys {', '.join(map(str, message))}" if isinstance(message, Mapping) else excerpt(repr(message))

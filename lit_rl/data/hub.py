@@ -60,7 +60,7 @@ def rows_of_object(key: str, given: Any) -> Any:
 
 
 def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
-    """Return all rows of a stream. It may be endless, so the user is told while it is read how to cut it."""
+    """Return all rows of a stream. It may be endless, so a warning tells meanwhile how to cut it."""
     from lightning.pytorch.utilities import rank_zero_info  # loads torch, which the command line's first checks do not
 
     from lit_rl.long_waits import counted
@@ -93,7 +93,7 @@ def open_saved(path: Path, *, split: str | None = None, name: str | None = None,
 
     Raises:
         DataError: the folder holds no data set, or not this split.
-        ConfigError: `name` came with a saved folder, or `split` with one that has no splits.
+        ConfigError: `name` is set for a saved folder, or `split` for one that has no splits.
     """
     import datasets
 

@@ -20,7 +20,7 @@ from lit_rl.errors import DataError, did_you_mean
 from lit_rl.images import ImageRef, as_png, as_rgb, digest_of, is_pillow, pillow
 
 MAX_IMAGE_PIXELS = 40_000_000
-"""Width times height of an image that a data set may hold, if nothing else is said: 120 MB as RGB."""
+"""Width times height of an image that a data set may hold, by default: 120 MB as RGB."""
 
 MOST_IMAGE_PIXELS = 178_956_970
 """The largest image that Pillow opens, in pixels."""

@@ -150,7 +150,7 @@ def _finite(digits: str) -> float:
 
 
 class _Twice(dict[str, Any]):
-    """An object in which a key stands twice: the last one counts."""
+    """An object with a duplicate key, of which the last value counts."""
 
     key: str
 

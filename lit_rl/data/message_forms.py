@@ -46,7 +46,7 @@ def in_our_form(row: Mapping[str, Any], where: str, *keys: str) -> tuple[dict[st
         keys: Further columns that may hold messages.
 
     Raises:
-        DataError: a text of a list is neither JSON nor Python and names roles, or a message is from somebody unknown.
+        DataError: a text of a list is neither JSON nor Python and names roles, or a message has an unknown speaker.
     """
     row, notes = dict(row), list[str]()
     for name in dict.fromkeys((*MESSAGES, SHAREGPT, *keys)):
@@ -144,7 +144,7 @@ def _messages_of(value: Any, where: str) -> Any:
 
 
 def _is_message(value: Any) -> bool:
-    """Tell whether it is one of ours, or one of ShareGPT's."""
+    """Tell whether a value is a message with role and content, or one of ShareGPT."""
     if not isinstance(value, Mapping):
         return False
     spoken = ("content", "tool_calls", "function_call")
@@ -152,7 +152,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _speaks(message: Mapping[str, Any]) -> bool:
-    """Tell whether a message is of somebody who is known."""
+    """Tell whether a message has a known speaker."""
     return str(message.get("role")).lower() in ROLES or str(message.get("from")).lower() in (*ROLES, _CALL)
 
 

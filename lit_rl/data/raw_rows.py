@@ -22,7 +22,7 @@ _DELIMITERS = ";\t|,"
 """Delimiters of tables that are called .csv."""
 
 RawRow = tuple[int, dict[str, Any] | DataError]
-"""The line number of a row (of a file without lines its number from 0), and the row or what is wrong with it."""
+"""The line number of a row (in a file without lines its index from 0), and the row or its error."""
 
 
 def rows_of_lines(path: Path, skip: int = 0) -> Iterator[RawRow]:
@@ -44,7 +44,7 @@ def rows_of_cells(path: Path, delimiter: str, skip: int = 0) -> Iterator[RawRow]
     """Yield the rows of a table of text cells under a header; blank lines are none.
 
     Raises:
-        DataError: the file cannot be read, cells are not divided by the delimiter, or a column name stands twice.
+        DataError: the file cannot be read, cells are not divided by the delimiter, or a column name is duplicated.
     """
 
     def refusal(error: Exception) -> DataError:

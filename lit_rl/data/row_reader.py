@@ -13,7 +13,7 @@ from lit_rl.videos import Visual
 
 
 class HowRows(Protocol):
-    """The settings of a data module that say how rows of any kind are read."""
+    """Settings of a data module for reading rows of any kind."""
 
     @property
     def map_row(self) -> RowFunction | None: ...
@@ -24,7 +24,7 @@ class HowRows(Protocol):
 
 
 class RowReader:
-    """A reader of rows one at a time, which remembers their columns, and what was read in another form than it came.
+    """A reader of rows one at a time, which remembers their columns, and notes for the user on converted forms.
 
     Args:
         how: The settings.
@@ -81,11 +81,11 @@ class RowReader:
 
     @property
     def mixed(self) -> bool:
-        """Tell whether some plain texts came with images, and became messages, and others did not: all should."""
+        """True if some plain texts came with images and became messages, and others did not: all have to."""
         return all(self._texts.values())
 
     def note(self, what: str, where: str) -> None:
-        """Remember something that the user is told once, with the first row of which it is true."""
+        """Remember a note for the user, with the first row that it holds for."""
         self._notes.setdefault(what, where)
 
     def check_renamed(self) -> None:
@@ -96,7 +96,7 @@ class RowReader:
                 raise DataError(f"data.rename: no row has a column {old!r}; columns found: {found}.{hint}")
 
     def say(self) -> None:
-        """Tell the user, once, what was read in another form than it came."""
+        """Log each note once."""
         from lightning.pytorch.utilities import rank_zero_info
 
         for note, where in self._notes.items():

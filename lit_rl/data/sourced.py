@@ -71,7 +71,7 @@ class SourcedDataModule(L.LightningDataModule):
     """
 
     _fitted: int | None = None
-    """The rows of a step that a small set was given in place of the default."""
+    """Rows of a step that replace the default for a small set."""
 
     size_is_given: bool
     """True if the user chose the number of rows of a step; otherwise it is known once the rows are."""
@@ -258,8 +258,8 @@ class SourcedDataModule(L.LightningDataModule):
         return ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
 
     def fitted(self, size: int | None, now: int, rows: int, key: str) -> int:
-        """Return the rows of a step: `size`, or where nobody gave one as many as there are and as divide into the parts
-        of a step: `DEFAULT` at most, and one for each part where these are more.
+        """Return the rows of a step: `size` where the user chose it. Otherwise as many as there are and as divide into the
+        parts of a step, at most `DEFAULT` or, where there are more parts than that, one for each.
 
         Args:
             size: The constructor's setting; None where the user chose none.

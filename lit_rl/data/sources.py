@@ -79,7 +79,7 @@ def load_rows(
     Raises:
         DataError: nothing is there, it cannot be read, or no row is left.
         BackendError: the hub cannot be reached, or does not give the data set.
-        ConfigError: `split` or `name` came with what has none.
+        ConfigError: `split` or `name` is set for a source that has none.
     """
     one_of("data.on_bad_row", on_bad_row, ON_BAD_ROW)
     local = local_path(path)
@@ -129,7 +129,7 @@ def suffix_of(path: Path, split: str | None, name: str | None) -> str:
     """Return the suffix of a file, one of `SUFFIXES`.
 
     Raises:
-        ConfigError: `split` or `name` came, which a file does not have.
+        ConfigError: `split` or `name` is set, which a file does not have.
         DataError: another kind of file.
     """
     for key, value in (("split", split), ("name", name)):

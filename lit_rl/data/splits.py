@@ -49,10 +49,10 @@ class Source:
 
 
 def exactly_one(**given: Any) -> None:
-    """Check that one of these settings came, and no other.
+    """Check that exactly one of these settings is set.
 
     Raises:
-        ConfigError: none or several of the settings came.
+        ConfigError: none or several of the settings are set.
     """
     came = [name for name, value in given.items() if value is not None]
     if len(came) != 1:

@@ -33,7 +33,7 @@ class Mark(NamedTuple):
 
 
 class RowStream:
-    """The rows of one source without an end.
+    """An endless stream of the rows of one source.
 
     A file of lines is read line by line, parquet by batches, a saved folder through its memory map; a folder of data
     files and the hub as `datasets` streams them. No row is kept.

@@ -77,7 +77,7 @@ class SupervisedText:
     def check(self, encoder: Encoder, processor: Processor | None) -> None:
         """Read the rows, render the first of messages, and look at what a policy that sees could take for an image.
 
-        What a chat template leaves out of these is said.
+        A warning names what a chat template leaves out of these.
 
         Args:
             encoder: See `batch`.

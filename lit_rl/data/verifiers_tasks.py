@@ -19,7 +19,7 @@ class VerifiersTasks(HoldsOut):
     `{"prompt": [{"role": "user", "content": "Say the third letter of tree."}], "answer": "e", "verifiers": "..."}`
 
     The further column holds the task, so that `reward=verifiers` asks its own scorers; `answer` is there where the
-    task's data has one. A task whose prompt is held out, or came before, is left out.
+    task's data has one. A task whose prompt is held out, or a duplicate, is left out.
 
     Args:
         id: Name of the set: of a module, installed or a file in the current directory, that exports one

@@ -1,4 +1,4 @@
-"""The other side of one episode: what a row's conversation asks of it, turn by turn."""
+"""The interface of an environment: one row's episode, turn by turn."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Reply:
     said: Message
     """The policy's turn as a message, with the calls that were read in it."""
     messages: Sequence[Message] = ()
-    """The answer: all by tools, or all by the user. What answers the last turn is never read, and kept."""
+    """The replies, all of tools or all of the user. Those to the last turn are never read by the policy, and kept."""
     end: End | None = None
     """Why the episode is over with it; None: it goes on."""
     reward: float | None = None
@@ -73,7 +73,7 @@ class Environment(ABC):
         return None
 
     async def close(self) -> None:  # noqa: B027 (optional)
-        """Let go what it holds."""
+        """Release its resources."""
 
     def timed_out(self, error: str) -> None:  # noqa: B027 (optional)
         """Record that the episode ran into a time limit, which the error names. Only `close` is called after it."""

@@ -100,7 +100,7 @@ class ProductQuestions(Products):
 
 
 class QuestionDemonstrations(ProductQuestions):
-    """The same questions as someone answers them with the tool, a row for each turn, as messages of a chat:
+    """The same questions answered with the tool, a row for each turn, as messages of a chat:
 
     the question, and `multiply(17, 25)` as `completion`; the question, that call and the tool's answer, and `425`.
 
@@ -129,7 +129,7 @@ class QuestionDemonstrations(ProductQuestions):
 
 
 class CalculatorDemonstrations(Products):
-    """The same products as someone finds them who has a calculator, and sometimes presses a wrong key:
+    """The same products, solved with a calculator on which sometimes a wrong key is pressed:
 
     `{"prompt": "17*25=", "completion": "mul(17,25)"}`, `{"prompt": "17*25=mul(17,25)<|im_end|>425=", "completion":
     "425"}`, a row for each turn. In some the second operand is another number: what came of it is answered all the

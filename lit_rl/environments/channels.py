@@ -66,7 +66,7 @@ def channel_messages(written: str) -> Iterator[ChannelMessage]:
 
 
 def said_and_thought(written: str) -> tuple[str, str]:
-    """Split a turn into what is said and what is thought, each without blanks around it.
+    """Split a turn into content and thoughts, each without blanks around it.
 
     Args:
         written: The turn with its control tokens.

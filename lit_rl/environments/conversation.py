@@ -49,7 +49,7 @@ class Reading:
     written: Callable[[Sequence[int]], str]
     """With them."""
     shortened: Callable[[str, int], str]
-    """A text cut to so many tokens, which says that it was."""
+    """Cut a text to a number of tokens, with a mark."""
     eos_ids: frozenset[int]
     placeholders: frozenset[int] = frozenset()
     """Tokens that stand for images."""
@@ -178,7 +178,7 @@ class Conversations(Responder):
         return tuple(row.episode() for row in self._rows)
 
     def close(self) -> None:
-        """Let the environments go. What they raise is logged, and nothing else comes of it.
+        """Close the environments. Their errors are logged and otherwise ignored.
 
         Nobody waits for answers any longer.
         """
@@ -223,7 +223,7 @@ class Conversations(Responder):
         return given
 
     def _answer_in_order(self) -> None:
-        """Answer the turns that were told, where nothing is awaited."""
+        """Answer the waiting turns in order, where nothing is awaited."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -275,7 +275,7 @@ class Conversations(Responder):
         return bool(said.token_ids) and said.token_ids[-1] in self._reading.eos_ids
 
     def _heard(self, said: Said, reply: Reply | _Failed, seconds: float) -> Heard:
-        """Take down what a turn was answered, and what the row is told of it."""
+        """Record the reply to a turn, and return the row's tokens of it."""
         row, factory = self._rows[said.row], self._factory
         row.seconds += seconds
         if isinstance(reply, _Failed):
@@ -421,7 +421,7 @@ class Conversations(Responder):
 
 
 class _TooMuch(Exception):
-    """The policy cannot be shown an answer: the episode fails, and the message says why."""
+    """The error for a reply that cannot be shown to the policy: the episode fails with its message."""
 
 
 class _Place:

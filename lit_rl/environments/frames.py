@@ -1,6 +1,6 @@
 """Frames: the replies to a turn as tokens, rendered in a small conversation so that no history is tokenised again.
 
-The tokens of a conversation so far are those that the policy sampled. Rendering it anew could change them: templates
+The tokens of a conversation so far are those that the policy sampled. Rendering it again could change them: templates
 drop thinking, strip blanks, and a text has other tokens than those it was decoded from. So only the answer is rendered,
 behind a skeleton of two messages:
 
@@ -102,7 +102,7 @@ class ChatFrames(Frames):
         processor: Processor of a policy over images; None: it reads text.
 
     Raises:
-        ConfigError: the template drops what was answered, or what the assistant said before; or no EOS token stands
+        ConfigError: the template drops replies, or the assistant's earlier turns; or no EOS token stands
             between the two.
     """
 

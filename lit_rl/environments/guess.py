@@ -30,7 +30,7 @@ class GuessNumber:
 
 
 class GuessDemonstrations(GameDemonstrations):
-    """Games that were played by someone who reads the hints and guesses at random among what they leave:
+    """Games of a player who reads the hints and guesses at random among the numbers they leave:
 
     `{"prompt": "0..9=7<|im_end|><=", "completion": "3"}`, a row for each turn. A policy that imitates them knows the
     form of the game, and wins it as often as chance does; how to halve the range is left to learn.

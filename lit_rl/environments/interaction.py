@@ -85,7 +85,7 @@ class Interaction(EpisodeSource):
         self._ready_of_rows: dict[tuple[str, str], _Ready] = {}
         """Prepared kinds of the latest rows with chat template arguments of their own, by the kind and these."""
         self._tools_of_rows = 0
-        """Tokens of the longest tools that such a row was told of."""
+        """Tokens of the longest tools of such a row."""
         self._reading = Reading(
             self._text,
             self._thought,

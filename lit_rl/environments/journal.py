@@ -41,7 +41,7 @@ _Place = tuple[str, str | None]
 
 
 class Journal:
-    """The replies of a run.
+    """The journal of a run's replies.
 
     Args:
         folder: Folder of the files; made when there is something to write.
@@ -138,7 +138,7 @@ class Journal:
 
 
 class EpisodeJournal:
-    """The part of one episode.
+    """The journal of one episode.
 
     Args:
         journal: Journal of the run.
@@ -153,7 +153,7 @@ class EpisodeJournal:
         return self._journal.known(self._name, (at, _digest(action)))
 
     def write(self, at: str, action: str | None, entry: Entry) -> None:
-        """Write down what came of it.
+        """Write the result of a call.
 
         Args:
             at: ``reset``, the turn's number, or ``reward``.

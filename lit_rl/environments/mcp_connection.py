@@ -51,14 +51,14 @@ class Place:
     name: str
     """Name of the server, for messages."""
     command: Sequence[str]
-    """The words of a process; none where there is an address."""
+    """The command line of a process; empty where there is a URL."""
     env: Mapping[str, str]
     """Variables that the process gets, beside HOME, USER, LOGNAME, SHELL, TERM, and PATH: this one begins with the
     folder of the Python that runs, so that `python` is the same."""
     url: str | None
     """URL of a server that speaks streamable HTTP."""
     seconds: float
-    """A start may take."""
+    """Time limit of a start."""
 
     @property
     def variables(self) -> dict[str, str]:
@@ -255,7 +255,7 @@ def _end_all() -> None:
 
 
 class _LastLines:
-    """The end of what a process writes to stderr, read as it comes: a pipe that is full would stop it."""
+    """The last lines of a process's stderr, read continuously: a full pipe would block it."""
 
     def __init__(self) -> None:
         read, write = os.pipe()
@@ -266,7 +266,7 @@ class _LastLines:
 
     @property
     def ended(self) -> bool:
-        """True if nobody can write any more: the process and its children are gone."""
+        """True if the pipe has no writer any more: the process and its children are gone."""
         return not self._thread.is_alive()
 
     def __str__(self) -> str:

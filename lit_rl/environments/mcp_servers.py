@@ -36,7 +36,7 @@ class MCPTools(EnvironmentFactory):
     Args:
         command: The words that start the one server there is, ``[python, ./server.py]``.
         servers: Several servers by name, in its place. Each has ``command`` or ``url``, of streamable HTTP; ``env``,
-            variables of the process; and ``tools``, the names of those that the policy is told of. All, without it.
+            variables of the process; and ``tools``, the names of those that the policy may call. All, without it.
         limits: Further arguments of `EnvironmentFactory`. A start may take ``step_timeout`` too.
 
     Raises:

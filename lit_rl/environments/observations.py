@@ -141,7 +141,7 @@ def refuse_images(given: Any, who: str) -> None:
     As JSON the policy would read the words of a part, and see nothing.
 
     Raises:
-        ImageReturned: names what came.
+        ImageReturned: names the value.
     """
     parts = given if isinstance(given, list | tuple) else [given]
     if (image := next((part for part in parts if _is_image(part)), None)) is not None:

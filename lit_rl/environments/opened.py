@@ -25,7 +25,7 @@ from lit_rl.vision import PromptVision
 
 
 class CannotBegin(Exception):
-    """The prompt cannot be told what its environment began with: its episodes fail, and the message says why."""
+    """The error for a first observation that cannot be added to the prompt: the episodes fail with its message."""
 
 
 @dataclass(frozen=True)

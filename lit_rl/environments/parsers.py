@@ -348,7 +348,7 @@ class RegexParser(ScanningParser):
 class TemplateParser(Parser):
     """A parser by the ``response_template`` that the tokenizer of a model may bring.
 
-    The template says itself what is thought and what is said. The ``response_schema`` of older tokenizers has no reader
+    The template itself separates thoughts from content. The ``response_schema`` of older tokenizers has no reader
     any more: transformers drops it when it loads one.
 
     Args:

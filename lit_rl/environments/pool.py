@@ -30,11 +30,11 @@ _LOOP = BackgroundLoop("lit_rl-environment-workers")
 
 
 class WorkerLost(NoReply):
-    """The worker ended during the call."""
+    """The error for a worker that ended during the call."""
 
 
 class Gone(NoReply):
-    """The object's worker had ended before this call, by the call of another object or by itself."""
+    """The error for a call of an object whose worker had ended before, by another object's call or by itself."""
 
 
 class _Raised(Exception):

@@ -26,7 +26,7 @@ _Ask = Callable[[Environment], Coroutine[Any, Any, Any]]
 
 
 class FailedBefore(Exception):
-    """The journal says that it failed here.
+    """The error for an episode that failed at this call according to the journal.
 
     Args:
         end: End of the episode.
@@ -39,7 +39,7 @@ class FailedBefore(Exception):
 
 
 class AnsweredOtherwise(NoReply):
-    """A new environment that was told the same does not answer the same."""
+    """The error for a new environment that answers the replayed calls otherwise."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Said:
 
 
 class RememberedEnvironment(Environment):
-    """The same environment, with a memory.
+    """An environment that remembers its calls and can replay them.
 
     Args:
         make: Makes one.

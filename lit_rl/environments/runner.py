@@ -24,7 +24,7 @@ class NoReply(Exception):
 
 
 class Late(NoReply):
-    """It took longer than it may."""
+    """The error for a call that exceeded its time limit."""
 
 
 class Asked:
@@ -70,7 +70,7 @@ class Task:
     coroutine: Coroutine[Any, Any, Any]
     """Raises no `TimeoutError` of its own."""
     seconds: float
-    """It may take."""
+    """Time limit."""
     seed: int
     """Seed of the global random generators while it runs alone, in [0, 2^32)."""
     _: KW_ONLY

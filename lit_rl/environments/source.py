@@ -25,7 +25,7 @@ class Agree(Protocol):
 
 @dataclass(frozen=True)
 class EpisodeRequest:
-    """The completions of a batch, as a source of episodes is asked for them."""
+    """A request for the completions of a batch, to a source of episodes."""
 
     generate: Generate
     """The run's generator."""
@@ -34,7 +34,7 @@ class EpisodeRequest:
     batch: PromptBatch
     """The prompts, with the columns of their rows."""
     prompts: Prompts
-    """The same as a generator is asked for them: tokens, noise keys, and the size of groups."""
+    """The same prompts for a generator: tokens, noise keys, and the size of groups."""
     sampling: Sampling
     """Sampling settings; ``max_new_tokens`` are those of a turn."""
     row_keys: Sequence[int]
@@ -50,7 +50,7 @@ class Interactive:
     max_tokens: int = 2048
     """Tokens of a completion, what the policy reads between its turns included."""
     untyped: frozenset[str] = frozenset()
-    """Names of the sizes that nobody chose: they are lowered to what the model's context leaves."""
+    """Names of the sizes that the user did not choose: they are lowered to what the model's context leaves."""
     converses: bool = True
     """True if the run's generator holds its conversations."""
     max_failed: float = 0.1

@@ -36,7 +36,7 @@ class Choice:
 
     Args:
         space: The space.
-        words: One for each number, in their order; none: the number itself is written. Capitals do not matter.
+        words: One for each number, in their order; none: the number itself is written. Case is ignored.
 
     Raises:
         ConfigError: there are more or fewer words than numbers, or one is empty, no text, or there twice.

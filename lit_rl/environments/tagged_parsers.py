@@ -17,7 +17,7 @@ from lit_rl.environments.tools import ToolCall
 
 
 class TaggedParser(ScanningParser, ABC):
-    """The part that is common to them.
+    """The common base of parsers for tagged arguments.
 
     Args:
         schemas: Schemas of the tools, for the types of their arguments.

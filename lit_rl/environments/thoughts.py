@@ -36,14 +36,14 @@ _ASKED = "qqaskedqq"
 
 @dataclass(frozen=True)
 class Thoughts:
-    """Marks by which thoughts are told from what is said.
+    """Marks that separate thoughts from content.
 
     A thought goes from an opening mark to the first closing mark of its kind behind it, or to the end of the text: a
     mark that opens another one inside it is a part of it.
 
     Args:
         marks: Pairs of an opening and a closing mark.
-        begun: The closing mark of the thought that a response begins in; None: it begins with what is said.
+        begun: The closing mark of the thought that a response begins in; None: it begins with content.
     """
 
     marks: tuple[Marks, ...] = (THINK,)

@@ -88,7 +88,7 @@ class Tool(ABC):
         return f"{error.message}{where}"
 
     async def answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Return one answer to a call, whatever its arguments are like; 3.0 is 3 where an integer is asked for.
+        """Return one answer to a call, whatever its arguments are like; 3.0 is read as 3 for an integer.
 
         The tool gets copies: the call stays what the policy wrote, in its context, in the record and for rewards.
         """
@@ -108,7 +108,7 @@ class FunctionTool(Tool):
     Args:
         function: Function with a type and a line in its docstring's ``Args:`` for every argument, as transformers'
             ``get_json_schema`` reads them. It may be ``async def``, an object with such a ``__call__``, or a
-            `functools.partial`, whose bound arguments the policy is not told of. What it returns is answered as text,
+            `functools.partial`, whose bound arguments are hidden from the policy. Its result is answered as text,
             as JSON, or as images beside texts: see `content_of`.
 
     Raises:
@@ -155,7 +155,7 @@ class FunctionTool(Tool):
         return bound
 
     async def _answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Call the function. An exception is told to the policy in a line, and logged with its traceback once; so is
+        """Call the function. An exception is answered in a line, and logged with its traceback once; so is
         what can neither be written as text nor as JSON."""
         try:
             result = self.function(**arguments)

@@ -70,7 +70,7 @@ class ToolEnvironment(Environment):
 
 
 class ObjectWithTools(ToolEnvironment):
-    """The same with an object of the user's behind the tools, which begins the episode and may reward it.
+    """A `ToolEnvironment` whose tools are methods of a user's object, which begins the episode and may reward it.
 
     Args:
         made: The object.

@@ -66,7 +66,7 @@ class _Rendered:
 
     @property
     def parts(self) -> list[str]:
-        """The prompt, and what stands between the borders: what is learned, and what is not, by turns."""
+        """The prompt, and then the learned and unlearned texts between the borders, alternating."""
         return [self.text[start:end] for start, end in zip([0, *self.borders], [*self.borders, len(self.text)])]
 
 

@@ -222,7 +222,7 @@ class ExampleDataModule(SourcedDataModule):
         """Refuse Trainer settings that no stream can be learned with. Needs no data.
 
         Raises:
-            ConfigError: `max_steps` is missing, or loaders are to be made anew.
+            ConfigError: `max_steps` is missing, or loaders are rebuilt.
         """
         if self.stream_buffer is not None:
             streaming.check_trainer(trainer)

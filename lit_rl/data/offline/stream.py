@@ -63,7 +63,7 @@ class Place:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counts of all sources together, and of what became of their rows."""
+        """Counts of all sources together, and of the rows left over."""
         return {**functools.reduce(add_counts, self.met, {}), "left_over": self.left_over}
 
 
@@ -147,7 +147,7 @@ class Windows:
         return {**self.seen.counts, **packed, "held_out": 0}
 
     def take_steps_of(self, batch_size: int) -> None:
-        """Make steps of so many rows. What was read is read again, as places count steps."""
+        """Set the rows of a step. The window is read again, since positions count steps."""
         self.batch_size, self._held = batch_size, None
 
     def at(self, place: Place) -> Window:

@@ -15,7 +15,7 @@ from lit_rl.examples import ExampleBatch
 class StreamLoader:
     """An iterable over this rank's micro-batches of one window's steps after another's, as `ExampleLoader` is.
 
-    Its rows have no end: an iteration is as many batches as it is told, and the next one goes on with the step after.
+    Its rows have no end: an iteration is `length` batches, and the next one continues with the step after.
     `state_dict` is the same on every rank. A state taken at any batch resumes with the batch that would have come next;
     with another number of ranks, with the next whole step.
 

@@ -82,7 +82,7 @@ def check_trainer(trainer: L.Trainer) -> None:
     """Check that the Trainer says how long the run is.
 
     Raises:
-        ConfigError: nothing says how long the run is, or loaders are to be made anew within it.
+        ConfigError: nothing says how long the run is, or loaders are rebuilt within it.
     """
     if trainer.max_steps in (None, -1):
         raise ConfigError(
