@@ -19,7 +19,7 @@ ROLES = {
     "system": "system",
     "developer": "developer",
 }
-"""What other programs call a role, and the role that it is."""
+"""Names of roles in other programs, and the role that each is."""
 
 _A_CALL = '"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]'
 
@@ -41,7 +41,7 @@ def with_our_calls(messages: Sequence[Any], where: str) -> list[Any]:
         where: The column, for messages of errors.
 
     Raises:
-        DataError: it is not clear what was said in which order, or what a call is.
+        DataError: the order of texts, thoughts and calls is ambiguous, or a call is unclear.
     """
     names: dict[str, str] = {}
     found: list[Any] = []
@@ -139,7 +139,7 @@ def _are_among(calls: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _call(call: Any, where: str) -> Any:
-    """Return a call with its function in a mapping; what is none is left to who checks messages."""
+    """Return a call with its function in a mapping; other values are left for the check of messages."""
     if not isinstance(call, Mapping):
         return call
     function = call.get("function")
@@ -156,7 +156,7 @@ def _call(call: Any, where: str) -> Any:
     else:
         return call
     if rest is call and isinstance(inner.get("name"), str) and inner.get("arguments") is not None:
-        return call if inner is call["function"] else {**call, "function": inner}  # in our form: no other key counts
+        return call if inner is call["function"] else {**call, "function": inner}  # normal form already
     given = [key for key in ARGUMENTS if inner.get(key) is not None]
     if len(given) > 1:
         raise _unclear(where, f"has a call with {' and '.join(given)}: keep the one that holds its arguments.")

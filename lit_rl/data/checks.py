@@ -20,7 +20,7 @@ _BEGINNINGS = {
     b"\xff\xfe": "UTF-16: save it as UTF-8",
     b"\xfe\xff": "UTF-16: save it as UTF-8",
 }
-"""The first bytes of files that are taken for text, and what to do with them."""
+"""First bytes of files that are mistaken for text, with the advice for each."""
 
 
 def refuse_other_files(path: Path, beginning: bytes, named: str = "text in UTF-8") -> None:
@@ -28,8 +28,8 @@ def refuse_other_files(path: Path, beginning: bytes, named: str = "text in UTF-8
 
     Args:
         path: The file.
-        beginning: Its first bytes, 32 at least where it has as many.
-        named: What its name says that it is.
+        beginning: First bytes of the file, at least 32 where it has as many.
+        named: Type that the file's name promises.
 
     Raises:
         DataError: it is packed, parquet, in UTF-16, a web page, or a pointer to a file that was not fetched.
@@ -43,7 +43,7 @@ SEVERAL_PATHS = (
     "data.path takes one file, folder or hub id. Several are 'data.sources=[{path:A},{path:B}]', each with a weight, "
     "a rename or a map_row of its own where it needs one."
 )
-"""What is said where a list came."""
+"""The message where a list was given as a path."""
 
 
 def one_of(key: str, value: str, choices: Iterable[str]) -> None:
@@ -59,6 +59,6 @@ def one_of(key: str, value: str, choices: Iterable[str]) -> None:
 
 
 def excerpt(text: str, length: int = 80) -> str:
-    """The first characters of a text on one line, with what a terminal would obey written as escapes."""
+    """Return the first characters of a text on one line, control characters written as escapes."""
     head = text[:length]
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in head)

@@ -22,7 +22,7 @@ Report = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a data module serves."""
+    """The training and validation prompts that a data module serves."""
 
     train: PromptSet
     sizes: tuple[int, ...]
@@ -80,12 +80,12 @@ def read_corpus(
 
 
 def set_key(name: str) -> str:
-    """What a report calls a validation set."""
+    """Return the name of a validation set in a report."""
     return f"val/{name}" if name else "val"
 
 
 def list_counts(counts: Mapping[str, int]) -> str:
-    """Counts in one line, for a message; what took no row is left out."""
+    """Return counts in one line for a message, without filters that removed no row."""
     return ", ".join(f"{name} {count}" for name, count in counts.items() if count or name in ("rows", "kept"))
 
 

@@ -1,4 +1,4 @@
-"""The one data module of every algorithm that generates: prompts in, rollouts' worth of prompts out."""
+"""The data module of every algorithm that generates."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class RolloutDataModule(SourcedDataModule):
         prompts_per_rollout: Prompts of one rollout, all ranks together. null: as many as are left for training, at most
             32.
         max_prompt_tokens: Longest prompt, in tokens.
-        overlong: What to do with a longer one: `drop` leaves it out, `truncate_left` keeps its last tokens (rewards
-            still see all of it), `error` refuses the data.
-        source: What every `SourcedDataModule` takes.
+        overlong: Action for a longer prompt: `drop` leaves it out, `truncate_left` keeps its last tokens (rewards still
+            see all of it), `error` refuses the data.
+        source: Further arguments of `SourcedDataModule`.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class RolloutDataModule(SourcedDataModule):
         """Load, format, tokenise, split and count, once for a tokenizer. Needs no weights.
 
         Args:
-            tokenizer: Of the policy.
-            processor: Of a policy that sees; None: of one over text.
+            tokenizer: Tokenizer of the policy.
+            processor: Processor of a policy over images; None for one over text.
             eos_ids: Every token at which generation ends, `LanguageModel.eos_ids`: it is said where the chat template
                 ends a turn with none of them. None: they are not known.
             stage: `fit` also checks that the rows fill a rollout.
@@ -109,7 +109,7 @@ class RolloutDataModule(SourcedDataModule):
 
     @property
     def prompt_form(self) -> PromptForm:
-        """What the training prompts are."""
+        """The form of the training prompts."""
         return "text" if isinstance(self._prepared().train.prompts[0], str) else "messages"
 
     @property
@@ -139,22 +139,22 @@ class RolloutDataModule(SourcedDataModule):
 
     @property
     def prompt_keys(self) -> list[str]:
-        """Of each training row a text that is equal for rows of equal prompts and images."""
+        """A text for each training row, equal for rows of equal prompts and images."""
         return self._prepared().train.keys
 
     def columns_of_sets(self) -> list[Mapping[str, Sequence[Any]]]:
-        """The columns of the training rows, and of each validation set, with their values."""
+        """Return the columns of the training rows and of each validation set, with their values."""
         corpus = self._prepared()
         return [corpus.train.columns, *(rows.columns for rows in corpus.val.values())]
 
     def peek(self, count: int) -> PromptBatch:
-        """The first training rows, in the order of the data."""
+        """Return the first training rows, in the order of the data."""
         data = self._prepared().train
         return data.batch(range(min(count, len(data))))
 
     def train_dataloader(self) -> RolloutLoader:
         trainer, (rank, world_size) = self.trainer_of_run(), self.rank()
-        generator = getattr(trainer.lightning_module, "generator", None)  # a module of yours may have none
+        generator = getattr(trainer.lightning_module, "generator", None)  # a user's own module may have none
         lag = 0 if generator is None else generator.lag
         loader = RolloutLoader(
             self._prepared().train,
@@ -172,7 +172,7 @@ class RolloutDataModule(SourcedDataModule):
         return loader
 
     def _length(self) -> tuple[float, float]:
-        """Rollouts and epochs after which the run ends, infinite where it does not."""
+        """Return the rollouts and epochs after which the run ends; infinite where it has no such limit."""
         trainer = self.trainer_of_run()
         steps = self.module_attribute("slots_per_rollout") // trainer.accumulate_grad_batches
         rollouts = math.inf if trainer.max_steps == -1 else math.ceil(trainer.max_steps / steps)
@@ -197,15 +197,15 @@ class RolloutDataModule(SourcedDataModule):
 
     @property
     def fingerprint(self) -> str:
-        """Of the training rows, their tokens and images: equal for the same in the same order."""
+        """A digest of the training rows, their tokens and images: equal for the same rows in the same order."""
         return self._prepared().train.fingerprint
 
     def vision(self, row: int) -> PromptVision | None:
-        """What the model sees of a training prompt beside its tokens."""
+        """Return the vision inputs of a training prompt."""
         return self._prepared().train.vision(row)
 
     def first_shown(self) -> tuple[list[int], PromptVision | None] | None:
-        """Tokens and images of the first training prompt that shows any. None: none does."""
+        """Return tokens and vision inputs of the first training prompt that shows images; None where none does."""
         return self._prepared().train.first_shown()
 
     def _read(self, tokenizer: PreTrainedTokenizerBase, processor: Processor | None) -> Corpus:

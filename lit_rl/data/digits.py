@@ -25,7 +25,7 @@ _FILE = Path(__file__).with_name("digits.csv.gz")
 
 @dataclass(eq=False)
 class Digits(HoldsOut):
-    """Which digit an image shows, as one message of a chat:
+    """The digit that an image shows, as one message of a chat:
 
     `{"prompt": [{"role": "user", "content": "Which digit?"}], "image": b"...", "answer": "7"}`
 
@@ -33,7 +33,7 @@ class Digits(HoldsOut):
     arguments alone. Needs Pillow.
 
     Args:
-        val_rows: How many of the 1797 images are held out for validation; 0 holds out none.
+        val_rows: Number of the 1797 images that are held out for validation; 0 holds out none.
         seed: Seed of the order of the rows, and so of which of them are held out.
 
     Raises:
@@ -66,7 +66,7 @@ class DigitTexts(Digits):
 
 
 def _png(greys: list[int]) -> bytes:
-    """Of greys from 0, which is black, to 16."""
+    """Return a PNG of grey values from 0, which is black, to 16."""
     module = pillow()
     image = module.frombytes("L", (_SIDE, _SIDE), bytes(grey * 255 // _GREYS for grey in greys))
     side = _SIDE * _SCALE

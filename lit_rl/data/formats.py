@@ -21,7 +21,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def row_function(given: RowFunction | str | None, key: str = "data.map_row") -> RowFunction | None:
-    """A function from row to row, or the one at a path: `./file.py:name`, `package.module:name`, `package.module.name`.
+    """Return a function from row to row, or load it from a path: `./file.py:name`, `package.module:name`,
+    `package.module.name`.
 
     Raises:
         ConfigError: it is no function, or nothing of this name is there.
@@ -42,7 +43,7 @@ def row_function(given: RowFunction | str | None, key: str = "data.map_row") -> 
 def rename_columns(
     row: Mapping[str, Any], where: str, rename: Mapping[str, str], key: str = "data.rename"
 ) -> dict[str, Any]:
-    """The row with columns renamed, old name to new; a column that the row lacks is passed over.
+    """Return the row with columns renamed, old name to new; names that the row lacks are ignored.
 
     Raises:
         DataError: the row already has a column of the new name.
@@ -64,7 +65,7 @@ class ReadRow:
     came: tuple[str, ...]
     """Names of its columns before they were renamed."""
     notes: tuple[str, ...]
-    """What was read in another form than it came."""
+    """Notes on what was converted to another form."""
 
 
 def as_read(
@@ -75,7 +76,7 @@ def as_read(
     map_row: RowFunction | None = None,
     keys: Sequence[str] = (),
 ) -> ReadRow:
-    """A row mapped, its columns renamed, its messages in one form (`in_our_form`).
+    """Map a row, rename its columns, and normalize its messages (`in_our_form`).
 
     Raises:
         DataError: the function raised or returned no dict, two columns would have one name, or messages are of no
@@ -110,7 +111,7 @@ def mapped_row(map_row: RowFunction, row: dict[str, Any], where: str, key: str =
 
 
 def split_prompt(row: Mapping[str, Any], where: str, *, prompt_key: str = "prompt") -> tuple[Prompt, dict[str, Any]]:
-    """The prompt of a row, checked and in one form, and its other columns.
+    """Return the checked prompt of a row in its normal form, and the other columns.
 
     Message content may be a list of parts: texts are joined, and bare parts of images and videos stay where they are
     (`lit_rl.data.image_parts`).
@@ -137,7 +138,7 @@ def split_prompt(row: Mapping[str, Any], where: str, *, prompt_key: str = "promp
 
 
 def add_system_prompt(prompt: Prompt, system_prompt: str | None) -> Prompt:
-    """Messages that open with the system prompt; messages that have one of their own keep it.
+    """Put the system prompt in front of messages that have no system message of their own.
 
     A text becomes the user's message. Without a system prompt the prompt stays what it was.
     """
@@ -150,7 +151,7 @@ def add_system_prompt(prompt: Prompt, system_prompt: str | None) -> Prompt:
 
 
 def is_empty(prompt: Prompt) -> bool:
-    """Whether nothing but white space is asked: an empty text, or messages without any but the system's words."""
+    """Tell whether a prompt asks nothing: a blank text, or messages without any words but the system's."""
     if isinstance(prompt, str):
         return not prompt.strip()
     return not any(
@@ -173,7 +174,7 @@ def checked_message(message: Any, where: str) -> Message:
     """Return one chat message in one form: role, content as a string, and its other keys that hold something.
 
     Raises:
-        DataError: no message, an unknown role, content that is no text, or tool calls that nobody could make.
+        DataError: no message, an unknown role, content that is no text, or malformed tool calls.
     """
     if not isinstance(message, Mapping) or "role" not in message:
         shown = f"keys {', '.join(map(str, message))}" if isinstance(message, Mapping) else excerpt(repr(message))

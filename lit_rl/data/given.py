@@ -26,7 +26,7 @@ _HERE: dict[str, tuple[str, ...]] = {
     "dataset_text_field": ("rename",),
     "test_size": ("val_fraction",),
 }
-"""What other libraries call a setting, and what it may be here: the first that the data module has."""
+"""Names of settings in other libraries, and candidates here: the first that the data module has is meant."""
 
 _MODULE = "it belongs to the algorithm, such as lit_rl.GRPO(...)"
 _ELSEWHERE = {
@@ -43,7 +43,7 @@ def known_names(kind: type, given: Iterable[str], taken: type) -> None:
     """Refuse keywords that no constructor of a data module takes.
 
     Args:
-        kind: What is made.
+        kind: The class of the data module.
         given: The names of the keywords that are handed on.
         taken: The class whose constructor gets them, and its parents'.
 

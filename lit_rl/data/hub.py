@@ -25,23 +25,24 @@ else:
 
 
 MANY = 1_000_000
-"""Rows of a stream after which a user is told that there may be no end of them."""
+"""Rows of a stream after which the user is warned that it may be endless."""
 LONG = 30.0
-"""Seconds of reading after which they are told, too."""
+"""Seconds of reading after which the user is warned, too."""
 
 
 def is_data_set(given: Any) -> bool:
-    """Whether it is a data set of `datasets`, which nobody who has none imports."""
+    """Tell whether a value is a data set of `datasets`, without importing that library."""
     datasets = sys.modules.get("datasets")
     return datasets is not None and isinstance(given, datasets.Dataset | datasets.IterableDataset)
 
 
 def rows_of_object(key: str, given: Any) -> Any:
-    """All rows of a data set of `datasets`, of an `IterableDataset` by going through it once; anything else as it is.
+    """Return all rows of a data set of `datasets`, read in one pass where it is an `IterableDataset`; any other value
+    as it is.
 
     Args:
-        key: What messages call it.
-        given: What a user gave as rows.
+        key: Name of the rows in messages.
+        given: The user's value for rows.
 
     Raises:
         DataError: it has several splits, or a row cannot be read.
@@ -53,13 +54,13 @@ def rows_of_object(key: str, given: Any) -> Any:
         return given
     try:
         rows = given.to_list() if isinstance(given, datasets.Dataset) else _all_of_stream(key, given)
-    except Exception as error:  # the library raises of many kinds: a row that it cannot read is bad data
+    except Exception as error:  # `datasets` raises errors of many classes for bad data
         raise DataError(f"{key}: cannot be read: {excerpt(str(error), 300)}") from error
     return [row_of_table(row) for row in rows]
 
 
 def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
-    """Its rows. Nobody can tell whether there is a last one, so the user is told how to cut it while it is read."""
+    """Return all rows of a stream. It may be endless, so a warning tells meanwhile how to cut it."""
     from lightning.pytorch.utilities import rank_zero_info  # loads torch, which the command line's first checks do not
 
     from lit_rl.long_waits import counted
@@ -68,7 +69,7 @@ def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
     for row in counted(stream, f"reading the stream {key}", "row"):
         rows.append(dict(row))
         if len(rows) >= MANY * times or time.monotonic() - began >= LONG * times:
-            times *= 2  # so it is said ever more seldom
+            times *= 2  # warn at doubling intervals
             rank_zero_info(
                 f"Reading the stream {key}: {len(rows):,} rows so far, all kept in memory. A stream that does not end "
                 "must be cut: hand over stream.take(N)."
@@ -77,12 +78,12 @@ def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
 
 
 def from_saved(path: Path, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
-    """All rows of what `open_saved` opens."""
+    """Return all rows of the data set that `open_saved` opens."""
     return [row_of_table(row) for row in open_saved(path, split=split, name=name).to_list()]
 
 
 def open_saved(path: Path, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:
-    """A folder as a data set: one written by `datasets.save_to_disk`, or one that holds data files.
+    """Open a folder as a data set: one written by `datasets.save_to_disk`, or one that holds data files.
 
     Args:
         path: The folder.
@@ -92,7 +93,7 @@ def open_saved(path: Path, *, split: str | None = None, name: str | None = None,
 
     Raises:
         DataError: the folder holds no data set, or not this split.
-        ConfigError: `name` came with a saved folder, or `split` with one that has no splits.
+        ConfigError: `name` is set for a saved folder, or `split` for one that has no splits.
     """
     import datasets
 
@@ -104,7 +105,7 @@ def open_saved(path: Path, *, split: str | None = None, name: str | None = None,
             data = datasets.load_from_disk(str(path))
         else:
             data = datasets.load_dataset(str(path), name, split=split, **how)
-    except Exception as error:  # the library raises of many kinds: a bad folder is bad data whatever it was
+    except Exception as error:  # `datasets` raises errors of many classes for bad data
         raise DataError(f"data.path={path}: cannot be read as a data set: {excerpt(str(error), 300)}") from error
     if saved and isinstance(data, datasets.Dataset) and split is not None:
         raise ConfigError(f"data.split={split!r} came with {path}, one saved data set without splits: remove it.")
@@ -112,15 +113,15 @@ def open_saved(path: Path, *, split: str | None = None, name: str | None = None,
 
 
 def from_hub(path: str, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
-    """All rows of what `open_hub` opens."""
+    """Return all rows of the data set that `open_hub` opens."""
     return [row_of_table(row) for row in open_hub(path, split=split, name=name).to_list()]
 
 
 def open_hub(path: str, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:
-    """A data set on the hub, or its copy in the local cache.
+    """Open a data set of the hub, or its copy in the local cache.
 
     Args:
-        path: Its id.
+        path: Id of the data set.
         split: The split, for what has several.
         name: The configuration, for what has several.
         how: Further arguments of `datasets.load_dataset`.
@@ -152,7 +153,7 @@ def open_hub(path: str, *, split: str | None = None, name: str | None = None, **
 
 
 def _the_split(data: Any, path: str, split: str | None) -> Any:
-    """A `Dataset`, or the one split of a `DatasetDict` that is meant."""
+    """Return a `Dataset`, or the requested split of a `DatasetDict`."""
     if not isinstance(data, dict):
         return data
     splits = list(data)

@@ -16,10 +16,10 @@ from lit_rl.videos import COLUMNS as VIDEO_COLUMNS
 from lit_rl.videos import VideoRef, Visual
 
 PART = {"type": "image"}
-"""What stands in a message for an image."""
+"""The part of a message that stands for an image."""
 
 VIDEO_PART = {"type": "video"}
-"""What stands in a message for a video."""
+"""The part of a message that stands for a video."""
 
 _PAYLOADS = {"image": ("image", "url", "image_url"), "video": ("video", "url", "video_url")}
 """Keys of a part that hold what it shows."""
@@ -33,13 +33,13 @@ _KEYS_OF_VIDEOS = ("type", "fps", "bytes", "path", *_PAYLOADS["video"])
 
 @dataclass(frozen=True)
 class _Kind:
-    """What parts of one type show."""
+    """A kind of visual: image or video."""
 
     name: str
     columns: tuple[str, str]
-    """Of a row: one, or a list."""
+    """Columns of a row: for one, and for a list."""
     types: tuple[str, str]
-    """Of parts."""
+    """Types of message parts."""
     reference: type[ImageRef] | type[VideoRef]
 
     @property
@@ -50,7 +50,7 @@ class _Kind:
         return isinstance(part, Mapping) and part.get("type") in self.types
 
     def is_nothing(self, value: Any, column: str) -> bool:
-        """Whether a column shows nothing. A video without a frame is one all the same, and a mistake."""
+        """Tell whether a column shows nothing. A video without a frame counts as a video, and is an error."""
         empty = str | bytes if column == "video" else str | bytes | list | tuple
         return value is None or (isinstance(value, empty) and not value)
 
@@ -62,10 +62,10 @@ _KINDS = (_IMAGE, _VIDEO)
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Takes the images and videos out of rows.
+    """A reader that takes the images and videos out of rows.
 
     Args:
-        folder: Of the data set's file, which relative paths begin at. None: it is no file.
+        folder: Folder of the data set's file, which relative paths begin at. None: it is no file.
         max_pixels: Width times height of an image or a frame, at most.
         chat: A plain text that shows nothing becomes a message too, as other rows of its set are.
     """
@@ -75,7 +75,8 @@ class ImageReader:
     chat: bool = False
 
     def read(self, row: Mapping[str, Any], where: str, *keys: str) -> tuple[dict[str, Any], tuple[Visual, ...]]:
-        """The row with plain parts in its messages and references in its columns, and what these messages show.
+        """Return the row with bare parts in its messages and references in its columns, and the visuals that the
+        messages show.
 
         A part without payload shows the next image (or video) of the columns. Where no such part is without payload,
         what the columns have stands before the text of the first message of the user, images first, as TRL has it for
@@ -83,7 +84,7 @@ class ImageReader:
         and videos in ``videos``. A plain text that comes with images becomes a message of the user, images first.
 
         Args:
-            row: With messages in the columns `keys`, images in ``image`` or ``images``, videos in ``video`` or
+            row: A row with messages in the columns `keys`, images in ``image`` or ``images``, videos in ``video`` or
                 ``videos``.
             where: The row, for messages.
             keys: Columns that hold messages, in the order in which they are shown.
@@ -106,7 +107,7 @@ class ImageReader:
                 f"{where}: {what} come without a prompt that could show them. Give one, a text or a list of messages, "
                 f"in the column {' or '.join(keys)}."
             )
-        for kind in reversed(_KINDS):  # what is put there last stands first
+        for kind in reversed(_KINDS):  # the last inserted stand first
             places = [part for message in messages for part in _parts(message) if kind.has(part)]
             if given[kind.name] and all(map(_payload, places)):
                 _insert(kind, messages, len(given[kind.name]), where)
@@ -123,7 +124,7 @@ class ImageReader:
         return row, found
 
     def _of_columns(self, kind: _Kind, row: dict[str, Any], where: str) -> tuple[Visual, ...]:
-        """Those of the columns, in which references take the place of what came."""
+        """Return the visuals of the columns, and put references in the row in the place of the values."""
         one, many = kind.columns
         held = {name: row[name] for name in kind.columns if not kind.is_nothing(row.get(name), name)}
         if len(held) > 1:
@@ -161,7 +162,7 @@ class ImageReader:
 
 
 def images_in(row: Mapping[str, Any], *keys: str) -> str:
-    """Where a row has images or videos: its columns, or the messages of these; empty where it has none."""
+    """Return a description of where a row has images or videos (columns or messages); empty where it has none."""
     held = [f"column {name!r}" for name in COLUMNS if not _IMAGE.is_nothing(row.get(name), name)]
     held += [f"column {name!r}" for name in VIDEO_COLUMNS if lists_frames(row.get(name))]
     shown = [key for key in keys if any(_shows(message) for message in _messages(row.get(key)))]
@@ -176,10 +177,10 @@ class RowImages:
     """Images and videos of rows for a policy, which sees them or not.
 
     Args:
-        sees: Whether it is a model over images.
-        folder: As of `ImageReader`.
-        max_pixels: Likewise.
-        chat: Likewise.
+        sees: True for a policy over images.
+        folder: See `ImageReader`.
+        max_pixels: See `ImageReader`.
+        chat: See `ImageReader`.
     """
 
     def __init__(self, sees: bool, folder: Path | None, max_pixels: int, chat: bool = False) -> None:
@@ -188,7 +189,7 @@ class RowImages:
     def read(
         self, row: dict[str, Any], where: str, *keys: str, without: Sequence[str] = ()
     ) -> tuple[dict[str, Any], tuple[Visual, ...]]:
-        """`ImageReader.read` of a row, whose columns `without` may show none.
+        """Read a row by `ImageReader.read`, and refuse images in the columns `without`.
 
         Raises:
             ConfigError: the row has images or videos, and the policy reads text.
@@ -207,7 +208,7 @@ class RowImages:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Those of a column; a message that is none is left to who checks them."""
+    """Return the messages of a column, without entries that are no messages: those are refused elsewhere."""
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
@@ -225,7 +226,7 @@ def _shows(message: Mapping[str, Any]) -> bool:
 
 
 def _payload(part: Mapping[str, Any]) -> Any:
-    """What a part holds; None where it only marks a place. Tables fill absent keys with None."""
+    """Return the payload of a part; None for a bare placeholder. Tables fill absent keys with None."""
     kind = _VIDEO if _VIDEO.has(part) else _IMAGE
     held = next((part[name] for name in _PAYLOADS[kind.name] if part.get(name) is not None), None)
     if held is None and (part.get("bytes") is not None or part.get("path") is not None):
@@ -236,7 +237,8 @@ def _payload(part: Mapping[str, Any]) -> Any:
 
 
 def _check_video_part(part: Mapping[str, Any], where: str) -> None:
-    """A part says nothing that would be passed over: processors have many settings, and frames are shown as they are.
+    """Refuse keys of a video part that would be ignored: processors have many settings, and frames are shown as they
+    are.
 
     Raises:
         DataError: it has another key, or a rate beside frames that have one already or are not its own.
@@ -255,7 +257,7 @@ def _check_video_part(part: Mapping[str, Any], where: str) -> None:
 
 
 def _insert(kind: _Kind, messages: Sequence[dict[str, Any]], count: int, where: str) -> None:
-    """Places for so many images before the text of the first message of the user."""
+    """Insert `count` placeholders before the text of the user's first message."""
     first = next((message for message in messages if message.get("role") == "user"), None)
     if first is None:
         raise DataError(f"{where}: there are {kind.name}s and no message of the user that could show them.")
@@ -265,21 +267,21 @@ def _insert(kind: _Kind, messages: Sequence[dict[str, Any]], count: int, where: 
 
 
 def _plain(message: Any) -> Any:
-    """The message with bare parts."""
+    """Return the message with bare parts."""
     if not isinstance(message, dict) or not _shows(message):
         return message
     return {**message, "content": [kind.part if (kind := _kind_of(part)) else part for part in _parts(message)]}
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """The words of a message; images and videos are nothing."""
+    """Return the text of a message's content, without images and videos."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content if part.get("type") == "text")
 
 
 def sound_parts(parts: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """Parts of text and bare images and videos, neighbouring texts joined.
+    """Return checked parts: texts, bare images and bare videos, with neighbouring texts joined.
 
     Raises:
         DataError: a part is neither.

@@ -12,11 +12,12 @@ from lit_rl.vision import PromptVision
 
 
 class Processor(Protocol):
-    """Makes tokens and model inputs of a rendered prompt: `lit_rl.models.policy.processor.VisionProcessor`."""
+    """The interface of a processor, which makes tokens and model inputs of a rendered prompt:
+    `lit_rl.models.policy.processor.VisionProcessor`."""
 
     @property
     def name(self) -> str:
-        """Which classes make pixels: part of a data set's fingerprint."""
+        """The classes that make pixels: part of a data set's fingerprint."""
         ...
 
     @property
@@ -26,7 +27,7 @@ class Processor(Protocol):
 
     @property
     def equal_videos(self) -> bool:
-        """Whether videos that are shown in one pass need equally many frames."""
+        """Tell whether videos that are shown in one pass need equally many frames."""
         ...
 
     @property
@@ -40,30 +41,30 @@ class Processor(Protocol):
         ...
 
     def refuse_without_images(self, where: str) -> None:
-        """Raises DataError, with the row, where the model takes no prompt that shows nothing."""
+        """Raise DataError, with the row, where the model takes no prompt without images."""
         ...
 
     def places(self, text: str) -> int:
-        """How many images and videos a rendered text has a placeholder for."""
+        """Return the number of image and video placeholders in a rendered text."""
         ...
 
     def process(self, text: str, visuals: Sequence[Visual], where: str) -> tuple[list[int], PromptVision | None]:
-        """Tokens of a rendered prompt, and what the model sees beside them."""
+        """Return the tokens of a rendered prompt, and the model's vision inputs."""
         ...
 
 
 def count_of_placeholders(placeholders: Container[int], ids: Sequence[int]) -> int:
-    """How many tokens of a text stand for images and videos.
+    """Return the number of tokens that stand for images and videos.
 
     Args:
-        placeholders: Those that do: `Processor.placeholders`.
-        ids: Of the text.
+        placeholders: Tokens that stand for images and videos: `Processor.placeholders`.
+        ids: Tokens of the text.
     """
     return sum(token in placeholders for token in ids)
 
 
 def refuse_reserved(processor: Processor, text: str, where: str) -> None:
-    """A placeholder that is written in a plain text would be taken for an image that is not there.
+    """Refuse a plain text that holds a placeholder: it would be taken for an image that is not there.
 
     Raises:
         DataError: the text holds one.
@@ -75,16 +76,16 @@ def refuse_reserved(processor: Processor, text: str, where: str) -> None:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a prompt shows, from which pixels are made again whenever its row is drawn: they are never held."""
+    """The images and videos of a prompt. Pixels are made again from it whenever the row is drawn, and never held."""
 
     text: str
     """The rendered prompt, placeholders not expanded."""
     visuals: tuple[Visual, ...]
-    """Those of a kind in the order in which they are shown."""
+    """References, in the order in which those of a kind are shown."""
     where: str
 
     def vision(self, processor: Processor, row: int) -> PromptVision | None:
-        """What the model sees: equal to the bit each time.
+        """Return the model's vision inputs, equal to the bit each time.
 
         Args:
             processor: The one that made the prompt's tokens.
@@ -97,7 +98,8 @@ class Shown:
         return None if vision is None else replace(vision, row=row, source=self)
 
     def maker_of_videos(self, processor: Processor) -> list[str]:
-        """What makes pixels of its videos, for a data set's fingerprint; empty where it shows none."""
+        """Return the name of the video processor, for a data set's fingerprint; an empty list where the prompt shows no
+        video."""
         return [processor.name_for_videos] if any(isinstance(each, VideoRef) for each in self.visuals) else []
 
 
@@ -105,7 +107,7 @@ class EqualVideos:
     """Prompts of a set are read together, which some models can where all their videos have equally many frames.
 
     Args:
-        processor: Of the model. None, or of another model: videos may have any number of frames.
+        processor: Processor of the model. None, or of another model: videos may have any number of frames.
     """
 
     def __init__(self, processor: Processor | None) -> None:
@@ -113,10 +115,11 @@ class EqualVideos:
         self._first: tuple[int, str] | None = None
 
     def check(self, visuals: Sequence[Visual], where: str) -> None:
-        """
+        """Check the videos of the next prompt against those that were added.
+
         Args:
-            visuals: Of the next prompt.
-            where: Its row, for messages.
+            visuals: Visuals of the next prompt.
+            where: Row of the prompt, for messages.
 
         Raises:
             DataError: one of its videos has another number of frames than those of the prompts that were added.
@@ -129,7 +132,7 @@ class EqualVideos:
                 )
 
     def add(self, visuals: Sequence[Visual], where: str) -> None:
-        """As `check`, and later prompts are compared with this one.
+        """Check the next prompt, and compare later prompts with it.
 
         Raises:
             DataError: as `check`.
@@ -143,7 +146,7 @@ class EqualVideos:
 
 
 def refuse_unequal_videos(processor: Processor | None, prompts: Iterable[Shown | None]) -> None:
-    """Of a whole set: its sources were read one by one.
+    """Refuse unequal videos in a whole set, whose sources were read one by one.
 
     Raises:
         DataError: two videos have unequally many frames, and the model reads prompts together where none have.

@@ -20,10 +20,10 @@ from lit_rl.errors import DataError, did_you_mean
 from lit_rl.images import ImageRef, as_png, as_rgb, digest_of, is_pillow, pillow
 
 MAX_IMAGE_PIXELS = 40_000_000
-"""Width times height of an image that a data set may hold, if nothing else is said: 120 MB as RGB."""
+"""Width times height of an image that a data set may hold, by default: 120 MB as RGB."""
 
 MOST_IMAGE_PIXELS = 178_956_970
-"""What Pillow opens at most."""
+"""The largest image that Pillow opens, in pixels."""
 
 LONGEST_SIDE = 200
 """Times the shorter side: what processors of the Qwen family take."""
@@ -33,13 +33,13 @@ ALLOWED = "a path, bytes, a data: URI, {bytes, path} or a PIL image"
 
 
 def image_of(value: Any, where: str, *, folder: Path | None = None, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageRef:
-    """The image that a row names or holds; its header is read, its pixels are not.
+    """Return a reference to the image that a row names or holds; its header is read, its pixels are not.
 
     Args:
         value: A path (relative to `folder`), encoded bytes, a ``data:`` URI, a mapping with ``bytes`` or ``path`` as
             `datasets.Image(decode=False)` gives it, a PIL image, or a reference.
         where: The row, for messages.
-        folder: Of the data set's file. None: relative paths have no meaning.
+        folder: Folder of the data set's file. None: relative paths have no meaning.
         max_pixels: Width times height, at most.
 
     Raises:
@@ -114,7 +114,7 @@ def _decoded(uri: str, where: str) -> bytes:
 
 
 def _of_pillow(image: Any, where: str, max_pixels: int) -> ImageRef:
-    """PNG of the pixels as they will be read, so that every mode can be held."""
+    """Encode a PIL image as PNG of the pixels that will be read, so that every mode can be stored."""
     _check_size(image.width, image.height, "a PIL image", where, max_pixels)
     if getattr(image, "is_animated", False):
         raise _animated("a PIL image", where)
@@ -130,7 +130,7 @@ def _of_bytes(data: bytes, name: str, where: str, max_pixels: int) -> ImageRef:
 
 
 def _checked(ref: ImageRef, data: bytes, where: str, max_pixels: int) -> ImageRef:
-    """With the size that its header says."""
+    """Return the reference with the size from the image's header, after checking it."""
     module = pillow()
     try:
         with warnings.catch_warnings():  # our own limit is asked first

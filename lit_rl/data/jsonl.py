@@ -54,12 +54,12 @@ class JsonlReader:
 
 
 def read_jsonl(path: str | Path, *, on_bad_row: OnBadRow = "error") -> JsonlReader:
-    """The `(line number, row)` pairs of a file; `.skipped` of the result counts the bad lines left out."""
+    """Return the `(line number, row)` pairs of a file; `.skipped` of the result counts the bad lines left out."""
     return JsonlReader(path, on_bad_row=on_bad_row)
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, with their numbers from 1, not parsed; the byte order mark is left out.
+    """Yield the non-blank lines of a file with their numbers from 1, unparsed and without the byte order mark.
 
     Raises:
         DataError: the file cannot be read, or is no text.
@@ -80,7 +80,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def row_of_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """The row of a line.
+    """Return the row of a line.
 
     Raises:
         DataError: the line is bad. The message names file and line.
@@ -112,7 +112,7 @@ def refuse_twice(row: dict[str, Any]) -> None:
     """Refuse a row with two values of one column.
 
     Args:
-        row: As `parse_json` has made it.
+        row: A row from `parse_json`.
 
     Raises:
         ValueError: names the column.
@@ -150,7 +150,7 @@ def _finite(digits: str) -> float:
 
 
 class _Twice(dict[str, Any]):
-    """An object in which a key stands twice: the last one counts."""
+    """An object with a duplicate key, of which the last value counts."""
 
     key: str
 

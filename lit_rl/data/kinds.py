@@ -1,4 +1,4 @@
-"""What rows are for, told from the names of their columns."""
+"""Infer the kind of examples (texts, pairs, verdicts, stepwise) from the names of a row's columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 Kind = Literal["texts", "pairs", "verdicts", "stepwise"]
-"""What a method learns from. Paired rows serve those that learn from verdicts: each gives two."""
+"""The kind of examples that a method learns from. A pair also serves as two verdicts."""
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "tokenised": ("input_ids",),
@@ -35,7 +35,7 @@ USABLE: dict[Kind, tuple[str, ...]] = {
 
 
 def format_for(row: Mapping[str, Any], kind: Kind) -> str | None:
-    """The format by which a row serves a kind: the first whose columns it has; None where it has those of none."""
+    """Return the format by which a row serves a kind: the first whose columns it has; None where there is none."""
     found = {name for name, value in row.items() if value is not None}
     return next((name for name in USABLE[kind] if found.issuperset(COLUMNS[name])), None)
 
@@ -48,14 +48,14 @@ VERDICTS = {
 
 
 def verdict(value: Any) -> bool | None:
-    """The truth value that a label says: a boolean, 0 or 1, or one of `VERDICTS`; None where it says none."""
+    """Return the truth value of a label: a boolean, 0 or 1, or one of `VERDICTS`; None for any other value."""
     if isinstance(value, str):
         return VERDICTS.get(value.strip().lower().removesuffix(".0"))
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
 def is_verdict(row: Mapping[str, Any]) -> bool:
-    """Whether a row of `prompt-completion` says that its completion is good, or bad: nobody should imitate that."""
+    """Tell whether a row of `prompt-completion` carries a verdict: its completion must not be imitated as it is."""
     return verdict(row.get("label")) is not None
 
 
@@ -70,7 +70,7 @@ _READ_AS: tuple[tuple[str, Kind], ...] = (
 
 
 def kind_of(row: Mapping[str, Any]) -> Kind | None:
-    """What the columns of a row are for; None: prompts to be answered, or nothing that is known."""
+    """Return the kind that a row's columns serve; None for prompts to be answered, or unknown columns."""
     found = {name for name, value in row.items() if value is not None}
     for name, kind in _READ_AS:
         if found.issuperset(COLUMNS[name]):

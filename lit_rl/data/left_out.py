@@ -28,7 +28,7 @@ class LeftOut:
     What a reply says and what it calls is refused where it is to be learned and is missing.
 
     Args:
-        tokenizer: Whose chat template it is.
+        tokenizer: The tokenizer with the chat template.
         kwargs: Further arguments of the template, `data.chat_template_kwargs`.
     """
 
@@ -36,7 +36,7 @@ class LeftOut:
         self._tokenizer, self._kwargs = tokenizer, kwargs
         self._source = template_source(tokenizer)
         self._words: dict[str, str] = {}
-        """What is missing, and an example of it."""
+        """Kinds of content that are missing, each with an example."""
         self._of_rows: dict[str, None] = {}
         """Names of the arguments that rows bring themselves."""
         self._keys: dict[str, None] = {}
@@ -44,7 +44,7 @@ class LeftOut:
         self._notes: dict[str, str] = {}
         self._said: set[str] = set()
         self._looked, self._opened = False, None
-        """Whether any messages were seen, and whether the template opens a turn; None: not known yet."""
+        """Flags: any messages were seen; the template opens a turn (None: not known yet)."""
 
     def look(
         self,
@@ -61,7 +61,7 @@ class LeftOut:
             messages: All that were rendered.
             text: The rendering.
             where: The row, for messages.
-            kwargs: Of the template for this row, those of the run among them; `tools` are the schemas.
+            kwargs: Arguments of the template for this row, those of the run among them; `tools` are the schemas.
             replies: The number of the first message that is learned, and where in the text it begins. None: none is.
 
         Raises:
@@ -118,12 +118,12 @@ class LeftOut:
             )
         except ConfigError:
             raise
-        except Exception:  # a template is a program: it may want more messages than these
+        except Exception:  # a template may raise anything, such as for too few messages
             return
         self._opened = plain != told
 
     def _missing(self, message: Message, text: str) -> Iterator[tuple[str, str]]:
-        """Each thing of a message that is not in a text: what it is, and its words."""
+        """Yield each part of a message that is missing from a text: what it is, and its words."""
         for key, value in message.items():
             if key == "content":
                 yield from _missing_words(text_of(value), text)
@@ -146,7 +146,7 @@ class LeftOut:
                 self.note("arguments", line)
 
     def _note_key(self, key: str, values: Sequence[Any], text: str) -> None:
-        """A text is looked for; of a number nobody could tell where it comes from: there the template's words count."""
+        """Note a key whose text is missing; for a number, a key whose name the template does not read."""
         texts = [value for value in values if isinstance(value, str) and value]
         others = [value for value in values if not isinstance(value, str) and value not in (None, [], {})]
         if any(not _is_in(value, text) for value in texts) or (others and not self._reads(key.rpartition(".")[2])):
@@ -173,16 +173,16 @@ class LeftOut:
 
 
 def template_source(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of the chat template, of all of them where there are several."""
+    """Return the text of the chat template; of several, all of them."""
     template: Any = tokenizer.chat_template
     return "\n".join(template.values()) if isinstance(template, dict) else str(template or "")
 
 
 def variables(source: str) -> set[str] | None:
-    """The names that a chat template reads and does not set. None: it cannot be parsed here."""
+    """Return the names that a chat template reads and does not set; None where it cannot be parsed here."""
     from jinja2 import Environment, TemplateError, meta
 
-    bare = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", source)  # tags of transformers, unknown to Jinja
+    bare = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", source)  # unknown to Jinja
     try:
         return meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(bare))
     except TemplateError:
@@ -190,7 +190,7 @@ def variables(source: str) -> set[str] | None:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Every string of plain data, keys included, at every depth."""
+    """Yield every string of plain data, keys included, at every depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -222,7 +222,7 @@ def _missing_words(words: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _missing_calls(calls: Any, text: str) -> Iterator[str]:
-    """Names and arguments that are not in a text."""
+    """Yield names and arguments of calls that are not in a text."""
     for call in calls if isinstance(calls, list | tuple) else [calls]:
         function = call.get("function") or call
         arguments = call_arguments(function.get("arguments"))

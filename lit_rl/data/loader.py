@@ -31,11 +31,11 @@ class SlottedLoader(ABC, Generic[Batch]):
     may then have another number of batches.
 
     Args:
-        fingerprint: Of the rows.
-        order: Which rows make up which step.
+        fingerprint: Fingerprint of the rows.
+        order: The order that assigns rows to each step.
         slots: Batches of a step on each rank.
-        rank: Which part is ours.
-        world_size: How many parts there are.
+        rank: Index of this rank's part.
+        world_size: Number of parts, one for each rank.
         epoch: The epoch to begin with, where no state is loaded.
         limit: `trainer.limit_train_batches`: a number of batches, or a share of them if a float. It only tells which
             batch is an epoch's last.
@@ -82,15 +82,15 @@ class SlottedLoader(ABC, Generic[Batch]):
 
     @abstractmethod
     def batches(self, rows: list[int], number: int) -> Sequence[Batch]:
-        """This rank's batches of one step, one for each slot.
+        """Return this rank's batches of one step, one for each slot.
 
         Args:
-            rows: Of the whole step, all ranks together.
-            number: Of the step, over all epochs.
+            rows: Rows of the whole step, all ranks together.
+            number: Number of the step, over all epochs.
         """
 
     def dealt(self, slots: int) -> str:
-        """How the rows of a step are dealt out to so many slots, where that is not in their order."""
+        """Describe how the rows of a step are dealt out to slots, where that is not in their order."""
         return ""
 
     @property
@@ -104,7 +104,7 @@ class SlottedLoader(ABC, Generic[Batch]):
         return slice(self.rank * self.share, (self.rank + 1) * self.share)
 
     def __len__(self) -> int:
-        """Batches of an epoch on this rank."""
+        """Return the number of batches of an epoch on this rank."""
         return self.order.rollouts_per_epoch * self.slots
 
     def __iter__(self) -> Iterator[Batch]:
@@ -168,7 +168,7 @@ class SlottedLoader(ABC, Generic[Batch]):
         return self.fingerprint_of(self.slots)
 
     def fingerprint_of(self, slots: int) -> str:
-        """What it would be with this number of slots."""
+        """Return the fingerprint for another number of slots."""
         text = f"{self._data}{self.dealt(slots)} {self.order} {slots}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -177,9 +177,9 @@ def go_on_with_others(loader: SlottedLoader[Any], state: Mapping[str, Any], slot
     """Refuse data that are not the checkpoint's, or say what is other about them.
 
     Args:
-        loader: Of this run.
-        state: That a loader of the checkpoint's run left.
-        slots: Of the checkpoint's run.
+        loader: Loader of this run.
+        state: State of the loader of the checkpoint's run.
+        slots: Slots of the checkpoint's run.
         allowed: `data.allow_changed`.
 
     Raises:
@@ -223,24 +223,24 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def other_world(state: Mapping[str, Any], world_size: int) -> bool:
-    """Whether a loader's state was taken with another number of ranks. Earlier versions did not write theirs down."""
+    """Tell whether a loader's state was taken with another world size."""
     return state.get("world_size", world_size) != world_size
 
 
 def whole_steps(batches: int, slots: int) -> int:
-    """Steps of `slots` batches that were begun."""
+    """Return the number of steps of `slots` batches that were begun."""
     return -(-batches // slots)
 
 
 class RolloutLoader(SlottedLoader[PromptBatch]):
-    """Yields this rank's prompts of every rollout `repeat` times, as slots 0 to `repeat - 1`.
+    """A loader of this rank's prompts of every rollout, each yielded `repeat` times as slots 0 to `repeat - 1`.
 
     Args:
         data: The rows.
-        order: Which rows make up which rollout.
+        order: The order that assigns rows to each rollout.
         repeat: Slots of a rollout: micro-batches that Lightning's loop takes of it.
-        ahead: Of how many rollouts to come slot 0 brings the prompts too, `PromptBatch.upcoming`.
-        run: How long the run is, `(rollouts, epochs)`: infinite where nothing ends it. Nothing comes after its end.
+        ahead: Number of later rollouts whose prompts slot 0 brings too, `PromptBatch.upcoming`.
+        run: Length of the run, `(rollouts, epochs)`: infinite where nothing ends it. Nothing comes after its end.
         position: Further arguments of `SlottedLoader`.
     """
 
@@ -267,7 +267,7 @@ class RolloutLoader(SlottedLoader[PromptBatch]):
         return self.data.batch(rows[self.ours], occurrences=occurrences, rollout=number)
 
     def _upcoming(self, number: int) -> tuple[PromptBatch, ...]:
-        """Our prompts of the rollouts after number `number`, of later epochs too; fewer where the run ends before."""
+        """Return this rank's prompts of the next `ahead` rollouts, over epochs; fewer where the run ends before."""
         size, steps = self.order.prompts_per_rollout, self.order.rollouts_per_epoch
         used = -(-self._last // self.slots)  # of an epoch that `limit_train_batches` cuts
         (epoch, index), (rollouts, epochs), found = divmod(number, steps), self.run, []
@@ -281,7 +281,7 @@ class RolloutLoader(SlottedLoader[PromptBatch]):
 
 
 class EvalLoader:
-    """Yields the first `limit` rows in their order, once.
+    """A loader that yields the first `limit` rows in their order, once.
 
     Every rank yields the same number of batches, and of the same sizes: where rows do not divide over the ranks, the
     first rows come a second time at the end. Who gathers results keeps one of each row in `PromptBatch.rows`.
@@ -289,9 +289,9 @@ class EvalLoader:
     Args:
         data: The rows.
         batch_size: Prompts of a batch on each rank; the last batch may be smaller.
-        limit: How many rows to take; None takes all.
-        rank: Which part is ours.
-        world_size: How many parts there are.
+        limit: Number of rows to take; None takes all.
+        rank: Index of this rank's part.
+        world_size: Number of parts, one for each rank.
     """
 
     def __init__(

@@ -15,10 +15,10 @@ MESSAGES = ("prompt", "messages", "completion", "chosen", "rejected")
 """Columns that may hold messages."""
 
 SHAREGPT = "conversations"
-"""What ShareGPT, and what was made for its readers, calls the column of messages."""
+"""The column of messages in ShareGPT and in data sets of that form."""
 
 _CALL = "function_call"
-"""Of whom a message of ShareGPT is whose value is the JSON text of a call, or of a list of calls."""
+"""The speaker, in ShareGPT, of a message whose value is the JSON text of a call or of a list of calls."""
 
 _BEGINS = re.compile(r"""\s*"?\s*\[?\s*"?\{\s*\\?["']\w+\\?["']\s*:""")
 """A text that may be an object, or a list of objects."""
@@ -28,11 +28,12 @@ _BEGINS_A_LIST = re.compile(r"""\s*"?\s*\[""")
 _NAMES_A_ROLE = re.compile(r"""["'](role|from)\\?["']\s*:""")
 
 _ROWS_OF_NUMPY = re.compile(r"\}\s*\n\s*\{")
-"""Where numpy's `str` of an array of dicts has no comma; a line break cannot stand inside a string of one line."""
+"""The place where numpy's `str` of an array of dicts lacks a comma; a line break cannot stand inside a string of one
+line."""
 
 
 def in_our_form(row: Mapping[str, Any], where: str, *keys: str) -> tuple[dict[str, Any], list[str]]:
-    """The row with its messages as lists of role and content, and a sentence for each form that was another.
+    """Return the row with its messages as lists of role and content, and a sentence for each form that was converted.
 
     A cell that holds the text of a list of messages, as JSON or as Python writes it, becomes the list; a single message
     becomes a list of one; `from` and `value` become role and content. The column `conversations` becomes `messages`, or
@@ -40,12 +41,12 @@ def in_our_form(row: Mapping[str, Any], where: str, *keys: str) -> tuple[dict[st
     and so does one of messages from nobody who is known.
 
     Args:
-        row: Its columns have their last names.
+        row: A row whose columns are renamed already.
         where: The row, for messages.
         keys: Further columns that may hold messages.
 
     Raises:
-        DataError: a text of a list is neither JSON nor Python and names roles, or a message is from somebody unknown.
+        DataError: a text of a list is neither JSON nor Python and names roles, or a message has an unknown speaker.
     """
     row, notes = dict(row), list[str]()
     for name in dict.fromkeys((*MESSAGES, SHAREGPT, *keys)):
@@ -65,7 +66,8 @@ def in_our_form(row: Mapping[str, Any], where: str, *keys: str) -> tuple[dict[st
 
 
 def read_tools(value: Any, where: str) -> list[Any] | None:
-    """The schemas of tools: a list of them, or its text (JSON, or as Python writes it). None where there are none.
+    """Return the schemas of tools, given as a list or as its text (JSON or a Python literal); None where there are
+    none.
 
     Keys that hold None are left out, at every depth: tables fill the absent keys of a struct with it.
 
@@ -78,7 +80,7 @@ def read_tools(value: Any, where: str) -> list[Any] | None:
             raise DataError(f"{where}: tools is a string that is no JSON, and no Python literal: {excerpt(text)}")
     if not value:
         return None
-    if isinstance(value, list):  # some write each schema as a text
+    if isinstance(value, list):  # some data sets write each schema as text
         value = [literal(tool) if isinstance(tool, str) else tool for tool in value]
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise DataError(f"{where}: tools is {excerpt(repr(value))}; a list of JSON schemas is needed.")
@@ -86,7 +88,7 @@ def read_tools(value: Any, where: str) -> list[Any] | None:
 
 
 def told_of(tools: Any) -> dict[str, Any]:
-    """The argument of a chat template that tells of a row's tools; empty where its column holds no schemas."""
+    """Return the chat template's argument for a row's tools; empty where its column holds no schemas."""
     schemas = isinstance(tools, list) and tools and all(isinstance(tool, Mapping) for tool in tools)
     return {"tools": tools} if schemas else {}
 
@@ -98,14 +100,14 @@ def literal(text: str) -> Any:
 
 
 def list_of(value: Any) -> Any:
-    """The list that a text writes out; anything else as it is."""
+    """Return the list that a text writes out; any other value as it is."""
     found = literal(value) if isinstance(value, str) else value
     return found if isinstance(found, list) else value
 
 
 def plain(value: Any) -> Any:
-    """A copy of the containers of a value, with arrays of one dimension as lists and scalars of numpy and torch as
-    Python's: a table of pandas gives such. Images and other objects are themselves."""
+    """Copy the containers of a value, with one-dimensional arrays as lists and scalars of numpy and torch as Python's
+    (tables of pandas hold such). Images and other objects are not copied."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -142,7 +144,7 @@ def _messages_of(value: Any, where: str) -> Any:
 
 
 def _is_message(value: Any) -> bool:
-    """Tell whether it is one of ours, or one of ShareGPT's."""
+    """Tell whether a value is a message with role and content, or one of ShareGPT."""
     if not isinstance(value, Mapping):
         return False
     spoken = ("content", "tool_calls", "function_call")
@@ -150,7 +152,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _speaks(message: Mapping[str, Any]) -> bool:
-    """Tell whether a message is of somebody who is known."""
+    """Tell whether a message has a known speaker."""
     return str(message.get("role")).lower() in ROLES or str(message.get("from")).lower() in (*ROLES, _CALL)
 
 
@@ -159,7 +161,7 @@ def _renamed(message: Mapping[str, Any], where: str) -> Any:
         return message
     said_by = str(message["from"]).strip().lower()
     rest = {key: item for key, item in message.items() if key not in ("from", "value", "role", "content")}
-    if said_by == _CALL:  # of LLaMA-Factory
+    if said_by == _CALL:  # LLaMA-Factory's form
         return {"role": "assistant", "content": "", **rest, "tool_calls": read_calls(message["value"], where)}
     role = ROLES.get(said_by)
     if role is None:
@@ -171,7 +173,7 @@ def _renamed(message: Mapping[str, Any], where: str) -> Any:
 
 
 def _with_system(messages: list[Any], row: dict[str, Any]) -> list[Any]:
-    """The messages behind the row's `system` text, which is taken out of the row; as they are where there is none."""
+    """Return the messages with the row's `system` text in front, taken out of the row."""
     text = row.get("system")
     if not isinstance(text, str) or not messages or messages[0].get("role") in ("system", "developer"):
         return messages

@@ -58,7 +58,7 @@ class RolloutOrder:
         return shared_out(sum(self.sizes), self.sizes if self.weights is None else self.weights)
 
     def epoch(self, epoch: int) -> list[int]:
-        """Row indices of an epoch, whole rollouts only."""
+        """Return the row indices of an epoch, whole rollouts only."""
         first_row = np.cumsum([0, *self.sizes])
         drawn = [first_row[i] + self._draw(i, quota, epoch) for i, quota in enumerate(self.quotas)]
         if not self.shuffle:
@@ -84,7 +84,7 @@ class RolloutOrder:
 
 
 def shared_out(count: int, weights: Sequence[float]) -> list[int]:
-    """`count` things shared out by weight: largest remainders, so the parts sum to `count`."""
+    """Apportion `count` by weight: largest remainders, so the parts sum to `count`."""
     exact = [count * weight / sum(weights) for weight in weights]
     parts = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: parts[i] - exact[i])
@@ -94,7 +94,7 @@ def shared_out(count: int, weights: Sequence[float]) -> list[int]:
 
 
 def count_occurrences(rows: list[int]) -> list[int]:
-    """For each row, how many times the same row stands earlier in the list."""
+    """Return, for each row, the number of times the same row stands earlier in the list."""
     seen: Counter[int] = Counter()
     occurrences = []
     for row in rows:

@@ -43,7 +43,7 @@ OVERLONG = ("drop", "truncate_left", "error")
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """How a row becomes a prompt; the fields are those of `RolloutDataModule`."""
+    """Settings by which a row becomes a prompt; the fields are those of `RolloutDataModule`."""
 
     prompt_key: str = "prompt"
     rename: Mapping[str, str] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class PromptSet:
     prompt_ids: Sequence[list[int]]
     columns: Mapping[str, Sequence[Any]]
     shown: Sequence[Shown | None] = ()
-    """What each prompt shows; empty where none shows anything."""
+    """The visuals of each prompt; empty where no prompt has any."""
     processor: Processor | None = None
     """Makes pixels of it."""
 
@@ -92,7 +92,7 @@ class PromptSet:
 
     @classmethod
     def of(cls, examples: Sequence[Example], processor: Processor | None = None) -> PromptSet:
-        """A set of the examples, in their order; a column that a row lacks is None there.
+        """Build a set of the examples, in their order; a column that a row lacks is None there.
 
         Raises:
             DataError: a column mixes kinds of values that no lossless change makes one, or videos cannot be read
@@ -124,11 +124,11 @@ class PromptSet:
 
     @functools.cached_property
     def keys(self) -> list[str]:
-        """Of each row a text that is equal for rows of equal prompts and images."""
+        """A text for each row, equal for rows of equal prompts and images."""
         return [prompt_key(prompt, self.shown[i] if self.shown else None) for i, prompt in enumerate(self.prompts)]
 
     def vision(self, row: int) -> PromptVision | None:
-        """What the model sees of a prompt beside its tokens: made anew, and equal to the bit, each time.
+        """Return the vision inputs of a prompt: made again, and equal to the bit, each time.
 
         Raises:
             DataError: an image is gone, or has changed since the data were read.
@@ -137,18 +137,18 @@ class PromptSet:
         return shown.vision(self.processor, row) if shown and self.processor else None
 
     def first_shown(self) -> tuple[list[int], PromptVision | None] | None:
-        """Tokens and images of the first prompt that shows any. None: none does."""
+        """Return tokens and vision inputs of the first prompt that shows images; None where none does."""
         row = next((row for row, shown in enumerate(self.shown) if shown), None)
         return None if row is None else (self.prompt_ids[row], self.vision(row))
 
     def visions(self, rows: Sequence[int]) -> list[PromptVision | None]:
-        """`vision` of each of the rows."""
+        """Return `vision` of each of the rows."""
         return [self.vision(row) for row in rows]
 
     def batch(
         self, rows: Sequence[int], *, occurrences: Sequence[int] | None = None, rollout: int = 0, slot: int = 0
     ) -> PromptBatch:
-        """The given rows as a batch; without `occurrences` no row stood earlier."""
+        """Return the given rows as a batch; without `occurrences` no row stood earlier."""
         return PromptBatch(
             prompts=[self.prompts[i] for i in rows],
             prompt_ids=[self.prompt_ids[i] for i in rows],
@@ -169,8 +169,8 @@ def read_examples(
     left_out: LeftOut | None = None,
     chat: bool = False,
 ) -> tuple[list[Example], Counter[str]]:
-    """Every row that passes the filters, and how many each filter took. With `chat` plain texts are read as messages,
-    as they are without where one of them comes with images.
+    """Return every row that passes the filters, and the number that each filter took. With `chat` plain texts are read
+    as messages; where one of them comes with images, the set is read again that way.
 
     The counts are `rows` (met), `bad`, `empty`, `overlong` (left out), `truncated` (kept, cut), `kept`, `longest`
     (tokens of the longest prompt met, before any cut); `rows = bad + empty + overlong + kept`.
@@ -283,7 +283,7 @@ class _Reader:
         return Example(prompt, ids, columns, where)
 
     def _tools(self, prompt: Prompt, given: Any, where: str) -> list[Any] | None:
-        """The schemas that the chat template is told of; a column that holds anything else is the rewards'."""
+        """Return the schemas for the chat template; a column of anything else is for rewards alone."""
         if not given:
             return None
         try:
@@ -297,7 +297,7 @@ class _Reader:
         return tools
 
     def keep(self, example: Example) -> Example:
-        """The example, which later ones have to fit."""
+        """Return the example, and compare later ones with its videos."""
         if example.shown is not None:
             self.videos.add(example.shown.visuals, example.where)
         return example
@@ -326,7 +326,7 @@ def _column(name: str, examples: Sequence[Example]) -> list[Any]:
     for value, example in zip(values, examples):
         if value is not None:
             kinds.setdefault(_kind(value), example.where)
-    if set(kinds) == {"text", "number"}:  # not a number is what pandas writes for nothing
+    if set(kinds) == {"text", "number"}:  # pandas writes NaN for missing values
         values = [None if isinstance(value, float) and value != value else value for value in values]
         return [str(value) if isinstance(value, int | float) else value for value in values]
     if len(kinds) > 1:
@@ -344,5 +344,6 @@ def _kind(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """For the fingerprint: `repr` only where it is a value's own words, since others hold an address."""
+    """Return a value's text for the fingerprint; `str` only where the class defines it, since the default holds an
+    address."""
     return f"{type(value).__name__}:{value}" if type(value).__str__ is not object.__str__ else type(value).__name__

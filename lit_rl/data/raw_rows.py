@@ -1,6 +1,6 @@
 """The rows of a file one at a time, from any row on; what is before it is not parsed.
 
-A bad row is given as its error, not raised: a generator that raises is over, and who leaves bad rows out goes on.
+A bad row is yielded as its error, not raised: a generator that has raised cannot go on.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ BATCH = 256
 """Rows that are made of a columnar file at once."""
 
 _DELIMITERS = ";\t|,"
-"""Of tables that people call .csv."""
+"""Delimiters of tables that are called .csv."""
 
 RawRow = tuple[int, dict[str, Any] | DataError]
-"""The line number of a row (of a file without lines its number from 0), and the row or what is wrong with it."""
+"""The line number of a row (in a file without lines its index from 0), and the row or its error."""
 
 
 def rows_of_lines(path: Path, skip: int = 0) -> Iterator[RawRow]:
-    """Rows of JSON Lines; blank lines are none.
+    """Yield the rows of JSON Lines; blank lines are none.
 
     Raises:
         DataError: the file cannot be read.
@@ -41,10 +41,10 @@ def rows_of_lines(path: Path, skip: int = 0) -> Iterator[RawRow]:
 
 
 def rows_of_cells(path: Path, delimiter: str, skip: int = 0) -> Iterator[RawRow]:
-    """Rows of a table of text cells under a header; blank lines are none.
+    """Yield the rows of a table of text cells under a header; blank lines are none.
 
     Raises:
-        DataError: the file cannot be read, cells are not divided by the delimiter, or a column name stands twice.
+        DataError: the file cannot be read, cells are not divided by the delimiter, or a column name is duplicated.
     """
 
     def refusal(error: Exception) -> DataError:
@@ -55,7 +55,7 @@ def rows_of_cells(path: Path, delimiter: str, skip: int = 0) -> Iterator[RawRow]
 
 
 def rows_of_parquet(path: Path, skip: int = 0) -> Iterator[RawRow]:
-    """Rows of a parquet file, `BATCH` of them in memory; row groups that are skipped whole are not read.
+    """Yield the rows of a parquet file, `BATCH` of them in memory; row groups that are skipped whole are not read.
 
     Raises:
         DataError: the file cannot be read.
@@ -73,7 +73,7 @@ ARGUMENTS = ("arguments", "args", "input", "parameters")
 
 
 def row_of_table(row: dict[str, Any]) -> dict[str, Any]:
-    """The row of a columnar file with the tool calls of its messages as they were before they became columns.
+    """Return the row of a columnar file with the tool calls of its messages restored to their original keys.
 
     All structs of a column have the same keys, so a table fills the arguments that a call does not have with None: keys
     of None are left out of arguments, at every depth. Arguments that are JSON text keep their nulls.
@@ -104,7 +104,7 @@ def _in_arguments(value: Any) -> Any:
 
 
 def without_none(value: Any) -> Any:
-    """The value without the keys that hold None, at every depth: tables fill the absent keys of a struct with it."""
+    """Return the value without keys that hold None, at every depth: tables fill the absent keys of a struct with it."""
     if isinstance(value, Mapping):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     return [without_none(item) for item in value] if isinstance(value, list) else value
@@ -164,7 +164,7 @@ def _records(path: Path, skip: int) -> Iterator[RawRow]:
 
 
 def refuse_other_parquet(path: Path) -> None:
-    """Raises DataError where a file that is called .parquet is text, or packed."""
+    """Raise DataError where a file that is called .parquet is text, or packed."""
     with open(path, "rb") as file:
         beginning = file.read(64)
     if not beginning.startswith(b"PAR1"):
@@ -175,7 +175,7 @@ def _each(
     rows: Iterator[RawRow], errors: tuple[type[Exception], ...], refusal: Callable[[Exception], DataError]
 ) -> Iterator[RawRow]:
     while True:
-        # No row is given inside of `try`: a generator that is still open when Python ends could not name the errors.
+        # No yield inside `try`: the names of the errors may be gone when Python closes an open generator at exit.
         try:
             row = next(rows, None)
         except errors as error:

@@ -16,7 +16,7 @@ BOXED = "Reason step by step, and put the final answer in \\boxed{}."
 
 
 def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of openai/gsm8k (2110.14168): the answer is what follows `####`, without thousands separators.
+    """Convert a row of openai/gsm8k (2110.14168): the answer is the text after `####`, without thousands separators.
 
     Raises:
         DataError: a column is missing, or the solution gives no final answer.
@@ -26,7 +26,7 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gsm8k_solution(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of openai/gsm8k with its solution as the completion, for SFT before GRPO on `gsm8k`.
+    """Convert a row of openai/gsm8k with its solution as the completion, for SFT before GRPO on `gsm8k`.
 
     The solution is as it comes, without the notes for a calculator (`<<48/2=24>>`), and with the answer in the box that
     the system prompt asks for and the reward `math_answer` reads.
@@ -41,7 +41,7 @@ def gsm8k_solution(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _solved(row: Mapping[str, Any]) -> tuple[str, str]:
-    """What stands before `####` in a solution of GSM8K, and the answer after it."""
+    """Return the steps before `####` in a solution of GSM8K, and the answer after it."""
     solution = _text(row, "answer")
     steps, marker, final = solution.rpartition("####")
     answer = final.strip().replace(",", "")
@@ -51,7 +51,7 @@ def _solved(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def math(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of MATH (2103.03874; HuggingFaceH4/MATH-500, DigitalLearningGmbH/MATH-lighteval).
+    """Convert a row of MATH (2103.03874; HuggingFaceH4/MATH-500, DigitalLearningGmbH/MATH-lighteval).
 
     The answer is the column `answer` where there is one, otherwise what the last `\\boxed{}` of the solution holds.
 
@@ -66,7 +66,7 @@ def math(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last closed `\boxed{...}` or `\fbox{...}` of a text holds, braces inside it included.
+    r"""Return the content of the last closed `\boxed{...}` or `\fbox{...}` of a text, braces inside it included.
 
     `\boxed 5` holds what follows up to white space, `$`, a full stop or a comma at its end. None where there is none.
     """
@@ -82,7 +82,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _braced(text: str) -> str | None:
-    """The inside of the braces that the text opens with; None where it does not, or they are never closed."""
+    """Return the inside of the braces that the text opens with; None where it does not, or they are never closed."""
     if not text.startswith("{"):
         return None
     depth, escaped = 0, False

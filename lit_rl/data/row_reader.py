@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning.pytorch.utilities import rank_zero_info
-
 from lit_rl.data.formats import RowFunction, as_read
 from lit_rl.data.image_parts import KEYS_OF_IMAGES, RowImages
 from lit_rl.errors import DataError, did_you_mean
@@ -15,7 +13,7 @@ from lit_rl.videos import Visual
 
 
 class HowRows(Protocol):
-    """The settings of a data module that say how rows of any kind are read."""
+    """Settings of a data module for reading rows of any kind."""
 
     @property
     def map_row(self) -> RowFunction | None: ...
@@ -26,12 +24,12 @@ class HowRows(Protocol):
 
 
 class RowReader:
-    """A reader of rows one at a time, which remembers their columns, and what was read in another form than it came.
+    """A reader of rows one at a time, which remembers their columns, and notes for the user on converted forms.
 
     Args:
         how: The settings.
-        sees: Whether the policy is a model over images.
-        folder: Of the data set's file, which relative paths of images begin at. None: it is no file.
+        sees: True if the policy is a model over images.
+        folder: Folder of the data set's file, which relative paths of images begin at. None: it is no file.
         chat: Plain texts become messages of the user, for a set in which some come with images.
     """
 
@@ -48,7 +46,7 @@ class RowReader:
         """Return the row, and what it shows.
 
         Args:
-            row: As it came; it is not changed.
+            row: The raw row; it is not changed.
             where: The row, for messages.
             keys: Columns of messages that may show images.
             without: Columns that may show none.
@@ -83,22 +81,24 @@ class RowReader:
 
     @property
     def mixed(self) -> bool:
-        """Tell whether some plain texts came with images, and became messages, and others did not: all should."""
+        """True if some plain texts came with images and became messages, and others did not: all have to."""
         return all(self._texts.values())
 
     def note(self, what: str, where: str) -> None:
-        """Remember something that the user is told once, with the first row of which it is true."""
+        """Remember a note for the user, with the first row that it holds for."""
         self._notes.setdefault(what, where)
 
     def check_renamed(self) -> None:
-        """Raises DataError where `rename` names a column that no row has."""
+        """Raise DataError where `rename` names a column that no row has."""
         for old in self._rename:
             if old not in self._columns:
                 found, hint = ", ".join(self._columns), did_you_mean(old, self._columns)
                 raise DataError(f"data.rename: no row has a column {old!r}; columns found: {found}.{hint}")
 
     def say(self) -> None:
-        """Tell the user, once, what was read in another form than it came."""
+        """Log each note once."""
+        from lightning.pytorch.utilities import rank_zero_info
+
         for note, where in self._notes.items():
             if where is not None:
                 rank_zero_info(f"{where}: {note}.")

@@ -1,9 +1,9 @@
-"""A step takes as many rows as a small set has, where nobody said how many it takes."""
+"""The default number of rows of a step, lowered to the size of a small set."""
 
 from __future__ import annotations
 
 DEFAULT = 32
-"""Rows of a step, where there are as many and nobody chose another number."""
+"""Rows of a step where the user chose no number."""
 
 
 def fitting(rows: int, size: int, unit: int = 1) -> int | None:
@@ -11,9 +11,9 @@ def fitting(rows: int, size: int, unit: int = 1) -> int | None:
     larger; None where that is `size` itself, or no step can be filled.
 
     Args:
-        rows: Of the set, without those that are held out.
+        rows: Rows of the set, without those that are held out.
         size: Rows of a step, where there are as many.
-        unit: What the rows of a step have to be a multiple of.
+        unit: Number that the rows of a step must be a multiple of.
     """
     fits = min(rows, max(size, unit)) // unit * unit
     return fits if fits not in (0, size) else None

@@ -20,7 +20,7 @@ class SourceColumns:
     """`map_row`, then `rename`, then `columns`, of one source; what holds for all sources comes after it.
 
     Args:
-        key: Of the source, for messages.
+        key: Key of the source, for messages.
         map_row: A function from row to row.
         rename: New names of columns, old to new.
         columns: Names, as they are then, of the columns to keep. None: all.
@@ -44,7 +44,7 @@ class SourceColumns:
         return self.map_row is not None or bool(self.rename) or self.columns is not None
 
     def __call__(self, row: dict[str, Any], where: str) -> dict[str, Any]:
-        """The row with these columns.
+        """Return the row with these columns.
 
         Raises:
             DataError: the function raised or returned no dict, or two columns would have one name.
@@ -53,17 +53,17 @@ class SourceColumns:
         return row if self.columns is None else {name: row[name] for name in self.columns if name in row}
 
     def of(self, rows: Rows) -> Rows:
-        """All rows of a source with these columns, each changed when it is asked for."""
+        """Return all rows of a source with these columns, each changed when it is read."""
         return _ChangedRows(rows, self) if self else rows
 
     def check(self, rows: Rows) -> None:
-        """Raises DataError where a column is named that none of the first rows has."""
+        """Raise DataError where a column is named that none of the first rows has."""
         before: dict[str, None] = {}
         for i in range(min(LOOKED_AT, len(rows))):
             try:
                 before.update(dict.fromkeys(self._mapped(rows[i], rows.where(i))))
             except DataError:
-                continue  # said, or counted, where rows are read
+                continue  # reported or counted where rows are read
         after = dict.fromkeys(self.rename.get(name, name) for name in before)
         wanted = itertools.chain(
             (("rename", name, before) for name in self.rename),
@@ -85,8 +85,8 @@ class _ChangedRows(Rows):
     """Rows of a source, changed one at a time.
 
     Args:
-        rows: As they were read.
-        columns: What is made of each.
+        rows: The rows as read.
+        columns: Changes to each row.
     """
 
     def __init__(self, rows: Rows, columns: SourceColumns) -> None:

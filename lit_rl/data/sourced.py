@@ -25,7 +25,7 @@ from lit_rl.data.tasks import Task
 from lit_rl.errors import ConfigError, DataError, in_range, seed_in_range
 
 _HELD_OUT = 0.05
-"""Share of the prompts that is held out where nobody says another."""
+"""Default share of the prompts that is held out."""
 
 _REASONS = {
     "bad": "not sound (data.on_bad_row=skip)",
@@ -35,7 +35,7 @@ _REASONS = {
     "overlong": "",
     "truncated": "cut",
 }
-"""What is said of rows that are left out, and of those that are cut, by their counts."""
+"""Words for the counts of rows that are left out or cut."""
 
 
 class SourcedDataModule(L.LightningDataModule):
@@ -58,8 +58,8 @@ class SourcedDataModule(L.LightningDataModule):
         chat_template_kwargs: Further arguments of the chat template.
         shuffle: A new order of the rows in every epoch.
         max_image_pixels: Width times height of an image, at most, by its header. For a model over images.
-        on_bad_row: What to do with a row that cannot be read or is not sound: `error` refuses the data, `skip` leaves
-            it out.
+        on_bad_row: Action for a row that cannot be read or is not sound: `error` refuses the data, `skip` leaves it
+            out.
         val: The validation rows themselves, as `rows`, or several sets by name.
         val_path: A validation set, or several by name. Read like `path`.
         val_split: The split of `val_path`, or of `path` where no `val_path` came; by name for several.
@@ -71,10 +71,10 @@ class SourcedDataModule(L.LightningDataModule):
     """
 
     _fitted: int | None = None
-    """The rows of a step that a small set was given in place of the default."""
+    """Rows of a step that replace the default for a small set."""
 
     size_is_given: bool
-    """Whether somebody said how many rows a step takes; where not, it is known once the rows are."""
+    """True if the user chose the number of rows of a step; otherwise it is known once the rows are."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class SourcedDataModule(L.LightningDataModule):
             "on_bad_row": on_bad_row,
             "max_image_pixels": max_image_pixels,
         }
-        """How every kind of row is read: fields of `PromptOptions` and of `ExampleOptions`."""
+        """Settings for reading rows of every kind: fields of `PromptOptions` and of `ExampleOptions`."""
         self.on_bad_row: OnBadRow = on_bad_row
         if val is not None and (val_path is not None or val_split is not None):
             raise ConfigError("data.val are validation rows, and data.val_path or data.val_split name others: set one.")
@@ -138,7 +138,7 @@ class SourcedDataModule(L.LightningDataModule):
         self.shuffle, self.seed, self.allow_changed = shuffle, seed, allow_changed
 
     def train_rows(self) -> list[Rows]:
-        """The rows of each source."""
+        """Load the rows of each source."""
         if self.rows is not None:
             return [named_rows("data.rows", self.rows)]
         if self.task is not None:
@@ -146,7 +146,7 @@ class SourcedDataModule(L.LightningDataModule):
         return [source.load(self.on_bad_row) for source in self.sources]
 
     def val_rows(self) -> dict[str, Rows]:
-        """The rows of each validation set, by its name; a single unnamed one has an empty name."""
+        """Load the rows of each validation set, by its name; a single unnamed one has an empty name."""
         if self.val is not None:
             sets = self.val if isinstance(self.val, dict) else {"": self.val}
             return {name: named_rows(f"data.val{f'.{name}' if name else ''}", rows) for name, rows in sets.items()}
@@ -160,7 +160,7 @@ class SourcedDataModule(L.LightningDataModule):
 
         Args:
             options: `PromptOptions` or `ExampleOptions`.
-            tokenizer: Of the policy.
+            tokenizer: Tokenizer of the policy.
         """
         named = {f"data.{each.name}": getattr(options, each.name) for each in dataclasses.fields(options)}
         places = [(source.path, source.split, source.name) for source in self.sources]
@@ -231,14 +231,14 @@ class SourcedDataModule(L.LightningDataModule):
     def order_of(
         self, sizes: tuple[int, ...], size: int, shuffle: bool, key: str, counts: Mapping[str, int]
     ) -> RolloutOrder:
-        """The order of rows in every epoch, `size` of them a step.
+        """Return the order of rows in every epoch, `size` of them a step.
 
         Args:
             sizes: Rows of each source that are left.
             size: Rows of one step.
             shuffle: A new order in every epoch.
             key: Name of the setting that `size` is.
-            counts: What every filter took, and what is held out.
+            counts: Counts of every filter, and of rows held out.
 
         Raises:
             DataError: the rows do not fill one step, or a source has none left.
@@ -251,24 +251,24 @@ class SourcedDataModule(L.LightningDataModule):
         return RolloutOrder(sizes, size, self.seed, shuffle, self.weights)
 
     def _held_together(self, counts: Mapping[str, int]) -> str:
-        """Why more rows are held out than the share of them; empty where they are not."""
+        """Return the reason why more rows are held out than their share; empty where they are not."""
         held = counts.get("held_out", 0)
         if held <= self._share_of(counts["kept"] + held):
             return ""
         return ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
 
     def fitted(self, size: int | None, now: int, rows: int, key: str) -> int:
-        """Return the rows of a step: `size`, or where nobody gave one as many as there are and as divide into the parts
-        of a step: `DEFAULT` at most, and one for each part where these are more.
+        """Return the rows of a step: `size` where the user chose it. Otherwise as many as there are and as divide into the
+        parts of a step, at most `DEFAULT` or, where there are more parts than that, one for each.
 
         Args:
-            size: As the constructor has it; None: nobody gave one.
-            now: As it was last.
-            rows: What is left for training.
-            key: Of the setting.
+            size: The constructor's setting; None where the user chose none.
+            now: The latest size.
+            rows: Rows left for training.
+            key: Key of the setting.
         """
         if size is not None or now not in (DEFAULT, self._fitted):
-            return now  # somebody has set it, or did so since
+            return now  # set by the user
         unit = self._unit()
         fits = fitting(rows, DEFAULT, unit)
         if fits is not None and fits != now:
@@ -287,7 +287,7 @@ class SourcedDataModule(L.LightningDataModule):
         return getattr(trainer.lightning_module, "parts_of_step", 1) * self.rank()[1]
 
     def _more_rows(self, left: int, size: int, key: str, counts: Mapping[str, int]) -> str:
-        """What to do where the rows do not fill a step."""
+        """Return the advice for rows that do not fill a step."""
         held, unit = counts.get("held_out", 0), self._unit()
         chosen = size != DEFAULT or self.size_is_given
         fixes = ["add rows", "loosen a filter"]
@@ -301,16 +301,18 @@ class SourcedDataModule(L.LightningDataModule):
         return said[0].upper() + said[1:]
 
     def shuffles(self) -> bool:
-        """Whether the training order is shuffled: `overfit_batches` means the same few batches again and again."""
+        """Tell whether the training order is shuffled: `overfit_batches` means the same few batches again and again."""
         return self.shuffle and not getattr(self.trainer_of_run(), "overfit_batches", 0)
 
     def processor_of_run(self) -> Processor | None:
-        """What makes pixels for the run's policy. None: it reads text, or the module is one of yours without any."""
+        """Return the vision processor of the run's policy; None for a policy over text, or a module of the user's
+        without any."""
         model = getattr(self.trainer_of_run().lightning_module, "model", None)
         return getattr(model, "processor", None)
 
     def eos_ids_of_run(self) -> tuple[int, ...] | None:
-        """Every token at which the policy's generation ends. None: the module is one of yours and does not say."""
+        """Return every token at which the policy's generation ends; None where a module of the user's does not have
+        them."""
         model = getattr(self.trainer_of_run().lightning_module, "model", None)
         return getattr(model, "eos_ids", None)
 
@@ -320,7 +322,7 @@ class SourcedDataModule(L.LightningDataModule):
         return self.trainer
 
     def module_attribute(self, name: str) -> Any:
-        """What the LightningModule of the run says of itself."""
+        """Return an attribute of the run's LightningModule."""
         module = self.trainer_of_run().lightning_module
         if not hasattr(module, name):
             ours = type(self).__name__
@@ -330,7 +332,7 @@ class SourcedDataModule(L.LightningDataModule):
         return getattr(module, name)
 
     def rank(self) -> tuple[int, int]:
-        """This rank among those that have data of their own, and their number."""
+        """Return this rank among those that have data of their own, and their number."""
         # Under tensor parallelism several ranks share their data, which only the strategy knows.
         shard = self.trainer_of_run().distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         return shard["rank"], shard["num_replicas"]

@@ -22,11 +22,11 @@ class Rows(Sequence[dict[str, Any]]):
     """Rows of one source.
 
     Args:
-        name: What messages call the source.
+        name: Name of the source in messages.
         rows: The rows.
         lines: Line number of each row, where the source is a file of lines.
         indices: Number of each row in the source, from 0, where these are not all of its rows.
-        skipped: How many bad rows the reader left out.
+        skipped: Number of bad rows that the reader left out.
     """
 
     def __init__(
@@ -40,14 +40,15 @@ class Rows(Sequence[dict[str, Any]]):
     ) -> None:
         self.name = name
         self.folder: Path | None = None
-        """Where the source lies on this machine, which relative paths of its rows begin at. None: nowhere."""
+        """The folder of the source on this machine, which relative paths of its rows begin at; None where it has none.
+        """
         self.skipped = skipped
         self._rows = rows
         self._lines = lines
         self._indices = range(len(rows)) if indices is None else indices
 
     def where(self, index: int) -> str:
-        """The place of a row for a message: `file:line`, or `source[index]` counted from 0."""
+        """Return the place of a row for a message: `file:line`, or `source[index]` counted from 0."""
         if self._lines is None:
             return f"{self.name}[{self._indices[index]}]"
         return f"{self.name}:{self._lines[index]}"
@@ -73,12 +74,12 @@ def load_rows(
             that holds data files; otherwise a hub id. The cells of .csv and .tsv are text, never guessed numbers.
         split: The split, for what has splits; a hub id and a folder of data files take slices: `train[:100]`.
         name: The configuration, for what has several on the hub.
-        on_bad_row: What to do with a row that cannot be read: `error` raises, `skip` counts it in `.skipped`.
+        on_bad_row: Action for a row that cannot be read: `error` raises, `skip` counts it in `.skipped`.
 
     Raises:
         DataError: nothing is there, it cannot be read, or no row is left.
         BackendError: the hub cannot be reached, or does not give the data set.
-        ConfigError: `split` or `name` came with what has none.
+        ConfigError: `split` or `name` is set for a source that has none.
     """
     one_of("data.on_bad_row", on_bad_row, ON_BAD_ROW)
     local = local_path(path)
@@ -120,15 +121,15 @@ def local_path(path: str | Path) -> Path | None:
 
 
 def hub_name(path: str | Path, split: str | None) -> str:
-    """What messages call a data set of the hub."""
+    """Return the name of a hub data set in messages."""
     return f"{path}[{split}]" if split else str(path)
 
 
 def suffix_of(path: Path, split: str | None, name: str | None) -> str:
-    """Which kind of file it is: one of `SUFFIXES`.
+    """Return the suffix of a file, one of `SUFFIXES`.
 
     Raises:
-        ConfigError: `split` or `name` came, which a file does not have.
+        ConfigError: `split` or `name` is set, which a file does not have.
         DataError: another kind of file.
     """
     for key, value in (("split", split), ("name", name)):
@@ -226,7 +227,7 @@ def _ends(line: bytes) -> bool:
 
 
 def _rows_in(value: Any, path: Path) -> list[Any]:
-    """The rows of a whole file: an array, an array under a name (`{"data": [...]}`), columns, or one row."""
+    """Return the rows of a whole file: an array, an array under a name (`{"data": [...]}`), columns, or one row."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
@@ -236,7 +237,7 @@ def _rows_in(value: Any, path: Path) -> list[Any]:
 
 
 def _tables_in(value: dict[str, Any], path: Path) -> list[Any] | None:
-    """The rows that an object holds under a name, or by columns; None where it is a row itself.
+    """Return the rows that an object holds under a name or by columns; None where it is a row itself.
 
     Raises:
         DataError: it holds several tables.
@@ -268,7 +269,8 @@ def _is_of_a_row(name: str, held: Any) -> bool:
 
 
 def _width(column: Any) -> int:
-    """Cells of a column: a list, or an object whose names count from 0, as pandas writes one; 0: it is no column."""
+    """Return the number of cells of a column: a list, or an object whose names count from 0, as pandas writes one; 0
+    for any other value."""
     if isinstance(column, list):
         return len(column)
     counts = isinstance(column, dict) and [*column] == [str(i) for i in range(len(column))]

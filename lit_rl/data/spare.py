@@ -27,7 +27,7 @@ class SparePrompts:
         self._order = dataclasses.replace(order, prompts_per_rollout=1, seed=order.seed + _APART)
 
     def batch(self, positions: range, *, rollout: int, first: int) -> PromptBatch:
-        """The rows at `positions`, for rollout number `rollout`, of which they are spare prompts `first`, ..."""
+        """Return the rows at `positions`, for rollout number `rollout`, of which they are spare prompts `first`, ..."""
         size = self._order.rollouts_per_epoch
         epochs = {position // size: None for position in positions}
         rows = {epoch: self._order.epoch(epoch) for epoch in epochs}

@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lit_rl.data.formats import row_function
 from lit_rl.data.hub import rows_of_object
-from lit_rl.data.image_prompts import Shown
 from lit_rl.data.jsonl import OnBadRow
 from lit_rl.data.message_forms import plain
 from lit_rl.data.source_columns import SourceColumns
 from lit_rl.data.sources import Rows, load_rows
+from lit_rl.episodes import Prompt
 from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
-from lit_rl.rollout import Prompt
+
+if TYPE_CHECKING:
+    from lit_rl.data.image_prompts import Shown
 
 Row = TypeVar("Row")
 
@@ -26,7 +28,7 @@ _ROWS_OF = {
     "dict": " Make rows of columns: datasets.Dataset.from_dict(columns).",
     "DataFrame": ' Make rows of the table: table.to_dict("records").',
 }
-"""What makes rows of other objects."""
+"""Conversions of other objects to rows, for messages."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Source:
     name: str | None = None
     weight: float = 1.0
     own: SourceColumns = field(default_factory=partial(SourceColumns, "data.path"))
-    """What it alone makes of its rows."""
+    """Its own mapping and columns."""
 
     def load(self, on_bad_row: OnBadRow) -> Rows:
         rows = load_rows(self.path, split=self.split, name=self.name, on_bad_row=on_bad_row)
@@ -47,10 +49,10 @@ class Source:
 
 
 def exactly_one(**given: Any) -> None:
-    """Check that one of these settings came, and no other.
+    """Check that exactly one of these settings is set.
 
     Raises:
-        ConfigError: none or several of the settings came.
+        ConfigError: none or several of the settings are set.
     """
     came = [name for name, value in given.items() if value is not None]
     if len(came) != 1:
@@ -95,10 +97,10 @@ def _own(key: str, given: dict[str, Any]) -> SourceColumns:
 def val_sources(
     source: Source | None, val_path: str | Mapping[str, str] | None, val_split: str | Mapping[str, str] | None
 ) -> dict[str, Source]:
-    """The validation sets that `val_path` and `val_split` name; the name of a single one is empty.
+    """Return the validation sets that `val_path` and `val_split` name; the name of a single one is empty.
 
     Args:
-        source: What `data.path` names, where it came: a `val_split` without a `val_path` is a split of it.
+        source: The source of `data.path`, where it is set: a `val_split` without a `val_path` is a split of it.
         val_path: One path, or paths by name.
         val_split: One split for all, or splits by name.
 
@@ -154,19 +156,19 @@ def hold_out(
 
 
 def count_overlap(train: Iterable[str], val: Iterable[str]) -> int:
-    """How many of the keys of validation rows a training row has."""
+    """Return the number of validation keys that a training row has too."""
     seen = set(train)
     return sum(key in seen for key in val)
 
 
 def prompt_key(prompt: Prompt, shown: Shown | None = None) -> str:
-    """A text that is equal for equal prompts which show equal images."""
+    """Return a text that is equal for equal prompts which show equal images."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
     return text if shown is None else " ".join([text, *(image.digest for image in shown.visuals)])
 
 
 def no_text(key: str, rows: Any) -> None:
-    """Raises DataError where rows that were handed over in Python are a path or another text."""
+    """Raise DataError where rows that were given in Python are a path or another text."""
     if isinstance(rows, str | Path):
         text = str(rows)
         raise DataError(
@@ -175,7 +177,7 @@ def no_text(key: str, rows: Any) -> None:
 
 
 def named_rows(key: str, rows: Any) -> Rows:
-    """Rows that were handed over in Python, a list or a data set of `datasets`, checked.
+    """Return rows that were given in Python, a list or a data set of `datasets`, checked.
 
     Raises:
         DataError: not a list of dicts, or an empty one.

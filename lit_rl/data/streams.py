@@ -27,21 +27,21 @@ class Mark(NamedTuple):
     """A place in a source that is read again and again."""
 
     passes: int = 0
-    """How many times all of it was read."""
+    """Number of complete passes over the source."""
     rows: int = 0
     """Rows that were taken since, bad ones included."""
 
 
 class RowStream:
-    """The rows of one source without an end.
+    """An endless stream of the rows of one source.
 
     A file of lines is read line by line, parquet by batches, a saved folder through its memory map; a folder of data
     files and the hub as `datasets` streams them. No row is kept.
 
     Args:
-        source: What is read: a file, folder or hub id, or a data set of `datasets`.
-        on_bad_row: What to do with a row that cannot be read: `error` raises, `skip` counts it. A bad row is one of
-            those taken in any case, so that a place can be found again without parsing what is before it.
+        source: The source to read: a file, folder or hub id, or a data set of `datasets`.
+        on_bad_row: Action for a row that cannot be read: `error` raises, `skip` counts it. A bad row is one of those
+            taken in any case, so that a place can be found again without parsing what is before it.
 
     Raises:
         ConfigError: the source is in memory whole (a .json array), or its split is a slice.
@@ -58,7 +58,7 @@ class RowStream:
         self._rows: Iterator[RawRow] | None = None
 
     def take(self, mark: Mark, count: int) -> tuple[Rows, Mark]:
-        """The next `count` rows after a place, and the place after them.
+        """Return the next `count` rows after a position, and the position after them.
 
         Going on where the last call ended reads on; from any other place the source is opened again.
 
@@ -67,7 +67,7 @@ class RowStream:
             BackendError: the hub cannot be reached any more.
         """
         raw = self._rows if mark == self._mark and self._rows is not None else self._read(mark.rows)
-        self._rows = None  # a generator that raises is over
+        self._rows = None  # a generator that has raised is exhausted
         rows, places, skipped, begun = [], [], 0, mark
         for _ in range(count):
             while (item := next(raw, None)) is None:
@@ -94,7 +94,7 @@ class RowStream:
 
 
 def _opened(source: Any) -> tuple[str, Reader, bool]:
-    """What messages call a source, how it is read, and whether its rows have lines."""
+    """Return the name of a source for messages, its reader, and whether its rows have line numbers."""
     if not isinstance(source, Source):
         return "data.rows", partial(_rows_of_data, source, "data.rows"), False
     path, split, name = source.path, source.split, source.name
@@ -128,7 +128,7 @@ def _file_reader(path: Path, suffix: str) -> Reader:
 
 
 def _rows_of_data(data: Any, name: str, skip: int) -> Iterator[RawRow]:
-    """Rows of a data set of `datasets`, mapped into memory or streamed."""
+    """Yield rows of a data set of `datasets`, mapped into memory or streamed."""
     import datasets
 
     if isinstance(data, datasets.Dataset):
@@ -143,7 +143,7 @@ def _rows_of_data(data: Any, name: str, skip: int) -> Iterator[RawRow]:
             row = next(streamed, None)
         except OSError as error:
             raise BackendError(f"{name}[{index}]: cannot be read on: {excerpt(str(error), 200)}") from error
-        except Exception as error:  # the library raises of many kinds: a row that it cannot read is bad data
+        except Exception as error:  # `datasets` raises errors of many classes for bad data
             raise DataError(f"{name}[{index}]: cannot be read: {excerpt(str(error), 200)}") from error
         if row is None:
             return

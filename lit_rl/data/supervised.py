@@ -77,11 +77,11 @@ class SupervisedText:
     def check(self, encoder: Encoder, processor: Processor | None) -> None:
         """Read the rows, render the first of messages, and look at what a policy that sees could take for an image.
 
-        What a chat template leaves out of these is said.
+        A warning names what a chat template leaves out of these.
 
         Args:
-            encoder: As of `batch`.
-            processor: Of the policy; None: it reads text.
+            encoder: See `batch`.
+            processor: Processor of the policy; None: it reads text.
 
         Raises:
             DataError: as `rows`; a text holds a placeholder of images; or one of the first 256 rows cannot be rendered.
@@ -99,9 +99,9 @@ class SupervisedText:
         """Return the texts of one optimizer step, the same on every rank: a rank's micro-batch takes its rows of them.
 
         Args:
-            encoder: With the policy's tokenizer.
+            encoder: Encoder with the policy's tokenizer.
             index: Number of the optimizer step, from 0.
-            seed: Of the order of the texts.
+            seed: Seed of the order of the texts.
 
         Raises:
             DataError: a row cannot be read or tokenised.
@@ -111,7 +111,7 @@ class SupervisedText:
         return token_batch(texts, encoder.tokenizer.pad_token_id)
 
     def _drawn(self, index: int, seed: int) -> list[int]:
-        """Row indices of a step: one permutation of all rows after another."""
+        """Return the row indices of a step: one permutation of all rows after another."""
         size, start = len(self.rows), index * self.batch_size
         stop = start + self.batch_size
         cycles = range(start // size, (stop - 1) // size + 1)
@@ -132,7 +132,7 @@ class SupervisedText:
         return Encoded(whole.ids[kept], whole.learned[kept], min(whole.prompt_tokens, self.max_tokens))
 
     def _parts(self, rows: Rows, index: int) -> tuple[Prompt | None, str]:
-        """Prompt and text of a row."""
+        """Return prompt and text of a row."""
         row, where = rows[index], rows.where(index)
         if self.text_key not in row:
             raise DataError(

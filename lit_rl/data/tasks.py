@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.reasoning import COLUMN, Problem
+from lit_rl.reasoning import COLUMN as PROBLEM_COLUMN
+from lit_rl.reasoning import Problem
 
 
 @runtime_checkable
@@ -20,11 +21,11 @@ class Task(Protocol):
     """Anything that makes its own rows."""
 
     def train(self) -> list[dict[str, Any]]:
-        """The training rows, in the same order at every call."""
+        """Return the training rows, in the same order at every call."""
         ...
 
     def val(self) -> list[dict[str, Any]]:
-        """The held-out rows; no prompt of theirs is in `train()`."""
+        """Return the held-out rows; no prompt of theirs is in `train()`."""
         ...
 
 
@@ -34,11 +35,11 @@ class HoldsOut(ABC):
     val_rows: int
 
     def train(self) -> list[dict[str, Any]]:
-        """The rows that are not held out."""
+        """Return the rows that are not held out."""
         return self._rows()[self.val_rows :]
 
     def val(self) -> list[dict[str, Any]]:
-        """The `val_rows` held-out rows."""
+        """Return the `val_rows` held-out rows."""
         return self._rows()[: self.val_rows]
 
     @abstractmethod
@@ -53,7 +54,7 @@ class Addition(HoldsOut):
 
     Args:
         max_operand: Largest operand; there are `(max_operand + 1) ** 2` pairs.
-        val_rows: How many pairs are held out for validation; 0 holds out none.
+        val_rows: Number of pairs held out for validation; 0 holds out none.
         seed: Seed of the draw of the held-out pairs and of the order of the rows.
     """
 
@@ -129,7 +130,7 @@ class AdditionSteps(Addition):
 
 
 class Largest(HoldsOut):
-    """Which of a few numbers is the largest, as one message of a chat, for models that follow instructions:
+    """The largest of a few numbers, asked for as one message of a chat, for models that follow instructions:
 
     `{"prompt": [{"role": "user", "content": "Which is the largest number: 7, 64, 12, 31? Reply with just the
     number."}], "answer": "64"}`
@@ -214,11 +215,11 @@ class Repeated:
         self.prompt, self.train_rows, self.val_rows = prompt, train_rows, val_rows
 
     def train(self) -> list[dict[str, Any]]:
-        """The rows to learn from."""
+        """Return the rows to learn from."""
         return [{"prompt": self.prompt}] * self.train_rows
 
     def val(self) -> list[dict[str, Any]]:
-        """The rows to validate on."""
+        """Return the rows to validate on."""
         return [{"prompt": self.prompt}] * self.val_rows
 
 
@@ -232,9 +233,9 @@ class ReasoningGym(HoldsOut):
     Rows depend on the arguments and the version of reasoning-gym alone. Problems that come again are left out.
 
     Args:
-        name: Of the generator, such as "chain_sum" or "leg_counting".
-        settings: Of its config, such as `{max_terms: 3}`; what is not given is as it comes.
-        instruction: What is added to each question, on a line of its own; empty adds nothing.
+        name: Name of the generator, such as "chain_sum" or "leg_counting".
+        settings: Settings of its config, such as `{max_terms: 3}`; what is not given is as it comes.
+        instruction: Text added to each question, on a line of its own; empty adds nothing.
         train_rows: Rows to learn from, 1 or more.
         val_rows: Other rows, held out for validation; 0 holds out none.
         seed: Seed of the problems.
@@ -272,7 +273,7 @@ class ReasoningGym(HoldsOut):
         )
 
     def _row(self, problem: Problem, entry: dict[str, Any]) -> dict[str, Any]:
-        return {"prompt": self._prompt(entry["question"]), "answer": entry["answer"], COLUMN: problem.text}
+        return {"prompt": self._prompt(entry["question"]), "answer": entry["answer"], PROBLEM_COLUMN: problem.text}
 
     def _prompt(self, question: str) -> str | list[dict[str, str]]:
         return [{"role": "user", "content": f"{question}\n{self.instruction}" if self.instruction else question}]
@@ -283,14 +284,15 @@ class ReasoningGymPlain(ReasoningGym):
     """The same problems as plain text, for models that know no chat: `{"prompt": "4+3=", "answer": "7", ...}`
 
     Args:
-        name: Of the generator, such as "chain_sum".
-        settings: As `ReasoningGym` takes them, as the rest.
-        instruction: What is added behind what is shown.
+        name: Name of the generator, such as "chain_sum".
+        settings: See `ReasoningGym`, also for the rest.
+        instruction: Text added after the question.
         train_rows: Rows to learn from.
         val_rows: Held-out rows.
         seed: Seed of the problems.
-        shown: What of a question is shown, as a regular expression: its matches, one behind the other. `[-+=0-9]` makes
-            "4+3=" of "State the final answer to the following arithmetic problem: 4 + 3 =". As it comes, everything is.
+        shown: The part of a question that is shown, as a regular expression: its matches, concatenated.
+            `[-+=0-9]` makes "4+3=" of "State the final answer to the following arithmetic problem: 4 + 3 =". By default
+            all of it.
 
     Raises:
         BackendError: reasoning-gym is not installed.

@@ -52,7 +52,7 @@ def render_prompt(
         text = str(apply_chat_template(tokenizer, messages, tokenize=False, add_generation_prompt=True, **kwargs))
     except ConfigError:
         raise
-    except Exception as error:  # a template is a program: whatever it raises, this row cannot be rendered by it
+    except Exception as error:  # a template may raise anything
         raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
     if left_out is not None:
         left_out.look(messages, text, where, kwargs)
@@ -68,7 +68,7 @@ def encode_prompt(
     control: Sequence[str] | None = None,
     left_out: LeftOut | None = None,
 ) -> list[int]:
-    """Token ids of a prompt.
+    """Return the token ids of a prompt.
 
     A text gets the special tokens that the tokenizer adds by itself, without an EOS at the end, and without a second
     BOS where the text already begins with one. Messages are rendered by the chat template up to the assistant's turn,
@@ -123,7 +123,7 @@ def kwargs_of_row(columns: Mapping[str, Any], where: str) -> dict[str, Any]:
     Keys that hold None are left out: tables fill the absent keys of a struct with it.
 
     Args:
-        columns: Of the row: `OF_ROWS` may be an object or the text of one.
+        columns: Columns of the row: `OF_ROWS` may be an object or the text of one.
         where: The row, for messages.
 
     Raises:
@@ -154,7 +154,7 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     written = 0
     while isinstance(eos, str) and eos and text.endswith(eos * (written + 1)):
         written += 1
-    ends = written + 1  # where the tokenizer has added one of its own
+    ends = written + 1  # one more where the tokenizer adds its own
     if len(ids) >= ends and all(token == tokenizer.eos_token_id for token in ids[-ends:]):
         ids.pop()
     return ids
@@ -168,7 +168,7 @@ def refuse_control_tokens(
     tokenizer: PreTrainedTokenizerBase,
     tools: Any = None,
 ) -> None:
-    """Text that stands for a control token would become that token, and so could close a turn or open another role.
+    """Refuse text that spells a control token: it would become that token, and could close a turn or open another role.
 
     It is looked for in all that the chat template could write: every text, at every depth, of the keys of a message
     that the template names, and of the schemas of tools.
@@ -201,7 +201,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> s
         text = str(apply_chat_template(tokenizer, messages, **{**kwargs, "tokenize": False}))
     except ConfigError:
         raise
-    except Exception:  # a template is a program: it may want other messages
+    except Exception:  # a template may raise anything, such as for these messages
         return ""
     return text.rpartition(_WORDS)[2] if _WORDS in text else ""
 
@@ -219,7 +219,8 @@ def say_unknown_end(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any
 
 
 def end_marks(tokenizer: PreTrainedTokenizerBase, end: str) -> set[int]:
-    """The tokens that a template could end a turn with: control tokens, and others that stand for no text in `end`."""
+    """Return the tokens that a template could end a turn with: control tokens, and others that stand for no text in
+    `end`."""
     added = tokenizer.added_tokens_decoder.items()
     return {number for number, token in added if token.special or token.content in end}
 
@@ -231,6 +232,6 @@ def unknown_end(tokenizer: PreTrainedTokenizerBase, mark: int) -> str:
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of every special token of the tokenizer."""
+    """Return the text of every special token of the tokenizer."""
     added = (str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special)
     return sorted({*added, *map(str, tokenizer.all_special_tokens)})

@@ -9,7 +9,8 @@ from typing import Any
 
 from lit_rl.data.tasks import HoldsOut
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.tasksets import COLUMN, TaskSet, prompt_of, written
+from lit_rl.tasksets import COLUMN as TASKSET_COLUMN
+from lit_rl.tasksets import TaskSet, prompt_of, written
 
 
 class VerifiersTasks(HoldsOut):
@@ -18,12 +19,12 @@ class VerifiersTasks(HoldsOut):
     `{"prompt": [{"role": "user", "content": "Say the third letter of tree."}], "answer": "e", "verifiers": "..."}`
 
     The further column holds the task, so that `reward=verifiers` asks its own scorers; `answer` is there where the
-    task's data has one. A task whose prompt is held out, or came before, is left out.
+    task's data has one. A task whose prompt is held out, or a duplicate, is left out.
 
     Args:
-        id: Of the set: the name of a module, installed or a file in the current directory, that exports one
+        id: Name of the set: of a module, installed or a file in the current directory, that exports one
             `verifiers.v1.Taskset` by its `__all__`.
-        settings: Of its config, such as `{task: {judges: []}}`; what is not given is as it comes.
+        settings: Settings of its config, such as `{task: {judges: []}}`; what is not given is as it comes.
         train_rows: Rows to learn from, 1 or more. None: all that are not held out, of a set that ends.
         val_rows: Other rows, held out for validation; 0 holds out none.
         seed: Shuffles the tasks before the first of them are held out. None: they stay in the order of the set.
@@ -61,7 +62,7 @@ class VerifiersTasks(HoldsOut):
                 f"data.task.id={self.taskset.id!r} yields tasks for ever: say how many are learned from, "
                 "data.task.train_rows=1000."
             )
-        # What is shuffled is the whole of a set that ends, and of another what is asked for.
+        # A finite set is shuffled whole; of an infinite one only the requested tasks are.
         most = None if made.bounded and self.seed is not None else wanted
         tries = None if most is None else 2 * most + 100
         found = dict[str, dict[str, Any]]()
@@ -81,6 +82,6 @@ class VerifiersTasks(HoldsOut):
         return rows[:wanted]
 
     def _row(self, task: Any) -> dict[str, Any]:
-        row = {"prompt": prompt_of(task), COLUMN: written(self.taskset, task).text}
+        row = {"prompt": prompt_of(task), TASKSET_COLUMN: written(self.taskset, task).text}
         answer = getattr(task.data, "answer", None)
         return row if answer is None else {**row, "answer": answer}

@@ -23,13 +23,13 @@ _CUT = (
 
 
 def video_of(value: Any, where: str, *, folder: Path | None = None, max_pixels: int = MAX_IMAGE_PIXELS) -> VideoRef:
-    """The video that a row lists; headers of its frames are read, pixels are not.
+    """Return a reference to the video that a row lists; headers of its frames are read, pixels are not.
 
     Args:
         value: A list of frames, each anything that `lit_rl.data.images.image_of` reads; a mapping of ``frames`` and
             ``fps``, frames a second; or a reference.
         where: The row, for messages.
-        folder: Of the data set's file. None: relative paths have no meaning.
+        folder: Folder of the data set's file. None: relative paths have no meaning.
         max_pixels: Width times height of a frame, at most.
 
     Raises:
@@ -59,14 +59,14 @@ def video_of(value: Any, where: str, *, folder: Path | None = None, max_pixels: 
 
 
 def lists_frames(value: Any) -> bool:
-    """Whether a value can be nothing but videos: text and numbers in a column of that name may be anything."""
+    """Tell whether a value can be nothing but videos: text and numbers in a column of that name may be anything."""
     if isinstance(value, VideoRef) or (isinstance(value, Mapping) and "frames" in value):
         return True
     return isinstance(value, list | tuple) and any(_is_frame(each) or lists_frames(each) for each in value)
 
 
 def _is_frame(value: Any) -> bool:
-    """Whether a value in a list can be nothing but an image: names of things are text as well."""
+    """Tell whether a value in a list can be nothing but an image: names of things are text as well."""
     if isinstance(value, Mapping):
         return bool(value) and value.keys() <= {"bytes", "path"}
     if isinstance(value, str):
@@ -75,7 +75,7 @@ def _is_frame(value: Any) -> bool:
 
 
 def _is_file(value: Any) -> bool:
-    """A path or an address, the bytes of a file, or what `datasets.Video(decode=False)` gives."""
+    """Tell whether a value is a path or address, the bytes of a file, or an item of `datasets.Video(decode=False)`."""
     if isinstance(value, Mapping):
         return bool(value) and value.keys() <= {"bytes", "path", "url"}
     return isinstance(value, str | Path | bytes | bytearray | memoryview)

@@ -1,4 +1,4 @@
-"""The other side of a conversation: what answers the policy between its turns."""
+"""Environments: the other side of a conversation, which answers the policy between its turns."""
 
 from lit_rl.environments.custom import CustomEnvironment
 from lit_rl.environments.factory import EnvironmentFactory

@@ -1,4 +1,4 @@
-"""The other side of one episode: what a row's conversation asks of it, turn by turn."""
+"""The interface of an environment: one row's episode, turn by turn."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from lit_rl.episodes import End
 from lit_rl.rollout import Message
 
 Opening = str | Sequence[Message] | None
-"""What an environment begins with: a text that goes on the end of the prompt's last message, messages behind it, or
-nothing. Parts of texts and images (`lit_rl.environments.observations.Content`), which have no role, go on the end of
+"""The first observation of an environment: a text that goes on the end of the prompt's last message, messages after it,
+or nothing. Parts of texts and images (`lit_rl.environments.observations.Content`), which have no role, go on the end of
 the last message too."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy said."""
+    """A turn of the policy."""
 
     text: str
     """Without special tokens, and without what is thought apart."""
     written: str
     """With the special tokens, but for the one that ended it: calls of tools may be written with them."""
     cut: bool
-    """Whether it was cut at its longest, and did not come to its end."""
+    """True if it was cut at its maximal length, and did not end by itself."""
     thought: str = ""
-    """What it thought, where a model says that apart (gpt-oss); of other models thoughts are part of the text."""
+    """Its thoughts, where a model writes them apart (gpt-oss); of other models thoughts are part of the text."""
 
     def message(self, content: str) -> Message:
-        """The turn as a message of this content, with its thoughts where templates look for them."""
+        """Return the turn as a message of this content, with its thoughts under the key that templates read."""
         said: Message = {"role": "assistant", "content": content}
         return said | {"thinking": self.thought} if self.thought else said
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a turn is answered."""
+    """The reply to a turn."""
 
     said: Message
     """The policy's turn as a message, with the calls that were read in it."""
     messages: Sequence[Message] = ()
-    """The answer: all by tools, or all by the user. What answers the last turn is never read, and kept."""
+    """The replies, all of tools or all of the user. Those to the last turn are never read by the policy, and kept."""
     end: End | None = None
     """Why the episode is over with it; None: it goes on."""
     reward: float | None = None
-    """Of the turn."""
+    """The reward of the turn."""
     calls: int = 0
     failed_calls: int = 0
     unreadable_calls: int = 0
@@ -69,11 +69,11 @@ class Environment(ABC):
         """Answer a turn of the policy."""
 
     async def reward(self) -> float | None:
-        """Of the whole episode, when it is over. None: it has none, beside those of its turns."""
+        """Return the reward of the whole episode when it is over; None where it has none beside those of its turns."""
         return None
 
     async def close(self) -> None:  # noqa: B027 (optional)
-        """Let go what it holds."""
+        """Release its resources."""
 
     def timed_out(self, error: str) -> None:  # noqa: B027 (optional)
-        """It has ended at a limit of time, which the error tells: it is asked for nothing more, and closed."""
+        """Record that the episode ran into a time limit, which the error names. Only `close` is called after it."""

@@ -13,7 +13,7 @@ TOLD = (
     "To multiply two numbers, write multiply(a, b) and nothing else, and you will be told the product. "
     "Then reply with just that number."
 )
-"""How a policy is told of the tool where its chat template does not."""
+"""Instructions for calling the tool, for policies whose chat template does not render tools."""
 
 
 def mul(a: int, b: int) -> str:
@@ -23,7 +23,7 @@ def mul(a: int, b: int) -> str:
         a: The first.
         b: The second.
     """
-    return f"{a * b}="  # in plain text nothing else says where the answer ends and the policy's own turn begins
+    return f"{a * b}="  # in plain text the = marks where the policy's turn begins
 
 
 def multiply(a: int, b: int) -> int:
@@ -44,8 +44,8 @@ class Products:
 
     Args:
         max_operand: Largest operand, 2 or more; there are `(max_operand - 1) ** 2` pairs.
-        val_rows: How many pairs are held out for validation; 0 holds out none.
-        seed: Of the draw of the held-out pairs, and of the order of the rows.
+        val_rows: Number of pairs held out for validation; 0 holds out none.
+        seed: Seed of the held-out pairs, and of the order of the rows.
     """
 
     def __init__(self, max_operand: int = 99, val_rows: int = 200, seed: int = 0) -> None:
@@ -59,11 +59,11 @@ class Products:
         self.max_operand, self.val_rows, self.seed = max_operand, val_rows, seed
 
     def train(self) -> list[dict[str, Any]]:
-        """The products that are not held out."""
+        """Return the products that are not held out."""
         return [self._problem(*pair) for pair in self._pairs()[self.val_rows :]]
 
     def val(self) -> list[dict[str, Any]]:
-        """The `val_rows` held-out products."""
+        """Return the `val_rows` held-out products."""
         return [self._problem(*pair) for pair in self._pairs()[: self.val_rows]]
 
     def _problem(self, a: int, b: int) -> dict[str, Any]:
@@ -84,9 +84,9 @@ class ProductQuestions(Products):
     They are for models whose chat template tells nothing of tools.
 
     Args:
-        max_operand: As `Products` takes it.
-        val_rows: How many products are held out.
-        seed: Of the draw.
+        max_operand: See `Products`.
+        val_rows: Number of products held out.
+        seed: Seed of the draw.
         instruction: The words.
     """
 
@@ -100,23 +100,23 @@ class ProductQuestions(Products):
 
 
 class QuestionDemonstrations(ProductQuestions):
-    """The same questions as someone answers them with the tool, a row for each turn, as messages of a chat:
+    """The same questions answered with the tool, a row for each turn, as messages of a chat:
 
     the question, and `multiply(17, 25)` as `completion`; the question, that call and the tool's answer, and `425`.
 
     Args:
-        max_operand: As `ProductQuestions` takes it, as the rest.
+        max_operand: See `ProductQuestions`, also for the rest.
         val_rows: The products that it holds out are in no demonstration.
-        seed: Of the draw.
+        seed: Seed of the draw.
         instruction: The words.
     """
 
     def train(self) -> list[dict[str, Any]]:
-        """Two rows for each product that is not held out."""
+        """Return two rows for each product that is not held out."""
         return [row for pair in self._pairs()[self.val_rows :] for row in self._turns(*pair)]
 
     def val(self) -> list[dict[str, Any]]:
-        """None: `env=tools` asks the questions themselves."""
+        """Return no rows: `env=tools` asks the questions themselves."""
         return []
 
     def _turns(self, a: int, b: int) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ class QuestionDemonstrations(ProductQuestions):
 
 
 class CalculatorDemonstrations(Products):
-    """The same products as someone finds them who has a calculator, and sometimes presses a wrong key:
+    """The same products, solved with a calculator on which sometimes a wrong key is pressed:
 
     `{"prompt": "17*25=", "completion": "mul(17,25)"}`, `{"prompt": "17*25=mul(17,25)<|im_end|>425=", "completion":
     "425"}`, a row for each turn. In some the second operand is another number: what came of it is answered all the
@@ -137,11 +137,11 @@ class CalculatorDemonstrations(Products):
     to learn.
 
     Args:
-        max_operand: As `Products` takes it.
-        val_rows: The same. The pairs that it holds out are in no demonstration.
+        max_operand: See `Products`.
+        val_rows: See `Products`. The pairs that it holds out are in no demonstration.
         wrong: Share of the demonstrations with another second operand, from 0 to 1.
         end: The text of the token that ends a turn of the policy.
-        seed: As `Products` takes it, and of the wrong operands.
+        seed: See `Products`, and of the wrong operands.
     """
 
     def __init__(
@@ -157,12 +157,12 @@ class CalculatorDemonstrations(Products):
         self.wrong, self.end = wrong, end
 
     def train(self) -> list[dict[str, Any]]:
-        """Two rows for each product that is not held out."""
+        """Return two rows for each product that is not held out."""
         draw = random.Random(f"{self.seed} wrong operands")
         return [row for a, b in self._pairs()[self.val_rows :] for row in self._turns(a, b, draw)]
 
     def val(self) -> list[dict[str, Any]]:
-        """None: `env=` asks for the products themselves."""
+        """Return no rows: `env=` asks for the products themselves."""
         return []
 
     def _turns(self, a: int, b: int, draw: random.Random) -> list[dict[str, Any]]:

@@ -15,7 +15,9 @@ from typing import Any
 
 from lit_rl.data.templates import control_tokens
 
-START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
 
 _BORDER = re.compile(rf"(?={re.escape(START)})|(?<=<\|end\|>)(?={re.escape(CHANNEL)})")
 _NAME = re.compile(rf"{re.escape(CHANNEL)}\s*(?P<name>\w*)")
@@ -30,13 +32,13 @@ class ChannelMessage:
     written: str
     """All of it."""
     header: str
-    """What stands before its text: who it is by and for, and on which channel. Empty where it has none."""
+    """The text before its body: sender, recipient and channel. Empty where it has none."""
     body: str | None
     """Its text as it was written; None: it was cut before one began."""
 
     @property
     def thought(self) -> bool:
-        """Whether nobody is told it."""
+        """True if this message is on the private analysis channel."""
         found = _NAME.search(self.header)
         return found is not None and found["name"] == _THOUGHT
 
@@ -47,12 +49,12 @@ class ChannelMessage:
 
 
 def speaks_on_channels(tokenizer: Any) -> bool:
-    """Whether a model with this tokenizer does: whether it has the control tokens of channels."""
+    """Tell whether a tokenizer has the control tokens of channels, so that its model writes on them."""
     return {START, CHANNEL, MESSAGE} <= {*control_tokens(tokenizer)}
 
 
 def channel_messages(written: str) -> Iterator[ChannelMessage]:
-    """The messages of a turn, in their order. What stands before any channel has no header."""
+    """Yield the messages of a turn, in their order. Text before any channel has no header."""
     for part in _BORDER.split(written):
         header, opened, body = part.partition(MESSAGE)
         if opened:
@@ -64,7 +66,7 @@ def channel_messages(written: str) -> Iterator[ChannelMessage]:
 
 
 def said_and_thought(written: str) -> tuple[str, str]:
-    """What was said in a turn, and what was thought, each without blanks around it.
+    """Split a turn into content and thoughts, each without blanks around it.
 
     Args:
         written: The turn with its control tokens.

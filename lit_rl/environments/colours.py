@@ -7,11 +7,11 @@ import re
 _CODES = re.compile(r"\x1b\[([0-9;]*)m")
 _NAMES = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 _FIRSTS = (30, 40, 90, 100)
-"""Of letters and of what is behind them, dark and bright: the numbers of eight colours begin here (ECMA-48, SGR)."""
+"""First codes of eight colours each, for text and background, dark and bright (ECMA-48, SGR)."""
 
 
 def colours_as_words(text: str) -> str:
-    """What stands in a colour is in brackets behind the colour's name: ``[red S]FFF`` of FrozenLake's map.
+    """Put coloured text into brackets with the colour's name: ``[red S]FFF`` of FrozenLake's map.
 
     Environments that render with ``render_mode="ansi"`` tell by colour alone where one is.
     """
@@ -25,7 +25,7 @@ def colours_as_words(text: str) -> str:
 
 
 def _after(colours: list[str], codes: str) -> list[str]:
-    """The colours that hold behind some codes. 0 or no code ends them all; bold and the like are no colours."""
+    """Return the colours that hold after some codes. 0 or no code ends them all; bold and the like are ignored."""
     colours = list(colours)
     for code in codes.split(";"):
         value = int(code or 0)

@@ -40,16 +40,16 @@ _ODD, _LARGEST_SEED = 0x9E3779B1, (1 << 32) - 1
 
 @dataclass(frozen=True)
 class Reading:
-    """How tokens of the policy become text, and texts that answer it become tokens."""
+    """A codec between tokens of the policy and text, and between replies and tokens."""
 
     text: Callable[[Sequence[int]], str]
     """Without special tokens, and without what is thought apart."""
     thought: Callable[[Sequence[int]], str]
-    """What is thought apart."""
+    """Decode only the thoughts that stand apart."""
     written: Callable[[Sequence[int]], str]
     """With them."""
     shortened: Callable[[str, int], str]
-    """A text cut to so many tokens, which says that it was."""
+    """Cut a text to a number of tokens, with a mark."""
     eos_ids: frozenset[int]
     placeholders: frozenset[int] = frozenset()
     """Tokens that stand for images."""
@@ -70,12 +70,12 @@ class Row:
     """Made by its reset."""
     prompt: Prompt = ""
     started: float | None = None
-    """When its first turn was over. A row may have to wait for its place before that."""
+    """Time at which its first turn was over. A row may have to wait for its place before that."""
     messages: list[Message] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
     reward: float | None = None
     tokens: int = 0
-    """Of the policy and of its answers."""
+    """Tokens of the policy and of replies."""
     observed: int = 0
     calls: int = 0
     failed_calls: int = 0
@@ -94,7 +94,7 @@ class Row:
         return self.end in ("failed", "timeout")
 
     def episode(self) -> Episode:
-        """As it went."""
+        """Return the finished episode."""
         given = [reward for reward in self.turn_rewards if reward is not None]
         return Episode(
             prompt=self.prompt,
@@ -114,7 +114,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Failed:
-    """What an environment gave in the place of a value."""
+    """A failure of an environment, in the place of its result."""
 
     end: End
     error: str
@@ -124,12 +124,12 @@ class Conversations(Responder):
     """The episodes of one request.
 
     Args:
-        rows: Of the completions, in their order.
-        factory: For the limits.
-        reading: Of the policy's tokenizer.
-        max_new_tokens: Of one turn.
+        rows: Rows of the completions, in their order.
+        factory: Factory with the limits.
+        reading: Codec of the policy's tokenizer.
+        max_new_tokens: Tokens of one turn.
         runner: Runs what the environments do.
-        told: What was logged of failures already; is added to.
+        told: Failures that were logged already; new ones are added.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Conversations(Responder):
 
     @property
     def chat_frames(self) -> list[ChatFrames]:
-        """What renders the answers of each row; empty where prompts are plain text."""
+        """Frames that render the replies to each row; empty where prompts are plain text."""
         return [row.frames for row in self._rows if isinstance(row.frames, ChatFrames)]
 
     # ------------------------------------------------------------------ before and after
@@ -170,7 +170,7 @@ class Conversations(Responder):
         return [self._sound(row, opening) for row, opening in zip(self._rows, openings)]
 
     def episodes(self) -> tuple[Episode, ...]:
-        """Every row's episode, with the reward that its environment gives it. When all are over."""
+        """Return every row's episode with its environment's reward, once all are over."""
         rows = [row for row in self._rows if not row.failed and row.environment is not None]
         rewards = self._each(rows, _Place.REWARD, lambda row: row.made.reward())
         for row, reward in zip(rows, rewards):
@@ -178,7 +178,7 @@ class Conversations(Responder):
         return tuple(row.episode() for row in self._rows)
 
     def close(self) -> None:
-        """Let the environments go. What they raise is logged, and nothing else comes of it.
+        """Close the environments. Their errors are logged and otherwise ignored.
 
         Nobody waits for answers any longer.
         """
@@ -189,7 +189,7 @@ class Conversations(Responder):
         self._each(rows, _Place.CLOSE, lambda row: row.made.close())
 
     def _sound(self, row: Row, given: Any) -> Any:
-        """What was given; None where it failed, and then the row has."""
+        """Return a result, or record a failure in the row and return None."""
         if isinstance(given, _Failed):
             row.end, row.error = given.end, given.error
             return None
@@ -223,7 +223,7 @@ class Conversations(Responder):
         return given
 
     def _answer_in_order(self) -> None:
-        """Answer the turns that were told, where nothing is awaited."""
+        """Answer the waiting turns in order, where nothing is awaited."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -240,8 +240,8 @@ class Conversations(Responder):
         begun.future.add_done_callback(lambda done: self._arrived.put((said, now, begun)))
 
     def _wait(self) -> None:
-        """For one more answer. What keeps its thread from telling the time is given up when its time is over, with
-        those that wait in the same thread; those that had not begun are asked anew."""
+        """Wait for one more reply. A call that blocks its thread is abandoned after its time limit, with those running
+        in the same thread; calls that had not begun are submitted again."""
         assert self._asked, "nobody was asked"
         limit = self._factory.step_timeout + GRACE
         try:
@@ -260,7 +260,7 @@ class Conversations(Responder):
                     self._ask(said, begun.task)
 
     def _take(self, said: Said, since: float, begun: Begun) -> None:
-        if self._asked.get(said.row, (None, None))[1] is begun:  # else it was given up
+        if self._asked.get(said.row, (None, None))[1] is begun:  # otherwise it was abandoned
             self._asked.pop(said.row)
             reply = self._result(begun, self._rows[said.row])
             self._answered.append(self._heard(said, reply, time.perf_counter() - since))
@@ -275,7 +275,7 @@ class Conversations(Responder):
         return bool(said.token_ids) and said.token_ids[-1] in self._reading.eos_ids
 
     def _heard(self, said: Said, reply: Reply | _Failed, seconds: float) -> Heard:
-        """Take down what a turn was answered, and what the row is told of it."""
+        """Record the reply to a turn, and return the row's tokens of it."""
         row, factory = self._rows[said.row], self._factory
         row.seconds += seconds
         if isinstance(reply, _Failed):
@@ -306,7 +306,7 @@ class Conversations(Responder):
         return Heard(said.row, ids, room, seen=seen)
 
     def _encoded(self, row: Row, messages: Sequence[Message], *, closed: bool) -> tuple[list[int], tuple[Later, ...]]:
-        """The tokens of an answer, and the images in it."""
+        """Return the tokens of a reply, and the images in it."""
         if not any(isinstance(message["content"], list) for message in messages):
             return row.frames.encode(messages, closed=closed), ()
         try:
@@ -331,7 +331,7 @@ class Conversations(Responder):
         each = max(1, share // max(1, len(texts)))
         return with_texts(content, [self._reading.shortened(text, each) for text in texts])
 
-    # ------------------------------------------------------------------ what environments do, with limits
+    # ------------------------------------------------------------------ calls of environments, with limits
 
     @contextmanager
     def _time_waited(self) -> Iterator[None]:
@@ -342,7 +342,7 @@ class Conversations(Responder):
             self.waited += time.perf_counter() - begun
 
     def _each(self, rows: Sequence[Row], place: int, ask: Callable[[Row], Coroutine[Any, Any, Any]]) -> list[Any]:
-        """What each row's environment gives, or how it failed."""
+        """Return each row's result of a call, or its failure."""
         with self._time_waited():
             return self._each_given(rows, place, ask)
 
@@ -365,11 +365,11 @@ class Conversations(Responder):
         return [self._result(each, row) for each, row in zip(begun, rows)]
 
     def _is_blocked(self, limit: float) -> bool:
-        """Whether something keeps the thread from telling the time: no worker can."""
+        """Tell whether a call blocks the event loop's thread; calls in workers cannot."""
         return self._factory.pool is None and self._runner.blocked(limit)
 
     def _task(self, ask: Callable[[], Coroutine[Any, Any, Any]], row: Row, place: int) -> Task:
-        until = self._end_of(row) if place < _Place.REWARD else math.inf  # what ended in time is rewarded, and closed
+        until = self._end_of(row) if place < _Place.REWARD else math.inf  # reward, close: no limit
         seed, in_worker = (row.seed + place * _ODD) & _LARGEST_SEED, self._factory.pool is not None
         return Task(self._guarded(ask), self._factory.step_timeout, seed, until=until, in_worker=in_worker)
 
@@ -403,7 +403,7 @@ class Conversations(Responder):
             return _Failed("failed", kind)
 
     def _end_of(self, row: Row) -> float:
-        """When a row's episode has to be over: its own time, and that of the rollout."""
+        """Return the time at which a row's episode has to be over, by its own limit and the rollout's."""
         whole = self._factory.episode_timeout
         return self._ends if whole is None or row.started is None else min(self._ends, row.started + whole)
 
@@ -421,11 +421,11 @@ class Conversations(Responder):
 
 
 class _TooMuch(Exception):
-    """The policy cannot be shown an answer: the episode fails, and the message says why."""
+    """The error for a reply that cannot be shown to the policy: the episode fails with its message."""
 
 
 class _Place:
-    """What an environment draws in each of these is drawn from a seed of its own."""
+    """Offsets of the seeds, so that each call of an environment draws from a seed of its own."""
 
     RESET, TURN, REWARD, CLOSE = 0, 1, 1 << 20, (1 << 20) + 1
 

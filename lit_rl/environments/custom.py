@@ -17,7 +17,7 @@ from lit_rl.environments.with_tools import ObjectWithTools
 from lit_rl.errors import ConfigError, did_you_mean
 
 COLUMN = "environment"
-"""Of the data, where there are several classes: which one a row is for."""
+"""The column of the data that names a row's environment class, where there are several."""
 
 Made = str | Callable[[], Any]
 """A class, a function that makes an object, or the path of one."""
@@ -36,7 +36,7 @@ class CustomEnvironment(EnvironmentFactory):
             an object. Several are given by name, and a row's column ``environment`` says which is its own.
         style: ``step``, ``tools``, or ``auto``: ``step`` where there is such a method.
         functions: Tools beside the methods of the class, as `FunctionTools` takes them.
-        limits: What every `EnvironmentFactory` takes.
+        limits: Further arguments of `EnvironmentFactory`.
 
     Raises:
         ConfigError: there is no such class, it is no environment, or its tools cannot be described.

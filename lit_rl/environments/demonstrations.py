@@ -13,10 +13,10 @@ class GameDemonstrations(ABC):
     """Abstract: subclasses say how one game is played.
 
     Args:
-        games: To learn from, 1 or more.
-        turns: Of a game at most, 1 or more.
+        games: Number of games, 1 or more.
+        turns: Longest game, in turns, 1 or more.
         end: The text of the token that ends a turn of the policy.
-        seed: Of the games.
+        seed: Seed of the games.
     """
 
     def __init__(self, games: int, turns: int, end: str, seed: int) -> None:
@@ -25,14 +25,14 @@ class GameDemonstrations(ABC):
         self.games, self.turns, self.end, self.seed = games, turns, end, seed
 
     def train(self) -> list[dict[str, Any]]:
-        """A row for each turn of each game."""
+        """Return a row for each turn of each game."""
         draw = random.Random(self.seed)
         return [row for _ in range(self.games) for row in self._game(draw)]
 
     def val(self) -> list[dict[str, Any]]:
-        """None: `env=` plays the game itself."""
+        """Return no rows: `env=` plays the game itself."""
         return []
 
     @abstractmethod
     def _game(self, draw: random.Random) -> list[dict[str, Any]]:
-        """The rows of one game: ``prompt``, all that was said before the turn, and ``completion``."""
+        """Return the rows of one game: ``prompt``, the text before the turn, and ``completion``."""

@@ -1,4 +1,4 @@
-"""What `env=` is: how environments are made for the rows of a rollout, and the limits that they run under."""
+"""Factories of environments: the base of every `env=`, with the limits of its episodes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class EnvironmentKind(ABC):
     """One kind of environment: what is the same in all its episodes."""
 
     toolbox: Toolbox | None = None
-    """What the chat template tells the policy of; None: it calls no tools."""
+    """Tools that the chat template renders; None: the environment has no tools."""
     is_async: bool = False
-    """Whether something in it is awaited: then its episodes go on at the same time."""
+    """True if any of its calls is awaited: then its episodes run at the same time."""
     opens: bool = False
-    """Whether it may begin an episode with something that the policy reads."""
+    """True if an episode may begin with an observation."""
     gives_reward: bool = False
-    """Whether its episodes have a reward of their own."""
+    """True if its episodes have a reward of their own."""
     has_state: bool = True
-    """Whether an answer depends on what was said before it, so that one that is lost has to be told all of it again."""
+    """True if a reply depends on earlier turns, so that an environment made again has to replay them all."""
 
     @property
     def answers_as(self) -> Kind:
@@ -37,7 +37,7 @@ class EnvironmentKind(ABC):
 
     @abstractmethod
     def make(self, parser: Parser | None) -> Environment:
-        """A new environment, for one episode. A kind with tools is given what reads their calls."""
+        """Return a new environment for one episode. A kind with tools gets the parser of their calls."""
 
     def check_columns(self, columns: Sequence[str]) -> None:  # noqa: B027 (optional)
         """Refuse data whose rows it could not begin with.
@@ -51,9 +51,9 @@ class EnvironmentFactory(Interactive, ABC):
     """Abstract: subclasses say which kinds of environments there are.
 
     Args:
-        parser: How calls of tools are written: ``auto`` goes by the tokenizer and its chat template; or ``hermes``,
-            ``llama3``, ``mistral``, ``qwen3_5``, ``glm4``, ``gptoss``, ``deepseek_v3``, ``gemma4``, ``lfm2``,
-            ``muse_glimmer``, ``regex``.
+        parser: Form of tool calls: ``auto`` goes by the tokenizer and its chat template; or ``hermes``, ``llama3``,
+            ``mistral``, ``qwen3_5``, ``glm4``, ``gptoss``, ``deepseek_v3``, ``gemma4``, ``lfm2``, ``muse_glimmer``,
+            ``regex``.
         call_pattern: With ``parser=regex``, one call as a regular expression with the groups ``name`` and
             ``arguments``, see `RegexParser`. None: ``name(1, "two")``.
         max_turns: Turns of the policy in an episode, 1 or more.
@@ -72,8 +72,8 @@ class EnvironmentFactory(Interactive, ABC):
         workers: Processes of each rank in which environments and tools run, and which are killed where a call takes too
             long; what is named has to be named by its path. 0: they run in the training process.
         memory_mb: Most memory of each worker, in MiB of address space; None is no limit.
-        journal: Whether replies are written down, in ``env_journal`` of the run's folder or in a folder that is named,
-            so that a run which is killed in the middle of a rollout does not ask for them again when it is resumed.
+        journal: Write replies to disk, in ``env_journal`` of the run's folder or in a folder that is named, so that a
+            run which is killed in the middle of a rollout does not ask for them again when it is resumed.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -135,7 +135,7 @@ class EnvironmentFactory(Interactive, ABC):
         """Every kind by its name."""
 
     def kind_of(self, row: Mapping[str, Any]) -> str:
-        """Which kind a row of the data is for.
+        """Return the name of the kind that a row of the data is for.
 
         Raises:
             ConfigError: it names none of them.
@@ -144,7 +144,7 @@ class EnvironmentFactory(Interactive, ABC):
 
     @property
     def is_async(self) -> bool:
-        """Whether episodes go on at the same time."""
+        """True if episodes run at the same time."""
         return self.pool is not None or any(kind.is_async for kind in self.kinds.values())
 
     @property

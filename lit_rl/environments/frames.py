@@ -1,6 +1,6 @@
-"""What answers a turn, as tokens: rendered once in a small conversation, so that no history is ever tokenised again.
+"""Frames: the replies to a turn as tokens, rendered in a small conversation so that no history is tokenised again.
 
-The tokens of a conversation so far are those that the policy sampled. Rendering it anew could change them: templates
+The tokens of a conversation so far are those that the policy sampled. Rendering it again could change them: templates
 drop thinking, strip blanks, and a text has other tokens than those it was decoded from. So only the answer is rendered,
 behind a skeleton of two messages:
 
@@ -43,22 +43,22 @@ _ANSWER = "what a tool or an environment answered"
 
 
 class Frames(ABC):
-    """How the messages that answer a turn become tokens."""
+    """An encoder of the messages that answer a turn."""
 
     @abstractmethod
     def encode(self, messages: Sequence[Message], *, closed: bool) -> list[int]:
-        """Token ids that stand between a turn of the policy and its next one.
+        """Return the token ids between a turn of the policy and its next one.
 
         Args:
-            messages: What answers the turn, one message or more, all tool messages or all of the user. Tool messages
+            messages: The messages that answer the turn, at least one, all of tools or all of the user. Tool messages
                 hold ``name``, and may hold ``tool_call_id``.
-            closed: Whether the turn ended with one of the model's EOS tokens. What was cut, or ended by a stop string,
+            closed: True if the turn ended with one of the model's EOS tokens. What was cut, or ended by a stop string,
                 is closed here.
         """
 
     @abstractmethod
     def encode_seen(self, messages: Sequence[Message], *, closed: bool) -> tuple[list[int], tuple[Later, ...]]:
-        """As `encode`, of messages that show images: with what is seen beside the tokens, at its columns in these.
+        """Encode messages that show images, as `encode` does, with the vision inputs at their columns in the tokens.
 
         Raises:
             ImageReturned: images have no place here, or the chat template does not show all of them.
@@ -67,11 +67,11 @@ class Frames(ABC):
 
 
 class TextFrames(Frames):
-    """For prompts that are plain text: the text of the messages, as it stands. Control tokens in it are literal text.
+    """Frames of prompts that are plain text: the text of the messages. Control tokens in it are literal text.
 
     Args:
-        tokenizer: Of the policy.
-        end_id: What closes a turn; None: nothing does.
+        tokenizer: Tokenizer of the policy.
+        end_id: Token that closes a turn; None: nothing does.
     """
 
     def __init__(self, tokenizer: Any, end_id: int | None) -> None:
@@ -90,19 +90,19 @@ class TextFrames(Frames):
 
 
 class ChatFrames(Frames):
-    """For prompts that are chat messages: the policy's chat template around each answer.
+    """Frames of prompts that are chat messages: the policy's chat template around each reply.
 
     Args:
-        tokenizer: Of the policy, with its chat template.
+        tokenizer: Tokenizer of the policy, with its chat template.
         eos_ids: Every token that ends a turn.
-        kinds: What will answer: tools, the user, or both. The template is tried with each.
+        kinds: Roles that answer: tools, the user, or both. The template is tried with each.
         tools: Schemas of the tools, which the prompts are rendered with too.
-        calls_are_text: Whether the policy writes calls as a part of what it says, so that the template renders none.
-        chat_template_kwargs: What the prompts are rendered with too.
-        processor: Of a policy over images; None: it reads text.
+        calls_are_text: True if the policy writes calls as part of its text, so that the template renders none.
+        chat_template_kwargs: Arguments that the prompts are rendered with too.
+        processor: Processor of a policy over images; None: it reads text.
 
     Raises:
-        ConfigError: the template drops what was answered, or what the assistant said before; or no EOS token stands
+        ConfigError: the template drops replies, or the assistant's earlier turns; or no EOS token stands
             between the two.
     """
 
@@ -150,7 +150,7 @@ class ChatFrames(Frames):
         return ids[begin:], tuple(each.from_column(begin) for each in later)
 
     def history(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a whole conversation as it is rendered anew, up to the policy's next turn.
+        """Return the token ids of a whole conversation rendered again, up to the policy's next turn.
 
         No episode is made of these: see `encode`. Calls and their answers get the ids that it gives them.
 
@@ -161,23 +161,23 @@ class ChatFrames(Frames):
         return self._ids(str(apply_chat_template(self._tokenizer, self.with_calls(messages), **settings)))
 
     def with_calls(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages of a conversation as the chat template wants their calls: the arguments as a mapping or as JSON
-        text, and an id for each call and each answer that has none.
+        """Return the messages with their calls as the chat template needs them: arguments as a mapping or as JSON text,
+        and an id for each call and each reply that has none.
 
         Args:
-            messages: With the arguments of calls as mappings.
+            messages: Messages with the arguments of calls as mappings.
         """
         tools = self._skeletons.get("tool")
         return [*_with_ids(messages, text_arguments=tools is not None and tools.arguments == "text")]
 
     def _renders(self, kind: Kind, count: int) -> bool:
-        """Whether the template renders so many answers to one turn. Some know of one call a turn."""
+        """Tell whether the template renders `count` replies to one turn. Some allow only one call a turn."""
         if (kind, count) not in self._ends:
             try:
                 self._ends[kind, count] = self._ends_before(self._skeletons[kind], count)
             except ConfigError:
                 raise
-            except Exception:  # a template is a program: whatever it raises, it cannot render this
+            except Exception:  # a template may raise anything
                 self._ends[kind, count] = None
         return self._ends[kind, count] is not None
 
@@ -197,8 +197,8 @@ class ChatFrames(Frames):
     def _pieces(
         self, skeleton: _Skeleton, messages: Sequence[Message]
     ) -> Iterator[tuple[list[int], PromptVision | None]]:
-        """The tokens of the small conversation in pieces, and what is seen in each: one piece, or, where a text spells
-        a control token, that text apart and what the template writes around it."""
+        """Yield the tokens of the small conversation in pieces, with the vision inputs of each: one piece, or, where a
+        text spells a control token, that text apart from what the template writes around it."""
         images = [image for message in messages for image in images_of_content(message["content"])]
         texts = [text for message in messages for text in texts_of_content(message["content"])]
         apart = any(token in text for text in texts for token in self._control)
@@ -226,7 +226,7 @@ class ChatFrames(Frames):
             )
 
     def _check_apart(self, image: ImageRef) -> None:
-        """Whether an image has the tokens that it has beside another one, found out once."""
+        """Check once that two images have twice the tokens of one."""
         if self._apart:
             return
         assert self._processor is not None
@@ -245,7 +245,7 @@ class ChatFrames(Frames):
         self._apart = True
 
     def _seen(self, text: str, images: list[ImageRef]) -> tuple[list[int], PromptVision | None]:
-        """Tokens of a text, and what is seen in it; its images are taken from those that are given."""
+        """Return the tokens of a text with its vision inputs; its images are removed from `images`."""
         assert self._processor is not None
         count = self._processor.places(text)
         if not count:
@@ -272,17 +272,17 @@ class ChatFrames(Frames):
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    # ------------------------------------------------------------------ the template is tried
+    # ------------------------------------------------------------------ trying the template
 
     def _tried(self, kind: Kind) -> _Skeleton:
-        """The first skeleton that the template renders whole."""
+        """Return the first skeleton that the template renders whole."""
         why = ""
         for skeleton in self._skeletons_of(kind):
             try:
                 text = self._rendered(skeleton, _probes(kind, 1))
             except ConfigError:
                 raise
-            except Exception as error:  # a template is a program: whatever it raises, it cannot render this
+            except Exception as error:  # a template may raise anything
                 why = why or f"it refuses them: {excerpt(str(error), 200)}"
                 continue
             if _ALPHA not in text:
@@ -303,7 +303,8 @@ class ChatFrames(Frames):
         return (_Skeleton(kind, "mapping"), _Skeleton(kind, "text"))
 
     def _ends_before(self, skeleton: _Skeleton, count: int) -> int:
-        """EOS tokens before the one that ends the assistant's turn, in a rendering of so many answers."""
+        """Return the number of EOS tokens before the one that ends the assistant's turn, in a rendering of `count`
+        replies."""
         text = self._rendered(skeleton, _probes(skeleton.kind, count))
         alpha = text.rindex(_ALPHA) + len(_ALPHA)
         beta = text.index(_BETA, alpha)
@@ -322,20 +323,20 @@ class ChatFrames(Frames):
 
 @dataclass(frozen=True)
 class _Skeleton:
-    """How a template wants the turn that is answered."""
+    """The form in which a template takes the turn that is answered."""
 
     kind: Kind
     arguments: Literal["mapping", "text"] | None = None
-    """How it wants the arguments of a call, text being JSON; None: the turn has no calls beside what it says."""
+    """Form of the arguments of a call, text being JSON; None: the turn has no calls beside its content."""
     escapes: bool = False
-    """Whether the template writes an answer as the inside of a JSON string."""
+    """True if the template writes a reply as the inside of a JSON string."""
 
     def written(self, text: str) -> str:
-        """What the template makes of the text of an answer."""
+        """Return the text of a reply as the template writes it."""
         return json.dumps(text, ensure_ascii=False)[1:-1] if self.escapes else text
 
     def turn(self, answers: Sequence[Message]) -> Message:
-        """The assistant's, with a call for each answer of a tool."""
+        """Return the assistant's turn, with a call for each reply of a tool."""
         if self.arguments is None:
             return {"role": "assistant", "content": _ALPHA}
         calls = []
@@ -350,7 +351,7 @@ class _Skeleton:
 
 
 def template_name(tokenizer: Any) -> str:
-    """What messages call the chat template by."""
+    """Return the name of the chat template for messages."""
     model = getattr(tokenizer, "name_or_path", "")
     return f"chat template of {model}" if model else "chat template"
 
@@ -361,9 +362,9 @@ def check_tools_are_told(
     """Refuse a chat template that does not tell the policy of the tools.
 
     Args:
-        tokenizer: Of the policy, with its chat template.
-        tools: Their schemas.
-        chat_template_kwargs: What prompts are rendered with, the tools among them.
+        tokenizer: Tokenizer of the policy, with its chat template.
+        tools: Schemas of the tools.
+        chat_template_kwargs: Arguments that prompts are rendered with, the tools among them.
 
     Raises:
         ConfigError: the name of one is not in what it renders.
@@ -383,12 +384,12 @@ def _probes(kind: Kind, count: int) -> list[Message]:
 
 
 def _with_call(message: Message, number: int) -> Message:
-    """A tool's answer with the id of its call."""
+    """Return a tool's reply with the id of its call."""
     return {"tool_call_id": _call_id(number), **message} if message["role"] == "tool" else dict(message)
 
 
 def _with_ids(messages: Sequence[Message], *, text_arguments: bool) -> Iterator[Message]:
-    """The messages of a conversation with an id for each call and each answer of a tool, counted in their turn."""
+    """Yield the messages of a conversation with an id for each call and each tool's reply, counted in their turn."""
     answers = 0
     for message in messages:
         if message["role"] == "tool":
@@ -408,12 +409,12 @@ def _call(call: Message, number: int, text_arguments: bool) -> Message:
 
 
 def _call_id(number: int) -> str:
-    """Nine letters and digits, as Mistral's templates want them."""
+    """Return an id of nine letters and digits, as Mistral's templates require."""
     return f"call{number:05d}"
 
 
 def _joined_seen(messages: Sequence[Message]) -> Message:
-    """All answers as one message: their contents, a line each."""
+    """Join all replies into one message: their contents, a line each."""
     parts: list[dict[str, Any]] = []
     for message in messages:
         content = message["content"]
@@ -427,6 +428,6 @@ def _joined(messages: Sequence[Message]) -> Message:
 
 
 def literal_ids(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of a text in which control tokens are what they look like."""
+    """Return the tokens of a text in which control tokens are literal text."""
     settings = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     return list(tokenizer(text, **settings)["input_ids"]) if text else []

@@ -23,7 +23,9 @@ from lit_rl.process_state import process_kept
 
 _WORKER_MODULES = [
     "lit_rl.data.checks",
-    *(f"lit_rl.environments.{name}" for name in ("colours", "spaces", "text_game")),
+    "lit_rl.environments.colours",
+    "lit_rl.environments.spaces",
+    "lit_rl.environments.text_game",
 ]
 
 
@@ -31,8 +33,8 @@ class GymnasiumEnvironment(EnvironmentFactory):
     """Environments that are registered with gymnasium, of which every episode gets a new one.
 
     Args:
-        id: Of the environment, such as ``FrozenLake-v1``; ``package:Name-v0`` imports the package that registers it.
-        options: What ``gymnasium.make`` is given beside the id.
+        id: Id of the environment, such as ``FrozenLake-v1``; ``package:Name-v0`` imports the package that registers it.
+        options: Further arguments of ``gymnasium.make``.
         actions: Words for the actions of a `Discrete` space, in the order of their numbers; empty: the policy writes
             the number.
         observation: ``value``: the policy reads the observation. ``render``: it reads what the environment renders as
@@ -40,7 +42,7 @@ class GymnasiumEnvironment(EnvironmentFactory):
         read: A function from the text of a turn to an action, or its path, ``./file.py:name``. It raises `ValueError`
             or gives None where there is none.
         show: A function from an observation to the text that the policy reads, or its path.
-        limits: What every `EnvironmentFactory` takes.
+        limits: Further arguments of `EnvironmentFactory`.
 
     Raises:
         BackendError: gymnasium, or what the environment needs beside it, is not installed.
@@ -73,7 +75,7 @@ class GymnasiumEnvironment(EnvironmentFactory):
             if observation == "value":
                 self._show = shown_by(made, _function(show, "env.show"), self._name)
             self._check_begins(made)
-        self._options = {"disable_env_checker": True, **self._options}  # it was looked at, by the checker too
+        self._options = {"disable_env_checker": True, **self._options}  # the probe ran the checker already
         described = UserClass(self.made, self._name, "step")
         if self.pool is not None:
             keywords = {"id": id, "options": self._options, "words": list(actions), "rendered": observation == "render"}
@@ -88,7 +90,7 @@ class GymnasiumEnvironment(EnvironmentFactory):
         return self._kinds
 
     def made(self) -> TextGame:
-        """A new environment. To be closed."""
+        """Return a new environment. The caller closes it."""
         return TextGame(_gymnasium().make(self._name, **self._options), self.actions, self._show)
 
     def _check_begins(self, made: Any) -> None:
@@ -96,7 +98,7 @@ class GymnasiumEnvironment(EnvironmentFactory):
         try:
             observation, _ = made.reset(seed=0)
             begins = self._show(made, observation)
-        except Exception as error:  # the environment's, or of the user's function
+        except Exception as error:  # of the environment, or of the user's function
             raise ConfigError(f"env: {self._name!r} cannot begin: {type(error).__name__}: {error}.") from error
         if not isinstance(begins, str):
             raise ConfigError(f"env.show made {excerpt(repr(begins))} of an observation, which is no text.")
@@ -120,7 +122,7 @@ def _function(function: str | Callable[..., Any] | None, key: str) -> Callable[.
 
 
 def _place(function: str | Callable[..., Any] | None, key: str) -> Place | None:
-    """Where a worker finds a function."""
+    """Return the path by which a worker finds a function."""
     if function is None:
         return None
     _, target = target_of(function, key)
@@ -137,7 +139,7 @@ def _gymnasium() -> ModuleType:
 
 @contextlib.contextmanager
 def _looked_at(id: str, options: Mapping[str, Any]) -> Iterator[Any]:
-    """One environment, closed afterwards."""
+    """Yield one environment, closed afterwards."""
     gymnasium = _gymnasium()
     try:
         made = gymnasium.make(id, **options)
@@ -148,7 +150,7 @@ def _looked_at(id: str, options: Mapping[str, Any]) -> Iterator[Any]:
             f"env.id={id!r} is no environment of gymnasium ({error}).{did_you_mean(id, gymnasium.registry)} Registered "
             f"are {', '.join(_newest(gymnasium.registry))}. Others are registered by a package: env.id=package:Name-v0."
         ) from error
-    except Exception as error:  # whatever the environment makes of its options
+    except Exception as error:  # an environment may raise anything for its options
         raise ConfigError(
             f"env.id={id!r} with env.options={dict(options)} cannot be made: {type(error).__name__}: {error}."
         ) from error
@@ -163,7 +165,7 @@ def _looked_at(id: str, options: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _newest(registry: Mapping[str, Any]) -> list[str]:
-    """The ids, of each name the highest version."""
+    """Return the ids of the highest version of each name."""
     newest: dict[tuple[Any, str], Any] = {}
     for spec in registry.values():
         newest[spec.namespace, spec.name] = max(

@@ -21,7 +21,7 @@ class FunctionTools(EnvironmentFactory):
     Args:
         functions: Typed functions with a Google docstring, sync or async, or their paths, ``package.module:name`` or
             ``./file.py:name``.
-        limits: What every `EnvironmentFactory` takes.
+        limits: Further arguments of `EnvironmentFactory`.
 
     Raises:
         ConfigError: no function, two of one name, or one that cannot be described to the policy.
@@ -53,9 +53,9 @@ def toolbox_of(functions: Functions, key: str, pool: Pool | None = None) -> Tool
     """Return the tools that functions or their paths stand for.
 
     Args:
-        functions: Of the user.
-        key: The setting that they came with, for messages.
-        pool: Of the workers that run them; None: they run in this process.
+        functions: Functions of the user.
+        key: Name of the setting, for messages.
+        pool: Pool of the workers that run them; None: they run in this process.
 
     Raises:
         ConfigError: see `Toolbox`; or a function is to run in a worker and was given as an object.

@@ -22,7 +22,7 @@ class GuessNumber:
         self.number = random.Random(seed).randint(0, highest)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, int]]:
-        """Gymnasium's five: observation, reward, terminated, truncated, info."""
+        """Return gymnasium's five values: observation, reward, terminated, truncated, info."""
         guess = int(action) if re.fullmatch(r"\d{1,3}", action) else None
         right = guess == self.number
         hint = "?=" if guess is None else ">=" if guess < self.number else "<="
@@ -30,16 +30,16 @@ class GuessNumber:
 
 
 class GuessDemonstrations(GameDemonstrations):
-    """Games that were played by someone who reads the hints and guesses at random among what they leave:
+    """Games of a player who reads the hints and guesses at random among the numbers they leave:
 
     `{"prompt": "0..9=7<|im_end|><=", "completion": "3"}`, a row for each turn. A policy that imitates them knows the
     form of the game, and wins it as often as chance does; how to halve the range is left to learn.
 
     Args:
-        games: To learn from, 1 or more.
-        turns: Of a game at most, 1 or more.
+        games: Number of games, 1 or more.
+        turns: Longest game, in turns, 1 or more.
         end: The text of the token that ends a turn of the policy.
-        seed: Of the games.
+        seed: Seed of the games.
     """
 
     def __init__(self, games: int = 4000, turns: int = 4, end: str = "<|im_end|>", seed: int = 0) -> None:

@@ -45,7 +45,7 @@ class _Ready:
     frames: Frames
     parser: Parser | None
     template_kwargs: dict[str, Any]
-    """What its prompts are rendered with: its tools among them."""
+    """Arguments that its prompts are rendered with: its tools among them."""
 
 
 class Interaction(EpisodeSource):
@@ -53,12 +53,12 @@ class Interaction(EpisodeSource):
 
     Args:
         factory: Makes the environments.
-        tokenizer: Of the policy.
+        tokenizer: Tokenizer of the policy.
         eos_ids: Every token that ends a turn.
-        chat: Whether prompts are chat messages; else they are texts.
-        template_kwargs: What prompts are rendered with, of the data.
-        journal: Of the run; None: what is answered is written down nowhere.
-        processor: Of a policy over images; None: it reads text.
+        chat: True if prompts are chat messages, not texts.
+        template_kwargs: Arguments that prompts are rendered with, of the data.
+        journal: Journal of the run; None: replies are written nowhere.
+        processor: Processor of a policy over images; None: it reads text.
         max_image_pixels: Width times height of an image that a tool or an environment returns, at most.
 
     Raises:
@@ -83,9 +83,9 @@ class Interaction(EpisodeSource):
         self._chat, self._template_kwargs = chat, dict(template_kwargs)
         self._ready = {name: self._made_ready(kind, {}) for name, kind in factory.kinds.items()}
         self._ready_of_rows: dict[tuple[str, str], _Ready] = {}
-        """Of the latest rows with arguments of the chat template of their own, by the kind and these."""
+        """Prepared kinds of the latest rows with chat template arguments of their own, by the kind and these."""
         self._tools_of_rows = 0
-        """Tokens of the longest tools that such a row was told of."""
+        """Tokens of the longest tools of such a row."""
         self._reading = Reading(
             self._text,
             self._thought,
@@ -109,18 +109,18 @@ class Interaction(EpisodeSource):
             self.journal.saved(rollout)
 
     def forget(self) -> None:
-        """What the journal holds of the rollout at hand is asked for anew when the run goes on."""
+        """Forget the journal of the current rollout: its replies are requested again when the run goes on."""
         if self.journal is not None:
             self.journal.forget()
 
     @property
     def max_image_pixels(self) -> int | None:
-        """Of an image that a tool or an environment returns, at most; None: the policy reads text."""
+        """Largest image that a tool or an environment may return, in pixels; None: the policy reads text."""
         return self._reading.max_image_pixels
 
     @property
     def parsers(self) -> dict[str, Parser | None]:
-        """What reads calls of tools, by the kind of environment; None where there are none."""
+        """Parsers of tool calls, by the kind of environment; None where it has no tools."""
         return {name: ready.parser for name, ready in self._ready.items()}
 
     # ------------------------------------------------------------------ lengths
@@ -152,7 +152,7 @@ class Interaction(EpisodeSource):
         of_group = [key for key in asked.keys for _ in range(asked.group_size)]
         seeds = request.row_keys if self.factory.seed == "sample" else of_group
         journal = None
-        if self.journal is not None and request.batch.rollout >= 0:  # validations are drawn again
+        if self.journal is not None and request.batch.rollout >= 0:  # validations are not journaled
             journal = self.journal.request(request.batch.rollout, request)
         with ExitStack() as closes:
 
@@ -166,7 +166,7 @@ class Interaction(EpisodeSource):
             try:
                 opened, conversations = request.agree(begun)
             except GenerationError:
-                self.forget()  # what began wrongly is asked anew when it is mended
+                self.forget()  # a fixed environment must not replay a wrong beginning
                 raise
             told = replace(asked, token_ids=[each.ids for each in opened], responder=conversations)
             if any(each.seen is not None for each in opened):
@@ -197,9 +197,9 @@ class Interaction(EpisodeSource):
         Args:
             batch: The prompts.
             seeds: One a completion, any integers; the completions of a prompt are neighbours.
-            max_new_tokens: Of one turn.
+            max_new_tokens: Tokens of one turn.
             journal: The part of an episode, by row, occurrence, sample and seed; see `Journal.request`.
-            seen: What the model sees of each prompt; empty: no prompt has images.
+            seen: Vision inputs of each prompt; empty: no prompt has images.
 
         Returns:
             Each prompt as it is opened, and what answers its completions. To be closed.
@@ -289,7 +289,7 @@ class Interaction(EpisodeSource):
             ready = self._made_ready(self.factory.kinds[kind], own)
             self._tools_of_rows = max(self._tools_of_rows, self._tool_tokens(ready))
             if len(self._ready_of_rows) >= _REMEMBERED:
-                del self._ready_of_rows[next(iter(self._ready_of_rows))]  # the one that was asked for longest ago
+                del self._ready_of_rows[next(iter(self._ready_of_rows))]  # least recently used
         self._ready_of_rows[key] = ready
         return ready
 
@@ -315,7 +315,7 @@ class Interaction(EpisodeSource):
         )
         if tools is not None:
             settings["tools"] = tools
-            if not isinstance(parser, RegexParser):  # of a form of call that no template knows, prompts tell
+            if not isinstance(parser, RegexParser):  # prompts themselves describe a custom form of calls
                 check_tools_are_told(self._tokenizer, tools, settings)
         return _Ready(kind, frames, parser, settings)
 

@@ -26,26 +26,26 @@ from lit_rl.images import ImageRef
 
 @dataclass(frozen=True)
 class Entry:
-    """What came of one thing that an environment was asked for."""
+    """The result of one call of an environment."""
 
     given: Any = None
     """An opening, a reply, or a reward."""
     failed: tuple[End, str] | None = None
-    """How the episode ended there, and what went wrong."""
+    """The end of an episode that failed here, and the error."""
 
 
 Name = tuple[int, ...]
-"""Of an episode in its rollout: which request of the rollout, data row, occurrence, sample, seed."""
+"""The name of an episode in its rollout: number of the request, data row, occurrence, sample, seed."""
 _Place = tuple[str, str | None]
 """In an episode: ``reset``, a turn's number or ``reward``, and the digest of the action; None: of any."""
 
 
 class Journal:
-    """The replies of a run.
+    """The journal of a run's replies.
 
     Args:
-        folder: Of the files; made when there is something to write.
-        rank: Of this process. Each writes a file of its own, and reads those of all.
+        folder: Folder of the files; made when there is something to write.
+        rank: Rank of this process. Each writes a file of its own, and reads those of all.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -57,7 +57,7 @@ class Journal:
         self._saved = -1
 
     def request(self, rollout: int, asked: Any) -> Callable[..., EpisodeJournal]:
-        """What names the episodes of one request of a rollout: by row, occurrence, sample and seed.
+        """Return a function that names the episodes of one request of a rollout: by row, occurrence, sample and seed.
 
         Args:
             rollout: Index, 0 or more.
@@ -74,8 +74,8 @@ class Journal:
         return lambda *name: EpisodeJournal(self, (number, *name))
 
     def saved(self, rollout: int) -> None:
-        """A checkpoint that holds this rollout is about to be written. Remove the replies of the rollouts that the
-        checkpoint before it holds: that one is complete, so a resumed run begins behind them."""
+        """Prepare for a checkpoint that holds this rollout. Replies of the rollouts in the checkpoint before it are
+        removed: that one is complete, so a resumed run begins after them."""
         for path in self._folder.glob("rollout_*.rank_*.jsonl"):
             number = path.name.removeprefix("rollout_").partition(".")[0]
             if number.isdigit() and int(number) <= self._saved:
@@ -83,13 +83,13 @@ class Journal:
         self._saved = max(rollout, self._saved)
 
     def forget(self) -> None:
-        """The rollout at hand ends the run: when that goes on, what was answered in it is asked for anew."""
+        """Remove the replies of the current rollout, so that a resumed run requests them again."""
         self._file = None
         self._path.unlink(missing_ok=True)
         self._entries = {}
 
     def known(self, name: Name, place: _Place) -> Entry | None:
-        """What came of it, if it was asked for before."""
+        """Return the entry of a call that was made before; None where there is none."""
         entries = self._entries.get(name, {})
         return entries.get(place) or entries.get((place[0], None))
 
@@ -138,27 +138,27 @@ class Journal:
 
 
 class EpisodeJournal:
-    """The part of one episode.
+    """The journal of one episode.
 
     Args:
-        journal: Of the run.
-        name: Of the episode.
+        journal: Journal of the run.
+        name: Name of the episode.
     """
 
     def __init__(self, journal: Journal, name: Name) -> None:
         self._journal, self._name = journal, name
 
     def known(self, at: str, action: str | None) -> Entry | None:
-        """What came of it before; see `write`."""
+        """Return the entry of a call that was made before; see `write`."""
         return self._journal.known(self._name, (at, _digest(action)))
 
     def write(self, at: str, action: str | None, entry: Entry) -> None:
-        """Write down what came of it.
+        """Write the result of a call.
 
         Args:
             at: ``reset``, the turn's number, or ``reward``.
-            action: What the policy said; None: nothing, or whatever it says.
-            entry: What came of it.
+            action: Action of the policy; None: none, or any.
+            entry: Result of the call.
         """
         self._journal.write(self._name, (at, _digest(action)), entry)
 
@@ -168,19 +168,19 @@ def _digest(action: str | None) -> str | None:
 
 
 def as_json(given: Any) -> str:
-    """An opening, a reply or a reward as a text: equal where they are."""
+    """Return an opening, a reply or a reward as JSON text, equal where they are."""
     return json.dumps(_plain(given), default=repr, sort_keys=True)
 
 
 def _plain(given: Any) -> Any:
-    """A reply as a dict, which shares its values: images in it are still references."""
+    """Return a reply as a dict that shares its values: images in it are still references."""
     if not isinstance(given, Reply):
         return given
     return {each.name: getattr(given, each.name) for each in dataclasses.fields(given)}
 
 
 def _of_image(value: Any) -> dict[str, Any]:
-    """An image as JSON, with its bytes.
+    """Return an image as JSON, with its bytes.
 
     Raises:
         TypeError: it is none.
@@ -199,7 +199,7 @@ def _reply(at: str, given: Any) -> Any:
 
 
 def _with_images(given: Any) -> Any:
-    """Messages or parts with references in the place of images that were written."""
+    """Return messages or parts with references in the place of serialized images."""
     if not isinstance(given, list):
         return given
     found: list[Any] = []
@@ -216,7 +216,7 @@ def _image(written: dict[str, Any]) -> ImageRef:
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:
-    """A system may take less than it is given, where the disk is nearly full."""
+    """Write all bytes: a system may take fewer at a time where the disk is nearly full."""
     while data:
         data = data[file.write(data) or 0 :]
 

@@ -65,7 +65,7 @@ class Gemma4Parser(ScanningParser):
 
 
 def _end(read: Callable[[str, int], tuple[Any, int]], text: str, at: int) -> int | None:
-    """The place behind what a reader reads; None where it cannot."""
+    """Return the place after what a reader reads; None where it cannot."""
     try:
         return read(text, at)[1]
     except UNREADABLE:
@@ -81,7 +81,7 @@ class _Literals:
     unescaped: Callable[[str], str]
 
     def value(self, text: str, at: int) -> tuple[Any, int]:
-        """The value at a place of a text, and the place behind it.
+        """Return the value at a place of a text, and the place after it.
 
         Raises:
             ValueError: there is none.
@@ -103,7 +103,7 @@ class _Literals:
     def pair(
         self, text: str, at: int, assigned: tuple[re.Pattern[str], re.Pattern[str]]
     ) -> tuple[tuple[str, Any], int]:
-        """A key and its value, and the place behind them. The key may go without quotes."""
+        """Return a key and its value, and the place after them. The key may go without quotes."""
         bare, assign = assigned
         at = _behind(_BLANK, text, at)
         if (found := self.quoted.match(text, at)) is not None:
@@ -128,7 +128,7 @@ _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "a
 
 
 def _sequence(text: str, at: int, close: str, one: Callable[[str, int], tuple[T, int]]) -> tuple[list[T], int]:
-    """What stands between commas up to a bracket, and the place behind that."""
+    """Return the items between commas up to a bracket, and the place after it."""
     found: list[T] = []
     at = _behind(_BLANK, text, at)
     while not text.startswith(close, at):

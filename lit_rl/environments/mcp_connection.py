@@ -26,7 +26,8 @@ from lit_rl.rewards.execution.event_loops import BackgroundLoop
 
 if TYPE_CHECKING:
     from mcp import Client
-    from mcp.types import CallToolResult, Tool
+    from mcp.types import CallToolResult
+    from mcp.types import Tool as Listed
 
 _log = logging.getLogger(__name__)
 
@@ -45,23 +46,23 @@ class Lost(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a server is: a process to start, which is spoken to by its stdin and stdout, or an address."""
+    """The address of a server: a process to start, with stdin and stdout as transport, or a URL."""
 
     name: str
-    """For messages."""
+    """Name of the server, for messages."""
     command: Sequence[str]
-    """The words of a process; none where there is an address."""
+    """The command line of a process; empty where there is a URL."""
     env: Mapping[str, str]
     """Variables that the process gets, beside HOME, USER, LOGNAME, SHELL, TERM, and PATH: this one begins with the
     folder of the Python that runs, so that `python` is the same."""
     url: str | None
-    """Of a server that speaks streamable HTTP."""
+    """URL of a server that speaks streamable HTTP."""
     seconds: float
-    """A start may take."""
+    """Time limit of a start."""
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of the process."""
+        """The environment variables of the process."""
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
         return {"PATH": path, **self.env}
 
@@ -82,15 +83,15 @@ class Server:
     """One server. Its process starts when it is first asked.
 
     Args:
-        place: Where it is.
+        place: Address of the server.
     """
 
     def __init__(self, place: Place) -> None:
         self._place = place
         self._session: _Session | None = None
 
-    def tools(self) -> list[Tool]:
-        """What it lists. Blocks this thread.
+    def tools(self) -> list[Listed]:
+        """Return the tools that the server lists. Blocks this thread.
 
         Raises:
             BackendError: it does not start, or does not answer; with its last lines.
@@ -101,7 +102,7 @@ class Server:
             raise BackendError(str(error)) from error
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> CallToolResult:
-        """What a tool gives. Awaited in any event loop.
+        """Call a tool and return its result. Awaited in any event loop.
 
         Raises:
             Lost: the server ended meanwhile, or could not be started again.
@@ -111,7 +112,7 @@ class Server:
 
     # ------------------------------------------------------------------ in the loop of the servers
 
-    async def _tools(self) -> list[Tool]:
+    async def _tools(self) -> list[Listed]:
         session = self._running()
         client, found, cursor = await session.client(), list[Any](), None
         try:
@@ -144,7 +145,7 @@ class Server:
             ) from error
 
     def _running(self) -> _Session:
-        """The server as it runs, or as it is about to."""
+        """Return the running session, started where there is none."""
         if self._session is None or self._session.is_over:
             if self._session is not None:
                 self._session.end_soon()
@@ -157,7 +158,7 @@ class _Session:
     """A server from its start to its end. Made in the loop of the servers, whose members are awaited there.
 
     Args:
-        place: Where it is.
+        place: Address of the server.
     """
 
     def __init__(self, place: Place) -> None:
@@ -173,16 +174,16 @@ class _Session:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, is about to, or could not be started."""
+        """True if it has ended, is about to, or could not be started."""
         return self._task.done() or self._asked_to_end.is_set() or (self._said is not None and self._said.ended)
 
     @property
     def last_lines(self) -> str:
-        """Of its stderr, when it has ended."""
+        """The last lines of its stderr, when it has ended."""
         return "" if self._said is None else f"\nThe last lines of its stderr:{self._said}"
 
     async def client(self) -> Client:
-        """What speaks to it, when it has started.
+        """Return the client of the session, once it has started.
 
         Raises:
             Lost: it could not be started.
@@ -218,10 +219,10 @@ class _Session:
             self._client.set_exception(
                 Lost(f"The MCP server {self._place.name!r} does not start: {why}{self.last_lines}")
             )
-            self._client.exception()  # nobody may have waited for it
+            self._client.exception()  # retrieved here, in case no caller waits for it
 
     def _transport(self) -> Any:
-        """What a client is made of."""
+        """Return the transport for a client."""
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 
@@ -232,7 +233,7 @@ class _Session:
         return stdio_client(process, errlog=self._said.file)
 
     def _heard_alone(self) -> None:
-        """Only the process can write its stderr from now on, so that the end of it is the end of the process."""
+        """Close our end of its stderr, so that the end of the stream is the end of the process."""
         if self._said is not None:
             self._said.file.close()
 
@@ -242,7 +243,7 @@ class _Session:
 
 
 _SESSIONS: set[_Session] = set()
-"""Those that run."""
+"""Sessions that are running."""
 
 
 @atexit.register
@@ -254,7 +255,7 @@ def _end_all() -> None:
 
 
 class _LastLines:
-    """The end of what a process writes to stderr, read as it comes: a pipe that is full would stop it."""
+    """The last lines of a process's stderr, read continuously: a full pipe would block it."""
 
     def __init__(self) -> None:
         read, write = os.pipe()
@@ -265,11 +266,11 @@ class _LastLines:
 
     @property
     def ended(self) -> bool:
-        """Whether nobody can write any more: the process and its children are gone."""
+        """True if the pipe has no writer any more: the process and its children are gone."""
         return not self._thread.is_alive()
 
     def __str__(self) -> str:
-        self._thread.join(1.0)  # what a process wrote last is on its way
+        self._thread.join(1.0)  # the last lines may still be in the pipe
         return "".join(f"\n    {line}" for line in self._lines) or "\n    (nothing)"
 
     def _read(self, read: int) -> None:
@@ -279,7 +280,7 @@ class _LastLines:
 
 
 def _told(error: BaseException) -> str:
-    """What went wrong, in words: task groups wrap errors into groups of them."""
+    """Return an error in words: task groups wrap errors into groups of them."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):

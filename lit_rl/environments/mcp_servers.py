@@ -36,8 +36,8 @@ class MCPTools(EnvironmentFactory):
     Args:
         command: The words that start the one server there is, ``[python, ./server.py]``.
         servers: Several servers by name, in its place. Each has ``command`` or ``url``, of streamable HTTP; ``env``,
-            variables of the process; and ``tools``, the names of those that the policy is told of. All, without it.
-        limits: What every `EnvironmentFactory` takes. A start may take ``step_timeout`` too.
+            variables of the process; and ``tools``, the names of those that the policy may call. All, without it.
+        limits: Further arguments of `EnvironmentFactory`. A start may take ``step_timeout`` too.
 
     Raises:
         BackendError: the package mcp is not installed.
@@ -98,10 +98,10 @@ class _Asked:
     """A server as the config describes it.
 
     Args:
-        key: Of the config.
-        name: Of the server.
-        described: Its keys.
-        seconds: A start may take.
+        key: Key of the config.
+        name: Name of the server.
+        described: The keys of the config.
+        seconds: Time limit of a start.
 
     Raises:
         ConfigError: a key is unknown, or of a wrong type; there is neither a command nor a url, or both.
@@ -117,7 +117,7 @@ class _Asked:
         self._server = Server(place)
 
     def tools(self) -> list[_ServerTool]:
-        """Of the server; of these those that were chosen, in the order of the server.
+        """Return the chosen tools of the server, in the order of the server.
 
         Raises:
             BackendError: it does not start.
@@ -140,9 +140,9 @@ class _ServerTool(Tool):
     """One tool of a server.
 
     Args:
-        server: Its name.
-        connection: To it.
-        listed: What it says of the tool.
+        server: Name of the server.
+        connection: Connection to the server.
+        listed: The server's description of the tool.
 
     Raises:
         ConfigError: its arguments are described by what is no JSON Schema.
@@ -159,7 +159,7 @@ class _ServerTool(Tool):
                 f"The MCP server {server!r} describes the arguments of its tool {listed.name!r} by what is no JSON "
                 f"Schema: {excerpt(error.message)}."
             ) from error
-        # Arguments that nobody asked for are wrong, unless the schema speaks of them; and no schema is fetched.
+        # Unknown arguments are errors unless the schema allows them, and no remote schema is fetched.
         strict = parameters if "additionalProperties" in parameters else {"unevaluatedProperties": False, **parameters}
         function = {"name": listed.name, "description": listed.description or "", "parameters": parameters}
         super().__init__({"type": "function", "function": function}, kind(strict, registry=Registry()))
@@ -172,8 +172,8 @@ class _ServerTool(Tool):
         try:
             result = await self._connection.call(self.name, arguments)
         except Lost:
-            raise  # the episode fails: it is nothing that the policy did
-        except Exception as error:  # of the package: the server says that the call is wrong, or gives what it may not
+            raise  # not the policy's fault: the episode fails
+        except Exception as error:  # of `mcp`: the server rejects the call, or its result is invalid
             return ToolAnswer(writable(f"error: {self.name}: {error}"), failed=True)
         shows = any(part.type == "image" for part in result.content)
         if shows and IMAGE_LIMIT.get() is not None and not result.is_error:
@@ -183,14 +183,14 @@ class _ServerTool(Tool):
 
 
 def _text(result: CallToolResult) -> str:
-    """What a tool gave, as the policy reads it: texts one under the other, and all else in words."""
+    """Return a tool's result as the policy reads it: texts one under the other, and all else described in words."""
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(map(_part, result.content))
 
 
 def _seen(content: Any) -> dict[str, Any]:
-    """A part of what a tool gave to a policy that sees."""
+    """Return a part of a tool's result for a policy over images."""
     if content.type != "image":
         return {"type": "text", "text": _part(content)}
     return {"type": "image", "image": base64.b64decode(content.data)}
@@ -245,12 +245,12 @@ def _check(key: str, described: Any) -> None:
 
 
 def _are_words(values: Any) -> bool:
-    """Texts, or numbers as YAML reads them."""
+    """Tell whether a value is a list of words: texts, or numbers as YAML reads them."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         return False
     return all(isinstance(each, (str, int, float)) and not isinstance(each, bool) for each in values)
 
 
 def _list(value: Any) -> Any:
-    """For a message, without the class of the config's lists."""
+    """Return a value for a message, without the class of the config's lists."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -84,12 +84,12 @@ class DeepSeekV3Parser(ScanningParser):
 
 
 def named_call(name: str, arguments: str, text: str) -> Call:
-    """A call of a name with arguments that are JSON.
+    """Return a call of a name with arguments that are JSON.
 
     Args:
-        name: Of the tool.
+        name: Name of the tool.
         arguments: A JSON object, as text.
-        text: All that was written of the call, for what is wrong with it.
+        text: The whole text of the call, for errors.
     """
     try:
         read = json.loads(arguments)

@@ -1,4 +1,4 @@
-"""What a tool or an environment gave, as the content of a message: a text, or parts of texts and images.
+"""Results of tools and environments as the content of a message: a text, or parts of texts and images.
 
 Images are read as those of the data are, with the same limits, and are held as references with their encoded bytes.
 A string is never one: what a tool says must not open files.
@@ -20,19 +20,19 @@ from lit_rl.rewards.workers.plain_values import number_of
 from lit_rl.videos import VideoRef
 
 Content = str | list[dict[str, Any]]
-"""Of a message: a text, or parts: ``{"type": "text", "text": ...}``, or ``{"type": "image", "image": ...}`` with an
-`ImageRef`."""
+"""The content of a message: a text, or parts: ``{"type": "text", "text": ...}``, or ``{"type": "image", "image": ...}``
+with an `ImageRef`."""
 
 IMAGE_LIMIT: ContextVar[int | None] = ContextVar("image_limit", default=None)
 """Width times height that an image of the environment at hand may have; None: the policy reads text."""
 
 
 class UnusableImage(NoReply):
-    """What was given as an image is none, or is too large: the episode fails."""
+    """The error for a result that is no usable image, or too large: the episode fails."""
 
 
 def content_of(result: Any, who: str) -> Content:
-    """What a tool or an environment gave, as the policy sees it.
+    """Return the result of a tool or an environment as the policy reads it.
 
     An image is a PIL image, the encoded bytes of one, or an `ImageRef`, by itself or as the ``image`` of a part
     ``{"type": "image", "image": ...}``. A list that has one is content: images and parts, those of text as
@@ -54,23 +54,23 @@ def content_of(result: Any, who: str) -> Content:
 
 
 def shows(given: Any) -> bool:
-    """Whether it is an image, or a list with one: for a policy that sees, bytes are one too."""
+    """Tell whether a value is an image, or a list with one. For a policy over images, bytes count too."""
     parts = given if isinstance(given, list | tuple) else [given]
     return any(_is_image(part) or (isinstance(part, bytes) and IMAGE_LIMIT.get() is not None) for part in parts)
 
 
 def images_of_content(content: Any) -> list[ImageRef]:
-    """The images that are seen in a message's content, in their order."""
+    """Return the images in a message's content, in their order."""
     return [part["image"] for part in content if "image" in part] if isinstance(content, list) else []
 
 
 def texts_of_content(content: Content) -> list[str]:
-    """The texts in a message's content, in their order."""
+    """Return the texts in a message's content, in their order."""
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 def with_texts(content: Content, texts: Sequence[str]) -> Content:
-    """The content with other texts in the places of its own."""
+    """Return the content with other texts in the places of its own."""
     if isinstance(content, str):
         (text,) = texts
         return text
@@ -79,7 +79,7 @@ def with_texts(content: Content, texts: Sequence[str]) -> Content:
 
 
 def bare(content: Content) -> Content:
-    """The content as chat templates know it: image parts hold nothing."""
+    """Return the content for chat templates: image parts without payload."""
     return content if isinstance(content, str) else [{"type": "image"} if "image" in part else part for part in content]
 
 
@@ -141,7 +141,7 @@ def refuse_images(given: Any, who: str) -> None:
     As JSON the policy would read the words of a part, and see nothing.
 
     Raises:
-        ImageReturned: names what came.
+        ImageReturned: names the value.
     """
     parts = given if isinstance(given, list | tuple) else [given]
     if (image := next((part for part in parts if _is_image(part)), None)) is not None:
@@ -163,7 +163,7 @@ def _refuse_videos(given: Any, who: str) -> None:
 
 
 def _is_image(value: Any) -> bool:
-    if isinstance(value, Mapping):  # a part of a message, and nothing that merely has a type
+    if isinstance(value, Mapping):  # a part of a message, not any mapping with a type
         return value.get("type") in ("image", "image_url") and value.keys() <= _IMAGE_KEYS
     bytes_ = str(getattr(value, "dtype", "")).endswith("uint8")
     return (bytes_ and value.ndim == _DIMENSIONS) or isinstance(value, ImageRef) or is_pillow(value)
@@ -176,12 +176,12 @@ _DIMENSIONS = 3
 
 
 def writable(text: str) -> str:
-    """Without halves of characters, which no file can hold."""
+    """Replace lone surrogates, which no file can hold."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _words(value: Any) -> str:
     try:
         return excerpt(repr(value), 80)
-    except Exception:  # of an integer with thousands of digits there is no repr
+    except Exception:  # repr of an integer with thousands of digits fails
         return f"a {type(value).__name__}"

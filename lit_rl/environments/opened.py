@@ -1,4 +1,4 @@
-"""Prompts as their episodes begin with them: told of the tools, and of what the environment says first."""
+"""Prompts as their episodes begin: with tools, and with the first observation of the environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lit_rl.vision import PromptVision
 
 
 class CannotBegin(Exception):
-    """The prompt cannot be told what its environment began with: its episodes fail, and the message says why."""
+    """The error for a first observation that cannot be added to the prompt: the episodes fail with its message."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ class OpenedPrompt:
     prompt: Prompt
     ids: list[int]
     seen: PromptVision | None
-    """What the model sees beside the tokens. None: the prompt shows no image."""
+    """The model's vision inputs. None: the prompt shows no image."""
 
 
 class PromptOpener:
-    """Renders prompts anew, where their episodes begin with more than the data say.
+    """A renderer of prompts whose episodes begin with more than the data hold.
 
     A prompt that shows images is processed again as a whole, so that its placeholders are expanded as those of the data
     were.
 
     Args:
-        tokenizer: Of the policy.
-        processor: Of a policy over images; None: it reads text.
-        shortened: A text cut to so many tokens, which says that it was.
+        tokenizer: Tokenizer of the policy.
+        processor: Processor of a policy over images; None: it reads text.
+        shortened: Function that cuts a text to a number of tokens, and marks the cut.
         most: Tokens that an environment may begin with.
 
     Raises:
@@ -65,7 +65,7 @@ class PromptOpener:
             _refuse_spelled_placeholders(tokenizer, processor)
 
     def told(self, plain: OpenedPrompt, where: str, template_kwargs: Mapping[str, Any]) -> OpenedPrompt:
-        """The prompt of a row, told of its tools."""
+        """Return the prompt of a row, rendered with its tools."""
         if not template_kwargs.get("tools"):
             return plain
         return self._rendered(plain.prompt, plain.seen, where, template_kwargs)
@@ -73,13 +73,13 @@ class PromptOpener:
     def begun(
         self, plain: OpenedPrompt, opening: str | Sequence[Message], where: str, template_kwargs: Mapping[str, Any]
     ) -> OpenedPrompt:
-        """The prompt with what the environment begins with, in which control tokens are text.
+        """Return the prompt with the first observation, in which control tokens are text.
 
         Args:
             plain: Told of its tools.
             opening: Goes on the end of the last message, or behind the messages.
             where: The prompt, for messages.
-            template_kwargs: What it is rendered with.
+            template_kwargs: Arguments that it is rendered with.
 
         Raises:
             CannotBegin: the environment begins with too much, with a control token beside images, or with an image that
@@ -110,7 +110,7 @@ class PromptOpener:
         written = next((token for token in self._control for part in parts if token in part), None)
         if written is None:
             return self._rendered(opened, plain.seen, where, template_kwargs, images)
-        if plain.seen is not None or images:  # a processor makes tokens of a whole text: nothing can stand apart in it
+        if plain.seen is not None or images:  # a processor tokenises whole texts only
             raise CannotBegin(
                 f"what it began with holds the text {written!r}, a control token of the policy, which a prompt with "
                 "images cannot hold: let reset return other words"
@@ -127,7 +127,7 @@ class PromptOpener:
         template_kwargs: Mapping[str, Any],
         given: tuple[ImageRef, ...] = (),
     ) -> OpenedPrompt:
-        """The prompt as the policy reads it, with images that its environment began with behind those of the data."""
+        """Return the prompt as the policy reads it, with images of the first observation after those of the data."""
         how = {"where": where, "chat_template_kwargs": template_kwargs, "control": self._control}
         if isinstance(prompt, str) or (seen is None and not given):
             return OpenedPrompt(prompt, encode_prompt(self._tokenizer, prompt, **how), None)
@@ -153,7 +153,7 @@ class PromptOpener:
     def _ids_around(
         self, marked: list[Message], marks: Sequence[str], parts: Sequence[str], template_kwargs: Mapping[str, Any]
     ) -> list[int]:
-        """The tokens of a rendering in which each mark is a text that is tokenised apart."""
+        """Return the tokens of a rendering in which each mark is replaced by a text that is tokenised apart."""
         settings = {"tokenize": False, "add_generation_prompt": True, **template_kwargs}
         text, ids = str(apply_chat_template(self._tokenizer, marked, **settings)), list[int]()
         for mark, part in zip(marks, parts):
@@ -164,19 +164,19 @@ class PromptOpener:
 
 
 def _is_end(opening: str | Sequence[Message]) -> bool:
-    """Whether it goes on the end of the prompt's last message: a text, or parts, which have no role."""
+    """Tell whether an opening goes on the end of the prompt's last message: a text, or parts, which have no role."""
     return isinstance(opening, str) or "role" not in opening[0]
 
 
 def _contents(opening: str | Sequence[Message]) -> list[Content]:
-    """What the environment begins with, a message each."""
+    """Return the contents of the first observation, one a message."""
     if isinstance(opening, str):
         return [opening]
     return [list(opening)] if _is_end(opening) else [message["content"] for message in opening]
 
 
 def _with_texts(prompt: list[Message], opening: str | Sequence[Message], texts: Sequence[str]) -> list[Message]:
-    """The messages with texts in the place of those that the environment begins with."""
+    """Return the messages with `texts` in the place of those of the first observation."""
     new, contents = iter(texts), list[Content]()
     for content in _contents(opening):
         contents.append(with_texts(content, [next(new) for _ in texts_of_content(content)]))
@@ -187,7 +187,7 @@ def _with_texts(prompt: list[Message], opening: str | Sequence[Message], texts: 
 
 
 def _ending(content: Content, more: Content) -> Content:
-    """What a message says, with more on its end."""
+    """Return a message's content with more on its end."""
     if not isinstance(more, str):
         return [*([{"type": "text", "text": content}] if isinstance(content, str) else content), *more]
     text = more
@@ -200,7 +200,7 @@ def _ending(content: Content, more: Content) -> Content:
 
 
 def _refuse_spelled_placeholders(tokenizer: Any, processor: Processor) -> None:
-    """What a tool or an environment says may spell a placeholder, and must not become one."""
+    """Refuse a tokenizer that makes placeholders of plain text: replies of tools and environments may spell one."""
     for token in processor.placeholders:
         text = str(tokenizer.decode([token]))
         if token in literal_ids(tokenizer, text):

@@ -54,7 +54,7 @@ _TOLD = {
     "<|python_tag|>": "llama3",
     "'\"parameters\": '": "llama3",
 }
-"""What a chat template says of calls of this form in its source, where it does not render them itself."""
+"""Marks in the source of a chat template that describes calls of a form, where it does not render them itself."""
 
 _AS_IT_IS: Mapping[str, Any] = MappingProxyType({})
 """A chat template without arguments."""
@@ -78,12 +78,12 @@ _PROBE_SCHEMA = {
 
 
 def check_parser(name: str, pattern: str | None, prefix: str = "") -> None:
-    """Whether there is such a parser, and whether it reads a pattern where one is given.
+    """Check that there is such a parser, and that it reads a pattern where one is given.
 
     Args:
         name: One of `PARSERS`, or ``auto``.
-        pattern: Of ``regex``, or None.
-        prefix: What stands before the names of the two settings, such as ``env.``.
+        pattern: Pattern of ``regex``, or None.
+        prefix: Prefix of the names of the two settings, such as ``env.``.
 
     Raises:
         ConfigError: otherwise.
@@ -103,15 +103,15 @@ def parser_for(
     pattern: str | None,
     template_kwargs: Mapping[str, Any] | None = _AS_IT_IS,
 ) -> Parser:
-    """The parser of a name, or the one that fits a tokenizer; it knows how thoughts are marked.
+    """Return the parser of a name, or the one that fits a tokenizer, with its marks of thoughts.
 
     Args:
         name: One of `PARSERS`, or ``auto``: by the tokenizer's ``response_template``; else the first that reads back
             a call which its chat template renders; else by what the chat template tells the model to write.
-        tokenizer: Of the policy.
-        schemas: Of the tools.
-        pattern: Of ``regex``; None is `PYTHON_CALL`.
-        template_kwargs: What prompts are rendered with; None: prompts are plain texts.
+        tokenizer: Tokenizer of the policy.
+        schemas: Schemas of the tools.
+        pattern: Pattern of ``regex``; None is `PYTHON_CALL`.
+        template_kwargs: Arguments that prompts are rendered with; None: prompts are plain texts.
 
     Raises:
         ConfigError: ``auto``, and nothing says how the model writes calls.
@@ -141,13 +141,13 @@ def _parser(
 
 
 def rendered_call(tokenizer: Any, call: ToolCall, schemas: Schemas) -> Iterator[str]:
-    """The turn that calls a tool, as the chat template writes it: up to each of its control tokens, as one of them ends
-    it, and then the whole of it. Nothing where the template renders no calls.
+    """Yield the turn that calls a tool, as the chat template writes it: up to each of its control tokens, as one of
+    them ends it, and then the whole turn. Nothing where the template renders no calls.
 
     Args:
-        tokenizer: With a chat template.
-        call: What is called.
-        schemas: Of the tools that the template tells of; may be none.
+        tokenizer: Tokenizer with a chat template.
+        call: The call.
+        schemas: Schemas of the tools that the template renders; may be none.
     """
     for arguments in (dict(call.arguments), json.dumps(dict(call.arguments))):
         function = {"name": call.name, "arguments": arguments}
@@ -161,7 +161,7 @@ def rendered_call(tokenizer: Any, call: ToolCall, schemas: Schemas) -> Iterator[
             whole = apply_chat_template(tokenizer, [*asked, said], **settings)
         except ConfigError:
             raise
-        except Exception:  # a template is a program: whatever it raises, it cannot render this
+        except Exception:  # a template may raise anything
             continue
         goes_on = whole.startswith(begun)
         turn = whole[len(begun if goes_on else before) :]

@@ -19,12 +19,12 @@ from lit_rl.environments.tools import ToolCall
 from lit_rl.errors import ConfigError
 
 UNREADABLE = (ValueError, RecursionError)
-"""What reading raises: the second of lists in lists in lists."""
+"""Errors of reading: `RecursionError` comes of deeply nested lists."""
 
 
 @dataclass(frozen=True)
 class BadCall:
-    """What was meant as a call and cannot be read."""
+    """A call that cannot be read."""
 
     text: str
     why: str
@@ -65,10 +65,10 @@ class Parser(ABC):
     """A reader of calls in the text of a turn, control tokens included but for those that ended it."""
 
     thoughts = Thoughts()
-    """How thoughts are marked, and whether a response begins in one. `parser_for` asks the chat template."""
+    """Marks of thoughts, and whether a response begins in one. `parser_for` takes them from the chat template."""
 
     def parse(self, text: str) -> ParsedTurn:
-        """The calls in the order in which they were written, and the rest."""
+        """Return the calls in the order in which they were written, and the other text."""
         pieces = list(self.pieces(text))
         calls = tuple(_writable(call) for piece in pieces for call in piece.calls)
         return ParsedTurn(self._content([piece for piece in pieces if piece.kind != "calls"]).strip(), calls)
@@ -90,7 +90,7 @@ class ScanningParser(Parser):
     """
 
     def pieces(self, text: str) -> Iterator[Piece]:
-        """The thoughts, the calls and what else is said."""
+        """Yield thoughts, calls and other text."""
         at = 0
         if text and (close := self.thoughts.begun) is not None:
             at = self.thoughts.end(text, 0, close)
@@ -111,12 +111,12 @@ class ScanningParser(Parser):
 
     @abstractmethod
     def _find(self, text: str, at: int, thought: int) -> Found | None:
-        """The next calls, which may stand in a thought.
+        """Return the next calls, which may stand in a thought.
 
         Args:
             text: All of the response.
-            at: Where to look from: nothing before it is a call.
-            thought: Where the next thought begins.
+            at: Start of the search: nothing before it is a call.
+            thought: Start of the next thought.
         """
 
 
@@ -126,7 +126,7 @@ class Blocks:
     Args:
         opening: The mark in front.
         closing: The mark behind.
-        closed_by: Where the closing mark may stand within a block too: a pattern of the one that closes it.
+        closed_by: Pattern of the closing mark that ends the block, where the mark may stand within a block too.
     """
 
     def __init__(self, opening: str, closing: str, *, closed_by: str | None = None) -> None:
@@ -143,15 +143,15 @@ class Blocks:
         calls_of: Callable[[str], list[Call]],
         end_of: Callable[[str, int], int | None] = lambda *_: None,
     ) -> Found | None:
-        """The next block.
+        """Return the next block.
 
         Args:
-            text: That holds it.
-            at: Where to look from.
-            thought: Where the next thought begins, at which a block ends that is not closed.
+            text: Text to search.
+            at: Start of the search.
+            thought: Start of the next thought, at which a block ends that is not closed.
             calls_of: The calls that stand between the marks.
-            end_of: Where what stands behind the opening mark ends by its own grammar, in which both marks may be a part
-                of an argument; None: it cannot be read.
+            end_of: Returns the end of the content by its own grammar, in which both marks may be part of an argument;
+                None where it cannot be read.
         """
         begin = text.find(self._opening, at)
         if begin < 0:
@@ -171,7 +171,7 @@ class Blocks:
 
 
 def _found(text: str, begin: int, end: int, calls: list[Call]) -> Found:
-    """Calls; one alone that cannot be read is all that was written."""
+    """Return found calls; a single unreadable one covers the whole text."""
     if len(calls) == 1 and isinstance(calls[0], BadCall):
         calls = [replace(calls[0], text=text[begin:end])]
     return Found(begin, end, tuple(calls))
@@ -194,7 +194,7 @@ class Llama3Parser(ScanningParser):
     ``<|python_tag|>`` all are calls.
 
     Args:
-        schemas: Of the tools, for their names.
+        schemas: Schemas of the tools, for their names.
     """
 
     _TAG = "<|python_tag|>"
@@ -203,7 +203,7 @@ class Llama3Parser(ScanningParser):
         r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"\s*:\s*"(?P<name>[^"]*)"'
         r'(?P<arguments>\s*,\s*"(?:parameters|arguments)")?'
     )
-    """What a call begins with that does not end."""
+    """The beginning of a call that does not end."""
 
     def __init__(self, schemas: Sequence[Mapping[str, Any]] = ()) -> None:
         self._names = {schema["function"]["name"] for schema in schemas}
@@ -227,7 +227,7 @@ class Llama3Parser(ScanningParser):
         return None
 
     def _read(self, text: str, begin: int, at: int, thought: int) -> Found:
-        """Every object from a place on. What cannot be read ends with the text, or where a thought begins."""
+        """Read every object from a place on. An unreadable one extends to the end of the text or the next thought."""
         calls: list[Call] = []
         while True:
             at = _behind_blanks(text, at)
@@ -297,7 +297,7 @@ class RegexParser(ScanningParser):
 
     Args:
         pattern: The regular expression of one call.
-        schemas: Of the tools, for the names of their arguments.
+        schemas: Schemas of the tools, for the names of their arguments.
 
     Raises:
         ConfigError: the pattern cannot be compiled, or lacks a group.
@@ -317,11 +317,11 @@ class RegexParser(ScanningParser):
         self._arguments = {f["name"]: list(f["parameters"].get("properties", {})) for f in functions}
 
     def _find(self, text: str, at: int, thought: int) -> Found | None:
-        first = self._behind_first_thoughts(text)  # where ^ is: what is thought there is not said
+        first = self._behind_first_thoughts(text)  # the place that ^ matches: thoughts there are no content
         said, begin, end = text[first:], max(at - first, 0), max(thought - first, 0)
         found = self._next(said, begin, len(said))
         if found is not None and found.start() < end < found.end():
-            found = self._next(said, begin, end) or found  # a thought is no argument, if it can be none
+            found = self._next(said, begin, end) or found  # prefer a match that does not extend into a thought
         return None if found is None else Found(first + found.start(), first + found.end(), (self._call(found),))
 
     def _behind_first_thoughts(self, text: str) -> int:
@@ -346,14 +346,14 @@ class RegexParser(ScanningParser):
 
 
 class TemplateParser(Parser):
-    """By the ``response_template`` that the tokenizer of a model may bring.
+    """A parser by the ``response_template`` that the tokenizer of a model may bring.
 
-    The template says itself what is thought and what is said. The ``response_schema`` of older tokenizers has no reader
+    The template itself separates thoughts from content. The ``response_schema`` of older tokenizers has no reader
     any more: transformers drops it when it loads one.
 
     Args:
-        tokenizer: With such a template.
-        schemas: Of the tools, for the types of arguments that are written as text.
+        tokenizer: Tokenizer with such a template.
+        schemas: Schemas of the tools, for the types of arguments that are written as text.
         begin: The rendered prompt that a response goes on from: a template may have begun it, with an open ``<think>``.
     """
 
@@ -365,25 +365,25 @@ class TemplateParser(Parser):
 
     def parse(self, text: str) -> ParsedTurn:
         if self.thoughts.begun is not None and self.thoughts.begun not in text:
-            return ParsedTurn(text.strip())  # some templates take a thought that does not end for what was said
+            return ParsedTurn(text.strip())  # some templates take an open thought for content
         try:
             message = self._tokenizer.parse_response(text, **self._settings)
             written = message.get(self._CALLS) or ()
             calls = [call_from(call, json.dumps(call, default=str)) for call in written]
-        except Exception as error:  # a template is a program: whatever it raises, it cannot read this
+        except Exception as error:  # a template may raise anything
             return self._apart(text, error)
         said = str(message.get("content") or "") if calls else text
         return ParsedTurn(said.strip(), tuple(map(_writable, calls)))
 
     def pieces(self, text: str) -> Iterator[Piece]:
-        """All of the response as one: its template does not say where its parts stand."""
+        """Yield the response as one piece: its template does not say where its parts stand."""
         turn = self.parse(text)
         if text:
             yield Piece(text, "calls" if turn.calls else "said", turn.calls)
 
     def _apart(self, text: str, error: Exception) -> ParsedTurn:
-        """A response of which the template cannot read a part: each call by itself, so that one that is wrong takes no
-        other with it."""
+        """Parse a response of which the template cannot read a part: each call by itself, so that a wrong one
+        invalidates no other."""
         own = self._tokenizer.response_template
         field = own["fields"].get(self._CALLS)
         why = f"it cannot be read: {excerpt(str(error), 80)}"
@@ -395,20 +395,20 @@ class TemplateParser(Parser):
         fields = {**own["fields"], self._CALLS: raw}
         try:
             message = self._tokenizer.parse_response(text, {**own, "fields": fields}, prefix=self._settings["prefix"])
-        except Exception:  # not a call is wrong, but another field
+        except Exception:  # another field than the calls is wrong
             return ParsedTurn("", (BadCall(text, why),))
         calls = [self._one(field, call) for call in message.get(self._CALLS) or ()] or [BadCall(text, why)]
         return ParsedTurn(str(message.get("content") or "").strip(), tuple(map(_writable, calls)))
 
     def _one(self, field: Mapping[str, Any], raw: Mapping[str, str]) -> Call:
-        """One call, by the template of calls alone."""
+        """Return one call, read by the template of calls alone."""
         alone = {key: value for key, value in field.items() if key not in _DELIMITERS}
         alone["transform"] = _filled(field.get("transform"), raw)
         settings = {**self._settings, "prefix": ""}
         try:
             own = {**self._tokenizer.response_template, "fields": {self._CALLS: alone}}
             (call,) = self._tokenizer.parse_response(raw["body"], own, **settings)[self._CALLS]
-        except Exception as error:  # a template is a program: whatever it raises, it cannot read this
+        except Exception as error:  # a template may raise anything
             return BadCall(json.dumps(raw, ensure_ascii=False), f"it cannot be read: {excerpt(str(error), 80)}")
         return call_from(call, json.dumps(call, default=str))
 
@@ -417,7 +417,7 @@ _DELIMITERS = ("open", "open_pattern", "close", "close_pattern")
 
 
 def _filled(transform: Any, values: Mapping[str, str]) -> Any:
-    """A transform of a response template, with what its opening mark gave in the place of the name."""
+    """Fill the groups of the opening mark into a response template's transform."""
     if isinstance(transform, dict):
         return {key: _filled(value, values) for key, value in transform.items()}
     if isinstance(transform, list):
@@ -426,7 +426,7 @@ def _filled(transform: Any, values: Mapping[str, str]) -> Any:
 
 
 def json_end(text: str, at: int) -> int | None:
-    """The place behind a JSON value; None where none stands."""
+    """Return the place after a JSON value; None where there is none."""
     try:
         return _decoded(text, _behind_blanks(text, at))[1]
     except UNREADABLE:
@@ -434,7 +434,7 @@ def json_end(text: str, at: int) -> int | None:
 
 
 def _decoded(text: str, at: int) -> tuple[Any, int]:
-    """A JSON value, and the place behind it. An error counts from its beginning."""
+    """Return a JSON value, and the place after it. An error counts from its beginning."""
     try:
         return json.JSONDecoder().raw_decode(text, at)
     except json.JSONDecodeError as error:
@@ -463,7 +463,7 @@ _OF_A_CALL = frozenset(("name", "type", "id", "index", "function"))
 
 
 def call_from(value: Any, text: str) -> Call:
-    """A call from an object with a name and arguments; these are called parameters by Llama, and may be JSON text.
+    """Return a call from an object with a name and arguments; Llama calls these parameters, and they may be JSON text.
 
     Arguments that are null or an empty text are none, as models write them for a function that takes none.
     """
@@ -489,7 +489,7 @@ def call_from(value: Any, text: str) -> Call:
 
 
 def _writable(call: Call) -> Call:
-    """Without halves of characters, which JSON can spell and no file can hold."""
+    """Replace lone surrogates in a call, which JSON can spell and no file can hold."""
     if isinstance(call, BadCall):
         return call
     text = json.dumps([call.name, call.arguments], ensure_ascii=False)

@@ -30,15 +30,15 @@ _LOOP = BackgroundLoop("lit_rl-environment-workers")
 
 
 class WorkerLost(NoReply):
-    """The worker ended during the call."""
+    """The error for a worker that ended during the call."""
 
 
 class Gone(NoReply):
-    """The object's worker had ended before this call, by the call of another object or by itself."""
+    """The error for a call of an object whose worker had ended before, by another object's call or by itself."""
 
 
 class _Raised(Exception):
-    """What the user's code raised in a worker: subclasses have the name of its class."""
+    """An exception of the user's code in a worker: subclasses have the name of its class."""
 
 
 class Pool:
@@ -55,7 +55,7 @@ class Pool:
         self.size, self.memory_mb = size, memory_mb
         self.targets: list[Target] = []
         self.modules: list[str] = []
-        """Of lit_rl, which the workers load beside their own, each before what imports it."""
+        """Modules of lit_rl that the workers load beside their own, each before those that import it."""
         self._reset()
 
     def _reset(self) -> None:
@@ -71,11 +71,11 @@ class Pool:
         self._reset()
 
     def objects(self, target: Target, methods: Collection[str]) -> Callable[[], WorkerObject]:
-        """What gives a new object of a class that is at this place, with these methods."""
+        """Return a function that makes objects of the class at this path, with these methods."""
         return partial(WorkerObject, self, self._add(target), frozenset(methods))
 
     def function(self, target: Target) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """The function at this place, called in any worker that has time."""
+        """Return an async function that calls the function at this path in any free worker."""
         number = self._add(target)
 
         async def called(*arguments: Any, **keywords: Any) -> Any:
@@ -93,11 +93,12 @@ class Pool:
     # ------------------------------------------------------------------ in the loop of the workers
 
     async def call(self, call: Call, asked: Asked, life: _Life | None) -> tuple[Any, _Life]:
-        """What a call gives, or the `Failure` of the user's code, and the life of the worker that gave it.
+        """Return the result of a call, or the `Failure` of the user's code, with the life of the worker that computed
+        it.
 
         Args:
-            call: Of a function, or of an object.
-            asked: What it is part of: says how long it may take, from when the worker begins.
+            call: Call of a function, or of an object.
+            asked: Context of the call: its time limit counts from when the worker begins.
             life: In which the object was made; None: it is to be made, or there is none.
 
         Raises:
@@ -115,14 +116,14 @@ class Pool:
                 alive = await self._alive(place)
                 if life is None and call.object is not None:
                     alive.objects += 1
-                if not (limit := asked.left):  # of a worker, others took the time
+                if not (limit := asked.left):  # the wait for the worker used it up
                     raise Late
                 return await alive.call(call, limit), alive
         finally:
             place.waiting -= 1
 
     def _freest(self, call: Call) -> _Place:
-        if self._pid != os.getpid():  # forked: the workers are the other process's
+        if self._pid != os.getpid():  # forked: the workers belong to the parent process
             self._reset()
         if call.object is None:
             return min(self._places, key=lambda place: place.waiting)
@@ -160,7 +161,7 @@ class Pool:
 
 
 class _Place:
-    """Where one worker is at a time."""
+    """A slot for one worker at a time."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -170,7 +171,7 @@ class _Place:
 
     @property
     def objects(self) -> int:
-        """That live here, or are about to."""
+        """Objects that live here, or are about to."""
         return self.waiting + (self.life.objects if self.life is not None else 0)
 
 
@@ -182,13 +183,13 @@ class _Life:
         self.objects = 0
 
     async def call(self, call: Call, limit: float) -> Any:
-        """What a call gives, or the failure of the user's code."""
+        """Return the result of a call, or the failure of the user's code."""
         try:
             reply, _ = await self.process.ask(call, limit, call.method)
         except CallFailed as failed:
             if failed.failure.timed_out or failed.failure.died:
                 self._fail(failed.failure, call)
-            return failed.failure  # it could not be sent
+            return failed.failure  # the call could not be sent
         except BaseException:
             self.end()
             raise
@@ -215,9 +216,9 @@ class WorkerObject:
     """An object of the user's that lives in a worker: made there by its first call. Its methods are awaited.
 
     Args:
-        pool: Of the workers.
+        pool: Pool of the workers.
         target: Place of its class in the pool.
-        methods: Its attributes.
+        methods: Names of its methods.
     """
 
     def __init__(self, pool: Pool, target: int, methods: frozenset[str]) -> None:
@@ -245,11 +246,11 @@ class WorkerObject:
 
 
 def target_of(path: Any, key: str) -> tuple[Named, Target]:
-    """What a path names, here and for a worker.
+    """Resolve a path, for this process and for a worker.
 
     Args:
         path: ``package.module:name`` or ``./file.py:name``.
-        key: The setting that it came with, for messages.
+        key: Name of the setting, for messages.
 
     Raises:
         ConfigError: it is no path, or names nothing.
@@ -265,7 +266,7 @@ def target_of(path: Any, key: str) -> tuple[Named, Target]:
 
 
 def _given(given: Any) -> Any:
-    """What the user's code gave.
+    """Return the result of the user's code.
 
     Raises:
         Exception: what it raised, by the name of its class.
@@ -276,7 +277,7 @@ def _given(given: Any) -> Any:
 
 
 async def _in_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What it gives, run in the loop of the workers."""
+    """Run a coroutine in the loop of the workers."""
     return await asyncio.wrap_future(_LOOP.submit(coroutine))
 
 

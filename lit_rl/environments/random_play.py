@@ -20,15 +20,15 @@ class RandomPlay(GameDemonstrations):
     turn. A policy that imitates them writes actions, and what is worth doing is left to learn.
 
     Args:
-        id: Of the environment, as `GymnasiumEnvironment` takes it; its actions are `Discrete`.
+        id: Id of the environment, as `GymnasiumEnvironment` takes it; its actions are `Discrete`.
         prompt: A text, that of the rows which are learned from afterwards.
-        options: As `GymnasiumEnvironment` takes it.
-        actions: The same.
-        observation: The same.
+        options: See `GymnasiumEnvironment`.
+        actions: See `GymnasiumEnvironment`.
+        observation: See `GymnasiumEnvironment`.
         games: Episodes, 1 or more.
-        turns: Of an episode at most, 1 or more.
+        turns: Longest episode, in turns, 1 or more.
         end: The text of the token that ends a turn of the policy.
-        seed: Of the episodes.
+        seed: Seed of the episodes.
 
     Raises:
         BackendError, ConfigError: see `GymnasiumEnvironment`.

@@ -1,4 +1,4 @@
-"""An environment that can be made anew in the middle of an episode: it knows what was said in it.
+"""An environment that can be made again in mid-episode: it remembers the past calls.
 
 Where its worker was ended for another episode's sake, or the process of the run was, a new one is told the same again
 and has to answer the same: else the episode fails, since the policy would go on in another world than the one it read
@@ -26,11 +26,11 @@ _Ask = Callable[[Environment], Coroutine[Any, Any, Any]]
 
 
 class FailedBefore(Exception):
-    """The journal says that it failed here.
+    """The error for an episode that failed at this call according to the journal.
 
     Args:
-        end: How the episode ended.
-        error: What went wrong.
+        end: End of the episode.
+        error: Error of the episode.
     """
 
     def __init__(self, end: End, error: str) -> None:
@@ -39,12 +39,12 @@ class FailedBefore(Exception):
 
 
 class AnsweredOtherwise(NoReply):
-    """A new environment that was told the same does not answer the same."""
+    """The error for a new environment that answers the replayed calls otherwise."""
 
 
 @dataclass(frozen=True)
 class _Said:
-    """What was asked for, with its seed, and what was given."""
+    """A past call, with its seed and its result."""
 
     ask: _Ask
     seed: int
@@ -52,12 +52,12 @@ class _Said:
 
 
 class RememberedEnvironment(Environment):
-    """The same environment, with a memory.
+    """An environment that remembers its calls and can replay them.
 
     Args:
         make: Makes one.
-        has_state: Whether a new one has to be told all that was said.
-        journal: Of the episode; None: nothing outlives this process.
+        has_state: True if a new environment has to replay all past calls.
+        journal: Journal of the episode; None: nothing outlives this process.
     """
 
     def __init__(self, make: Callable[[], Environment], *, has_state: bool, journal: EpisodeJournal | None) -> None:
@@ -66,7 +66,7 @@ class RememberedEnvironment(Environment):
         self._said: list[_Said] = []
         self._turns = 0
         self._at: tuple[str, str | None] = ("reset", None)
-        """What is asked for, or will be next, and the action where it is known."""
+        """The current or next call, and its action where it is known."""
         self._over, self._lock = False, threading.Lock()
 
     async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening:
@@ -83,14 +83,14 @@ class RememberedEnvironment(Environment):
 
     async def close(self) -> None:
         with self._lock:
-            self._over = True  # how long this takes says nothing of the episode
+            self._over = True  # the time of closing does not count for the episode
         if self._made is not None:
             await self._made.close()
 
     def timed_out(self, error: str) -> None:
         self._write(Entry(failed=("timeout", error)), last=True)
 
-    # ------------------------------------------------------------------ one thing that is asked for
+    # ------------------------------------------------------------------ one call
 
     async def _ask(self, at: str, action: str | None, ask: _Ask) -> Any:
         self._at = at, action
@@ -122,7 +122,7 @@ class RememberedEnvironment(Environment):
             return given
 
     async def _living(self) -> Environment:
-        """The environment, told all that was said."""
+        """Return the environment, made again and with the past calls replayed where it was lost."""
         if self._made is None:
             self._made = self._make()
             if self._has_state and self._said:
@@ -141,7 +141,7 @@ class RememberedEnvironment(Environment):
         ASKED.set(now.once_more(now.seed))
 
     def _write(self, entry: Entry, *, last: bool = False) -> None:
-        """Into the journal, unless the episode has ended at a limit meanwhile."""
+        """Write to the journal, unless the episode has ended at a limit meanwhile."""
         with self._lock:
             if self._journal is not None and not self._over:
                 self._journal.write(*self._at, entry)
@@ -149,12 +149,12 @@ class RememberedEnvironment(Environment):
 
 
 def told_of(error: BaseException) -> str:
-    """An error of an environment, in a line."""
+    """Return an error of an environment in one line."""
     return excerpt(f"{type(error).__name__}: {error}", 200)
 
 
 def _shown(given: Any) -> str:
-    """For a message: what was said, and what it was worth."""
+    """Return a result for a message: its text and reward."""
     if isinstance(given, Reply):
         text = " ".join(str(message["content"]) for message in given.messages)
         given = text if given.reward is None else f"{text} ({given.reward})"

@@ -1,4 +1,4 @@
-"""Whether the chat template would render the episodes of a rollout otherwise than they were held.
+"""A check whether the chat template would render the episodes of a rollout otherwise than they were held.
 
 An episode is the tokens that were sampled and heard. Who lets the policy go on with a conversation by its messages, as
 a chat server does, renders them anew before every turn, and templates rewrite what was said: they drop the thinking of
@@ -25,7 +25,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.rollout import Completions, Message
 
 EVERY = 100
-"""Rollouts from one that is looked at to the next: the first, and then so many later."""
+"""Number of rollouts from one check to the next; the first is checked."""
 
 _THOUGHTS = re.compile(
     "|".join(
@@ -37,17 +37,17 @@ _THOUGHTS = re.compile(
     ),
     re.DOTALL,
 )
-"""What families of models think, between their marks."""
+"""Thoughts of the known families, between their marks."""
 
 
 class TemplateRewriting:
-    """Renders what the policy had read before the last turn of each episode anew, and compares the tokens.
+    """A check that renders the history before the last turn of each episode again, and compares the tokens.
 
     Before the last turn, because that is the longest history that was ever read; and of what comes behind it a template
     knows nothing. An episode of one turn was rendered by the template itself.
 
     Args:
-        tokenizer: Of the policy.
+        tokenizer: Tokenizer of the policy.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -55,12 +55,12 @@ class TemplateRewriting:
         self._counted: tuple[int, int] | None = None
 
     def look(self, completions: Completions, frames: Sequence[ChatFrames]) -> None:
-        """At the episodes of some completions, but for those that failed and those that were answered with images; the
-        counts are of all since `pop_metrics`.
+        """Check the episodes of some completions, except failed ones and those answered with images; counts accumulate
+        until `pop_metrics`.
 
         Args:
-            completions: With their episodes.
-            frames: What rendered the answers of each.
+            completions: Completions with their episodes.
+            frames: Frames that rendered the replies of each.
         """
         assert completions.episodes is not None
         held = _before_last_turns(completions, self._tokenizer)
@@ -79,13 +79,13 @@ class TemplateRewriting:
             self._warn(words, len(differ), len(looked_at))
 
     def pop_metrics(self) -> dict[str, tuple[float, float]]:
-        """The metric, as numerator and denominator, which is given out once; empty where nothing was looked at."""
+        """Return the metric as numerator and denominator, once; empty where nothing was checked."""
         counted, self._counted = self._counted, None
         return {} if counted is None else {"template/rewritten": counted}
 
     def _compared(self, held: list[int], episode: Episode, frames: ChatFrames) -> str | None:
-        """What the template would do to an episode; empty where that is other tokens of the same text, and None where
-        it does nothing."""
+        """Describe the template's change to an episode; empty where it is other tokens of the same text, None where it
+        is none."""
         if episode.turns == 1:
             return None
         said: list[Message] = [*_bare(episode.prompt), *_before_last_message(episode.messages)]
@@ -93,7 +93,7 @@ class TemplateRewriting:
             anew = frames.history(said)
         except ConfigError:
             raise
-        except Exception as error:  # a template is a program: whatever it raises, it cannot render this
+        except Exception as error:  # a template may raise anything
             return f"refuse it: {excerpt(str(error), 200)}"
         return None if anew == held else self._words(held, anew)
 
@@ -121,7 +121,7 @@ class TemplateRewriting:
 
 
 def _prompts_of(completions: Completions, tokenizer: Any) -> list[list[int]]:
-    """The tokens of each row's prompt; of one with images, as the template wrote it: placeholders not expanded."""
+    """Return the tokens of each row's prompt; with images as the template wrote it, placeholders not expanded."""
     prompts = zip(completions.prompt_ids.tolist(), completions.prompt_mask.tolist())
     found = [[token for token, there in zip(*row) if there] for row in prompts]
     for row, seen in enumerate(completions.vision.rows if completions.vision is not None else ()):
@@ -131,7 +131,7 @@ def _prompts_of(completions: Completions, tokenizer: Any) -> list[list[int]]:
 
 
 def _before_last_turns(completions: Completions, tokenizer: Any) -> list[list[int]]:
-    """The tokens of each row before its last turn, those of the prompt included."""
+    """Return the tokens of each row before its last turn, those of the prompt included."""
     found = _prompts_of(completions, tokenizer)
     if completions.turn is None or completions.attended is None:
         return found
@@ -145,13 +145,13 @@ def _before_last_turns(completions: Completions, tokenizer: Any) -> list[list[in
 
 
 def _bare(prompt: str | Sequence[Message]) -> list[Message]:
-    """The messages of a prompt, whose images hold nothing."""
+    """Return the messages of a prompt, with images bare."""
     assert not isinstance(prompt, str)
     return [{**message, "content": bare(message["content"])} for message in prompt]
 
 
 def _before_last_message(messages: Sequence[Message]) -> Sequence[Message]:
-    """What was said before the policy's last turn."""
+    """Return the messages before the policy's last turn."""
     return messages[: max(place for place, message in enumerate(messages) if message["role"] == "assistant")]
 
 

@@ -1,4 +1,4 @@
-"""Runs what environments do, each with a limit of time, in a thread of its own."""
+"""A runner of environments' calls, each with a time limit, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class NoReply(Exception):
 
 
 class Late(NoReply):
-    """It took longer than it may."""
+    """The error for a call that exceeded its time limit."""
 
 
 class Asked:
-    """What an environment is asked for at present: known to all that it calls.
+    """The context of the current call of an environment, available to everything that it calls.
 
     Args:
-        seconds: It may take. A worker counts them from when it begins, for each call.
-        until: When it has to be over all the same, by `time.perf_counter`.
-        seed: Of the global random generators, in [0, 2^32).
-        alone: Whether nothing else runs meanwhile, so that those of this process are seeded.
+        seconds: Time limit. A worker counts it from when it begins, for each call.
+        until: Absolute deadline, by `time.perf_counter`.
+        seed: Seed of the global random generators, in [0, 2^32).
+        alone: True if nothing else runs meanwhile, so that this process's generators are seeded.
     """
 
     def __init__(self, seconds: float, seed: int, *, until: float = math.inf, alone: bool) -> None:
@@ -49,12 +49,12 @@ class Asked:
         return max(0.0, min(self.seconds, self.until - time.perf_counter()))
 
     def next_seed(self) -> int:
-        """Of the next call of a worker: the first one's is this one's own."""
+        """Return the seed of the worker's next call: the first one has this context's own."""
         self._calls += 1
         return (self.seed + (self._calls - 1) * _ODD) & _LARGEST_SEED
 
     def once_more(self, seed: int) -> Asked:
-        """The same for something that was asked for before, with the seed of then."""
+        """Return a context for repeating an earlier call, with that call's seed."""
         return Asked(self.seconds, seed, until=self.until, alone=self.alone)
 
 
@@ -70,14 +70,15 @@ class Task:
     coroutine: Coroutine[Any, Any, Any]
     """Raises no `TimeoutError` of its own."""
     seconds: float
-    """It may take."""
+    """Time limit."""
     seed: int
-    """Of the global random generators while it runs alone, in [0, 2^32)."""
+    """Seed of the global random generators while it runs alone, in [0, 2^32)."""
     _: KW_ONLY
     until: float = math.inf
-    """When it has to be over all the same, by `time.perf_counter`."""
+    """Absolute deadline, by `time.perf_counter`."""
     in_worker: bool = False
-    """Whether worker processes do it. They end it at its limit themselves, which does not count the wait for them."""
+    """True if it runs in worker processes. They enforce its limit themselves, without counting the wait for a free
+    worker."""
 
     @property
     def left(self) -> float:
@@ -91,7 +92,7 @@ class Runner:
     def __init__(self) -> None:
         self._loop = BackgroundLoop("lit_rl-environments")
         self.moved = time.perf_counter()
-        """When something began or ended last."""
+        """Time of the last start or end of a task."""
 
     def begin(self, task: Task) -> Begun:
         """Begin it, beside others. Its future raises `Late` where it awaits for longer than it may."""
@@ -101,11 +102,11 @@ class Runner:
         return begun
 
     def blocked(self, seconds: float) -> bool:
-        """Whether nothing has begun or ended for so long: something keeps the thread from telling the time."""
+        """Tell whether no task has started or ended for `seconds`: the thread is blocked."""
         return time.perf_counter() > self.moved + seconds
 
     def one(self, task: Task) -> Any:
-        """What workers give, while this thread waits; `Late` where it took longer than it may.
+        """Run a task of workers while this thread waits; `Late` where it exceeded its limit.
 
         Raises:
             Exception: that the task raises.
@@ -137,7 +138,7 @@ class Runner:
         return given
 
     def leave(self) -> None:
-        """Something blocks the thread: what comes goes to another one."""
+        """Abandon the blocked thread: later tasks go to another one."""
         self._loop = BackgroundLoop("lit_rl-environments")
 
 
@@ -150,7 +151,7 @@ class _Turn:
         self._left = False
         self.given: list[Any] = []
         self.deadline = time.perf_counter() + tasks[0].left + GRACE
-        """Of the task that runs."""
+        """Deadline of the running task."""
 
     async def run(self) -> None:
         for task in self._tasks:
@@ -159,7 +160,7 @@ class _Turn:
             ASKED.set(Asked(task.seconds, task.seed, until=task.until, alone=True))
             result = await task.coroutine if left else _too_late(task)
             with self._lock:
-                if self._left:  # others run by now
+                if self._left:  # abandoned: other tasks run by now
                     return
                 self.given.append(result)
 
@@ -173,13 +174,13 @@ class _Turn:
 
 
 def _too_late(task: Task) -> Late:
-    """In the place of what it would have given."""
+    """Close a task's coroutine and return its timeout."""
     task.coroutine.close()
     return Late()
 
 
 def _over(future: Future[None], deadline: float) -> bool:
-    """Whether it is over, waiting for it until then."""
+    """Wait until the deadline, and tell whether the future is done."""
     wait([future], timeout=max(0.0, deadline - time.perf_counter()))
     if not future.done():
         return False
@@ -197,7 +198,7 @@ class Begun:
         self._runs = self._left = False
 
     async def run(self, runner: Runner) -> Any:
-        """What it gives. Its time begins here, and not while others keep the thread from it."""
+        """Run the task and return its result. Its time begins here, and not while others block the thread."""
         with self._lock:
             if self._left:
                 return None

@@ -13,7 +13,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
 
 Generate = Callable[[Prompts, Sampling], Completions]
-"""Of a generator that has the policy's weights."""
+"""A generator that has the policy's weights."""
 Result = TypeVar("Result")
 
 
@@ -25,18 +25,18 @@ class Agree(Protocol):
 
 @dataclass(frozen=True)
 class EpisodeRequest:
-    """The completions of a batch, as a source of episodes is asked for them."""
+    """A request for the completions of a batch, to a source of episodes."""
 
     generate: Generate
-    """Of the run's generator."""
+    """The run's generator."""
     agree: Agree
-    """What may fail on this rank alone is done by it."""
+    """Runs work that may fail on this rank alone."""
     batch: PromptBatch
     """The prompts, with the columns of their rows."""
     prompts: Prompts
-    """The same as a generator is asked for them: tokens, noise keys, and the size of groups."""
+    """The same prompts for a generator: tokens, noise keys, and the size of groups."""
     sampling: Sampling
-    """How to draw; ``max_new_tokens`` are those of a turn."""
+    """Sampling settings; ``max_new_tokens`` are those of a turn."""
     row_keys: Sequence[int]
     """One a completion, any integers: what is random in it is drawn from its own."""
     context: float = 0
@@ -50,19 +50,19 @@ class Interactive:
     max_tokens: int = 2048
     """Tokens of a completion, what the policy reads between its turns included."""
     untyped: frozenset[str] = frozenset()
-    """Names of the sizes that nobody chose: they are lowered to what the model's context leaves."""
+    """Names of the sizes that the user did not choose: they are lowered to what the model's context leaves."""
     converses: bool = True
-    """Whether the run's generator holds its conversations."""
+    """True if the run's generator holds its conversations."""
     max_failed: float = 0.1
     """Share of a rollout's episodes that may fail; more end the run."""
     gives_reward: bool = False
-    """Whether episodes have a reward of their own."""
+    """True if episodes have a reward of their own."""
     journal: bool | str = False
-    """Whether replies are written down for a run that is killed in the middle of a rollout; or in which folder."""
+    """True if replies are journaled for a run that is killed in the middle of a rollout; or in which folder."""
     columns: tuple[str, ...] = ("episodes",)
-    """What rewards get by name, beside the columns of the data."""
+    """Names of the columns for rewards, beside those of the data."""
     given: Mapping[str, Any] = MappingProxyType({})
-    """What the constructor was given, by name: a part of a run's identity."""
+    """The constructor's arguments, by name: a part of a run's identity."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         made = super().__new__(cls)
@@ -73,7 +73,7 @@ class Interactive:
         """Refuse data that it does not go with.
 
         Args:
-            columns: Of a set of the data; their names, or by name.
+            columns: Columns of a set of the data; their names, or by name.
 
         Raises:
             ConfigError: a column has the name of something that rewards get of episodes.
@@ -95,31 +95,31 @@ class EpisodeSource(ABC):
     @property
     @abstractmethod
     def settings(self) -> Interactive:
-        """What it was made of."""
+        """The settings that it was made from."""
 
     @abstractmethod
     def lengths(self, longest: int) -> dict[str, int]:
-        """The tokens that prompt and completion may have, by what asks for them.
+        """Return the tokens that prompt and completion may have, by the setting that needs them.
 
         Args:
             longest: Tokens of the longest prompt of the data.
         """
 
     def longest_prompt(self, longest: int) -> int:
-        """Tokens that a prompt may have as the policy reads it, where the data's have at most so many."""
+        """Return the tokens that a prompt may have as the policy reads it, where the data's have at most `longest`."""
         return sum(self.lengths(longest).values()) - self.settings.max_tokens
 
     @abstractmethod
     def draw(self, request: EpisodeRequest) -> Completions:
-        """The completions of a batch."""
+        """Draw the completions of a batch."""
 
     def pop_metrics(self) -> Mapping[str, tuple[float, float]]:
-        """What a training logs of the episodes that were drawn since this was asked last, beside what each of them
-        says itself: numerators and denominators by name."""
+        """Return the metrics of the episodes drawn since the last call, beside those of each episode: numerators and
+        denominators by name."""
         return {}
 
     def saved(self, rollout: int) -> None:  # noqa: B027 (optional)
-        """A checkpoint that holds this rollout is about to be written."""
+        """Prepare for a checkpoint that holds this rollout."""
 
     def forget(self) -> None:  # noqa: B027 (optional)
-        """The rollout at hand ends the run."""
+        """Forget the current rollout, which ends the run."""

@@ -20,10 +20,10 @@ class NoAction(Exception):
 
 
 class Actions(Protocol):
-    """How the text of a turn becomes an action."""
+    """The interface of a reader of actions from the text of a turn."""
 
     def read(self, text: str) -> Any:
-        """The action.
+        """Return the action.
 
         Raises:
             NoAction: the text is none.
@@ -36,7 +36,7 @@ class Choice:
 
     Args:
         space: The space.
-        words: One for each number, in their order; none: the number itself is written. Capitals do not matter.
+        words: One for each number, in their order; none: the number itself is written. Case is ignored.
 
     Raises:
         ConfigError: there are more or fewer words than numbers, or one is empty, no text, or there twice.
@@ -66,7 +66,7 @@ class Choice:
             raise ConfigError(f"{listed}: a word is there twice, where capitals do not matter. Give each its own.")
 
     def read(self, text: str) -> int:
-        """The action that a text names, spaces around it aside."""
+        """Return the action that a text names, spaces around it aside."""
         said = text.strip()
         if self._words:
             place = self._places.get(said.casefold(), -1)
@@ -77,12 +77,12 @@ class Choice:
         return self._first + place
 
     def write(self, place: int) -> str:
-        """What stands for an action, by its place among them, 0 for the first."""
+        """Return the text of an action, by its index, 0 for the first."""
         return self._words[place] if self._words else str(self._first + place)
 
     @property
     def count(self) -> int:
-        """How many actions there are."""
+        """Number of actions."""
         return self._count
 
     @property
@@ -106,7 +106,7 @@ class ReadByFunction:
         self._function, self._space = function, space
 
     def read(self, text: str) -> Any:
-        """The action."""
+        """Return the action."""
         try:
             action = self._function(text)
         except ValueError as error:
@@ -118,7 +118,7 @@ class ReadByFunction:
         return action
 
     def _as_array(self, action: Any) -> Any:
-        """The numbers as an array of the space; None where they are none, or cannot be held."""
+        """Return the numbers as an array of the space; None where they are none, or cannot be held."""
         try:
             given = np.asarray(action)
             array = given.astype(self._space.dtype)
@@ -128,12 +128,12 @@ class ReadByFunction:
 
 
 def actions_of(space: Any, words: Sequence[str], function: Callable[[str], Any] | None, who: str) -> Actions:
-    """How the text of a turn becomes an action.
+    """Return the reader of actions.
 
     Args:
-        space: Of the actions.
-        words: For the actions of a `Discrete` space, `env.actions`.
-        function: Of the user, `env.read`.
+        space: Space of the actions.
+        words: Words for the actions of a `Discrete` space, `env.actions`.
+        function: Function of the user, `env.read`.
         who: The environment, for messages.
 
     Raises:
@@ -154,7 +154,7 @@ def actions_of(space: Any, words: Sequence[str], function: Callable[[str], Any] 
 
 
 def shown_by_default(space: Any) -> Callable[[Any], str] | None:
-    """How an observation of a space is written; None: there is no plain way.
+    """Return a function that writes observations of a space as text; None where there is no plain way.
 
     A number of `Discrete` as it is, `Text` too; the numbers of up to 100 places of `MultiDiscrete`, `MultiBinary` and
     `Box` with spaces between them and a line for each row, rounded to four digits; the parts of a `Tuple` of these with

@@ -17,26 +17,26 @@ from lit_rl.environments.tools import ToolCall
 
 
 class TaggedParser(ScanningParser, ABC):
-    """The part that is common to them.
+    """The common base of parsers for tagged arguments.
 
     Args:
-        schemas: Of the tools, for the types of their arguments.
+        schemas: Schemas of the tools, for the types of their arguments.
     """
 
     _BLOCKS: ClassVar[Blocks]
-    """Where a call stands."""
+    """The block of a call."""
     _CALL: ClassVar[re.Pattern[str]]
     """The whole inside of a block: groups ``name`` and ``body``."""
     _ARGUMENT: ClassVar[re.Pattern[str]]
     """One argument in the body: groups ``key`` and ``value``."""
     _HEAD: ClassVar[re.Pattern[str]]
-    """What a call begins with."""
+    """The beginning of a call."""
     _NEXT: ClassVar[re.Pattern[str]]
     """One argument, behind which another one or the end stands."""
     _TAIL: ClassVar[re.Pattern[str]]
-    """What a call ends with."""
+    """The end of a call."""
     _FORM: ClassVar[str]
-    """What the inside is, in words."""
+    """The form of the inside, in words."""
 
     def __init__(self, schemas: Sequence[Mapping[str, Any]]) -> None:
         functions = [schema["function"] for schema in schemas]
@@ -46,7 +46,7 @@ class TaggedParser(ScanningParser, ABC):
         return self._BLOCKS.find(text, at, thought, self._call, self._end)
 
     def _end(self, text: str, at: int) -> int | None:
-        """Behind the last of the arguments that stand one behind another, and what ends the call."""
+        """Return the place after the last of consecutive arguments, and the end of the call."""
         found = self._HEAD.match(text, at)
         while found is not None:
             at, found = found.end(), self._NEXT.match(text, found.end())
@@ -117,13 +117,13 @@ _NO_VALUE = object()
 
 
 def typed(text: str, schema: Any) -> Any:
-    """An argument that was written as text, as what its schema wants.
+    """Convert an argument that was written as text to the type of its schema.
 
     Text where the schema wants nothing else, and where it cannot be what the schema wants: the tool says then what is
     wrong with it. A schema that says nothing takes JSON for what it is.
 
     Args:
-        text: What stands between the tags.
+        text: Text between the tags.
         schema: JSON Schema of the argument; None where the tool has no such argument.
     """
     types = _types(schema)
@@ -135,7 +135,7 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def _value(text: str) -> Any:
-    """JSON, or a word of Python's, which some templates write."""
+    """Return the value of JSON, or of a constant of Python's, which some templates write."""
     word = text.strip()
     if word in _WORDS:
         return _WORDS[word]
@@ -150,7 +150,7 @@ def _kind(value: Any) -> str:
 
 
 def _types(schema: Any) -> set[str]:
-    """What a schema takes; nothing where it does not say so."""
+    """Return the types that a schema allows; empty where it does not say."""
     if not isinstance(schema, dict):
         return set()
     named = schema.get("type", [])

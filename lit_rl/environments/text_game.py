@@ -14,7 +14,7 @@ from lit_rl.import_source import load
 Show = Callable[[Any, Any], str]
 """The environment and its observation as the text that the policy reads."""
 Place = tuple[str, bytes | None, str]
-"""Of a function: its file or module, the file's text, its name."""
+"""The path of a function: its file or module, the file's text, its name."""
 
 
 class TextGame:
@@ -22,21 +22,21 @@ class TextGame:
 
     Args:
         made: The environment.
-        actions: How the text of a turn becomes an action.
-        show: How an observation becomes a text.
+        actions: Reader of actions from the text of a turn.
+        show: Function that writes an observation as text.
     """
 
     def __init__(self, made: Any, actions: Actions, show: Show) -> None:
         self._made, self._actions, self._show = made, actions, show
 
     def reset(self, *, seed: int) -> str:
-        """What the episode begins with."""
+        """Return the first observation."""
         observation, _ = self._made.reset(seed=seed)
         return self._show(self._made, observation)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-        """Gymnasium's five. A text that is no action is answered with what is one, and the environment stays as it is:
-        the turn is worth 0, and counts."""
+        """Return gymnasium's five values. An invalid action is answered with the valid ones, and the environment stays
+        as it is: the turn is worth 0, and counts."""
         try:
             chosen = self._actions.read(action)
         except NoAction as error:
@@ -58,7 +58,7 @@ def made_in_worker(
     read: Place | None,
     show: Place | None,
 ) -> TextGame:
-    """A new environment, of settings that were checked in the training process."""
+    """Make an environment in a worker, from settings that were checked in the training process."""
     import gymnasium
 
     made = gymnasium.make(id, **options)
@@ -67,12 +67,12 @@ def made_in_worker(
 
 
 def shown_by(made: Any, function: Callable[[Any], str] | None, name: str) -> Show:
-    """What makes a text of an environment's observation.
+    """Return the function that writes observations as text.
 
     Args:
         made: The environment.
-        function: Of the user, `env.show`.
-        name: Of the environment, for messages.
+        function: Function of the user, `env.show`.
+        name: Name of the environment, for messages.
 
     Raises:
         ConfigError: nothing says how.
@@ -88,12 +88,12 @@ def shown_by(made: Any, function: Callable[[Any], str] | None, name: str) -> Sho
 
 
 def show_rendered(made: Any, observation: Any) -> str:
-    """What the environment renders as text, colours as words."""
+    """Return the environment's rendering as text, colours as words."""
     return colours_as_words(made.render()).strip("\n")
 
 
 def render_modes(made: Any) -> Sequence[str]:
-    """What an environment can render."""
+    """Return the modes that an environment can render."""
     return made.metadata.get("render_modes") or ()
 
 

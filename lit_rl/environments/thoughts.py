@@ -11,14 +11,14 @@ from lit_rl.chat_template import apply_chat_template
 from lit_rl.errors import ConfigError
 
 Marks = tuple[str, str]
-"""What opens a thought, and what closes it."""
+"""The opening and the closing mark of a thought."""
 
 THINK: Marks = ("<think>", "</think>")
-"""Of most families. Models that have none of their own are taught these, so that every parser knows them."""
+"""Marks of most families. Models that have none of their own are taught these, so that every parser knows them."""
 CHANNEL: Marks = ("<|channel>thought", "<channel|>")
-"""Of Gemma 4."""
+"""Marks of Gemma 4."""
 BRACKETS: Marks = ("[THINK]", "[/THINK]")
-"""Of Magistral."""
+"""Marks of Magistral."""
 
 KNOWN: tuple[Marks, ...] = (
     THINK,
@@ -28,7 +28,7 @@ KNOWN: tuple[Marks, ...] = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
 )
-"""Of all families but those that speak on channels."""
+"""Marks of all families, except those that write on channels."""
 _TAG = re.compile(r"<(?P<name>(?:\w+:)?(?:think(?:ing)?|thoughts?|reason(?:ing)?|scratchpad))>")
 """Other families have a tag of another name: <seed:think>, <thought>, <reasoning>."""
 _ASKED = "qqaskedqq"
@@ -36,25 +36,26 @@ _ASKED = "qqaskedqq"
 
 @dataclass(frozen=True)
 class Thoughts:
-    """Marks by which thoughts are told from what is said.
+    """Marks that separate thoughts from content.
 
     A thought goes from an opening mark to the first closing mark of its kind behind it, or to the end of the text: a
     mark that opens another one inside it is a part of it.
 
     Args:
         marks: Pairs of an opening and a closing mark.
-        begun: The closing mark of the thought that a response begins in; None: it begins with what is said.
+        begun: The closing mark of the thought that a response begins in; None: it begins with content.
     """
 
     marks: tuple[Marks, ...] = (THINK,)
     begun: str | None = None
 
     def of(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> Thoughts:
-        """These, with the marks that a chat template knows, and begun where its generation prompt leaves one open.
+        """Return these with the marks of a chat template, and begun where its generation prompt leaves one open.
 
         Args:
-            tokenizer: Of the policy; one without a chat template adds nothing.
-            template_kwargs: What prompts are rendered with; None: prompts are plain texts, which begin no thought.
+            tokenizer: Tokenizer of the policy; one without a chat template adds nothing.
+            template_kwargs: Arguments that prompts are rendered with; None: prompts are plain texts, which begin no
+                thought.
         """
         template = getattr(tokenizer, "chat_template", None)
         if not template:
@@ -67,20 +68,19 @@ class Thoughts:
         return replace(found, begun=found._left_open(begin))
 
     def next(self, text: str, at: int) -> tuple[int, int]:
-        """The place where the next thought begins, and the place behind it; twice the end of the text where there is
-        none."""
+        """Return where the next thought begins and ends; twice the end of the text where there is none."""
         opened = self._next_opened(text, at)
         if opened is None:
             return len(text), len(text)
         return opened[0], self.end(text, opened[1], opened[2])
 
     def end(self, text: str, at: int, close: str) -> int:
-        """The place behind a thought that goes on at a place of a text."""
+        """Return the place after a thought that goes on at a place of a text."""
         found = text.find(close, at)
         return len(text) if found < 0 else found + len(close)
 
     def going_on(self, turn: str) -> str:
-        """A turn as one that goes on from a prompt: the thought that was begun there is closed first."""
+        """Return a turn that continues a prompt, with the thought that was begun there closed first."""
         return turn if self.begun is None else f"{self.begun}{turn}"
 
     def _next_opened(self, text: str, at: int) -> tuple[int, int, str] | None:
@@ -100,11 +100,11 @@ class Thoughts:
 
 
 def generation_prompt(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
-    """A rendered question, up to where the policy goes on; empty where there is no template, or it cannot render it.
+    """Return a rendered question up to the generation prompt; empty where there is no template, or it cannot render it.
 
     Args:
-        tokenizer: Of the policy.
-        template_kwargs: What prompts are rendered with.
+        tokenizer: Tokenizer of the policy.
+        template_kwargs: Arguments that prompts are rendered with.
     """
     if not tokenizer.chat_template:
         return ""
@@ -113,5 +113,5 @@ def generation_prompt(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str
         return str(apply_chat_template(tokenizer, [{"role": "user", "content": _ASKED}], **how))
     except ConfigError:
         raise
-    except Exception:  # a template is a program: whatever it raises, what it renders is checked elsewhere
+    except Exception:  # a template may raise anything; rendering is checked elsewhere
         return ""

@@ -26,32 +26,32 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What the policy asks for."""
+    """A call of a tool by the policy."""
 
     name: str
     arguments: Mapping[str, Any]
     id: str | None = None
-    """What the answer refers to, where the template gives calls one."""
+    """The id that the reply refers to, where the template gives calls one."""
 
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What the policy is answered."""
+    """A tool's reply to the policy."""
 
     text: str
     failed: bool = False
-    """Whether the call was wrong, or the tool raised: the text says what."""
+    """True if the call was wrong, or the tool raised: the text says why."""
     parts: list[dict[str, Any]] = field(default_factory=list, repr=False)
     """In the place of the text, where the answer has images: see `lit_rl.environments.observations.Content`."""
 
     @classmethod
     def of(cls, content: Content) -> ToolAnswer:
-        """What a tool gave."""
+        """Make a reply of a tool's result."""
         return cls(content) if isinstance(content, str) else cls("", parts=content)
 
     @property
     def content(self) -> Content:
-        """Of the message that answers."""
+        """Content of the message that answers."""
         return self.parts or self.text
 
 
@@ -59,9 +59,9 @@ class Tool(ABC):
     """Something that the policy may call by a name.
 
     Args:
-        schema: What the chat template tells of it: ``{"type": "function", "function": {"name": ..., "description":
-            ..., "parameters": ...}}``.
-        validator: Of the arguments of a call.
+        schema: Schema for the chat template: ``{"type": "function", "function": {"name": ..., "description": ...,
+            "parameters": ...}}``.
+        validator: Validator of the arguments of a call.
     """
 
     def __init__(self, schema: dict[str, Any], validator: Validator) -> None:
@@ -71,14 +71,14 @@ class Tool(ABC):
     @property
     @abstractmethod
     def is_async(self) -> bool:
-        """Whether it has to be awaited."""
+        """True if it has to be awaited."""
 
     def of(self, made: Any) -> Tool:
-        """The same of another object of the user's, where it is a method of one."""
+        """Return the same tool of another object, where it is a method."""
         return self
 
     def wrong_with(self, arguments: Mapping[str, Any]) -> str | None:
-        """What is wrong with the arguments of a call; None: nothing."""
+        """Return the error in the arguments of a call; None where there is none."""
         error = next(
             iter(sorted(self._validator.iter_errors(dict(arguments)), key=lambda e: list(map(str, e.path)))), None
         )
@@ -88,7 +88,7 @@ class Tool(ABC):
         return f"{error.message}{where}"
 
     async def answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Return one answer to a call, whatever its arguments are like; 3.0 is 3 where an integer is asked for.
+        """Return one answer to a call, whatever its arguments are like; 3.0 is read as 3 for an integer.
 
         The tool gets copies: the call stays what the policy wrote, in its context, in the record and for rewards.
         """
@@ -99,16 +99,16 @@ class Tool(ABC):
 
     @abstractmethod
     async def _answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """To a call whose arguments are right."""
+        """Answer a call whose arguments are right."""
 
 
 class FunctionTool(Tool):
     """One function that the policy may call.
 
     Args:
-        function: With a type and a line in its docstring's ``Args:`` for every argument, as transformers'
+        function: Function with a type and a line in its docstring's ``Args:`` for every argument, as transformers'
             ``get_json_schema`` reads them. It may be ``async def``, an object with such a ``__call__``, or a
-            `functools.partial`, whose bound arguments the policy is not told of. What it returns is answered as text,
+            `functools.partial`, whose bound arguments are hidden from the policy. Its result is answered as text,
             as JSON, or as images beside texts: see `content_of`.
 
     Raises:
@@ -121,7 +121,7 @@ class FunctionTool(Tool):
         try:
             described, bound = _described(function)
             schema = _schema(name, described, bound)
-        except Exception as error:  # whatever the reader of docstrings makes of this one
+        except Exception as error:  # the docstring parser may raise anything
             raise ConfigError(f"The tool {name!r} {_why_not(function, error)}") from error
         if inspect.isgeneratorfunction(described) or inspect.isasyncgenfunction(described):
             raise ConfigError(
@@ -138,24 +138,24 @@ class FunctionTool(Tool):
                 strict["properties"][argument.name] = {"anyOf": [strict["properties"][argument.name], {"type": "null"}]}
         super().__init__(schema, Draft202012Validator(strict))
         self._told: set[str] = set()
-        """What was logged of it; shared with the same method of other objects."""
+        """Messages that were logged; shared with the same method of other objects."""
 
     @property
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(_described(self.function)[0])
 
     def of(self, made: Any) -> FunctionTool:
-        """The same method of another object."""
+        """Return the same method of another object."""
         return self.by(getattr(made, self.name))
 
     def by(self, function: Callable[..., Any]) -> FunctionTool:
-        """The same, of which another function does the work."""
+        """Return the same tool with another function behind it."""
         bound = copy.copy(self)
         bound.function = function
         return bound
 
     async def _answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Call the function. An exception is told to the policy in a line, and logged with its traceback once; so is
+        """Call the function. An exception is answered in a line, and logged with its traceback once; so is
         what can neither be written as text nor as JSON."""
         try:
             result = self.function(**arguments)
@@ -163,11 +163,11 @@ class FunctionTool(Tool):
                 result = await result
             return ToolAnswer.of(content_of(result, f"The tool {self.name!r}"))
         except (NoReply, ImageReturned):
-            raise  # the episode fails, or the run ends: it is nothing that the policy did
+            raise  # not the policy's fault: the episode fails, or the run ends
         except ConfigError as error:
             self._log_once(str(error), shows_trace=False)
             return ToolAnswer(f"error: {self.name} gave no answer that can be written", failed=True)
-        except BaseException as error:  # the tool's own: the policy has to live with it
+        except BaseException as error:  # the tool's own error is its answer
             if not raised_by_itself(error):
                 raise
             self._log_once(f"tool {self.name!r} raised; it is answered, and not logged again:")
@@ -198,17 +198,17 @@ class Toolbox:
 
     @property
     def is_async(self) -> bool:
-        """Whether any of them has to be awaited."""
+        """True if any of them has to be awaited."""
         return any(tool.is_async for tool in self.tools.values())
 
     def of(self, made: Any) -> Toolbox:
-        """The same methods of another object."""
+        """Return the same methods of another object."""
         bound = copy.copy(self)
         bound.tools = {name: tool.of(made) for name, tool in self.tools.items()}
         return bound
 
     def beside(self, more: Toolbox) -> Toolbox:
-        """These and others.
+        """Return these tools and others together.
 
         Raises:
             ConfigError: two have one name.
@@ -221,11 +221,11 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the chat template tells the policy of them."""
+        """Schemas for the chat template."""
         return [tool.schema for tool in self.tools.values()]
 
     async def answer(self, call: ToolCall) -> ToolAnswer:
-        """One answer to one call, whatever the call is like."""
+        """Answer one call, whatever its form."""
         tool = self.tools.get(call.name)
         if tool is None:
             known = ", ".join(self.tools)
@@ -276,8 +276,8 @@ def _why_not(function: Any, error: Exception) -> str:
     """Return why something cannot be a tool.
 
     Args:
-        function: As it was given.
-        error: Of the reader of docstrings.
+        function: The user's value.
+        error: Error of the reader of docstrings.
     """
     while isinstance(function, functools.partial):
         function = function.func
@@ -326,7 +326,7 @@ def _arguments(function: Callable[..., Any], name: str, bound: Collection[str]) 
 
 
 def _no_json(type_: Any) -> type | None:
-    """The class in a type that no JSON is an instance of; None: there is none."""
+    """Return the class in a type that no JSON value is an instance of; None where there is none."""
     for part in get_args(type_) if get_origin(type_) is not Literal else ():
         if (odd := _no_json(part)) is not None:
             return odd
@@ -339,7 +339,7 @@ _JSON = (int, float, str, bool, type(None), list, tuple, dict, object)
 
 
 def _strict(schema: Any) -> Any:
-    """The schema as JSON Schema means it: without arguments that nobody asked for, and null where it is allowed."""
+    """Return the schema made strict: no additional arguments, and null only where it is allowed."""
     if not isinstance(schema, dict):
         return schema
     strict = {key: _strict_part(key, value) for key, value in schema.items() if key != "nullable"}
@@ -355,12 +355,13 @@ def _strict_part(key: str, value: Any) -> Any:
 
 
 def _whole(value: Any, schema: Any, validator: Validator) -> Any:
-    """A value with an int for each float that its schema takes for an integer, and for no other number.
+    """Convert each float that its schema takes for an integer to an int, and no other number.
 
     Args:
-        value: As it was read from JSON.
-        schema: Its own, a part of the validator's. Of alternatives (``anyOf``) the first that takes the value counts.
-        validator: Of all arguments, whose schema ``$ref`` refers to.
+        value: A value read from JSON.
+        schema: Schema of the value, a part of the validator's. Of alternatives (``anyOf``) the first that takes the
+            value counts.
+        validator: Validator of all arguments, whose schema ``$ref`` refers to.
     """
     for _ in range(_REFERENCES):
         if not (isinstance(schema, Mapping) and str(schema.get("$ref", "")).startswith("#")):
@@ -400,7 +401,7 @@ def _referred(root: Any, reference: str) -> Any:
 
 
 def _not_finite(value: Any, name: str = "") -> str | None:
-    """JSON has no NaN and no infinity, and Python reads them."""
+    """Return a message about NaN or infinity, which JSON lacks and Python reads; None where there is none."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} is no number of {name}" if name else f"{value} is no number"
     parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()

@@ -38,7 +38,7 @@ class UserClass:
 
     Args:
         make: The class, or a function without arguments that gives a new object.
-        name: For messages.
+        name: Name in messages.
         style: ``step``: the text of a turn is given to ``step``. ``tools``: public methods are called as tools, one
             named ``step`` too. ``auto``: ``step`` where there is such a method, else ``tools``.
 
@@ -126,19 +126,19 @@ class UserClass:
                 )
 
     def arguments(self, seed: int, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``reset`` is called with: those of the row's columns, and the seed, that it names."""
+        """Return the arguments of ``reset``: those columns of the row, and the seed, that it names."""
         offered = {**row, "seed": seed} if self.reads_seed else dict(row)
         if self._reset_names is None:
             return offered
         return {name: value for name, value in offered.items() if name in self._reset_names}
 
     def tools_of(self, made: Any) -> Toolbox | None:
-        """The tools of one object."""
+        """Return the tools of one object."""
         return None if self.toolbox is None else self.toolbox.of(made)
 
 
 async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """What a function gives, awaited where it has to be."""
+    """Call a function, and await its result where that is awaitable."""
     result = function(*arguments, **keywords)
     return await result if inspect.isawaitable(result) else result
 
@@ -181,7 +181,7 @@ def opening_of(returned: Any, who: str) -> Opening:
 
 
 def checked_messages(messages: Sequence[Any], who: str, roles: Sequence[str] = ("system", "user")) -> list[Message]:
-    """The messages, if they are some.
+    """Return the messages after checking them.
 
     Raises:
         ImageReturned: one shows an image, and the policy reads text.
@@ -204,7 +204,7 @@ def checked_messages(messages: Sequence[Any], who: str, roles: Sequence[str] = (
 
 
 async def reward_of(made: Any, described: UserClass) -> float | None:
-    """What an object of the user's says of the whole episode; None where it has no ``get_reward``."""
+    """Return an object's reward of the whole episode; None where it has no ``get_reward``."""
     get: Callable[..., Any] | None = getattr(made, "get_reward", None)
     return None if get is None else finite(await called(get), f"{described.name}.get_reward")
 
@@ -221,7 +221,7 @@ def _public_methods(made: Any) -> list[str]:
 
 
 def _parameters(reset: Callable[..., Any]) -> tuple[bool, dict[str, bool] | None]:
-    """Whether it names ``seed``, and which arguments it takes, with whether it needs them; None: any."""
+    """Return whether ``reset`` names ``seed``, and its other arguments with whether each is required; None: any."""
     parameters = inspect.signature(reset).parameters.values()
     names = {
         each.name: each.default is each.empty

@@ -30,7 +30,7 @@ class ObjectWithSteps(Environment):
 
     Args:
         made: The object.
-        described: Its class.
+        described: Description of its class.
     """
 
     def __init__(self, made: Any, described: UserClass) -> None:

@@ -22,7 +22,7 @@ class ToolEnvironment(Environment):
     tools that one turn calls run at the same time.
 
     Args:
-        toolbox: What may be called.
+        toolbox: Tools that may be called.
         parser: Reads the calls.
     """
 
@@ -46,14 +46,14 @@ class ToolEnvironment(Environment):
         )
 
     async def _answers(self, calls: Sequence[ToolCall | BadCall]) -> list[ToolAnswer]:
-        """In the order of the calls. Where tools are awaited, they are so at the same time."""
+        """Return the replies in the order of the calls. Async tools run at the same time."""
         if not self._toolbox.is_async:
             return [await self._answer(call) for call in calls]
         begun = [asyncio.ensure_future(self._answer(call)) for call in calls]
         try:
             return list(await asyncio.gather(*begun))
         finally:
-            for each in begun:  # one raised, or the time is over: the others are not waited for
+            for each in begun:  # one raised, or the time is over
                 each.cancel()
 
     async def _answer(self, call: ToolCall | BadCall) -> ToolAnswer:
@@ -62,7 +62,7 @@ class ToolEnvironment(Environment):
         return await self._toolbox.answer(call)
 
     def _message(self, call: ToolCall | BadCall, answer: ToolAnswer) -> Message:
-        """The answer as templates know it. A name or an id that the policy made up does not get into its text."""
+        """Return the reply as templates expect it. Names and ids that the policy made up are left out."""
         name, id_ = ("unknown", None) if isinstance(call, BadCall) else (call.name, call.id)
         known = name if name in self._toolbox.tools else "unknown"
         message: Message = {"role": "tool", "name": known, "content": answer.content}
@@ -70,12 +70,12 @@ class ToolEnvironment(Environment):
 
 
 class ObjectWithTools(ToolEnvironment):
-    """The same with an object of the user's behind the tools, which begins the episode and may reward it.
+    """A `ToolEnvironment` whose tools are methods of a user's object, which begins the episode and may reward it.
 
     Args:
         made: The object.
-        described: Its class.
-        toolbox: Its methods, and what else may be called.
+        described: Description of its class.
+        toolbox: Its methods, and other tools that may be called.
         parser: Reads the calls.
     """
 
@@ -95,7 +95,7 @@ class ObjectWithTools(ToolEnvironment):
 
 
 def _said(turn: Turn, content: str, calls: Sequence[ToolCall | BadCall]) -> Message:
-    """The policy's turn with its calls as templates know them. One that could not be read is text."""
+    """Return the policy's turn with its calls as templates expect them. An unreadable one is text."""
     unread = "".join(call.text for call in calls if isinstance(call, BadCall))
     written = [_written(call) for call in calls if isinstance(call, ToolCall)]
     message = turn.message(content + unread)

@@ -29,16 +29,16 @@ class Target:
     """The file's text; None for a module."""
     name: str
     keywords: Mapping[str, Any] = field(default_factory=dict)
-    """What an object is made with."""
+    """Keywords of the constructor."""
 
     def found(self) -> Any:
-        """The class or function itself."""
+        """Return the class or function itself."""
         return getattr(load(self.source, self.text), self.name)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is told first."""
+    """The first message to a worker."""
 
     targets: Sequence[Target]
     memory_mb: int | None
@@ -53,13 +53,13 @@ class Call:
     target: int
     """Place among the targets."""
     object: int | None
-    """Which one of them; None: the target is a function, and is called itself."""
+    """The number of the object; None: the target is a function, and is called itself."""
     method: str
     """``close`` lets the object go, whether it has such a method or not."""
     arguments: Sequence[Any]
     keywords: Mapping[str, Any]
     seed: int
-    """Of the global random generators, in [0, 2^32)."""
+    """Seed of the global random generators, in [0, 2^32)."""
 
 
 class Unsendable:
@@ -73,7 +73,7 @@ class Unsendable:
 
 
 def main(fd: int) -> None:
-    """Talk on this socket until the other side closes it."""
+    """Serve calls on this socket until the other side closes it."""
     connection = connected(fd)
     setup: Setup = receive(connection)
     try:
@@ -87,7 +87,7 @@ def main(fd: int) -> None:
 
 
 class _Objects:
-    """Those that live in this process."""
+    """Objects that live in this process."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self._targets = [(target.found(), target.keywords) for target in targets]
@@ -95,7 +95,7 @@ class _Objects:
         self._loop: Any = None
 
     def answer(self, call: Call) -> Any:
-        """What the call gives, awaited where it has to be."""
+        """Return the result of a call, awaited where it has to be."""
         seed_generators(call.seed)
         given = self._given(call)
         return _sendable(self._awaited(given) if inspect.isawaitable(given) else given)
@@ -111,7 +111,7 @@ class _Objects:
         return getattr(self._objects[call.object], call.method)(*call.arguments, **call.keywords)
 
     def _awaited(self, given: Any) -> Any:
-        import asyncio  # half of a worker's start, and few methods are async
+        import asyncio  # takes half of a worker's start time, and few methods are async
 
         async def awaited() -> Any:
             return await given
@@ -125,7 +125,7 @@ def _nothing() -> None: ...
 
 
 def _sendable(value: Any) -> Any:
-    """The value, without what cannot be pickled in it."""
+    """Return the value, with parts that cannot be pickled replaced."""
     try:
         pickle.dumps(value)
     except Exception:

@@ -11,7 +11,8 @@ from merging_tokenizers import make_merging_tokenizer
 
 from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example import Encoded, Example, Kind
-from lit_rl.data.offline.read import ExampleOptions, read_examples
+from lit_rl.data.offline.options import ExampleOptions
+from lit_rl.data.offline.read import read_examples
 from lit_rl.data.sources import Rows
 from lit_rl.data.templates import encode_prompt
 from lit_rl.errors import ConfigError, DataError

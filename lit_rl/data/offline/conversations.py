@@ -17,10 +17,10 @@ Text = str | list[Message]
 
 
 def conversation(value: Any, where: str, *, prompt: bool = False) -> Text:
-    """A string or a list of messages, checked and in one form by the rules of prompts; an empty list stays one.
+    """Return a string or a list of messages, checked and normalized by the rules of prompts; an empty list stays one.
 
     Args:
-        value: What the column holds.
+        value: Value of the column.
         where: Opens every message; names the row and the column.
         prompt: The messages must end before the assistant speaks.
 
@@ -40,7 +40,7 @@ def conversation(value: Any, where: str, *, prompt: bool = False) -> Text:
 
 
 def is_blank(text: Text) -> bool:
-    """Whether nothing is said: white space, or messages without words and tool calls, the system's left out."""
+    """Tell whether a text is blank: white space, or messages without words and tool calls, the system's left out."""
     if isinstance(text, str):
         return not text.strip()
     spoken = (m for m in text if m["role"] not in ("system", "developer"))
@@ -50,14 +50,14 @@ def is_blank(text: Text) -> bool:
 
 
 def with_system(prompt: Prompt, system_prompt: str | None) -> Prompt:
-    """`add_system_prompt`, which leaves an empty prompt empty."""
+    """Add the system prompt, unless the prompt is empty."""
     return add_system_prompt(prompt, system_prompt) if prompt else prompt
 
 
 def together(
     prompt: Any, completions: Mapping[str, Any], where: str, system: str | None
 ) -> tuple[Prompt, tuple[Text, ...]]:
-    """Prompt and completions, all strings or all messages."""
+    """Return checked prompt and completions, all strings or all messages."""
     begin = conversation(prompt, f"{where}: prompt", prompt=True)
     texts = tuple(conversation(text, f"{where}: {name}") for name, text in completions.items())
     if isinstance(begin, list) and begin and all(text[: len(begin)] == begin for text in texts):
@@ -76,7 +76,7 @@ def together(
 
 
 def as_messages(prompt: Prompt, texts: Sequence[Text], system: str | None) -> tuple[Prompt, tuple[Text, ...]]:
-    """Strings become the user's and the assistant's messages; blank ones become no message."""
+    """Convert strings to the user's and the assistant's messages; blank ones become no message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     replies = (
         [{"role": "assistant", "content": text}] if isinstance(text, str) and text.strip() else text or []
@@ -86,12 +86,12 @@ def as_messages(prompt: Prompt, texts: Sequence[Text], system: str | None) -> tu
 
 
 def is_whole(text: Text) -> bool:
-    """Whether messages hold the prompt too: they do not begin with the assistant's."""
+    """Tell whether messages include the prompt: they do not begin with the assistant's."""
     return isinstance(text, list) and bool(text) and text[0]["role"] != "assistant"
 
 
 def last_turn(messages: Text) -> tuple[list[Message], list[Message]]:
-    """What stands before the last message, and that message, where it is the assistant's; otherwise nothing and all."""
+    """Split off the last message where it is the assistant's; otherwise return an empty list and all messages."""
     assert isinstance(messages, list)
     if messages and messages[-1]["role"] == "assistant":
         return messages[:-1], messages[-1:]
@@ -99,7 +99,7 @@ def last_turn(messages: Text) -> tuple[list[Message], list[Message]]:
 
 
 def shared_messages(chosen: list[Message], rejected: list[Message]) -> int:
-    """How many leading messages are the prompt of both: those they have in common, up to an assistant's turn.
+    """Return the number of leading messages that are the prompt of both: the common ones, up to an assistant's turn.
 
     0 where no prompt is left after which the assistant speaks in both.
     """
@@ -111,7 +111,8 @@ def shared_messages(chosen: list[Message], rejected: list[Message]) -> int:
 
 
 def shared_text(chosen: str, rejected: str) -> int:
-    """How many leading characters are the prompt of both: those they have in common, cut back to the last boundary.
+    """Return the number of leading characters that are the prompt of both: the common ones, cut back to a word
+    boundary.
 
     No word is split: where both go on inside one, or one side ends, the prompt ends before that word. A single space
     before the first word that differs belongs to the completions, as in TRL's `extract_prompt`, since tokenizers bind

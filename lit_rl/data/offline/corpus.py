@@ -12,8 +12,9 @@ from lit_rl.data.image_prompts import Processor
 from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example import Example, Kind
 from lit_rl.data.offline.example_set import ExampleSet
+from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.packing import packed
-from lit_rl.data.offline.read import ExampleOptions, add_counts, read_examples
+from lit_rl.data.offline.read import add_counts, read_examples
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import hold_out, prompt_key
 from lit_rl.errors import ConfigError, DataError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExampleCorpus:
-    """What a data module serves."""
+    """The training and validation examples that a data module serves."""
 
     train: ExampleSet
     sizes: tuple[int, ...]
@@ -83,7 +84,7 @@ def streamed_corpus(
     encoder: Encoder,
     options: ExampleOptions,
 ) -> ExampleCorpus:
-    """As `read_example_corpus` where the training rows are a stream: `train` is its beginning, which is packed already.
+    """Build the corpus of a stream: `train` is its beginning, packed already.
 
     The report has no counts of the training rows: they grow as the stream is read.
 
@@ -104,13 +105,13 @@ def training_set(
     options: ExampleOptions,
     processor: Processor | None = None,
 ) -> tuple[ExampleSet, tuple[int, ...]]:
-    """The rows of all sources, each packed by itself where rows are packed, and how many each has."""
+    """Return the rows of all sources, each packed by itself where rows are packed, and the size of each."""
     parts = [_set(examples, kind, pad, options, processor) for examples in sources]
     return _joined(parts), tuple(map(len, parts))
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What batches are padded with."""
+    """Return the token that batches are padded with."""
     assert isinstance(tokenizer.pad_token_id, int)
     return tokenizer.pad_token_id
 
@@ -172,5 +173,5 @@ def _examples(
 
 
 def _key(example: Example) -> str:
-    """Equal for rows of equal prompts; a text without a prompt is its own."""
+    """Return a key that is equal for rows of equal prompts; a text without a prompt is its own."""
     return json.dumps(example.texts[0].ids) if example.prompt is None else prompt_key(example.prompt, example.shown)

@@ -14,11 +14,11 @@ class SupervisedDataModule(ExampleDataModule):
 
     Args:
         rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`.
-        learn: Which tokens are learned: `completion` (all tokens of a text without a prompt), `assistant` (what the
-            chat template marks as the assistant's), or `all`.
+        learn: Tokens that are learned: `completion` (all tokens of a text without a prompt), `assistant` (what the chat
+            template marks as the assistant's), or `all`.
         packing: `none` is a row a text; `best_fit` puts whole texts together into rows of `max_length`, `wrapped` cuts
             them wherever a row is full. Texts of a row never see each other.
-        shared: What every `ExampleDataModule` takes.
+        shared: Further arguments of `ExampleDataModule`.
     """
 
     serves = ("texts",)
@@ -42,7 +42,7 @@ class PreferenceDataModule(ExampleDataModule):
 
     Args:
         rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`.
-        shared: What every `ExampleDataModule` takes.
+        shared: Further arguments of `ExampleDataModule`.
     """
 
     serves = ("pairs", "verdicts")
@@ -58,7 +58,7 @@ class StepwiseDataModule(ExampleDataModule):
         rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`.
         separator: Ends every step.
         last_step_only: Learn the label of the last step only.
-        shared: What every `ExampleDataModule` takes.
+        shared: Further arguments of `ExampleDataModule`.
     """
 
     serves = ("stepwise",)

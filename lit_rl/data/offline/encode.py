@@ -60,13 +60,13 @@ class _Rendered:
 
     text: str
     borders: list[int]
-    """Where in it the prompt ends, and then the assistant's turns end and begin again, by turns."""
+    """Offsets where the prompt ends, and then where the assistant's turns end and begin again, alternating."""
     closes: bool
-    """Whether an end of generation has to stand behind its last turn."""
+    """True if an end of generation has to follow its last turn."""
 
     @property
     def parts(self) -> list[str]:
-        """The prompt, and what stands between the borders: what is learned, and what is not, by turns."""
+        """The prompt, and then the learned and unlearned texts between the borders, alternating."""
         return [self.text[start:end] for start, end in zip([0, *self.borders], [*self.borders, len(self.text)])]
 
 
@@ -90,7 +90,8 @@ class Encoder:
     Args:
         tokenizer: The policy's.
         template_kwargs: Further arguments of the chat template.
-        processor: Of a policy that sees: makes tokens of messages with images. None: of one over text.
+        processor: Processor of a policy over images, which makes tokens of messages with images; None for one over
+            text.
         learn: `completion`: what follows the prompt. `assistant`: of it what the chat template marks as the
             assistant's. `all`: every token.
         eos_ids: Every token at which generation ends. None: the tokenizer's EOS token. Empty: of a model that scores,
@@ -114,13 +115,14 @@ class Encoder:
         self.marks_start = marks_start(self.tokenizer)
         eos: Any = self.tokenizer.eos_token_id
         self.ends = frozenset((eos,) if self.eos_ids is None else self.eos_ids)
-        """Where nothing is generated, what follows EOS is still not learned."""
+        """Tokens at which generation ends. EOS where nothing is generated: the text after it is still not learned."""
         self.closes = bool(self.ends)
         self.ends = self.ends or frozenset((eos,))
         self.left_out = LeftOut(self.tokenizer, self.template_kwargs)
         self.spaces: dict[int, bool] = {}
         self.turn_ends: dict[str, str] = {}
-        """What the chat template writes after the last turn, by its arguments as JSON; shared by encoders of rows."""
+        """The text that the chat template writes after the last turn, by its arguments as JSON; shared by encoders of
+        rows."""
         self.latest: tuple[str, list[int]] = ("", [])
         """A string prompt and its tokens: those of a pair ask for them twice."""
 
@@ -143,7 +145,7 @@ class Encoder:
         every_turn: bool = False,
         images: Sequence[Visual] = (),
     ) -> Encoded:
-        """A prompt, if there is one, and what follows it, of one kind: strings or messages.
+        """Encode a completion and the prompt before it, if there is one; both strings or both messages.
 
         `every_turn`: for `learn="assistant"` also the assistant's turns of the prompt.
 
@@ -167,7 +169,7 @@ class Encoder:
         tools: Sequence[Any] | None = None,
         images: Sequence[Visual] = (),
     ) -> tuple[Encoded, ...]:
-        """Several completions of one prompt; all texts begin with the same prompt tokens.
+        """Encode several completions of one prompt; all texts begin with the same prompt tokens.
 
         A token is the prompt's only where every text has it; as in TRL, what differs is learned.
 
@@ -183,7 +185,8 @@ class Encoder:
     def steps(
         self, prompt: Prompt, steps: Sequence[str], separator: str, where: str, *, tools: Sequence[Any] | None = None
     ) -> Encoded:
-        """A prompt and the steps of its solution; the last token of each separator is learned, and no EOS follows.
+        """Encode a prompt and the steps of its solution; the last token of each separator is learned, and no EOS
+        follows.
 
         Steps and separators are tokenised apart, as in TRL 0.26, so that a step ends where its separator does.
 
@@ -204,7 +207,7 @@ class Encoder:
         return Encoded(ids, learned, count)
 
     def prompt_ids(self, prompt: Prompt, where: str, *, tools: Sequence[Any] | None = None) -> list[int]:
-        """`encode_prompt` with the settings of this encoder."""
+        """Encode a prompt by `encode_prompt` with the settings of this encoder."""
         kwargs = self._kwargs(tools)
         return encode_prompt(
             self.tokenizer,
@@ -236,7 +239,7 @@ class Encoder:
                 ids = [*begin, *self._plain(completion)]
         eos: Any = self.tokenizer.eos_token_id
         if ids[-2:] == [eos, eos] and not completion.endswith(str(self.tokenizer.eos_token) * 2):
-            ids = ids[:-1]  # one that was written and one that the tokenizer adds
+            ids = ids[:-1]  # one written, and one added by the tokenizer
         elif ids[-1] != eos:
             ids = [*ids, eos]
         return Encoded(ids, _from(0 if self.learn == "all" else count, [True] * len(ids)), count)
@@ -321,13 +324,13 @@ class Encoder:
         return self.turn_ends[key]
 
     def _marked(self, rendered: _Rendered, text: Encoded, marks: Sequence[bool]) -> Encoded:
-        """The tokens with those learned that have a marked character."""
+        """Return the text with the tokens learned that have a marked character."""
         for parts in ([rendered.text], rendered.parts):
             ids, places = tokens_with_places(self.tokenizer, parts)
             if ids == text.ids:
                 count = text.prompt_tokens
                 break
-        else:  # parts were tokenised behind other texts, and have no places
+        else:  # parts tokenised after other texts have no offsets
             ids, places = tokens_with_places(self.tokenizer, [rendered.text])
             count = next((i for i, (_, end) in enumerate(places) if end > rendered.borders[0]), len(ids))
         return Encoded(ids, [any(marks[start:end]) for start, end in places], count)
@@ -335,7 +338,7 @@ class Encoder:
     def _shown(
         self, processor: Processor, rendered: _Rendered, text: Encoded, images: Sequence[Visual], where: str
     ) -> Encoded:
-        """The tokens of a rendered text of which images are shown where it begins.
+        """Return the tokens of a rendered text that begins with images.
 
         The prompt is processed, and what follows is tokenised: a processor may end its text by a mark of its own
         (PaliGemma's ends the prompt), and the prompt's tokens are then those with which the model is asked to write.
@@ -350,7 +353,7 @@ class Encoder:
             first, _ = processor.process(begin, images, where)
             learned = [every] * len(first) + text.learned[count:]
             text = Encoded([*first, *text.ids[count:]], learned, len(first), begin)
-        never = processor.placeholders  # no policy may say one
+        never = processor.placeholders  # never learned
         return replace(text, learned=[flag and id not in never for flag, id in zip(text.learned, text.ids)])
 
     def _up_to_ends(self, text: Encoded) -> list[bool]:
@@ -362,7 +365,7 @@ class Encoder:
             end = self._end(ids, start, stop)
             if end is not None:
                 learned[end:stop] = [False] * (stop - end)
-            elif stop < len(ids) and ids[stop] in self.ends:  # the template writes it as part of what follows
+            elif stop < len(ids) and ids[stop] in self.ends:  # the template writes the end as part of the next turn
                 learned[stop] = True
             elif True in text.learned[stop:]:
                 self._note_open(ids, start, stop)
@@ -372,7 +375,7 @@ class Encoder:
         """Note a turn in the middle that ends with no token at which generation ends."""
         known = end_marks(self.tokenizer, "")
         mark = next((token for token in (ids[stop - 1], ids[stop]) if token in known), None)
-        if mark is not None or self.learn == "completion":  # else what the template marks may go on in the turn
+        if mark is not None or self.learn == "completion":  # otherwise a marked part may continue within the turn
             shown = self.tokenizer.decode(list(ids[max(start, stop - 3) : stop + 1]))
             self.left_out.note(
                 "ends",
@@ -382,7 +385,8 @@ class Encoder:
             )
 
     def _end(self, ids: Sequence[int], start: int, stop: int) -> int | None:
-        """The place after the first of the ends that stand at the end of a turn, white space aside; None: none does."""
+        """Return the place after the first ending token at the end of a turn, white space aside; None where there is
+        none."""
         found = None
         for i in range(stop - 1, start - 1, -1):
             if ids[i] in self.ends:
@@ -427,7 +431,7 @@ class Encoder:
 
 
 def _moved(text: Encoded, start: int) -> Encoded:
-    """The same tokens with a completion that begins earlier."""
+    """Return the same tokens with a completion that begins earlier."""
     if start == text.prompt_tokens:
         return text
     learned = [start <= i < text.prompt_tokens or flag for i, flag in enumerate(text.learned)]
@@ -435,6 +439,6 @@ def _moved(text: Encoded, start: int) -> Encoded:
 
 
 def _from(start: int, learned: Sequence[bool]) -> list[bool]:
-    """Nothing predicts the first token, and the prompt is given."""
+    """Clear the mask up to `start`, and on the first token, which nothing predicts."""
     given = min(max(1, start), len(learned))
     return [False] * given + list(learned[given:])

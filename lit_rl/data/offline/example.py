@@ -37,7 +37,7 @@ class Example:
     where: str
     """Place of the row, for messages."""
     prompt: Prompt | None = None
-    """What validation generates from and rewards see; None for a text without a prompt."""
+    """The prompt that validation generates from and rewards see; None for a text without a prompt."""
     columns: dict[str, Any] = field(default_factory=dict)
     """The row's other columns, for rewards."""
     margin: float | None = None
@@ -45,6 +45,6 @@ class Example:
     desirable: bool | None = None
     """Verdicts: whether the completion was found good."""
     shown: Shown | None = None
-    """What the prompt shows; None: no images."""
+    """The visuals of the prompt; None: no images."""
     labels: tuple[float, ...] = ()
     """Labelled steps: 1 or 0 for each learned token of the text, in their order."""

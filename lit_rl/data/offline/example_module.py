@@ -18,7 +18,7 @@ from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.data.offline.loader import ExampleEvalLoader, ExampleLoader
-from lit_rl.data.offline.read import ExampleOptions
+from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.stream import Windows
 from lit_rl.data.offline.stream_loader import StreamLoader
 from lit_rl.data.order import RolloutOrder
@@ -52,8 +52,9 @@ class ExampleDataModule(SourcedDataModule):
             training, at most 32.
         max_length: Longest text, prompt included, in tokens; null is no limit.
         max_completion_tokens: Longest completion, in tokens; null is no limit of its own.
-        keep: Which end of a too long text stays: `start` cuts the end of the completion, `end` the start of the prompt.
-        overlong: What to do with a too long row: `truncate`, `drop` (and count it), or `error`.
+        keep: The end of a too long text that stays: `start` cuts the end of the completion, `end` the start of the
+            prompt.
+        overlong: Action for a too long row: `truncate`, `drop` (and count it), or `error`.
         max_dropped: Share of the rows that may be dropped because there is nothing to learn from (a side is empty, both
             are equal), in [0, 1]; beyond it the data is refused.
         stream_buffer: Rows in memory at a time, of sources that are read as the run needs them, at least `batch_size`;
@@ -61,7 +62,7 @@ class ExampleDataModule(SourcedDataModule):
         group_by_length: Put rows of a step that are about as long into the same micro-batch, with less padding. The
             rows of a step stay what they are. Off with a router's loss, which is one of a micro-batch.
         val_batch_size: Rows of a validation batch, on each rank.
-        source: What every `SourcedDataModule` takes.
+        source: Further arguments of `SourcedDataModule`.
     """
 
     serves: ClassVar[tuple[Kind, ...]] = ()
@@ -117,11 +118,11 @@ class ExampleDataModule(SourcedDataModule):
 
         Args:
             tokenizer: The policy's.
-            kind: What the method learns from; None is the first of `serves`.
-            processor: Of a policy that sees; None: of one over text.
+            kind: Kind of examples that the method learns from; None is the first of `serves`.
+            processor: Processor of a policy over images; None for one over text.
             eos_ids: Every token at which generation ends, `LanguageModel.eos_ids`; None: the tokenizer's EOS token, or
                 those of the last call. Empty: of a model that scores.
-            stage: For `fit` there must be rows for one step.
+            stage: `fit` also checks that the rows fill one step.
 
         Raises:
             ConfigError: this data module makes no examples of that kind.
@@ -177,7 +178,7 @@ class ExampleDataModule(SourcedDataModule):
 
     @property
     def prompt_form(self) -> PromptForm | None:
-        """What the prompts of the first source are; None where rows are tokens, of which nobody says it."""
+        """The form of the first source's prompts; None where rows are tokens, whose form is unknown."""
         name, examples = self._sets.formats[0], self.corpus.train.examples
         if name == "tokenised" or not examples:
             return None
@@ -198,7 +199,7 @@ class ExampleDataModule(SourcedDataModule):
         """Return the columns that rows have beside those that examples are made of; rewards may read them.
 
         Args:
-            margins: Whether the method reads margins of pairs.
+            margins: True if the method reads margins of pairs.
         """
         corpus = self.corpus
         names = {
@@ -221,7 +222,7 @@ class ExampleDataModule(SourcedDataModule):
         """Refuse Trainer settings that no stream can be learned with. Needs no data.
 
         Raises:
-            ConfigError: `max_steps` is missing, or loaders are to be made anew.
+            ConfigError: `max_steps` is missing, or loaders are rebuilt.
         """
         if self.stream_buffer is not None:
             streaming.check_trainer(trainer)
@@ -235,7 +236,7 @@ class ExampleDataModule(SourcedDataModule):
 
     @property
     def _generates(self) -> bool:
-        """Whether the run's module evaluates what it writes; a model that scores has no use for prompts."""
+        """True if the run's module evaluates generated text; a model that scores has no use for prompts."""
         module = None if self.trainer is None else self.trainer.lightning_module
         return module is None or hasattr(module, "evaluation")
 
@@ -270,7 +271,7 @@ class ExampleDataModule(SourcedDataModule):
         return max((len(ids) for prompts in sets for ids in prompts.prompt_ids), default=0)
 
     def first_shown(self) -> tuple[list[int], PromptVision | None] | None:
-        """Tokens and images of the first training prompt that shows any. None: none does."""
+        """Return tokens and vision inputs of the first training prompt that shows images; None where none does."""
         return self.corpus.train.prompts.first_shown()
 
     def train_dataloader(self) -> ExampleLoader | StreamLoader:
@@ -333,7 +334,7 @@ class ExampleDataModule(SourcedDataModule):
         elif encoder.processor is not None:
             raise ConfigError("data.stream_buffer reads rows of text alone: leave it out with a model over images.")
         else:
-            self._windows = None  # its rows go before others come
+            self._windows = None  # release its rows before reading others
             sources, weights = (
                 [RowStream(source, self.on_bad_row) for source in self.streamable],
                 self.weights or (1.0,),

@@ -73,7 +73,7 @@ class ExampleSet:
         return max(map(self.length, range(len(self))))
 
     def length(self, row: int) -> int:
-        """Tokens of a row: of a packed one all together, of a row with several texts those of the longest."""
+        """Return the tokens of a row: of a packed one all together, of several texts those of the longest."""
         lengths = map(len, self._pieces(row))
         return sum(lengths) if self.packs else max(lengths)
 
@@ -84,7 +84,7 @@ class ExampleSet:
         return max(sum(texts) if self.packs else max(texts) for texts in counts)
 
     def totals(self, rows: Sequence[int], shares: int = 1) -> Totals:
-        """What an optimizer step of these rows counts."""
+        """Return the totals of an optimizer step of these rows."""
         texts = [self._pieces(row) for row in rows]
         learned = [texts[i][:1] if self.kind == "pairs" else texts[i] for i in range(len(rows))]
         return Totals(
@@ -99,8 +99,8 @@ class ExampleSet:
         )
 
     def before(self, rows: Sequence[int]) -> list[int]:
-        """For each of the rows of a step the nearest one before it that answers another prompt, around the end; the row
-        just before it where all answer the same."""
+        """Return, for each row of a step, the nearest row before it (cyclically) with another prompt; the row just
+        before it where all prompts are equal."""
         prompts = [self._prompt(row) for row in rows] if self.kind == "verdicts" else []
         found = []
         for i in range(len(rows)):
@@ -109,7 +109,7 @@ class ExampleSet:
         return found
 
     def _prompt(self, row: int) -> tuple[list[int], list[str]]:
-        """What it says, and what it shows."""
+        """Return the tokens and visuals of a row's prompt."""
         example = self.examples[row]
         text, shown = example.texts[0], example.shown
         return text.ids[: text.prompt_tokens], [] if shown is None else list(map(str, shown.visuals))
@@ -117,13 +117,14 @@ class ExampleSet:
     def batch(
         self, rows: Sequence[int], before: Sequence[int], totals: Totals, *, step: int, slot: int
     ) -> ExampleBatch:
-        """The given rows as a micro-batch.
+        """Return the given rows as a micro-batch.
 
         Args:
-            rows: Of this micro-batch.
-            before: For each of them a row of the step with another prompt, whose completion verdicts are compared with.
-            totals: Of the step.
-            step: Its number.
+            rows: Rows of this micro-batch.
+            before: For each of them a row of the step with another prompt, whose completion the verdict is compared
+                with.
+            totals: Totals of the step.
+            step: Number of the step.
             slot: Number of this micro-batch.
         """
         common: dict[str, Any] = {"rows": list(rows), "totals": totals, "step": step, "slot": slot}
@@ -147,7 +148,7 @@ class ExampleSet:
         return TextBatch(tokens, **common)
 
     def _vision(self, rows: Sequence[int], texts: int) -> Vision | None:
-        """What is seen by so many texts of each of the rows, all first ones before all second ones."""
+        """Return the vision inputs of `texts` texts for each row, all first ones before all second ones."""
         if self.processor is None:
             return None
         shown = [self.examples[row].shown for row in rows]
@@ -161,7 +162,7 @@ class ExampleSet:
 
 
 def token_batch(rows: Sequence[Sequence[Encoded]], pad_id: int) -> TokenBatch:
-    """Rows of pieces, padded on the right; with segments where a row has several pieces."""
+    """Return rows of pieces, padded on the right, with segments where a row has several pieces."""
     width = max(2, *(sum(map(len, pieces)) for pieces in rows))
     input_ids = torch.full((len(rows), width), pad_id)
     attended, learned = (torch.zeros((len(rows), width), dtype=torch.bool) for _ in range(2))
@@ -181,7 +182,7 @@ def token_batch(rows: Sequence[Sequence[Encoded]], pad_id: int) -> TokenBatch:
 
 
 def _mismatched(example: Example, other: Example) -> Encoded:
-    """The prompt of one with the completion of the other."""
+    """Return the prompt of one example with the completion of the other."""
     (mine,), (theirs,) = example.texts, other.texts
     prompt, completion = mine.ids[: mine.prompt_tokens], theirs.ids[theirs.prompt_tokens :]
     learned = [False] * len(prompt) + theirs.learned[theirs.prompt_tokens :]

@@ -38,8 +38,8 @@ class Record:
     """Name of the format, for messages and reports."""
     prompt: Prompt | None = None
     completions: tuple[Text, ...] = ()
-    """What follows the prompt: one text; of a pair the chosen and the rejected one; of labelled steps all steps. A
-    string where the prompt is a string, messages where it is messages; a whole text where the prompt is None."""
+    """Texts after the prompt: one text; of a pair the chosen and the rejected one; of labelled steps all steps. Strings
+    where the prompt is a string, messages where it is messages; a whole text where the prompt is None."""
     columns: dict[str, Any] = field(default_factory=dict)
     tools: list[Any] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Record:
     desirable: bool | None = None
     labels: tuple[bool, ...] = ()
     images: tuple[Visual, ...] = ()
-    """Those that its prompt shows, and its videos."""
+    """Images and videos of the prompt."""
     tokens: tuple[list[int], list[bool]] | None = None
     """Rows that are tokenised already: ids, and which of them are learned."""
 
@@ -125,7 +125,7 @@ def _unlike(missing: list[str], found: list[str]) -> int:
 
 
 def _prompted(name: str, found: Mapping[str, Any], where: str, system: str | None, more: dict[str, Any]) -> Record:
-    """Prompt-completion, unpaired preference and labelled steps."""
+    """Return the record of a row of prompt-completion, unpaired preference or labelled steps."""
     if name == "stepwise":
         return _stepwise(found, where, system, more)
     prompt, (completion,) = together(found["prompt"], {"completion": found["completion"]}, where, system)
@@ -193,7 +193,7 @@ def _rest(row: Mapping[str, Any], *used: str) -> dict[str, Any]:
 
 
 def _flag(value: Any, what: str) -> bool:
-    """A truth value; 0 and 1 and, because cells of .csv are text, the words for it."""
+    """Return a truth value: a boolean, 0 or 1, or a word for it, because cells of .csv are text."""
     found = verdict(value)
     if found is None:
         raise DataError(f"{what} is {excerpt(repr(value))}; true or false is needed (also 1 and 0, yes and no).")

@@ -14,13 +14,13 @@ from lit_rl.examples import ExampleBatch
 
 
 class ExampleLoader(SlottedLoader[ExampleBatch]):
-    """Yields this rank's micro-batches of every optimizer step, as slots 0 to `accumulate - 1`.
+    """A loader of this rank's micro-batches of every optimizer step, as slots 0 to `accumulate - 1`.
 
     Every micro-batch knows what its whole step counts, so a loss has the step's denominator without asking other ranks.
 
     Args:
         data: The rows.
-        order: Which rows make up which optimizer step.
+        order: The order that assigns rows to each optimizer step.
         accumulate: Micro-batches of a step on each rank.
         group_by_length: Put rows of a step that are about as long into the same micro-batch, so that short ones are not
             padded to the longest: slots go from long rows to short ones, and ranks take neighbours in each. Off, a
@@ -57,7 +57,7 @@ class ExampleLoader(SlottedLoader[ExampleBatch]):
         return [dataclasses.replace(micro[0], whole=whole), *micro[1:]]
 
     def _places(self, rows: list[int]) -> list[list[int]]:
-        """Of each of our micro-batches, where its rows stand in the step: from the first of them to the last."""
+        """Return, for each micro-batch of this rank, the places of its rows in the step, ascending."""
         size = self.share // self.slots
         if not self.group_by_length:
             ours = range(len(rows))[self.ours]
@@ -70,7 +70,8 @@ class ExampleLoader(SlottedLoader[ExampleBatch]):
 
 
 class ExampleEvalLoader:
-    """Yields the first `limit` rows in their order, once; every rank yields as many batches, none of them empty.
+    """A loader that yields the first `limit` rows in their order, once; every rank yields as many batches, none of them
+    empty.
 
     All of them together count as one step, so that a loss does not depend on how they are cut.
 
@@ -78,9 +79,9 @@ class ExampleEvalLoader:
         data: The rows.
         batch_size: Rows of a batch on each rank; batches are evened out, so some are smaller, and where rows do not
             divide over the ranks one may be larger.
-        limit: How many rows to take; None takes all.
-        rank: Which part is ours.
-        world_size: How many parts there are.
+        limit: Number of rows to take; None takes all.
+        rank: Index of this rank's part.
+        world_size: Number of parts, one for each rank.
 
     Raises:
         ConfigError: fewer rows than ranks.

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rl.data.checks import one_of
+from lit_rl.data.formats import RowFunction
 from lit_rl.data.images import MAX_IMAGE_PIXELS, MOST_IMAGE_PIXELS
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.offline.encode import LEARN, Learn
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.packing import PACKING, Packing
 from lit_rl.data.offline.truncation import KEEP, OVERLONG, Keep, Overlong
-from lit_rl.data.prompt_set import RowFunction
 from lit_rl.data.templates import check_template_kwargs
 from lit_rl.errors import ConfigError, in_range
 
@@ -30,10 +30,10 @@ class ExampleOptions:
         max_length: Longest text, prompt and completion together, in tokens, at least 2; None is no limit.
         max_completion_tokens: Longest completion (a text without a prompt is one), in tokens, at least 1; None is no
             limit of its own.
-        keep: Which end of a too long text stays; see `windows`.
-        overlong: What to do with a row over either limit: `truncate` cuts it in token space, and drops it where
-            nothing learned is left; `drop` leaves the row out and counts it; `error` refuses it.
-        on_bad_row: What to do with a row that cannot be read: `error` raises, `skip` counts it.
+        keep: The end of a too long text that stays; see `windows`.
+        overlong: Action for a row over either limit: `truncate` cuts it in token space, and drops it where nothing
+            learned is left; `drop` leaves the row out and counts it; `error` refuses it.
+        on_bad_row: Action for a row that cannot be read: `error` raises, `skip` counts it.
         max_image_pixels: Width times height of an image, at most.
         max_dropped: Share of the rows that may be dropped as empty, equal or without a common prompt, in [0, 1].
         learn: Texts: which tokens are learned; see `Encoder`. Of a row of `messages`, `completion` is the last message,

@@ -23,7 +23,7 @@ class Piece(NamedTuple):
 
 
 def pack(lengths: Sequence[int], capacity: int, how: Literal["best_fit", "wrapped"]) -> list[list[Piece]]:
-    """Rows of pieces that hold every token once, and at most `capacity` tokens a row. The same for the same lengths.
+    """Return rows of pieces that hold every token once, at most `capacity` tokens a row. Deterministic in the lengths.
 
     `best_fit` splits no text: from the longest to the shortest, each goes into the fullest row that has room for it
     (best-fit decreasing, as in 2404.10830), in O(n log n). Rows stand in the order of their first text, and texts in a
@@ -43,7 +43,7 @@ def pack(lengths: Sequence[int], capacity: int, how: Literal["best_fit", "wrappe
 
 
 def packed(examples: Sequence[Example], capacity: int, how: Literal["best_fit", "wrapped"]) -> list[list[Encoded]]:
-    """The texts of the examples as pieces in rows; see `pack`.
+    """Return the texts of the examples as pieces in rows; see `pack`.
 
     Pieces of a row must not see each other, so no piece's first token is learned. That holds for the second part of a
     text that `wrapped` cuts as well: it goes on without what stood before.
@@ -63,7 +63,7 @@ def packed(examples: Sequence[Example], capacity: int, how: Literal["best_fit", 
 
 def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[Piece]]:
     rows: list[list[int]] = []
-    # Rows by the room that is left in them; the rooms that occur, in order.
+    # Rows by their free tokens (`room`), and the values of it that occur, sorted.
     by_room: dict[int, deque[int]] = {}
     rooms: list[int] = []
     for text in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -25,7 +25,7 @@ def read_examples(
     kind: Kind,
     options: ExampleOptions,
 ) -> tuple[list[Example], Counter[str], str]:
-    """Every row that passes the filters, how many rows each filter took, and the name of the format.
+    """Return every row that passes the filters, the number of rows that each filter took, and the name of the format.
 
     A row is an example, but for pairs that serve verdicts: each gives two, the chosen one first. Of pairs that serve
     texts the chosen one is taken.
@@ -52,13 +52,13 @@ def read_examples(
 
 
 def read_on(rows: Rows, reader: Reader, met: Mapping[str, int]) -> tuple[list[Example], Counter[str]]:
-    """As `read_examples` of the next rows of a source that is read bit by bit.
+    """Read the next rows of a source that is read bit by bit, as `read_examples` does.
 
     What only all rows together can prove wrong is asked of all that were met up to here.
 
     Args:
         rows: The next rows.
-        reader: Of the source, for all of its rows.
+        reader: Reader of all rows of the source.
         met: The counts of the rows before.
 
     Returns:
@@ -96,7 +96,7 @@ def read_on(rows: Rows, reader: Reader, met: Mapping[str, int]) -> tuple[list[Ex
 
 
 def add_counts(one: Mapping[str, int], other: Mapping[str, int]) -> Counter[str]:
-    """Counts of the rows of both; of what is longest the longer one."""
+    """Return the counts of both together: sums, but for `longest` the maximum."""
     names = {**one, **other}
     return Counter(
         {

@@ -83,7 +83,7 @@ class Reader:
         return (encoder.encode(prompt, parts[0], where, tools=tools, every_turn=whole, images=images),)
 
     def examples(self, record: Record, texts: tuple[Encoded, ...], where: str) -> tuple[str, list[Example]]:
-        """What becomes of the row, as its counts say, and the examples that it gives."""
+        """Return the fate of a row, as its counts name it, and its examples."""
         options = self.options
         labels = tuple(map(float, record.labels))
         if options.last_step_only and self.kind == "stepwise":
@@ -135,7 +135,7 @@ class Reader:
                 f"{where}: input_ids holds {max(ids)}, and the tokenizer has {self.vocabulary} tokens: the row was "
                 "made with another tokenizer. Take the model of that one, or give the text."
             )
-        never = () if self.processor is None else self.processor.placeholders  # no policy may say one
+        never = () if self.processor is None else self.processor.placeholders  # never learned
         learned = [flag and token not in never for flag, token in zip(learned, ids)]
         first = learned.index(True) if any(learned) else len(ids)
         return Encoded(ids, [i > 0 and flag for i, flag in enumerate(learned)], first)
@@ -153,7 +153,7 @@ class Reader:
 
 
 def nothing_in(record: Record) -> str:
-    """Why there is nothing to learn from a record, as the counts call it; an empty string where there is something."""
+    """Return the reason why a record has nothing to learn from, as the counts name it; an empty string where it has."""
     if record.tokens is not None:
         return "" if any(record.tokens[1][1:]) else "empty"
     sides, steps = record.completions, record.format.startswith("stepwise")

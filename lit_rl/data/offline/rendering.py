@@ -21,7 +21,7 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, kwargs: Mapping[str, Any], **how: Any
 ) -> Any:
-    """The text of messages, or what `how` asks of `apply_chat_template` instead.
+    """Return the rendered text of messages, or the value of `apply_chat_template` that `how` requests instead.
 
     Raises:
         DataError: the template refuses the messages. The message opens with `where`.
@@ -30,7 +30,7 @@ def render(
         return apply_chat_template(tokenizer, messages, **{**kwargs, "tokenize": False, **how})
     except ConfigError:
         raise
-    except Exception as error:  # a template is a program: whatever it raises, this row cannot be rendered by it
+    except Exception as error:  # a template may raise anything
         raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
 
 
@@ -75,7 +75,7 @@ def marked_characters(
 def tokens_with_places(
     tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids of parts that are tokenised apart, and where in all of them each token begins and ends."""
+    """Return token ids of parts that are tokenised apart, with the span of each token in all of them."""
     ids: list[int] = []
     places: list[tuple[int, int]] = []
     place = 0
@@ -103,14 +103,14 @@ def borders_of_turns(
 
     Args:
         render_whole: Renders messages, by the template and its arguments.
-        messages: Of the prompt and the completion.
+        messages: Messages of the prompt and the completion.
         first: The number of the completion's first message, the assistant's.
-        whole: Their rendering.
+        whole: Rendering of all messages.
         control: The texts of control tokens.
-        ends: Those of them at which generation ends.
+        ends: Control tokens at which generation ends.
 
     Returns:
-        None: a turn is written otherwise where the conversation goes on, so nobody can tell.
+        None where a turn is written otherwise when the conversation goes on: its end is unknown.
     """
     speakers = ["assistant" if message["role"] == "assistant" else "" for message in messages]
     turns = [i for i in range(first + 1, len(messages)) if speakers[i] != speakers[i - 1]]
@@ -120,7 +120,7 @@ def borders_of_turns(
         try:
             alone = render_whole(messages[:over])
             begin = whole if again is None else render_whole(messages[:again], add_generation_prompt=True)
-        except DataError:  # it refuses what would be a conversation that is not over yet
+        except DataError:  # it refuses a conversation that is not over yet
             return None
         if not whole.startswith(begin) or len(begin) < at:
             return None

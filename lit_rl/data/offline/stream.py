@@ -26,7 +26,7 @@ from lit_rl.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class Place:
-    """Where a window begins, and what was met before it."""
+    """The position where a window begins, with the counts of all rows before it."""
 
     marks: tuple[Mark, ...]
     """In each source."""
@@ -42,19 +42,19 @@ class Place:
 
     @classmethod
     def start(cls, sources: int) -> Place:
-        """The first row of every source."""
+        """Return the position of the first row of every source."""
         return cls((Mark(),) * sources, ({},) * sources)
 
     @classmethod
     def of(cls, saved: Mapping[str, Any], sources: int) -> Place:
-        """The counterpart of `plain`. Sources that were none at that time begin with their first row."""
+        """Restore a position from `plain`. Sources that were added since begin with their first row."""
         first = cls.start(sources)
         marks = (*(Mark(*mark) for mark in saved["marks"]), *first.marks)
         met = (*(dict(counts) for counts in saved["met"]), *first.met)
         return cls(**{**saved, "marks": marks[:sources], "met": met[:sources]})
 
     def plain(self) -> dict[str, Any]:
-        """Numbers, strings, lists and dicts only."""
+        """Return the position as numbers, strings, lists and dicts."""
         return {
             **vars(self),
             "marks": [list(mark) for mark in self.marks],
@@ -63,7 +63,7 @@ class Place:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counts of all sources together, and of what became of their rows."""
+        """Counts of all sources together, and of the rows left over."""
         return {**functools.reduce(add_counts, self.met, {}), "left_over": self.left_over}
 
 
@@ -78,7 +78,7 @@ class Window:
     """Rows that are left of each source; `data` has the sources one after another."""
 
     def order(self, batch_size: int, seed: int, shuffle: bool) -> RolloutOrder:
-        """Which of its rows make up which step: its epoch of the window's number.
+        """Return the order of the window's rows: its epoch is the window's number.
 
         Raises:
             DataError: its rows do not fill one step.
@@ -94,15 +94,15 @@ class Window:
 
 
 class Windows:
-    """Reads windows, and holds the one that was read last.
+    """A reader of windows, which holds the latest one.
 
     Args:
         sources: The sources.
         size: Rows that a window takes of all of them together, those that are left out later included.
         weights: Relative share of each source.
-        encoder: Of the policy.
-        kind: What the rows become.
-        options: How.
+        encoder: Encoder of the policy.
+        kind: Kind of the examples.
+        options: Options of the examples.
         batch_size: Rows of an optimizer step.
 
     Raises:
@@ -127,13 +127,13 @@ class Windows:
                 f"data.sources[{self.quotas.index(0)}]: no row of it is in a window of data.stream_buffer={size} rows: "
                 "raise its weight or data.stream_buffer."
             )
-        # One reader for all rows of a source: its format must stay what it was in the windows before.
+        # One reader for all rows of a source: its format must not change between windows.
         self._readers = [Reader(encoder, kind, options) for _ in sources]
         self._pad_id = pad_id(encoder.tokenizer)
         self._held: Window | None = None
         self.start = Place.start(len(sources))
         self.seen = self.start
-        """Where the window ends that was read last."""
+        """The position after the latest window."""
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -142,16 +142,16 @@ class Windows:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was met up to the end of the window that was read last."""
+        """Counts up to the end of the latest window."""
         packed = {} if self.options.packing == "none" else {"packed_rows": self.seen.packed_rows}
         return {**self.seen.counts, **packed, "held_out": 0}
 
     def take_steps_of(self, batch_size: int) -> None:
-        """Make steps of so many rows. What was read is read again, as places count steps."""
+        """Set the rows of a step. The window is read again, since positions count steps."""
         self.batch_size, self._held = batch_size, None
 
     def at(self, place: Place) -> Window:
-        """The window that begins there. The one before is let go first, so one is in memory at a time.
+        """Return the window that begins there. The one before is released first, so one is in memory at a time.
 
         Raises:
             DataError: a row cannot be used, or the rows met up to here prove the data wrong.

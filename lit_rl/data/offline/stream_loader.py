@@ -15,7 +15,7 @@ from lit_rl.examples import ExampleBatch
 class StreamLoader:
     """An iterable over this rank's micro-batches of one window's steps after another's, as `ExampleLoader` is.
 
-    Its rows have no end: an iteration is as many batches as it is told, and the next one goes on with the step after.
+    Its rows have no end: an iteration is `length` batches, and the next one continues with the step after.
     `state_dict` is the same on every rank. A state taken at any batch resumes with the batch that would have come next;
     with another number of ranks, with the next whole step.
 
@@ -28,7 +28,7 @@ class StreamLoader:
         accumulate: Micro-batches of a step on each rank.
         limit: `trainer.limit_train_batches`. It only tells which batch is an epoch's last.
         allow_changed: Load a state also where the rows, their order or the slots are no longer those of the state.
-        part: How `ExampleLoader` shares a step out: `rank`, `world_size` and `group_by_length`.
+        part: Arguments by which `ExampleLoader` shares out a step: `rank`, `world_size` and `group_by_length`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StreamLoader:
         """See `SlottedLoader.given`."""
 
     def __len__(self) -> int:
-        """Batches of the run on this rank."""
+        """Return the number of batches of the run on this rank."""
         return self._length
 
     def __iter__(self) -> Iterator[ExampleBatch]:
@@ -74,7 +74,7 @@ class StreamLoader:
             yield from self._rest_of_window()
 
     def _rest_of_window(self) -> Iterator[ExampleBatch]:
-        # A generator of its own: when it is over nothing holds the window any more, and the next one can be read.
+        # A generator of its own: once it ends nothing holds the window, and the next one can be read.
         loader, end = self._loader(), self._windows.at(self._place).end
         rows, size = loader.order.epoch(self._place.number), loader.order.prompts_per_rollout
         step, first_slot = divmod(self._position, self._slots)

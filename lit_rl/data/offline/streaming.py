@@ -10,7 +10,7 @@ import lightning as L
 from lit_rl.data.corpus import list_counts
 from lit_rl.data.offline.corpus import ExampleCorpus, streamed_corpus
 from lit_rl.data.offline.encode import Encoder
-from lit_rl.data.offline.read import ExampleOptions
+from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.stream import Windows
 from lit_rl.data.sourced import SourcedDataModule
 from lit_rl.data.sources import Rows
@@ -20,15 +20,16 @@ from lit_rl.errors import ConfigError, DataError
 def corpus_beside(
     windows: Windows, val: Mapping[str, Rows], encoder: Encoder, options: ExampleOptions
 ) -> ExampleCorpus:
-    """The validation sets of a run whose training rows are a stream, and the report of the stream; no training rows.
+    """Return the validation sets of a run whose training rows are a stream, and the stream's report, without training
+    rows.
 
     The first window is read, so that bad data shows at once.
 
     Args:
         windows: The windows of the stream.
         val: The rows of the validation sets, by name.
-        encoder: Of the policy.
-        options: How rows are read.
+        encoder: Encoder of the policy.
+        options: Options for reading rows.
 
     Raises:
         DataError: a set cannot be used.
@@ -44,7 +45,7 @@ def check_settings(data: SourcedDataModule, size: int, *, batch_size: int, max_l
     """Check the settings of the data against `data.stream_buffer`.
 
     Args:
-        data: Where the rows come from.
+        data: The data module.
         size: `data.stream_buffer`, the rows of a window.
         batch_size: Rows of one optimizer step.
         max_length: Longest text, in tokens; None is no limit.
@@ -81,7 +82,7 @@ def check_trainer(trainer: L.Trainer) -> None:
     """Check that the Trainer says how long the run is.
 
     Raises:
-        ConfigError: nothing says how long the run is, or loaders are to be made anew within it.
+        ConfigError: nothing says how long the run is, or loaders are rebuilt within it.
     """
     if trainer.max_steps in (None, -1):
         raise ConfigError(
@@ -102,7 +103,7 @@ def check_first(sizes: tuple[int, ...], batch_size: int, counts: Mapping[str, in
     Args:
         sizes: Rows of each source that are left.
         batch_size: Rows of a step.
-        counts: What every filter took, for the message.
+        counts: Counts of every filter, for the message.
 
     Raises:
         DataError: its rows do not fill one step, or a source has none left.

@@ -14,7 +14,7 @@ IGNORED = -100
 
 
 def masked_tokens(found: Mapping[str, Any], where: str, learn: str) -> tuple[list[int], list[bool]]:
-    """The ids of a row, and which of them are learned.
+    """Return the ids of a row, and the mask of those that are learned.
 
     `labels` (-100 where a token is not learned) settle it alone. Otherwise `all` learns every token; `completion` those
     that every mask given allows (`completion_mask`, `assistant_masks`), all where none is; `assistant` needs

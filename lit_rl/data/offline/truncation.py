@@ -16,7 +16,7 @@ OVERLONG = ("truncate", "drop", "error")
 def windows(
     texts: Sequence[Encoded], max_length: int | None, max_completion_tokens: int | None, keep: Keep
 ) -> list[range]:
-    """Which tokens of each text stay.
+    """Return the window of tokens that stays of each text.
 
     Completions are first cut at their end to `max_completion_tokens`. Then, where a text is longer than `max_length`,
     `keep="start"` cuts its end, and `keep="end"` cuts the prompt's start: by what the longest of the texts needs, from
@@ -27,7 +27,7 @@ def windows(
         texts: One text, or those that begin with the same prompt tokens.
         max_length: Tokens of prompt and completion together; None is no limit.
         max_completion_tokens: Tokens of the completion; None is no limit.
-        keep: Which end of a too long text stays.
+        keep: The end of a too long text that stays.
     """
     stops = [len(text) for text in texts]
     if max_completion_tokens is not None:
@@ -42,7 +42,7 @@ def windows(
 
 
 def cut(text: Encoded, window: range) -> Encoded:
-    """The tokens of the window; the first of them is not learned, since nothing predicts it."""
+    """Return the tokens of the window; the first of them is not learned, since nothing predicts it."""
     if len(window) == len(text):
         return text
     learned = text.learned[window.start : window.stop]
@@ -51,6 +51,6 @@ def cut(text: Encoded, window: range) -> Encoded:
 
 
 def cut_labels(text: Encoded, labels: Sequence[float], window: range) -> tuple[float, ...]:
-    """The labels of the learned tokens that stay learned; before the cut each learned token has one."""
+    """Return the labels of the learned tokens that stay learned; before truncation each learned token has one."""
     places = (i for i, flag in enumerate(text.learned) if flag)
     return tuple(label for i, label in zip(places, labels) if window.start < i < window.stop)
