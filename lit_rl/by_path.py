@@ -20,7 +20,7 @@ from lit_rl.process_state import CHOSEN_FOR_SPEED, process_kept, raised_by_itsel
 
 @dataclass(frozen=True)
 class Named:
-    """What a path names."""
+    """An object that a path names."""
 
     source: str
     """The file, absolute, or the module."""

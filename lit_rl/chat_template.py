@@ -79,12 +79,12 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> 
 
 
 def arguments_of_rendering(tokenizer: Any) -> set[str]:
-    """Names of what a tokenizer's `apply_chat_template` takes for itself, and for every template."""
+    """Return the names that a tokenizer's `apply_chat_template` takes itself, for every template."""
     return set(inspect.signature(tokenizer.apply_chat_template).parameters)
 
 
 def call_arguments(arguments: Any) -> Any:
-    """The arguments of a tool call as an object where they are one or the JSON text of one; anything else as it is.
+    """Return the arguments of a tool call as an object if they are one or the JSON text of one, else unchanged.
 
     Nothing (None, or a blank text) is the object without keys: calls of functions that take nothing have it.
     """
@@ -128,13 +128,13 @@ class _Thinking:
     """The way in which a template takes thoughts."""
 
     keys: tuple[str, ...]
-    """Of `THOUGHTS`, those that it reads."""
+    """The keys of `THOUGHTS` that it reads."""
     apart: tuple[bool, bool]
-    """Whether thoughts in a content are to be handed over by the key: between both marks, and before the second."""
+    """True if thoughts in a content are to be passed by the key: between both marks, and before the second."""
 
 
 _thinking: dict[str, _Thinking] = {}
-"""Of each template that was met."""
+"""Cache by template."""
 
 
 def _with_thoughts(tokenizer: Any, messages: Sequence[Any]) -> Sequence[Any]:
@@ -200,7 +200,7 @@ def _thinks_once(tokenizer: Any, reply: Mapping[str, Any]) -> bool:
 
 _PROBE = "qqpartsqq"
 _wanting_parts: dict[str, bool] = {}
-"""Of each template that was met: whether it reads texts in parts alone."""
+"""Cache by template: whether it reads texts in parts alone."""
 
 
 def _wants_parts(tokenizer: Any) -> bool:
@@ -231,7 +231,7 @@ def _in_parts(messages: Sequence[Any]) -> list[Any]:
 
 
 def _with_calls(tokenizer: Any, messages: Sequence[Any], how: dict[str, Any]) -> Any:
-    """The rendering, with arguments of tool calls as the template takes them."""
+    """Return the rendering, with arguments of tool calls as the template takes them."""
     if not any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages):
         return tokenizer.apply_chat_template(messages, **how)
     try:
@@ -248,7 +248,7 @@ def _with_calls(tokenizer: Any, messages: Sequence[Any], how: dict[str, Any]) ->
 
 
 def _arguments_as(form: Callable[[Any], Any], messages: Sequence[Any]) -> list[Any]:
-    """The messages with the arguments of every call in this form; nothing that came is changed."""
+    """Return the messages with the arguments of every call in this form; the input is not changed."""
 
     def changed(call: Any) -> Any:
         if not isinstance(call, Mapping):
@@ -317,7 +317,8 @@ if hasattr(os, "register_at_fork"):  # a child has no thread of the parent, to g
 
 
 def _place(tokenizer: Any) -> str:
-    """The model, and the file in its folder that holds the template; or that the template was set by hand."""
+    """Return the file in the model's folder that holds the template, or the model with a note that it was set by
+    hand."""
     name, template = getattr(tokenizer, "name_or_path", "") or "this tokenizer", tokenizer.chat_template
     jinja, config = Path(name) / "chat_template.jinja", Path(name) / "tokenizer_config.json"
     if jinja.is_file() and jinja.read_text(encoding="utf-8") == template:

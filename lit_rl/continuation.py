@@ -16,7 +16,7 @@ _FEW = 3
 
 
 def joined(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Token ids of the parts one after another, and how many of them there are up to the end of each part.
+    """Return the token ids of the parts one after another, and their number up to the end of each part.
 
     What stands before the end of a part has the tokens that it has without what follows: a model that is asked with
     these parts has read just them. So the parts are tokenised together where that leaves the earlier tokens alone, and
@@ -82,7 +82,7 @@ def marks_start(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _after(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int] | None:
-    """Token ids of a text inside another one. None: they cannot be told from those of what stands before it."""
+    """Return the token ids of a text inside another one, or None if they cannot be separated from what precedes it."""
     if not marks_start(tokenizer):
         return _plain(tokenizer, text)
     for anchor in _ANCHORS:

@@ -24,14 +24,14 @@ PARTIAL = ".partial-"
 """Between the name of a checkpoint and the number of the process that is writing it."""
 
 MANIFEST = "manifest.json"
-"""Of a folder: every file in it, with its size and what it holds."""
+"""The file that lists every file of a folder, with its size and digest."""
 
 WAITS = (2.0, 8.0, 20.0)
 """Seconds until what found a full disk is tried again: somebody may be making room."""
 
 
 def tried_again(write: Callable[[], T], what: str) -> T:
-    """What `write` returns; where it finds a full disk it is called again after each of `WAITS`.
+    """Return the result of `write`, which is retried after each of `WAITS` while the disk is full.
 
     Args:
         write: Writes something whole or leaves nothing of it.
@@ -52,18 +52,18 @@ def tried_again(write: Callable[[], T], what: str) -> T:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that the disk is full, or the user's share of it."""
+    """Tell whether an error means that the disk, or the user's quota on it, is full."""
     return _number_of(error) in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_failing(error: BaseException) -> bool:
-    """Whether an error says that the disk fails, or the server of a network folder (a stale file handle)."""
+    """Tell whether an error means that the disk, or the server of a network folder (a stale file handle), fails."""
     return _number_of(error) in (errno.EIO, errno.ESTALE)
 
 
 def _number_of(error: BaseException) -> int | None:
-    """The system's number of an error. safetensors and tokenizers, which are written in Rust, say it in their text
-    alone."""
+    """Return the errno of an error. Errors of safetensors and tokenizers, which are written in Rust, have it in
+    their text only."""
     if isinstance(error, OSError):
         return error.errno
     said = re.search(r"\(os error (\d+)\)", str(error))
@@ -106,7 +106,7 @@ def flush(path: str | Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Likewise everything in a folder, and the folder last."""
+    """Flush everything in a folder, and the folder last."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
 
@@ -169,7 +169,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def is_as_noted(folder: Path) -> bool:
-    """Whether the manifest names files, and each is there and holds what it held. Reads them all."""
+    """Tell whether every file of the manifest is present with its noted size and digest. Reads them all."""
     try:
         noted = json.loads((folder / MANIFEST).read_text())
         return bool(noted) and all(_facts(folder / name) == facts for name, facts in noted.items())

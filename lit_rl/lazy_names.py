@@ -9,7 +9,7 @@ from typing import Any
 
 
 class LazyNames:
-    """What `__getattr__` and `__dir__` of a package answer with.
+    """The implementation of `__getattr__` and `__dir__` of a package.
 
     Args:
         package: Its `__name__`.
@@ -27,6 +27,6 @@ class LazyNames:
         return found
 
     def listed(self) -> list[str]:
-        """The public names, and those that every module has."""
+        """Return the public names, and those that every module has."""
         of_every_module = {name for name in vars(sys.modules[self.package]) if name.startswith("__")}
         return sorted(of_every_module | self.module_of.keys())

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def counted(items: Iterable[T], what: str, unit: str) -> Iterator[T]:
-    """The items, and after two seconds a bar: how many are done, and how long the others will take.
+    """Yield the items, and after two seconds show a progress bar with the count and the remaining time.
 
     The bar is for a terminal or a notebook, of rank 0, and goes when the items have ended.
 

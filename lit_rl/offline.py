@@ -1,4 +1,4 @@
-"""Whether the hub can be asked at all. Where its name has no address, that is found out once and said in one line."""
+"""True if the hub can be asked at all. Where its name has no address, that is found out once and said in one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 _closed = False
-"""Whether this module has set `HF_HUB_OFFLINE`, and not the user."""
+"""True if this module has set `HF_HUB_OFFLINE`, and not the user."""
 
 
 def read_the_cache_alone_where_there_is_no_hub() -> None:
@@ -40,7 +40,7 @@ def read_the_cache_alone_where_there_is_no_hub() -> None:
 
 
 def why_unreachable() -> str | None:
-    """Why nothing can be sent to the hub, found out within a few seconds; None where a connection to it opens.
+    """Return the reason why nothing can be sent to the hub, within a few seconds; None if a connection to it opens.
 
     Hugging Face's client has no limit of time on a connection, which the system gives up after minutes where nothing
     answers. Behind a proxy nothing is looked at.

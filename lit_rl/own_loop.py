@@ -36,7 +36,7 @@ async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 @contextmanager
 def no_loop() -> Iterator[None]:
-    """For code that begins a loop of its own where one runs: this thread seems to have none meanwhile."""
+    """Hide a running event loop from this thread, for code that starts one of its own."""
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:

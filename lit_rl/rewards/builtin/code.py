@@ -202,7 +202,8 @@ def _tests(column: str, row: int, value: Any) -> list[str] | None:
 
 
 def last_block(text: str) -> str | None:
-    """The content of the last closed block between fences of three backticks, of Python or no language; else None."""
+    """Return the content of the last closed block between fences of three backticks, of Python or no language; else
+    None."""
     found: str | None = None
     language, lines = None, []
     for line in text.splitlines():
@@ -218,14 +219,14 @@ def last_block(text: str) -> str | None:
 
 @functools.cache
 def namespaces() -> tuple[str, ...]:
-    """What to put before a command to give it its own network (none) and processes; empty where that is not allowed."""
+    """Return the command prefix for a network (none) and processes of its own; empty where that is not allowed."""
     rights = () if os.geteuid() == 0 else ("--map-root-user",)
     command = ("unshare", *rights, "--net", "--pid", "--fork", "--kill-child", "--")
     return command if _runs(command) else ()
 
 
 def _other_user(uid: int) -> tuple[str, ...]:
-    """What root puts before a command to run it as another user, who may read all files and nothing else."""
+    """Return the command prefix by which root runs it as another user, who may read all files and nothing else."""
     capabilities = "-all,+dac_read_search"  # the interpreter may lie where only root looks
     user = (f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs")
     return ("setpriv", *user, f"--inh-caps={capabilities}", f"--ambient-caps={capabilities}", "--")

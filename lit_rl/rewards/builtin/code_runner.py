@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _run(request: dict[str, Any], nonce: bytes, verdict: int) -> None:
-    """In the child: the program, then its tests, then the nonce. It never returns."""
+    """Run the program, then its tests, then send the nonce. Runs in the child, and never returns."""
     me, code = os.getpid(), 1
     try:
         _limit(request)
@@ -101,7 +101,7 @@ def _watch(child: int, reading: int, nonce: bytes, seconds: float) -> str:
 
 
 def _ended(child: int) -> str:
-    """How the child ended. Its end of the pipe is closed, which the system does a moment before the child is gone."""
+    """Return how the child ended. Its end of the pipe is closed, a moment before the child is gone."""
     end = time.monotonic() + 1
     while (result := os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
         if time.monotonic() > end:
@@ -130,7 +130,7 @@ def _end_all(child: int) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Every process below this one. Those whose parent ended are children of a subreaper, or of a namespace's first."""
+    """Return every process below this one. Orphans are children of a subreaper, or of a namespace's first process."""
     found, new = list[int](), [root]
     while new:
         pid = new.pop()

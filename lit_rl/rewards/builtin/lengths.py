@@ -118,7 +118,8 @@ class CosineScaledLength:
 
 
 def _with_completion_ids(function: Callable[..., Any]) -> inspect.Signature:
-    """The function's signature and ``completion_ids``, so that its columns are asked for and checked as its own."""
+    """Return the function's signature with ``completion_ids``, so that its columns are requested and checked as its
+    own."""
     parameters = dict(inspect.signature(function).parameters)
     own = inspect.Parameter("completion_ids", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p for name, p in parameters.items() if name != own.name]

@@ -52,7 +52,7 @@ _RULES = [
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last complete ``\boxed{...}``, braces nested to any depth; None where there is none.
+    r"""Return the content of the last complete ``\boxed{...}``, braces nested to any depth; None where there is none.
 
     One pass, so a completion of ten thousand open boxes costs no more than any other.
     """
@@ -84,16 +84,17 @@ def final_answer(text: str) -> str | None:
 
 
 def normalise(text: str) -> str:
-    r"""One spelling for answers that differ in layout only: spaces, ``$``, ``%``, degrees, thousands separators,
-    ``\left``, ``\dfrac``, ``½``, a mixed number such as ``2 1/2``, a trailing ``\text{unit}``, a
-    leading ``x =``, a final point."""
+    r"""Return one spelling for answers that differ in layout only: spaces, ``$``, ``%``, degrees, thousands
+    separators, ``\left``, ``\dfrac``, ``½``, a mixed number such as ``2 1/2``, a trailing ``\text{unit}``, a leading
+    ``x =``, a final point."""
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
     return text
 
 
 def number(text: str) -> Fraction | None:
-    r"""The exact value of a normalised integer, decimal, ratio, ``\frac`` or mixed number; None for anything else."""
+    r"""Return the exact value of a normalised integer, decimal, ratio, ``\frac`` or mixed number; None for anything
+    else."""
     try:
         if match := _RATIO.fullmatch(text):
             return Fraction(match[1]) / Fraction(match[2] or 1)
@@ -106,8 +107,8 @@ def number(text: str) -> Fraction | None:
 
 
 def same_answer(given: str, gold: str) -> bool:
-    """Equal as exact numbers where both are numbers (``0.5`` is ``1/2``, ``0.333`` is not ``1/3``), else as normalised
-    text."""
+    """Tell whether two answers are equal: as exact numbers where both are numbers (``0.5`` is ``1/2``, ``0.333`` is
+    not ``1/3``), else as normalised text."""
     given, gold = normalise(given), normalise(gold)
     left, right = number(given), number(gold)
     return given == gold if left is None or right is None else left == right
@@ -127,7 +128,7 @@ def golden_part(answer: str) -> str:
 def math_answer(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    """1 where the final answer of the completion equals the `answer` column (see `golden_part`); else 0.
+    """Return 1 where the final answer of the completion equals the `answer` column (see `golden_part`); else 0.
 
     0 also where the completion has neither box nor number; None where the answer is None or NaN.
 
@@ -168,7 +169,7 @@ def _check_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[str] = 
 
 
 def _needs(answer: str) -> str:
-    """Say what a completion that gives an answer word for word needs besides; empty where it needs nothing."""
+    """Return the requirement on a completion that repeats an answer word for word; empty where there is none."""
     part = golden_part(answer)
     if _score(f": {part}.", answer):
         return ""

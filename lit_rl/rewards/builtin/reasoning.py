@@ -11,7 +11,7 @@ from lit_rl.rewards.completion import Completion, text_of
 
 
 class ReasoningGymScore:
-    """What a problem's own generator says of the answer, in [0, 1], for rows of the task `ReasoningGym`.
+    """The score of an answer by its problem's own generator, in [0, 1], for rows of the task `ReasoningGym`.
 
     Many generators give a part of 1 to an answer with the right one inside. A scorer that raises on an answer, as some
     do on what is no answer at all, gives 0. A row whose column is None has no problem, and is not scored: in mixed data

@@ -38,6 +38,6 @@ class RepetitionPenalty:
         return [self.max_penalty * self._repeated(ids) for ids in completion_ids]
 
     def _repeated(self, ids: Sequence[int]) -> float:
-        """Share of n-grams that stood in the completion before."""
+        """Return the share of n-grams that repeat an earlier one of the completion."""
         ngrams = list(zip(*(ids[start:] for start in range(self.ngram_size))))
         return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0

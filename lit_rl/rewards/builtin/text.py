@@ -105,7 +105,8 @@ def compares_answers(function: _Function) -> _Function:
 def exact_match(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    """1 where the completion is the answer, blanks at both ends aside; else 0. None where the answer is None or NaN.
+    """Return 1 where the completion is the answer, blanks at both ends aside; else 0. None where the answer is None or
+    NaN.
 
     Raises:
         RewardError: an answer is empty.
@@ -118,7 +119,7 @@ def exact_match(
 def contains(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    """1 where the answer stands anywhere in the completion; else 0. None where the answer is None or NaN.
+    """Return 1 where the completion contains the answer; else 0. None where the answer is None or NaN.
 
     Raises:
         RewardError: an answer is empty, so that every completion would contain it.

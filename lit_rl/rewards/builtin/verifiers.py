@@ -14,7 +14,7 @@ from lit_rl.tasksets import COLUMN, SCORES, Scores, TaskRow, TaskSet, obstacles,
 
 
 class VerifiersScore:
-    """What a task's own `@reward` methods and judges give a completion, by their weights, for rows of `VerifiersTasks`.
+    """The weighted sum of a task's own `@reward` methods and judges for a completion, for rows of `VerifiersTasks`.
 
     They are asked of a trace that holds the messages of the prompt and of the completion: no tokens, no usage, and no
     runtime. Where a harness has played the task (`lit_rl.generation.VerifiersHarness`), the reward is what the task

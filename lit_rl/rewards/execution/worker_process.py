@@ -26,12 +26,14 @@ START_LIMIT = 600.0
 
 _POLL = 0.05  # seconds between two looks whether the process is still there
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(sys.modules["lit_rl"].__path__[0])
 
 _WORKER_MODULES = [
     "lit_rl.process_state",
     "lit_rl.import_source",
-    *(f"lit_rl.rewards.workers.{name}" for name in ("plain_values", "job", "worker")),
+    "lit_rl.rewards.workers.plain_values",
+    "lit_rl.rewards.workers.job",
+    "lit_rl.rewards.workers.worker",
 ]
 
 # The worker's files are read one by one: their packages would import PyTorch, which costs seconds and gigabytes.
@@ -64,7 +66,7 @@ class WorkerProcess:
         ours.setblocking(False)
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
-        files = [(name, str(_file_of(name))) for name in (*_WORKER_MODULES, *modules)]
+        files = [(name, str(_file_of(name))) for name in dict.fromkeys((*_WORKER_MODULES, *modules))]
         arguments = json.dumps([files, sys.path, theirs.fileno()])
         try:
             self.process = subprocess.Popen(

@@ -43,7 +43,7 @@ _IN_GROUPS = {
 }
 
 METRICS = {f"{group}/{name}".lstrip("/") for group, names in _IN_GROUPS.items() for name in names.split()}
-"""What methods that learn from rollouts log under ``train/``, whatever the settings of the run at hand: a `kl` that
+"""Metrics that methods on rollouts log under ``train/``, whatever the settings of the run at hand: a `kl` that
 belongs to a reward would be read as the policy's. A test compares them with docs/metrics.md."""
 
 _OF_A_FUNCTION = re.compile(r"rewards/.+/(mean|std|failure_ratio|timeout_ratio|cache_hit_ratio)")
@@ -60,7 +60,7 @@ _OF_SAMPLES = re.compile(r"rewards/[^/]+|tokens/.*")
 
 
 def is_taken(name: str) -> bool:
-    """Whether a run logs ``train/<name>`` itself."""
+    """Tell whether a run logs ``train/<name>`` itself."""
     return name in METRICS or _OF_A_FUNCTION.fullmatch(name) is not None
 
 

@@ -210,7 +210,7 @@ class _PairCaller:
         log_metric: LogMetric | None,
         trainer_state: TrainerState | None,
     ) -> list[float | None]:
-        """What it returned for each pair; None also where it failed and errors are skipped."""
+        """Return its value for each pair; None also where it failed and errors are skipped."""
         names = ("first", "second") if self.per_pair else ("firsts", "seconds")
         inputs = {
             "prompts": prompts,
@@ -243,7 +243,7 @@ class _PairCaller:
 
 
 def _load(path: str) -> Callable[..., Any]:
-    """The function at a path. The loader's errors name the key of rewards: here it is the judge's."""
+    """Return the function at a path, with the judge's key in errors in place of the reward's."""
     try:
         return load_function(path)
     except (ConfigError, RewardError) as error:
@@ -251,7 +251,7 @@ def _load(path: str) -> Callable[..., Any]:
 
 
 def as_judge(judge: Any) -> Judge:
-    """A judge from a judge, a function, or None: the summed reward decides."""
+    """Return a judge for a judge, a function, or None (the summed reward decides)."""
     if judge is None:
         return RewardJudge()
     if isinstance(judge, Judge):

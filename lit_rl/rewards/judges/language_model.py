@@ -115,7 +115,7 @@ class LLMJudge:
         return f"LLMJudge({self.model} at {self.url})"
 
     def bind(self, columns: Sequence[str]) -> None:
-        """Any columns do: none is sent."""
+        """Accept any columns but those with a reserved name; none is sent."""
         check_columns(columns)
 
     def __call__(
@@ -182,7 +182,7 @@ class LLMJudge:
             return list(await asyncio.gather(*(self._ask(request, post) for request in requests)))
 
     async def _ask(self, request: bytes, post: Post) -> str | Exception:
-        """The text of the answer, or why there is none: after all attempts, or after a refusal that would stay one."""
+        """Return the text of the answer, or the error after all attempts or after a permanent refusal."""
         failure: Exception = RuntimeError("never sent")
         for attempt in range(self.attempts):
             if attempt:
@@ -198,7 +198,7 @@ class LLMJudge:
 
 
 def verdict_of(answer: str) -> Verdict:
-    """The probability that A is better by a judge's answer; None where it cannot be read."""
+    """Return the probability that A is better by a judge's answer; None where it cannot be read."""
     found = _VERDICT.findall(answer)
     if found:
         return _WINS[found[-1].lower()]
@@ -227,7 +227,7 @@ def _parts(message: Message) -> list[dict[str, Any]]:
 
 
 def _reply_text(answer: bytes) -> str:
-    """The text of a chat completion.
+    """Return the text of a chat completion.
 
     Raises:
         RequestRefused: the answer is none.

@@ -112,7 +112,7 @@ class RemoteReward:
         return [value for task in asked for value in task.result()]
 
     async def _ask(self, body: bytes, count: int, post: Post) -> list[float | None]:
-        """One request, sent until a server answers it."""
+        """Send one request until a server answers it."""
         first, failure = self._sent, ""
         self._sent += 1
         tries = self.attempts * len(self.urls)
@@ -133,7 +133,7 @@ class RemoteReward:
         )
 
     def post(self, url: str, body: bytes) -> bytes:
-        """The answer to a JSON body, read within the limits of this reward.
+        """Return the answer to a JSON body, read within the limits of this reward.
 
         Raises:
             RequestRefused: the server refuses, or answers too much.
@@ -171,7 +171,7 @@ Post = Callable[[str, bytes], Awaitable[bytes]]
 
 @contextmanager
 def concurrent_posts(post: Callable[[str, bytes], bytes], at_once: int) -> Iterator[Post]:
-    """`post` to be awaited, so many of its calls at once: each in a thread of its own.
+    """Make `post` async with a limit on concurrent calls: each runs in a thread of its own.
 
     The event loop's own threads would be another limit, of as many as the machine has processors and four more.
     """
@@ -228,7 +228,8 @@ def _check(url: str, allow_http: bool) -> None:
 
 
 def _signature(columns: Sequence[str]) -> inspect.Signature:
-    """What the server needs, so that a column that the data lacks is found before anything is loaded."""
+    """Return the signature of the columns that are sent, so that a missing column is found before anything is
+    loaded."""
     names = dict.fromkeys(["prompts", "completions", *columns])
     return inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names])
 
@@ -256,7 +257,7 @@ def _body(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[s
 
 
 def _shown(value: Any) -> Any:
-    """An image as a ``data:`` address of its encoded bytes; a video as its frames and their number a second."""
+    """Return an image as a ``data:`` address of its encoded bytes; a video as its frames and their rate."""
     if isinstance(value, ImageRef):
         return f"data:image/{value.encoding};base64,{base64.b64encode(value.read()).decode()}"
     if isinstance(value, VideoRef):
@@ -265,7 +266,7 @@ def _shown(value: Any) -> Any:
 
 
 def _rewards(answer: bytes, count: int) -> list[float | None]:
-    """The rewards in an answer.
+    """Return the rewards in an answer.
 
     Raises:
         RequestRefused: it holds anything but as many finite numbers or nulls as were asked for.

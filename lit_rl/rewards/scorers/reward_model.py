@@ -97,7 +97,7 @@ class RewardModel(Classifier):
         self.append_eos = append_eos
 
     def check_labels(self, config: PreTrainedConfig) -> None:
-        """Raises ConfigError where it is not said which of several labels is the reward, or there is none of them."""
+        """Raise ConfigError unless one label is the reward, by `label` or because it is the only one."""
         label_index(config, self.label, self.name)
 
     @in_step
@@ -142,7 +142,8 @@ class RewardModel(Classifier):
         rows: Sequence[list[int]],
         shown: Sequence[Sequence[Visual]],
     ) -> tuple[list[list[int]], list[PromptVision | None]]:
-        """Rows in which images have as many placeholders as the model has features, and what each of them shows.
+        """Return rows in which images have as many placeholders as the model has features, and the vision inputs of
+        each.
 
         A prompt is processed once for all of its completions; what follows is tokenised, as in training.
         """
@@ -198,11 +199,11 @@ class RewardModel(Classifier):
 
     @property
     def _apart(self) -> bool:
-        """Tell whether it was trained here, where a token over the border of prompt and reply is two."""
+        """True if it was trained by lit_rl, where a token over the border of prompt and reply is split in two."""
         return hasattr(self.load()[0].config, "prompt_apart")
 
     def _text_ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> list[int]:
-        """As one text; with a model that was trained here as it was trained: a token over the border is two."""
+        """Tokenise as one text; a token over the border is split in two for a model that was trained by lit_rl."""
         begun = isinstance(tokenizer.bos_token, str) and prompt.startswith(tokenizer.bos_token)
         texts: Any = (prompt + completion, prompt)
         whole, begin = (list(tokenizer(text, add_special_tokens=not begun)["input_ids"]) for text in texts)
@@ -224,7 +225,7 @@ class RewardModel(Classifier):
 
 
 def shows_images(prompt: Prompt) -> bool:
-    """Whether a message of it has a part that is an image or a video."""
+    """Tell whether a message of it has a part that is an image or a video."""
     contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(part.get("type") in ("image", "video") for part in parts)

@@ -18,7 +18,7 @@ _GAVE_UP = -1
 
 
 class Lockstep:
-    """How often the ranks call a model that is spread over them.
+    """The number of calls that all ranks make of a model that is sharded over them.
 
     Args:
         mesh: Of one dimension: the ranks.
@@ -27,10 +27,11 @@ class Lockstep:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._group, self._device = mesh.get_group(), mesh.device_type
         self.agreed = False
-        """Whether this rank has said in this round how often it calls the model."""
+        """True if this rank has said in this round how often it calls the model."""
 
     def most(self, mine: int) -> int:
-        """How often every rank has to call it, where ours wants to `mine` times. A collective, once a round.
+        """Return the largest number of calls that any rank wants to make; ours wants `mine`. A collective, once a
+        round.
 
         Raises:
             RewardError: another rank gave its round up.
@@ -67,14 +68,14 @@ def in_step(score: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_all_ranks(mesh: DeviceMesh, flag: bool) -> bool:
-    """Whether it is so on every rank. A collective."""
+    """Tell whether the flag is set on every rank. A collective."""
     said = torch.tensor(int(flag), device=mesh.device_type)
     torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=mesh.get_group())
     return bool(said)
 
 
 def can_spread(model: Any) -> bool:
-    """Whether its layers are known, and all of its weights are of one type, as FSDP2 wants them."""
+    """Tell whether its layers are known, and all of its weights are of one type, as FSDP2 requires."""
     from lit_rl.models.policy.sharding import decoder_layers
     from lit_rl.models.policy.vision_parts import sees
 
@@ -83,7 +84,7 @@ def can_spread(model: Any) -> bool:
 
 
 def spread(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard a model that is only read: each layer is gathered when it runs, and given back behind it."""
+    """Shard a model that is only read: each layer is gathered when it runs, and freed afterwards."""
     from lit_rl.models.policy.sharding import decoder_layers
 
     for layer in decoder_layers(model):
@@ -92,7 +93,7 @@ def spread(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def local_bytes(model: nn.Module) -> int:
-    """Of the weights that this process holds between two calls."""
+    """Return the bytes of the weights that this process holds between two calls."""
     parts = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters())
     return sum(part.nbytes for part in parts)
 

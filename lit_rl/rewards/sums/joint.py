@@ -58,7 +58,7 @@ class JointRewards(Rewards):
         return tuple(name for name in self.names if name != JOINT)
 
     def only(self, name: str) -> Rewards:
-        """One of the functions; the joint one comes with all that it joins."""
+        """Return one of the functions; the joint one comes with all that it joins."""
         if name == JOINT:
             return self
         return super().only(name)

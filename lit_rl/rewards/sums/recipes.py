@@ -88,12 +88,12 @@ class RewardRecipes(Rewards):
         return {name: [row for row, recipe in enumerate(recipes) if name in recipe] for name in self.names}
 
     def _weights(self, inputs: Mapping[str, Any], rows: int) -> Tensor:
-        """Float64 ``(b, k)``: by the recipe of each row."""
+        """Return float64 ``(b, k)``: by the recipe of each row."""
         table = [[float(recipe.get(name, 0.0)) for name in self.names] for recipe in self._recipes(inputs)]
         return torch.tensor(table, dtype=torch.float64).reshape(rows, len(self.names))
 
     def _recipes(self, inputs: Mapping[str, Any]) -> list[dict[str, float]]:
-        """The recipe of each row."""
+        """Return the recipe of each row."""
         if self.column not in inputs:
             self.bind([name for name in inputs if name not in ("prompts", "completions", "completion_ids")])
         return [self.recipes[self._recipe(row, value)] for row, value in enumerate(inputs[self.column])]

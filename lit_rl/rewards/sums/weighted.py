@@ -40,7 +40,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Scores:
-    """What the reward functions said of ``b`` completions. Tensors are float32 on the CPU."""
+    """The scores of ``b`` completions by the reward functions. Tensors are float32 on the CPU."""
 
     names: tuple[str, ...]
     """The ``k`` functions."""
@@ -60,7 +60,7 @@ class Scores:
     None where no function gave any."""
 
     def among(self, rows: Sequence[int], count: int) -> Scores:
-        """As scores of `count` completions: ours are of these rows, and the others are unscored."""
+        """Return scores of `count` completions: these are at `rows`, and the others are unscored."""
         at = torch.tensor(rows, dtype=torch.long)
 
         def spread(values: Tensor, nothing: float) -> Tensor:
@@ -152,7 +152,7 @@ class Rewards:
         return tuple(self.functions)
 
     def only(self, name: str) -> Rewards:
-        """One of the functions, with weight 1. What a call of it loads or starts is shared."""
+        """Return one of the functions, with weight 1. Models and workers of its calls are shared."""
         alone = copy.copy(self)
         alone.functions, alone.weights = {name: self.functions[name]}, {name: 1.0}
         alone._callers = {name: self._callers[name]}
@@ -168,7 +168,7 @@ class Rewards:
             caller.bind(columns)
 
     def reads(self, columns: Sequence[str]) -> set[str]:
-        """Those of the columns that a function may read."""
+        """Return the columns that a function may read."""
         by_function = (columns_read(name, function, columns) for name, function in self.functions.items())
         return set[str]().union(*by_function)
 
@@ -185,7 +185,7 @@ class Rewards:
                 inner.check_columns(self._seen_by(name, columns), also)
 
     def _seen_by(self, name: str, columns: Mapping[str, Sequence[Any]]) -> Mapping[str, Sequence[Any]]:
-        """The rows of the data that a function is asked about."""
+        """Return the rows of the data that a function scores."""
         return columns
 
     def run_on(self, device: torch.device) -> None:
@@ -216,20 +216,20 @@ class Rewards:
 
     @property
     def logs_metrics(self) -> bool:
-        """Whether a function may log metrics under names of its own."""
+        """True if a function may log metrics under names of its own."""
         return any(caller.logs_metrics for caller in self._callers.values())
 
     every_function_scores = True
-    """Whether each function is called for every batch."""
+    """True if each function is called for every batch."""
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether a call of `score` is a collective, which a signal may not leave on one rank alone."""
+        """True if a call of `score` is a collective, which a signal may not leave on one rank alone."""
         return any(isinstance(each, Classifier) and each.lockstep is not None for each in self.functions.values())
 
     @property
     def weight_bytes(self) -> int:
-        """What the reward models that are loaded take on the device that all else runs on."""
+        """Bytes of the loaded reward models on the run's device."""
         return sum(function.weight_bytes for function in self.functions.values() if isinstance(function, Classifier))
 
     def begin(
@@ -296,7 +296,8 @@ class Rewards:
     def _scores(
         self, inputs: Mapping[str, Any], trainer_state: TrainerState | None, early: Mapping[str, Early]
     ) -> Scores:
-        """Of all completions of the inputs. Where there is none, nobody is asked: functions divide by their number."""
+        """Return the scores of all completions of the inputs. Functions are not called on none: they divide by the
+        number."""
         completions: Sequence[Completion] = inputs["completions"]
         by_function = {name: FunctionScores([], [], []) for name in self.names}
         if completions:
@@ -324,7 +325,7 @@ class Rewards:
         state: TrainerState,
         early: Mapping[str, Early],
     ) -> dict[str, FunctionScores]:
-        """What every function said. Those that run elsewhere run while the others do, one after another, here."""
+        """Call every function. Those that run elsewhere run while the others run here, one after another."""
         callers = self._callers_for(inputs)
         jobs = {name: caller.job(inputs, len(completions), state) for name, caller in callers.items()}
         begun: dict[str, Future[FunctionScores] | None] = {}
@@ -341,19 +342,20 @@ class Rewards:
         return {name: by_function[name] for name in callers}
 
     def _callers_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Caller]:
-        """What calls each function on these inputs."""
+        """Return the caller of each function for these inputs."""
         return self._callers
 
     def _rows_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
-        """The rows that each function scores."""
+        """Return the rows that each function scores."""
         return dict.fromkeys(self.names, range(len(inputs["prompts"])))
 
     def _weights(self, inputs: Mapping[str, Any], rows: int) -> Tensor:
-        """Float64 ``(b, k)``: the same for every row."""
+        """Return float64 ``(b, k)``: the same for every row."""
         return torch.tensor(list(self.weights.values()), dtype=torch.float64).repeat(rows, 1)
 
     def _total(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Float32 `(b,)`: sums of float64 that are rounded once, so that 0.1 + 0.6 and 0.7 are the same reward."""
+        """Return float32 `(b,)`: sums of float64 that are rounded once, so that 0.1 + 0.6 and 0.7 are the same
+        reward."""
         parts = values * weights
         total = parts.nansum(1)
         total = total.masked_fill(total.abs() < _ROUNDING * parts.abs().nansum(1), 0.0).float()
@@ -370,7 +372,7 @@ class Rewards:
         return _merged("log_extra", {name: scores.extras for name, scores in by_function.items()})
 
     def _metrics(self, by_function: Mapping[str, FunctionScores]) -> dict[str, tuple[float, int]]:
-        """What was logged, and the shares of completions that failed, hung or were known."""
+        """Return the logged metrics, and the shares of completions that failed, hung or were cached."""
         logged = _merged("log_metric", {name: scores.metrics for name, scores in by_function.items()})
         # fsum: the order in which concurrent calls logged must not show
         metrics = {name: (math.fsum(values), len(values)) for name, values in logged.items()}

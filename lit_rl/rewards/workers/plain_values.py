@@ -24,7 +24,7 @@ class Opaque:
 
 
 def to_plain(returned: Any, rows: int) -> Any:
-    """A list of `rows` plain values, whatever list, tuple or 1-D array they came in; anything else as `Opaque`."""
+    """Return a list of `rows` plain values for a list, tuple or 1-D array; anything else as `Opaque`."""
     if _is_array(returned):
         if tuple(returned.shape) == (rows,):
             return [_element(value) for value in returned.tolist()]
@@ -53,7 +53,7 @@ def _element(value: Any) -> Any:
 
 
 def own_copy(value: Any) -> Any:
-    """Return what a value says now, whatever becomes of it later: arrays and tensors as lists and numbers.
+    """Return a copy of a value that later changes do not affect: arrays and tensors as lists and numbers.
 
     What cannot be copied, such as a lock, is given back as it is.
     """
@@ -86,12 +86,13 @@ def number_of(value: Any) -> int | float | None:
 
 
 def _is_array(value: Any) -> bool:
-    """A NumPy array or scalar, or a tensor: told by what it can do, for neither package is imported here."""
+    """Tell whether a value is a NumPy array or scalar, or a tensor, by its methods: neither package is imported
+    here."""
     return hasattr(value, "ndim") and hasattr(value, "shape") and hasattr(value, "tolist")
 
 
 def describe(returned: Any) -> str:
-    """What a value is: its type, its shape or length, its first three items."""
+    """Describe a value: its type, its shape or length, its first three items."""
     kind = type(returned).__name__
     if _is_array(returned):
         first = returned[:3].tolist() if returned.ndim else returned.item()

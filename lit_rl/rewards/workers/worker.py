@@ -26,19 +26,19 @@ SPARE_TASKS = 4096
 """Processes and threads that the user may have beyond those at a worker's start: no fork bomb takes the last one."""
 
 LENGTH = struct.Struct("<Q")
-"""What stands before each message: its length in bytes."""
+"""The format of the length in bytes before each message."""
 
 _PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is told first."""
+    """The first message to a worker."""
 
     source: str
     """File or module."""
     name: str
-    """Of the function."""
+    """Name of the function."""
     text: bytes | None
     """The file's text; None for a module."""
     is_async: bool
@@ -48,7 +48,7 @@ class Setup:
 
 
 def main(fd: int) -> None:
-    """Talk on this socket until the other side closes it."""
+    """Answer messages on this socket until the other side closes it."""
     connection = connected(fd)
     setup: Setup = receive(connection)
     try:
@@ -62,7 +62,7 @@ def main(fd: int) -> None:
 
 
 def connected(fd: int) -> socket.socket:
-    """The socket that leads to the training process. What is printed goes there in UTF-8, a line at a time."""
+    """Return the socket to the training process. Output is sent there in UTF-8, a line at a time."""
     os.set_inheritable(fd, False)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # pyright: ignore
@@ -137,7 +137,7 @@ def set_limits(memory_mb: int | None, parent: int) -> None:
 
 
 def _count_tasks() -> int:
-    """Threads of this user's processes."""
+    """Return the number of threads of this user's processes."""
     count = 0
     for entry in os.scandir("/proc"):
         try:
@@ -163,7 +163,7 @@ def _flush() -> None:
 
 
 def send(connection: socket.socket, message: Any) -> None:
-    """One message; in the place of one that cannot be pickled, a Failure that says so."""
+    """Send one message; in the place of one that cannot be pickled, a Failure that explains it."""
     try:
         data = pack(message)
     except Exception as error:
@@ -173,7 +173,7 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def pack(message: Any) -> bytes:
-    """A message as it travels: its length, and its pickle.
+    """Return a message for sending: its length, and its pickle.
 
     Raises:
         Exception: whatever pickle or an object in the message raises.
@@ -183,7 +183,7 @@ def pack(message: Any) -> bytes:
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message.
+    """Return the next message.
 
     Raises:
         EOFError: the other side is gone.
@@ -192,7 +192,7 @@ def receive(connection: socket.socket) -> Any:
 
 
 def receive_bytes(connection: socket.socket) -> bytearray:
-    """The next message, still pickled; raises as `receive`."""
+    """Return the next message, still pickled; raises as `receive`."""
     return _receive_exactly(connection, LENGTH.unpack(_receive_exactly(connection, LENGTH.size))[0])
 
 
