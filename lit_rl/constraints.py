@@ -14,11 +14,11 @@ _LARGEST_BIAS = 100.0
 
 
 class LogitBias(dict[int, float]):
-    """Token id to what is added to its logit: a dict (config systems know no other mapping) that cannot be changed, and
-    so can be hashed.
+    """Token ids and the biases added to their logits: an immutable, hashable dict (config systems know no other
+    mapping).
 
     Args:
-        biases: Ids as integers, or as strings of digits (what config files make of keys); biases in [-100, 100].
+        biases: Ids as integers, or as strings of digits (keys of config files); biases in [-100, 100].
 
     Raises:
         ConfigError: a key is no token id, or a bias is no number in the range.
@@ -78,7 +78,7 @@ class Structured:
         choice: The responses that are allowed.
 
     Raises:
-        ConfigError: none or several are set, or what is set cannot be one.
+        ConfigError: none or several are set, or the value is invalid.
     """
 
     regex: str | None = None

@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 """The file that lists every file of a folder, with its size and digest."""
 
 WAITS = (2.0, 8.0, 20.0)
-"""Seconds until what found a full disk is tried again: somebody may be making room."""
+"""Seconds before each retry on a full disk: space may be freed meanwhile."""
 
 
 def tried_again(write: Callable[[], T], what: str) -> T:
@@ -35,7 +35,7 @@ def tried_again(write: Callable[[], T], what: str) -> T:
 
     Args:
         write: Writes something whole or leaves nothing of it.
-        what: Is written, as the warning calls it.
+        what: The name of the written object in the warning.
 
     Raises:
         Exception: whatever `write` raises; of a full disk, its last time.
@@ -71,10 +71,10 @@ def _number_of(error: BaseException) -> int | None:
 
 
 def check_room(folder: str | Path, size: int) -> None:
-    """Look for space before any of it is used.
+    """Raise unless enough disk space is free.
 
     Args:
-        folder: Where it will be written; it need not be there yet.
+        folder: Where it will be written; it need not exist yet.
         size: Bytes.
 
     Raises:
@@ -84,7 +84,7 @@ def check_room(folder: str | Path, size: int) -> None:
     try:
         total, _, free = shutil.disk_usage(there)
     except OSError:
-        return  # nobody knows
+        return  # unknown
     if total and free < size:
         raise OSError(errno.ENOSPC, f"it takes {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free", str(folder))
 
@@ -113,11 +113,12 @@ def flush_tree(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, partial: str | None = None) -> Iterator[Path]:
-    """Write a file under another name, which becomes `path` when the block ends, and is removed where it fails. What
-    has to survive a power cut flushes it in the block: that takes some 10 ms, much where it is done in each step.
+    """Write a file under another name, which becomes `path` when the block ends, and is removed if it fails.
+
+    A file that has to survive a power cut is flushed in the block: that takes some 10 ms, too much in every step.
 
     Args:
-        path: In a folder that is there.
+        path: In an existing folder.
         partial: The other name, in the same folder. None: `.NAME.partial`.
     """
     unfinished = path.with_name(f".{path.name}.partial" if partial is None else partial)
@@ -131,10 +132,10 @@ def replacing(path: Path, partial: str | None = None) -> Iterator[Path]:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that survives a power cut, unless it is there. Of several processes that write it one does.
+    """Write a file that survives a power cut, unless it exists. Of several processes, exactly one succeeds.
 
     Raises:
-        FileExistsError: it is there, whole.
+        FileExistsError: it exists, whole.
         OSError: it could not be written; nothing of it is left.
     """
     unfinished = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex}")  # several hosts may count the same pid
@@ -163,7 +164,7 @@ def _write_new_in_place(path: Path, text: str) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Note what is in a folder, once all of it is written."""
+    """Write the manifest of a folder, once all of it is written."""
     files = {str(path.relative_to(folder)): _facts(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     (folder / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
 

@@ -21,7 +21,7 @@ TOKENS = "tokens/"
 """The prefix of the table columns that hold an episode's tokens."""
 
 RETURNED_IMAGES = "returned_images"
-"""The column of what tools and environments showed in an episode, where they showed anything."""
+"""The column of images that tools and environments returned in an episode, if any."""
 
 
 @dataclass(frozen=True)

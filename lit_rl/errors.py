@@ -33,7 +33,7 @@ class DataError(LitRLError):
 
 
 class RewardError(LitRLError):
-    """A reward function cannot be called, raised, or returned what is not one number (or None) a completion."""
+    """A reward function cannot be called, raised, or returned anything but one number (or None) per completion."""
 
     exit_code = 4
 
@@ -59,7 +59,7 @@ class StorageError(LitRLError):
 
 
 class BackendError(LitRLError):
-    """The environment lacks what was asked for: a package, a device, memory, a model that cannot be reached."""
+    """The environment lacks something required: a package, a device, memory, a model that cannot be reached."""
 
     exit_code = 8
 
@@ -93,10 +93,10 @@ _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 
 def line_of(error: BaseException) -> str:
-    """Return ``line 3 of FILE``: where the user's own code raised, or called what did.
+    """Return ``line 3 of FILE``: the place where the user's own code raised, or called the code that did.
 
     Where none of the lines is of the user's, it is the first one outside of this package. A user's line is the last one
-    that stands neither in this package, nor in Python's library, nor in an installed package.
+    that is neither in this package, nor in Python's library, nor in an installed package.
     """
     frames = traceback.extract_tb(error.__traceback__)
     others = [frame for frame in frames if not frame.filename.startswith(_OURS)]
@@ -106,7 +106,8 @@ def line_of(error: BaseException) -> str:
 
 
 def with_its_line(error: BaseException) -> str:
-    """Return the kind, the text and the line of what the user's own code raised. A text on bad syntax has its line."""
+    """Return the kind, the text and the line of an error of the user's own code. A syntax error has its line in its
+    text."""
     line = "" if isinstance(error, SyntaxError) else line_of(error)
     return f"{type(error).__name__}: {error}" + (f" ({line})" if line else "")
 
@@ -119,8 +120,8 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice that a word was probably meant to be, or None: a wrong hint is worse than none.
 
     Near is the same word in other capitals or with its letters in another order, one that differs in few letters, one
-    that begins with the word, and one with its first letter and its number, as `float32` is to `fp32`. What has letters
-    by chance alone, as `eps` has those of `steps`, is not.
+    that begins with the word, and one with its first letter and its number, as `float32` is to `fp32`. A word that
+    shares letters by chance, as `eps` does with `steps`, is not.
     """
     typed = word.lower()
     lowered = {choice.lower(): choice for choice in choices}
@@ -161,7 +162,7 @@ def check_draws(temperature: float) -> None:
     """Refuse greedy decoding where a group of completions is to be learned from.
 
     Raises:
-        ConfigError: says what it is for.
+        ConfigError: explains what greedy decoding is for.
     """
     if temperature == 0:
         raise ConfigError(

@@ -64,7 +64,7 @@ class TokenBatch(CopiedToHost):
 
     @property
     def learned(self) -> Tensor:
-        """Bool ``(b, s - 1)``: the loss mask of the positions that predict, one to the left of what they predict."""
+        """Bool ``(b, s - 1)``: the loss mask of the predicting positions, one to the left of the predicted token."""
         return self.loss_mask[:, 1:]
 
     def take(self, rows: slice | Tensor, width: int | None = None) -> TokenBatch:
@@ -114,7 +114,7 @@ class Totals:
 
 @dataclass
 class ExampleBatch:
-    """A micro-batch: what all kinds share."""
+    """A micro-batch: the base of all kinds."""
 
     tokens: TokenBatch
     """The policy's input: ``b`` rows, for pairs ``2 b``."""
@@ -148,7 +148,7 @@ class PairBatch(ExampleBatch):
     """Chosen and rejected completions of one prompt: rows ``i`` and ``b + i`` of `tokens`. Both are learned from."""
 
     margins: Tensor | None = None
-    """Float32 ``(b,)``: by how much the chosen one is better, where the data say so."""
+    """Float32 ``(b,)``: by how much the chosen one is better, if the data have margins."""
 
 
 @dataclass

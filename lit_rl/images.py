@@ -32,7 +32,7 @@ class ImageRef:
     """One image, as passed to rewards and processors. Equal where names and bytes are.
 
     Args:
-        name: What messages call it: its path, or where its bytes came from.
+        name: Its name in messages: its path, or the source of its bytes.
         digest: BLAKE2b of its encoded bytes, 32 hexadecimal digits.
         width: In pixels, as its header says: before EXIF turns it.
         height: Likewise.
@@ -148,7 +148,7 @@ def as_rgb(image: Image) -> Image:
     """Convert an image of any mode to RGB, by one rule for all of lit_rl.
 
     Raises:
-        ValueError: its pixels are floating-point numbers, of which nothing says what white is.
+        ValueError: its pixels are floating-point numbers, for which white is undefined.
     """
     from PIL import ImageOps
 

@@ -34,7 +34,7 @@ def load_file(path: Path, text: bytes) -> ModuleType:
     Raises:
         Exception: whatever the file raises. Nothing of it stays in `sys.modules`.
     """
-    # The content is part of the name: an edited file is read anew (notebooks), an unchanged one is run only once.
+    # The content is part of the name: an edited file is read again (notebooks), an unchanged one is run only once.
     digest = hashlib.sha256(str(path).encode() + text).hexdigest()[:16]
     name = f"_lit_rl_reward_{path.stem}_{digest}"
     if name in sys.modules:

@@ -40,7 +40,7 @@ class _Run:
     """The state of the run in this process."""
 
     end: Callable[[], NoReturn] | None = None
-    """Ends the run, saved. None: nobody catches signals."""
+    """Ends the run, saved. None: no signal handler is installed."""
     several: bool = False
     """True if there are other ranks."""
     asked: bool = False
@@ -113,7 +113,7 @@ def ends_the_run() -> Iterator[None]:
     try:
         yield
     except Interrupted:
-        run.works = run.agreed = run.hooks = 0  # whatever the signal came in between: from now on nothing is left
+        run.works = run.agreed = run.hooks = 0  # wherever the signal arrived: from now on no work is left
         end()
     finally:
         run.hooks -= run.hooks > 0  # no call, after which the handler of a signal might run
@@ -147,7 +147,7 @@ def may_be_given_up(*, alone: bool = True) -> Iterator[None]:
         run.works += 1
         _look(run)
         yield
-        _look(run)  # what is inside may have caught everything
+        _look(run)  # the block may have caught everything
     finally:
         run.works -= run.works > 0
 
@@ -157,7 +157,7 @@ def in_one_piece() -> Iterator[None]:
     """Mark a short part of such work that is completed first, because it would be useless if left halfway.
 
     Raises:
-        Interrupted: behind it, where the run was asked to stop meanwhile.
+        Interrupted: after it, if the run was asked to stop meanwhile.
     """
     run, works = _run, _run.works
     if not works or not _in_main_thread():

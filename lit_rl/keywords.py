@@ -45,13 +45,13 @@ def refuse(kind: type, given: Iterable[str], taken: type, place: Callable[[str, 
     """Refuse keywords that no constructor takes.
 
     Args:
-        kind: What is made.
-        given: The names of the keywords that are handed on.
+        kind: The class to construct.
+        given: The names of the keywords that are passed on.
         taken: The class whose constructor gets them, and its parents'.
-        place: From a name, and all that `kind` takes, to where it belongs here; empty where nobody knows.
+        place: From a name, and all that `kind` takes, to the place where it belongs here; empty if unknown.
 
     Raises:
-        UnknownKeyword: names the first of them, and where it belongs or what is near.
+        UnknownKeyword: names the first of them, and the place where it belongs or the nearest keyword.
     """
     known = names(taken)
     wrong = next((name for name in given if name not in known), None)
@@ -71,7 +71,7 @@ def answered(places: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
     The constructor keeps its signature.
 
     Args:
-        places: What other libraries call a setting, and where it stands here.
+        places: Hints by the names that other libraries have for a setting.
     """
 
     def decorate(kind: type[T]) -> type[T]:

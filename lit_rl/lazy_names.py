@@ -21,7 +21,7 @@ class LazyNames:
         self.module_of = {name: f"{package}.{module}" for module, names in places.items() for name in names.split()}
 
     def load(self, name: str) -> Any:
-        """Import a public name, and keep it in the package, which is not asked for it again."""
+        """Import a public name, and keep it in the package, so that it is imported once."""
         found = getattr(import_module(self.module_of[name]), name)
         setattr(sys.modules[self.package], name, found)
         return found

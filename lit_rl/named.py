@@ -51,7 +51,7 @@ _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def check_file(path: Path, key: str) -> None:
-    """Refuse what is no Python file.
+    """Refuse a path that is no Python file.
 
     Raises:
         ConfigError: names the Python files that are there.
@@ -73,10 +73,10 @@ def no_function(path: str, key: str, name: str, public: Sequence[str]) -> Config
 def check_function(path: str, key: str) -> None:
     """Refuse `./file.py:name` if the file is missing, or its text can have no such name; nothing of it is run.
 
-    A module is not looked for, and a file that may make names as it runs is taken to have this one.
+    Modules are not searched for, and a file that may define names dynamically is assumed to have this one.
 
     Raises:
-        ConfigError: as it is said when the file is loaded.
+        ConfigError: the same as when the file is loaded.
     """
     source, colon, name = path.rpartition(":")
     if not colon or not source.endswith(".py"):
@@ -85,7 +85,7 @@ def check_function(path: str, key: str) -> None:
     check_file(file, key)
     try:
         tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # said where it is loaded
+    except (OSError, SyntaxError, ValueError):  # reported where it is loaded
         return
     if name not in _bound(tree) and not _makes_names(tree):
         defined = (

@@ -13,8 +13,8 @@ Result = TypeVar("Result")
 def awaited(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Wait for a coroutine on a new loop in this thread, also where a notebook's loop runs in it.
 
-    For what has to run in the main thread, such as code whose limits of time are signals. What the coroutine leaves
-    behind is cancelled, and threads that it began are not waited for.
+    For code that has to run in the main thread, such as code with signals as time limits. Tasks that the coroutine
+    leaves running are cancelled, and threads that it started are not waited for.
     """
     with no_loop():
         loop = asyncio.new_event_loop()

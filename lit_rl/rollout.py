@@ -45,7 +45,7 @@ PER_ROW, PER_PROMPT_TOKEN, PER_RESPONSE_TOKEN = ({"width": width} for width in W
 def columns_of(item: Any) -> Iterator[tuple[str, Width, Tensor | None]]:
     """Yield name, width and value of each column of a `Completions` or a `Rollout`.
 
-    A column that may have one value a row or one a token says the wider of the two, and its tensor which it is.
+    A column that may have one value per row or per token declares the wider of the two; its tensor decides.
     """
     for each in dataclasses.fields(item):
         if "width" in each.metadata:
@@ -169,7 +169,7 @@ class PromptBatch:
     """At slot 0, where the generator lags: the prompts of as many rollouts to come; fewer where the run ends before.
     Empty elsewhere."""
     vision: Callable[[Sequence[int]], Sequence[PromptVision | None]] | None = None
-    """Makes what the model sees of prompts beside their tokens, of the numbers of their rows. None where no prompt of
+    """Makes the vision inputs of prompts from the indices of their rows. None where no prompt of
     the data has images."""
 
     def __len__(self) -> int:
@@ -201,8 +201,8 @@ class Prompts:
     vision: Sequence[PromptVision | None] = ()
     """Vision inputs of each prompt; empty where no prompt has images."""
     on_finished: Callable[[int, list[int]], None] | None = None
-    """Wants to hear of responses of one turn while others are still written: called with the row and its tokens, EOS
-    included, in the thread that called ``generate``. A generator tells it of each row once, or not at all."""
+    """Callback for finished single-turn responses while others are still generated: called with the row and its tokens,
+    EOS included, in the thread that called ``generate``. A generator calls it once per row, or not at all."""
 
     def longest_response(self, sampling: Sampling) -> int:
         """Return the most tokens that a row may have, including those of the environment between its turns."""
@@ -226,7 +226,7 @@ class Completions(CopiedToHost):
     """Bool ``(b, t)``: True on tokens that the policy sampled, EOS included. Made where the tokens are made, never
     derived from ``ids == pad``."""
     sampler_logprobs: Tensor = field(metadata=PER_RESPONSE_TOKEN)
-    """Float32 ``(b, t)``: what the engine reports of the distribution it drew from, 0 outside ``response_mask``."""
+    """Float32 ``(b, t)``: log-probs by the engine, of the distribution it drew from; 0 outside ``response_mask``."""
     ended: Tensor = field(metadata=PER_ROW)
     """Bool ``(b,)``: the response ended by EOS or a stop string, or its conversation reached its end; False where
     ``max_new_tokens``, or another limit, cut it."""
@@ -272,7 +272,7 @@ class Completions(CopiedToHost):
 
     @property
     def without_episodes(self) -> Completions:
-        """Tensors alone: what is learned from, and what a checkpoint holds."""
+        """The tensors alone, for learning and for checkpoints."""
         return self if self.episodes is None else dataclasses.replace(self, episodes=None)
 
     @property
@@ -282,7 +282,7 @@ class Completions(CopiedToHost):
 
     @property
     def spoken(self) -> Tensor:
-        """Long ``(b, t)``: tokens that were sampled before each one in its turn. Without meaning where none was."""
+        """Long ``(b, t)``: index of each sampled token within its turn; undefined elsewhere."""
         before = self.response_mask.cumsum(1) - self.response_mask.long()
         if self.turn is None:
             return before
@@ -291,7 +291,8 @@ class Completions(CopiedToHost):
 
     @property
     def read_lengths(self) -> Tensor:
-        """Long ``(b,)``: tokens a row that a model reads behind the prompt: what was heard between turns included."""
+        """Long ``(b,)``: tokens per row that a model reads after the prompt, including the environment's between
+        turns."""
         return self.lengths if self.attended is None else self.attended.sum(1)
 
 
@@ -303,7 +304,7 @@ class Rollout:
     rewards: Tensor = field(metadata=PER_ROW)
     """Float32 ``(b,)``: weighted sum over functions; NaN where no function applied."""
     advantages: Tensor | None = field(metadata=PER_RESPONSE_TOKEN)
-    """Float32 ``(b,)``, or ``(b, t)`` where tokens differ. None where pairs are learned, of which ``verdicts`` tell."""
+    """Float32 ``(b,)``, or ``(b, t)`` where tokens differ. None where pairs are learned; see ``verdicts``."""
     loss_mask: Tensor = field(metadata=PER_RESPONSE_TOKEN)
     """Bool ``(b, t)``: the tokens of the loss, a subset of ``response_mask`` (masked truncated rows are all False)."""
     verdicts: Tensor | None = field(default=None, metadata=PER_ROW)
@@ -314,12 +315,12 @@ class Rollout:
     ref_logprobs: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b, t)``: the reference. None where no term needs it."""
     weights: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
-    """Float32 ``(b, t)``: what each token's loss is multiplied by, for an engine that samples from a slightly other
+    """Float32 ``(b, t)``: factors of each token's loss, for an engine that samples from a slightly other
     policy. None where nothing is corrected."""
     old_values: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b, t)``: the critic when the rollout was taken. None without a critic."""
     returns: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
-    """Float32 ``(b, t)``: what the critic learns to predict. None without a critic."""
+    """Float32 ``(b, t)``: the targets of the critic. None without a critic."""
     kl_factor: float = 1.0
     """The factor of the KL's controller when the rollout was taken. Both weights of the KL are multiplied by it."""
 
@@ -330,7 +331,7 @@ class Rollout:
 def select(item: Any, rows: Tensor) -> Any:
     """Select rows of a frozen dataclass of tensors, recursively; values without a row dimension are kept.
 
-    Rows are best given in the host's memory: then a device is not waited for, and they are moved to it once.
+    Rows are best passed in the host's memory: then the host does not wait for a device, and they are moved once.
     """
     return _selected(item, {rows.device: rows}, rows)
 
@@ -403,8 +404,8 @@ def _cut(item: Any, used: Mapping[Width, slice]) -> Any:
 def join_completions(first: Completions, second: Completions) -> Completions:
     """Join the rows of both; `version` is the first's.
 
-    What one of them lacks is filled with what its absence means: all that was sampled was attended, in the first turn;
-    how much truncation left is known of all rows, or of none; rows without images see none.
+    A column that one of them lacks is filled with its meaning: all sampled tokens were attended, in the first turn; the
+    mass left by truncation is known for all rows, or for none; rows without images see none.
     """
     joined = _joined(_filled(first, second), _filled(second, first))
     vision = None

@@ -200,8 +200,8 @@ async def score(row: TaskRow, prompt: Sequence[Message], completion: Sequence[Me
 
     Args:
         row: The task.
-        prompt: What the policy was asked.
-        completion: Its turns, and what answered them.
+        prompt: The policy's input.
+        completion: Its turns, and the answers to them.
     """
     task, invoke = row.task(), verifiers("utils.decorators").invoke
     base = verifiers().Task

@@ -42,7 +42,7 @@ class Heard:
     ended: bool = True
     """True if a conversation that is over reached its end; False where a limit cut it."""
     seen: Sequence[Later] = ()
-    """Images that stand in ``token_ids``, at their columns in these."""
+    """Images in ``token_ids``, at their columns in these."""
 
 
 class Responder(ABC):
@@ -51,7 +51,7 @@ class Responder(ABC):
     @property
     @abstractmethod
     def max_tokens(self) -> int:
-        """A row is never longer than this, what it hears included: ``sampling.max_new_tokens`` or more."""
+        """The largest length of a row, including the environment's tokens: ``sampling.max_new_tokens`` or more."""
 
     @abstractmethod
     def tell(self, said: Said) -> None:

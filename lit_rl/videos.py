@@ -27,7 +27,7 @@ class VideoRef:
 
     Args:
         frames: In the order in which they are shown, one or more, of one size.
-        fps: How many frames a second has. None: nobody said, and models that read times cannot show it.
+        fps: Frames per second. None: unknown, and models that read times cannot show it.
     """
 
     frames: tuple[ImageRef, ...]

@@ -124,7 +124,7 @@ class Vision:
     Args:
         prompts: None: a prompt without images.
         index: Long ``(b,)``, on the CPU: the number of each row's prompt.
-        later: What each row sees in its response, from left to right. Empty: no row sees anything there.
+        later: The images in each row's response, from left to right. Empty: there are none.
     """
 
     def __init__(

@@ -15,15 +15,15 @@ VERSION = 0, 32
 
 
 def require_vllm(setting: str) -> None:
-    """Refuse what needs vLLM where it is not installed, or where another version is, before anything slow.
+    """Refuse a setting that needs vLLM unless a supported version is installed, before anything slow.
 
     Looks for the module: the CPU build is a package of another name, so metadata would not find it.
 
     Args:
-        setting: What asked for it, such as ``generator=vllm``.
+        setting: The setting that needs it, such as ``generator=vllm``.
 
     Raises:
-        BackendError: says how to install it.
+        BackendError: explains how to install it.
     """
     how = "With an NVIDIA GPU: pip install 'lit-rl[vllm]'; on a CPU: `make engines`, which makes an environment with "
     how += "the CPU build."

@@ -15,7 +15,7 @@ episode are by the assistant, with the answers of tools and environments between
 def text_of(completion: Completion) -> str:
     """Return the text of a completion: itself, or the contents of its assistant messages joined by newlines.
 
-    What others wrote between them earns no reward.
+    Text of others between them earns no reward.
 
     Raises:
         RewardError: it is neither text nor messages with text (None counts as empty: a message that only calls a tool).

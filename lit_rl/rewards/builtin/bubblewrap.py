@@ -28,8 +28,8 @@ from lit_rl.rewards.builtin.code_runner import descendants
 
 _SCRIPT, _INSIDE = Path(__file__).with_name("code_apart.py"), "/code_apart.py"
 _START = 30.0  # seconds until both interpreters are there
-_TICK = 0.02  # seconds between two looks at the memory
-_STOPPED = 2.0  # seconds until a process that is stopped stands still
+_TICK = 0.02  # seconds between two checks of the memory
+_STOPPED = 2.0  # seconds until a stopped process has stopped
 _ANSWER = 4096
 FIRST_UID, _UIDS = 20_000, 40_000
 _TEMPORARY, _SHARED = 64 * 2**20, 16 * 2**20  # bytes of /tmp and of /dev/shm
@@ -105,7 +105,7 @@ class Bubblewrap:
     def _watched(self, program: subprocess.Popen[bytes], judge: subprocess.Popen[bytes]) -> str:
         assert judge.stdout is not None
         end, told, begun = time.monotonic() + _START, b"", False
-        heard = select.poll()  # select.select takes no descriptor beyond 1023, and a trainer may have that many
+        heard = select.poll()  # select.select takes no descriptor beyond 1023, and a trainer may have more
         heard.register(judge.stdout, select.POLLIN)
         while time.monotonic() < end:
             if heard.poll(1000 * _TICK):

@@ -54,7 +54,7 @@ _OPERATIONS = _SPECIAL | _COMPARED | {"getattr": getattr, "setattr": setattr}
 
 
 class Gone(BaseException):
-    """The other side has closed its end, or sends what is no message. No `except Exception` of a test holds it."""
+    """The other side has closed its end, or sent an invalid message. No `except Exception` of a test catches it."""
 
 
 class Remote:
@@ -95,7 +95,7 @@ for _name in (*_SPECIAL, *_COMPARED):
 
 
 class Peer:
-    """One end of the socket: asks the other side, and answers it, also while it waits for an answer itself."""
+    """One end of the socket: sends requests, and answers those of the other side, also while it waits for an answer."""
 
     def __init__(self, channel: socket.socket, *, is_program: bool) -> None:
         self.channel, self.is_program = channel, is_program
@@ -238,7 +238,7 @@ class Peer:
             return ["o", self.number(value), "function of the tests"]
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
         if callable(value) and module in sys.stdlib_module_names and "." not in name:
-            return ["n", module, name]  # the program's own: nothing of this process is given away but functions
+            return ["n", module, name]  # resolved by the program itself: only functions of this process are exposed
         raise TypeError(f"a {type(value).__name__} of the tests is no plain value, and cannot be given to the program")
 
     def decode(self, told: Any) -> Any:
@@ -277,7 +277,7 @@ def _replace(mine: Any, after: Any) -> None:
 
 
 def run_program(request: dict[str, Any], peer: Peer) -> None:
-    """Run what the model wrote, and do what the tests ask for until they are over."""
+    """Run the model's code, and serve the requests of the tests until they are over."""
     peer.send(["here"])
     module = types.ModuleType("__main__")  # dataclasses and pickle look their module up
     sys.modules["__main__"] = module
@@ -347,7 +347,10 @@ def confine(limits: dict[str, int]) -> None:
     rules = [_load(4), _jump(0x15, _X86_64, 1, 0), _return(_REFUSE), _load(0)]  # the machine, then the call's number
     rules += [_jump(0x35, 0x40000000, 0, 1), _return(_REFUSE)]  # numbers of another way to call
     rules += [_jump(0x15, _CLONE, 0, 4), _load(16), _jump(0x45, _NEW_USER, 0, 1), _return(_REFUSE), _return(_ALLOW)]
-    rules += [_jump(0x15, _CLONE3, 0, 1), _return(_UNKNOWN)]  # its flags cannot be seen; the C library takes clone then
+    rules += [
+        _jump(0x15, _CLONE3, 0, 1),
+        _return(_UNKNOWN),
+    ]  # its flags cannot be read; the C library falls back to clone
     for number in _CALLS.values():
         rules += [_jump(0x15, number, 0, 1), _return(_REFUSE)]
     rules.append(_return(_ALLOW))

@@ -25,7 +25,7 @@ _MIXED = re.compile(r"\s*([-+−]?\d+\s+\d+/\d+)\s*\.?\s*")
 """An answer that is a mixed number such as 2 1/2. In running text, question 7 9/10 is the points of a question."""
 
 _LOOKED_AT = 1000
-"""Different answers that are looked at before a run begins, at a tenth of a millisecond each."""
+"""Different answers that are checked before a run begins, at a tenth of a millisecond each."""
 
 # In running text a minus after a word, a digit or a bracket is a dash or a subtraction; a final point ends a sentence.
 _IN_TEXT = re.compile(
@@ -72,7 +72,7 @@ def boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """Return what a text ends up answering: its last box, else itself where it is a mixed number, else its last number,
+    """Return the final answer of a text: its last box, else itself if it is a mixed number, else its last number,
     else None."""
     box = boxed(text)
     if box is not None:
@@ -117,7 +117,7 @@ def same_answer(given: str, gold: str) -> bool:
 def golden_part(answer: str) -> str:
     """Return the part of an `answer` column that a completion has to equal.
 
-    It is what stands behind the last ``####``, which GSM8K puts before the answer of a worked solution, and of that the
+    It is the text after the last ``####``, which GSM8K puts before the answer of a worked solution, and of that the
     last box, if there is one.
     """
     answer = answer.rpartition("####")[2]
@@ -132,7 +132,7 @@ def math_answer(
 
     0 also where the completion has neither box nor number; None where the answer is None or NaN.
 
-    Before a run begins, it is said which answers are no numbers: those a completion has to put in a box.
+    Before a run begins, a warning names answers that are no numbers: a completion has to put these in a box.
 
     Raises:
         RewardError: an answer is empty.
@@ -147,7 +147,7 @@ def _score(text: str, gold: str) -> float:
 
 
 def _check_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
-    """Refuse empty answers, and say which are right in a box alone, and which never; see `LooksAtData`.
+    """Refuse empty answers, and warn of those that are right in a box only, or never; see `LooksAtData`.
 
     Raises:
         RewardError: an answer is empty, or is no text and no number.

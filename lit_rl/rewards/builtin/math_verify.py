@@ -54,7 +54,7 @@ class MathAccuracy:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
     ) -> list[float | None]:
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # a line for each answer that takes too long
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it writes a line for each answer that takes too long
         limit = self._limit()
         golds: dict[str, Any] = {}  # a group shares one answer
         scores: list[float | None] = []

@@ -15,7 +15,7 @@ class RepetitionPenalty:
 
     Args:
         ngram_size: Tokens of one n-gram.
-        max_penalty: What a completion of one n-gram over and over comes close to, at most 0.
+        max_penalty: The limit for a completion that repeats one n-gram, at most 0.
 
     Raises:
         ConfigError: ``ngram_size`` is below 1, or ``max_penalty`` is above 0 or not finite.

@@ -46,10 +46,10 @@ def golden_answers(answers: Sequence[Any], tidy: Callable[[str], str] = str) -> 
 
     Args:
         answers: Of each completion.
-        tidy: Makes of an answer what is compared.
+        tidy: Normalises an answer for comparison.
 
     Raises:
-        RewardError: an answer is empty, which a completion that says nothing would equal, or is no text and no number.
+        RewardError: an answer is empty, which an empty completion would equal, or is neither text nor number.
     """
     golden = [answer_text(value) for value in answers]
     for place, text in enumerate(golden):
@@ -65,7 +65,7 @@ def refuse_empty_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[s
     """Refuse rows with an empty answer before a run begins; see `LooksAtData`.
 
     Raises:
-        RewardError: says how many rows, and which is the first.
+        RewardError: names the number of rows, and the first of them.
     """
     answers = columns.get("answer", ())
     empty = [row for row, answer in enumerate(answers) if isinstance(answer, str) and not answer.strip()]
@@ -78,7 +78,7 @@ def refuse_empty_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[s
 
 
 def say_missing_answers(columns: Mapping[str, Sequence[Any]]) -> None:
-    """Tell the user how many rows have no answer, so that rewards which compare with it do not score them."""
+    """Warn of rows without an answer, which rewards that compare with it do not score."""
     from lightning.pytorch.utilities import rank_zero_warn  # workers do without it
 
     answers = columns.get("answer", ())

@@ -62,14 +62,14 @@ _PLURAL = {"prompt": "prompts", "completion": "completions"}
 
 
 Early = tuple[EarlyCalls, Collection[int]]
-"""Calls that were begun before the batch was whole, and the rows that they were asked about as they are."""
+"""Calls that began before the batch was complete, and the rows for which they are valid."""
 
 
 class Caller:
     """One reward function under its settings.
 
     Args:
-        name: What it is called in messages and metrics.
+        name: Its name in messages and metrics.
         function: Runs in a worker process if it is a `FunctionFromPath`, else in this process.
         settings: Limits and failure policy.
     """
@@ -128,11 +128,11 @@ class Caller:
         """Return calls for rows that are finished while others are generated; None if the function has to see the
         batch.
 
-        That is where a value may depend on other rows, as of any function that takes a list; where a sync function of
-        this process does not allow a thread; where it logs a number a call; and where a cache counts what it knows.
+        It has to where a value may depend on other rows, as of any function that takes a list; where a sync function of
+        this process does not allow a thread; where it logs a number per call; and where a cache counts its hits.
 
         Args:
-            job: All rows of the batch. What is not written yet is put into its inputs before a row is told.
+            job: All rows of the batch. Missing completions are put into its inputs before a row is told.
             completions: The same of the completions, for messages.
         """
         runs_elsewhere = self.pool is not None or is_async(self.function)
@@ -172,7 +172,7 @@ class Caller:
     def result(
         self, job: Job, completions: Sequence[Completion], begun: Future[FunctionScores] | None
     ) -> FunctionScores:
-        """Wait for what was begun, or call the function on this thread."""
+        """Wait for the call that `begin` started, or call the function on this thread."""
         scores = begun.result() if begun is not None else run_without_loop(self._score(job, completions))
         of_job = [completions[number] for number in job.numbers]
         warn_of_failures(self.name, scores.failures, of_job, self.settings, self._warned)
@@ -298,7 +298,7 @@ class Caller:
 
     @contextmanager
     def _warn_when_late(self, seconds: float | None) -> Iterator[None]:
-        """Tell of a call in this process that takes longer; nothing can end it."""
+        """Warn of a call in this process that takes longer; nothing can end it."""
         if seconds is None:
             yield
             return

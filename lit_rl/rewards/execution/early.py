@@ -19,7 +19,7 @@ Part = tuple[Sequence[int], Outcome]
 def is_independent(function: Any) -> bool:
     """Tell whether a function has an attribute ``independent_rows`` that is True.
 
-    What it says of a completion then depends on that completion, its prompt and columns alone: it may be called with
+    Its value for a completion then depends on that completion, its prompt and columns alone: it may be called with
     some of the rows of a batch, in a thread of its own, while other rows are still written.
     """
     inner = function.function if isinstance(function, FunctionFromPath) else function
@@ -34,7 +34,7 @@ class EarlyCalls:
     (``on_error``), a failure counts at once.
 
     Args:
-        job: All rows of the batch, in whose inputs stands what is known of them by now.
+        job: All rows of the batch, whose inputs are filled as they become known.
         call: Calls the function with some of them.
         loop: Where.
         at_once: Calls under way at a time.
@@ -86,7 +86,7 @@ class EarlyCalls:
             try:
                 outcome = await self._call(self._job.select(rows))
             except Exception:
-                self._hangs_left = 0  # what is left is asked about with the batch
+                self._hangs_left = 0  # the rest is scored with the batch
                 return
             hangs = sum(isinstance(value, Failure) and value.timed_out for value in outcome.returned)
             self.hangs, self._hangs_left = self.hangs + hangs, self._hangs_left - hangs

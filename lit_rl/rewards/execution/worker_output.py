@@ -19,7 +19,7 @@ class WorkerOutput:
         self.first, self.last, self.total = b"", b"", 0
 
     def read(self) -> bool:
-        """Take in what is there, up to 64 KiB, without waiting; False where there was nothing."""
+        """Read available output, up to 64 KiB, without waiting; return False if there was none."""
         try:
             data = os.read(self.fd, 65536)
         except BlockingIOError:

@@ -16,11 +16,11 @@ class FunctionFromPath:
 
     Args:
         path: ``package.module:name``, or ``file.py:name`` with a file relative to the current directory. Kept absolute.
-        key: The setting that it came with, for messages.
+        key: The setting that named it, for messages.
 
     Raises:
         ConfigError: the path is not of this form, or the module, file or name does not exist.
-        RewardError: the module or file fails on import, or what it names cannot be called.
+        RewardError: the module or file fails on import, or the object cannot be called.
     """
 
     def __init__(self, path: str, key: str = "reward.fn") -> None:

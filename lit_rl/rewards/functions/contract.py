@@ -78,7 +78,7 @@ def name_of(function: Any) -> str:
 
 
 def check_callable(name: str, function: Any) -> None:
-    """Refuse what cannot be called and give numbers back: objects, classes, PyTorch modules, async generators."""
+    """Refuse anything that cannot be called for numbers: objects, classes, PyTorch modules, async generators."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, torch.nn.Module):
@@ -109,7 +109,7 @@ def argument_names(name: str, function: Function) -> set[str]:
 def takes(name: str, function: Function, argument: str) -> bool:
     """Return whether a function names an argument, or takes all by ``**kwargs`` and may use it there.
 
-    One of lit_rl names what it uses, and ``**_`` is passed over.
+    A function of lit_rl names all that it uses, and ``**_`` is ignored.
     """
     inner: Any = getattr(function, "function", function)
     while isinstance(inner, functools.partial):
@@ -184,10 +184,10 @@ def _parameters(name: str, function: Function) -> list[inspect.Parameter]:
 
 
 def check_rows(name: str, returned: Any, rows: int) -> None:
-    """Refuse what `to_plain` could not take for a list of one entry a completion.
+    """Refuse a result that `to_plain` could not read as a list of one entry per completion.
 
     Raises:
-        RewardError: what the function returned is no list, tuple or 1-D array, or not of this length.
+        RewardError: the result is no list, tuple or 1-D array, or not of this length.
     """
     if isinstance(returned, Opaque):
         raise RewardError(

@@ -65,10 +65,10 @@ def is_taken(name: str) -> bool:
 
 
 def check_metrics(function: str, names: Iterable[str]) -> None:
-    """Refuse to log under a name that the run logs itself.
+    """Refuse metric names that the run logs itself.
 
     Raises:
-        RewardError: says which name is free.
+        RewardError: names a free one.
     """
     for name in names:
         if is_taken(name):
@@ -79,10 +79,10 @@ def check_metrics(function: str, names: Iterable[str]) -> None:
 
 
 def check_columns(function: str, names: Iterable[str], of_the_data: Collection[str]) -> None:
-    """Refuse to note a column that the samples have already.
+    """Refuse extra columns that the samples have already.
 
     Raises:
-        RewardError: says which name is free.
+        RewardError: names a free one.
     """
     taken = COLUMNS | EPISODE_COLUMNS if "episodes" in of_the_data else COLUMNS
     for name in names:

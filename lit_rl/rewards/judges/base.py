@@ -37,7 +37,7 @@ class Judge(Protocol):
     """True if its verdict depends on ``first_rewards`` and ``second_rewards``."""
 
     def bind(self, columns: Sequence[str]) -> None:
-        """Check against the columns of the data what can be checked, before anything expensive is loaded."""
+        """Check the columns of the data, before anything expensive is loaded."""
         ...
 
     def __call__(
@@ -53,7 +53,7 @@ class Judge(Protocol):
 
 
 def ask(judge: Judge, *pairs: Sequence[Any], trainer_state: TrainerState | None, **columns: Any) -> Any:
-    """Call a judge with copies of what it is to compare: it may change them, and draw from the global generators.
+    """Call a judge with copies of its inputs: it may change them, and draw from the global generators.
 
     Args:
         judge: Of anybody's.
@@ -119,7 +119,7 @@ def check_columns(columns: Sequence[str]) -> None:
     """Refuse columns of the data that have the name of a judge's argument.
 
     Raises:
-        RewardError: a column of the data has the name of what a judge is given.
+        RewardError: a column of the data has the name of an argument of judges.
     """
     if clashing := [column for column in columns if column in _RESERVED]:
         raise RewardError(

@@ -42,7 +42,7 @@ _FREE_FAILURES = 8
 
 
 class LLMJudge:
-    """Asks a model which completion is better: LLM-as-a-judge (2306.05685), each pair in both orders.
+    """An LLM as the judge of which completion is better (2306.05685), each pair in both orders.
 
     The two answers of a pair are averaged, so that a liking for the first place cancels out: a pair of which the same
     place wins twice is a tie. An answer is read from its last "verdict: A", "verdict: B" or "verdict: tie", or is one
@@ -237,4 +237,4 @@ def _reply_text(answer: bytes) -> str:
         content = decoded["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError) as error:
         raise RequestRefused(f"answered {answer[:120]!r}, which is no chat completion") from error
-    return content if isinstance(content, str) else ""  # a model that only thought, or called a tool, said nothing
+    return content if isinstance(content, str) else ""  # empty if a model only thought, or called a tool

@@ -25,7 +25,8 @@ _DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
 class PairRMJudge(Placed):
-    """A local model of PairRM's kind: DeBERTa reads prompt and both completions, and two scores tell them apart.
+    """A local model of PairRM's kind: DeBERTa reads prompt and both completions, and the difference of two scores
+    compares them.
 
     The input is three texts, each with the special tokens of the tokenizer around it, behind ``<|source|>``,
     ``<|candidate1|>`` and ``<|candidate2|>``. With ``s``, ``a`` and ``b`` the last hidden states at these three tokens,
@@ -44,8 +45,8 @@ class PairRMJudge(Placed):
         device: Where the model runs. None: on the run's device; outside of a run on a GPU, else the CPU.
         batch_size: Pairs of one forward pass.
         max_prompt_tokens: Tokens of a prompt; a longer one loses its begin.
-        max_completion_tokens: Tokens of a completion; a longer one loses its end. What a prompt leaves of its room the
-            completions get.
+        max_completion_tokens: Tokens of a completion; a longer one loses its end. Tokens that a
+            prompt does not use go to the completions.
 
     Raises:
         ConfigError: a setting is out of range, or ``name`` is written as a path and is no folder.

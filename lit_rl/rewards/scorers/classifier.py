@@ -40,8 +40,8 @@ class Classifier(Placed):
         dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
         device: Where the model runs. None: on the run's device; outside of a run on a GPU, else the CPU.
         batch_size: Rows of one forward pass.
-        max_length: Longest row in tokens. None: what the model's config allows.
-        overlong: What to do with a longer row; one of `allowed_overlong`.
+        max_length: Longest row in tokens. None: the limit of the model's config.
+        overlong: The treatment of a longer row; one of `allowed_overlong`.
         chat_template: A Jinja chat template in place of the tokenizer's.
         chat_template_kwargs: Further arguments of the chat template.
         init_kwargs: Further arguments of `from_pretrained`: fields of the model's config, `attn_implementation`.
@@ -122,10 +122,10 @@ class Classifier(Placed):
         return self._loaded
 
     def load_spread(self, mesh: DeviceMesh) -> None:
-        """Load it, and leave each rank a part of its weights. A collective; from now on each call of it is one too.
+        """Load it, and shard its weights over the ranks. A collective; from now on each call of it is one too.
 
         It stays whole where, on any rank, it is an object of the user's, was loaded before, has a device of its own,
-        looks at images, or is no model that FSDP2 can spread.
+        reads images, or cannot be sharded by FSDP2.
 
         Args:
             mesh: Of one dimension: the ranks.
@@ -228,7 +228,7 @@ def _check_given(description: Classifier, model: Any, tokenizer: Any, *, revisio
     """Refuse an object that is no model of this kind, and settings that are about files.
 
     Raises:
-        ConfigError: says which, and what to pass.
+        ConfigError: names it, and the argument to pass.
     """
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -320,7 +320,7 @@ def logits_of(
     Args:
         model: The classifier.
         rows: Token ids of each text.
-        seen: What the prompt with which a text begins shows, one a row; empty where none shows anything.
+        seen: Vision inputs of the prompt with which a text begins, one per row; empty if none has any.
     """
     text_config = model.config.get_text_config()
     own = text_config.pad_token_id
@@ -338,7 +338,7 @@ def logits_of(
 
 
 def _seen(model: PreTrainedModel, ids: Tensor, mask: Tensor, seen: Sequence[PromptVision | None]) -> dict[str, Tensor]:
-    """Return the inputs of a model over images beside ids and mask."""
+    """Return the further inputs of a model over images."""
     if not any(seen):
         return {}
     from lit_rl.models.policy.positions import text_inputs

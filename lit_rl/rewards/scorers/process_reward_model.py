@@ -43,8 +43,8 @@ class ProcessRewardModel(Classifier):
         dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
         device: Where the model runs. None: on the run's device; outside of a run on a GPU, else the CPU.
         batch_size: Rows of one forward pass.
-        max_length: Longest row in tokens. None: what the model's config allows.
-        overlong: What to do with a longer row: `error` ends the run, `skip` gives it no score (None).
+        max_length: Longest row in tokens. None: the limit of the model's config.
+        overlong: The treatment of a longer row: `error` ends the run, `skip` gives it no score (None).
         chat_template: A Jinja chat template in place of the tokenizer's.
         chat_template_kwargs: Further arguments of the chat template.
         init_kwargs: Further arguments of `from_pretrained`: fields of the model's config, `attn_implementation`.

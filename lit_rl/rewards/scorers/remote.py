@@ -33,7 +33,7 @@ _RETRIED_STATUSES = (408, 409, 425, 429)
 
 
 class RemoteReward:
-    """Asks servers for the rewards; several requests are under way at once.
+    """Rewards from servers; several requests are under way at once.
 
     One request is ``POST {"prompts": [...], "completions": [...], "columns": {name: [...]}}``, every list of the same
     length, each entry as a reward function would get it; images are texts ``data:image/png;base64,...`` of their
@@ -187,10 +187,10 @@ def concurrent_posts(post: Callable[[str, bytes], bytes], at_once: int) -> Itera
 
 
 class RequestRefused(Exception):
-    """A server answered, and not with what it was asked for.
+    """A server answered, but not with the requested result.
 
     Args:
-        why: In words.
+        why: The reason, in words.
         for_good: The same request would be answered the same again.
     """
 
@@ -200,12 +200,12 @@ class RequestRefused(Exception):
 
 
 NO_ANSWER = (OSError, HTTPException, ValueError, RecursionError, RequestRefused)
-"""With what a request fails that is sent again. What is no JSON or no UTF-8 is a ValueError, JSON that is nested too
+"""Errors after which a request is retried. Invalid JSON or UTF-8 is a ValueError, JSON that is nested too
 deeply a RecursionError."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would turn the request into a GET, and send the token to whoever it names."""
+    """Refuses redirects, which would turn the request into a GET, and send the token to another server."""
 
     def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
         return None
@@ -249,7 +249,7 @@ def _body(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[s
     body = {"prompts": prompts, "completions": completions, "columns": columns}
     try:
         return json.dumps(body, default=_shown).encode()
-    except TypeError as error:  # only what an environment gave can be anything but text, numbers, images and videos
+    except TypeError as error:  # only values of an environment can be anything but text, numbers, images and videos
         raise RewardError(
             f"the episodes cannot be sent as JSON: {error}. Take a reward function of this process, which gets them as "
             "they are."
@@ -269,7 +269,7 @@ def _rewards(answer: bytes, count: int) -> list[float | None]:
     """Return the rewards in an answer.
 
     Raises:
-        RequestRefused: it holds anything but as many finite numbers or nulls as were asked for.
+        RequestRefused: it is anything but `count` finite numbers or nulls.
     """
     decoded = json.loads(answer)
     rewards = decoded.get("rewards") if isinstance(decoded, dict) else None

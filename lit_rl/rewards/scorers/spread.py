@@ -27,14 +27,14 @@ class Lockstep:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._group, self._device = mesh.get_group(), mesh.device_type
         self.agreed = False
-        """True if this rank has said in this round how often it calls the model."""
+        """True if this rank has reported its number of calls in this round."""
 
     def most(self, mine: int) -> int:
         """Return the largest number of calls that any rank wants to make; ours wants `mine`. A collective, once a
         round.
 
         Raises:
-            RewardError: another rank gave its round up.
+            RewardError: another rank aborted its round.
         """
         self.agreed = True
         said = torch.tensor([mine, -mine], device=self._device)
@@ -45,13 +45,13 @@ class Lockstep:
         return most
 
     def give_up(self) -> None:
-        """Tell the others that this rank calls the model no more, if they wait for its word."""
+        """Report to the others that this rank makes no more calls, unless it has reported a number already."""
         if not self.agreed:
             self.most(_GAVE_UP)
 
 
 def in_step(score: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a rank whose round of scoring fails before it has called the model tell the others, which end theirs too."""
+    """Decorate a scoring method so that a failure on one rank, before its calls of the model, ends the round on all."""
 
     @wraps(score)
     def scored(self: Any, *args: Any, **columns: Any) -> Any:
@@ -99,6 +99,6 @@ def local_bytes(model: nn.Module) -> int:
 
 
 def give_back(model: nn.Module) -> None:
-    """Hold shards again: what was gathered of the outermost part may wait for a backward pass, which does not come."""
+    """Free gathered weights: those of the outermost module would wait for a backward pass that never happens."""
     if isinstance(model, FSDPModule):
         model.reshard()

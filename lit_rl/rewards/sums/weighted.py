@@ -49,7 +49,7 @@ class Scores:
     total: Tensor
     """``(b,)``: weighted sum over the functions that apply; NaN where none does."""
     weights: Tensor
-    """``(b, k)``: what each function counts in the row's sum; 0 where the row's recipe leaves it out."""
+    """``(b, k)``: the weight of each function in the row's sum; 0 where the row's recipe does not contain it."""
     metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Sum and count of each metric: over the calls of ``log_metric``, or over completions."""
     extras: dict[str, list[Any]] = field(default_factory=dict)
@@ -162,7 +162,8 @@ class Rewards:
         """Check every signature against the columns of the data, before anything expensive is loaded.
 
         Raises:
-            RewardError: a function needs what is no column; names the function, the argument and the columns.
+            RewardError: a function needs an argument that is no column; names the function, the argument and the
+                columns.
         """
         for caller in self._callers.values():
             caller.bind(columns)
@@ -177,7 +178,7 @@ class Rewards:
 
         Args:
             columns: Of a set of the data, by name.
-            also: What else functions get by name, of episodes.
+            also: Further arguments of functions by name, from episodes.
         """
         for name, function in self.functions.items():
             inner = function.function if isinstance(function, FunctionFromPath) else function
@@ -235,9 +236,9 @@ class Rewards:
     def begin(
         self, prompts: Sequence[Prompt], columns: Mapping[str, Sequence[Any]], trainer_state: TrainerState | None = None
     ) -> BegunRewards | None:
-        """Get ready for completions that come one by one; what is returned is told of each, and then given to `score`.
+        """Prepare for completions that are finished one by one; the result is told of each, and then passed to `score`.
 
-        Asked as they come are functions that name `prompt` or `completion`, where they are `async def` or run in
+        Called early are functions that name `prompt` or `completion`, where they are `async def` or run in
         worker processes, and functions whose attribute ``independent_rows`` is True. All others see the whole batch, in
         `score`.
 
@@ -247,7 +248,7 @@ class Rewards:
             trainer_state: None is the state before the first step.
 
         Returns:
-            None where no function can be asked early.
+            None if no function can be called early.
         """
         if not self.while_generating or not self.functions:
             return None
@@ -268,16 +269,16 @@ class Rewards:
         begun: BegunRewards | None = None,
         rows: Sequence[int] | None = None,
     ) -> Scores:
-        """Call every function on copies of the inputs, check what came back and sum it up.
+        """Call every function on copies of the inputs, check the results and sum them up.
 
         Args:
-            prompts: One for each completion, so a prompt of a group stands there as often as it was answered.
+            prompts: One for each completion, so a prompt of a group is repeated for each of its completions.
             completions: Texts, or lists of assistant messages where the prompts are messages.
             columns: The other columns of the data, one value a completion.
             completion_ids: Token ids of each completion; None where there are none, for functions that do not ask.
             trainer_state: None is the state before the first step.
-            begun: What `begin` returned, and was told of completions of this batch.
-            rows: Which completions the functions are asked about; the others are unscored. None: all.
+            begun: The result of `begin`, which was told of completions of this batch.
+            rows: The completions to score; the others are unscored. None: all.
 
         Raises:
             RewardError: a function raised, hung or ended its process while ``on_error`` is None, or returned anything
@@ -364,7 +365,7 @@ class Rewards:
         return total.masked_fill(values.isnan().all(1), math.nan)
 
     def _extras(self, by_function: Mapping[str, FunctionScores], inputs: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Return what was noted of each completion."""
+        """Return the extra columns of each completion."""
         for name, scores in by_function.items():
             replaced = getattr(self.functions[name], "replaces_column", None)
             noted = [each for each, values in scores.extras.items() if not _equal(values, inputs.get(each))]
@@ -398,22 +399,22 @@ def _span_rewards(by_function: Mapping[str, FunctionScores], weights: Tensor) ->
 
 
 def _print_output(output: str) -> None:
-    """Print what a worker printed."""
+    """Print a worker's output."""
     with contextlib.suppress(OSError, ValueError):  # a closed output must not end a run
         if output and sys.stdout is not None:
             sys.stdout.write(output)
 
 
 def _equal(values: Sequence[Any], others: Sequence[Any] | None) -> bool:
-    """Tell whether a column says what another says, as functions of TRL note the column of the answers."""
+    """Tell whether two columns are equal, as functions of TRL log the column of the answers."""
     try:
         return others is not None and list(values) == list(others)
-    except ValueError:  # arrays say no single word
+    except ValueError:  # arrays compare elementwise
         return False
 
 
 def _merged(service: str, by_function: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Return what all functions gave to a service, by the name that they gave it there."""
+    """Return the values that all functions passed to a service, by their names there."""
     merged: dict[str, list[Any]] = {}
     for function, named in by_function.items():
         for name, values in named.items():

@@ -42,7 +42,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a function gave no value."""
+    """The reason why a function returned no value."""
 
     kind: str
     """Name of the exception's class."""
@@ -54,7 +54,7 @@ class Failure:
     """The completion of the batch that it happened on, where that is known."""
     timed_out: bool = False
     died: bool = False
-    """The worker process ended; `text` says how."""
+    """True if the worker process ended; `text` says how."""
     output: str = ""
     """The worker process's output, shortened."""
 
@@ -146,7 +146,7 @@ class Outcome:
 
 
 class Log:
-    """Takes what a function logs during one call."""
+    """The metrics and columns that a function logs during one call."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -203,7 +203,7 @@ def _copy(key: str, values: Sequence[Any] | None) -> list[Any] | None:
 def run(function: Callable[..., Any], job: Job, wait: Callable[[Awaitable[Any]], Any]) -> Outcome:
     """Call a function on this thread, once or once a completion; `wait` is for one that returns a coroutine.
 
-    Its inputs are copies: also in a worker process, where rows of one prompt came as one object.
+    Its inputs are copies: also in a worker process, where rows of one prompt share an object.
 
     Raises:
         CallFailed: it raised (for a per-sample function with ``job.catch``: never).
@@ -227,7 +227,7 @@ def run(function: Callable[..., Any], job: Job, wait: Callable[[Awaitable[Any]],
 async def run_async(function: Callable[..., Any], job: Job) -> Outcome:
     """Await a coroutine function, once or once a completion, then `job.max_concurrent` of them at a time.
 
-    Its inputs are copies. The generators are seeded for what a call draws before it awaits something.
+    Its inputs are copies. The generators are seeded for draws of a call before its first await.
 
     Raises:
         CallFailed: as `run`.
@@ -243,7 +243,7 @@ async def run_async(function: Callable[..., Any], job: Job) -> Outcome:
                 job.seed_call(row)
                 value = function(**job.arguments(log, row))
                 return await value if hasattr(value, "__await__") else value
-            except BaseException as error:  # Ctrl-C comes to the main thread: here the function raised it
+            except BaseException as error:  # Ctrl-C is raised in the main thread only: here the function raised it
                 if not (raised_by_itself(error) or isinstance(error, KeyboardInterrupt)):
                     raise
                 return _failure_or_raise(error, job, row)

@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Opaque:
-    """Stands for a returned value that is no number, no None and no list of spans: enough to describe it."""
+    """A description of a returned value that is neither a number, nor None, nor a list of spans."""
 
     kind: str
     text: str
@@ -55,7 +55,7 @@ def _element(value: Any) -> Any:
 def own_copy(value: Any) -> Any:
     """Return a copy of a value that later changes do not affect: arrays and tensors as lists and numbers.
 
-    What cannot be copied, such as a lock, is given back as it is.
+    Objects that cannot be copied, such as a lock, are returned as they are.
     """
     if _is_array(value):
         return value.tolist()
@@ -70,7 +70,7 @@ def own_copy(value: Any) -> Any:
 
 
 def number_of(value: Any) -> int | float | None:
-    """Return the number that a value is, of Python, NumPy or a tensor without dimensions; None where it is none."""
+    """Return a value as a number, if it is one of Python or NumPy, or a tensor without dimensions; else None."""
     if _is_array(value) and value.ndim == 0:
         value = value.item()
     if isinstance(value, int | float):

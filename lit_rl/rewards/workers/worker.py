@@ -23,7 +23,7 @@ from lit_rl.import_source import load
 from lit_rl.rewards.workers.job import CallFailed, Failure, Job, Outcome, failure_of, run, run_async
 
 SPARE_TASKS = 4096
-"""Processes and threads that the user may have beyond those at a worker's start: no fork bomb takes the last one."""
+"""Processes and threads that the user may have beyond those at a worker's start, as a bound on fork bombs."""
 
 LENGTH = struct.Struct("<Q")
 """The format of the length in bytes before each message."""
@@ -70,8 +70,8 @@ def connected(fd: int) -> socket.socket:
 
 
 def serve(connection: socket.socket, call: Callable[[Any], Any]) -> None:
-    """Answer each message with what ``call`` makes of it, or with the Failure of what it raised, and with whether this
-    process has children; until the other side is gone."""
+    """Answer each message with the result of ``call``, or the Failure of its error, and with whether this process has
+    children; until the other side is gone."""
     me, home = os.getpid(), os.getcwd()
     while True:
         try:
@@ -85,7 +85,7 @@ def serve(connection: socket.socket, call: Callable[[Any], Any]) -> None:
             reply = failed.failure
         except BaseException as error:  # KeyboardInterrupt too: no answer would mean a wait until the limit
             reply = failure_of(error)
-        if os.getpid() != me:  # a child that the function forked and that came back here: one answer is enough
+        if os.getpid() != me:  # a forked copy of the function must not answer too
             os._exit(0)
         _flush()
         send(connection, (reply, _has_children()))
@@ -110,7 +110,7 @@ def _wait(awaitable: Awaitable[Any]) -> Any:
 
 
 def set_limits(memory_mb: int | None, parent: int) -> None:
-    """Bound what this process takes, and end it with its parent.
+    """Limit the resources of this process, and end it with its parent.
 
     Args:
         memory_mb: Most address space, in MiB (RLIMIT_AS); None is no limit.
@@ -127,7 +127,7 @@ def set_limits(memory_mb: int | None, parent: int) -> None:
 
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # also where Python holds its lock in C code
     if os.getppid() != parent:
-        os._exit(0)  # it was gone before we asked
+        os._exit(0)  # it ended before prctl
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, this process goes before the training
     tasks = _count_tasks() + SPARE_TASKS
