@@ -1,7 +1,7 @@
 """PyTorch Lightning modules for RL post-training of language models.
 
-What a script or a notebook needs stands here, and is imported when it is first asked for: `import lit_rl` alone loads
-no PyTorch.
+The names that scripts and notebooks need are here, and are imported on first use: `import lit_rl` alone loads no
+PyTorch.
 
     from lit_rl import GRPO, RolloutDataModule
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_rl.lazy_names import LazyNames
 
-if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` says the same to Python, and a test compares the two
+if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` is the same for Python, and a test compares the two
     from lit_rl.algorithms import BCO as BCO
     from lit_rl.algorithms import CPO as CPO
     from lit_rl.algorithms import DPO as DPO

@@ -20,7 +20,7 @@ from lit_rl.process_state import CHOSEN_FOR_SPEED, process_kept, raised_by_itsel
 
 @dataclass(frozen=True)
 class Named:
-    """What a path names."""
+    """An object that a path names."""
 
     source: str
     """The file, absolute, or the module."""
@@ -31,12 +31,12 @@ class Named:
 
 
 def named_by(path: str, key: str, failed: type[LitRLError] = RewardError) -> Named:
-    """Return what stands at ``package.module:name`` or ``./file.py:name``.
+    """Load and return the object at ``package.module:name`` or ``./file.py:name``.
 
     Args:
         path: The path; a file is relative to the current directory.
-        key: The setting that it came with, for messages.
-        failed: What is raised where the module or file fails on import.
+        key: The setting that named it, for messages.
+        failed: The class of error for a module or file that fails on import.
 
     Raises:
         ConfigError: the path is not of this form, or the module, file or name does not exist.

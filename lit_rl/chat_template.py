@@ -31,23 +31,23 @@ a template, which adds some hundred characters to a message."""
 _TIMES = 100
 
 _EVERY = 0.25
-"""Seconds between two looks at renderings of other threads."""
+"""Seconds between two checks of renderings in other threads."""
 
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> Any:
     """Render as the tokenizer's own does, for at most `LIMIT` seconds, a text of about `LONGEST` characters at most.
 
-    Arguments of tool calls that are the JSON text of an object, as the APIs of servers write them, are handed over as
-    that object: a template that writes objects as JSON would write such a text as a string of JSON. Where the template
-    refuses objects (DeepSeek-V3's), it gets all arguments as JSON text. Where it reads no text but in parts (of models
-    over images, such as SmolVLM), every content is handed over as a list of parts. What the assistant thinks is handed
-    over by the key that the template reads (`THOUGHTS`); also a thought at the very beginning of a content, between
-    `<think>` and `</think>` or before a line `</think>`, of which the template would make an empty thought and words.
+    Arguments of tool calls that are the JSON text of an object, as in the APIs of servers, are passed as that object: a
+    template that writes objects as JSON would write such a text as a JSON string. If the template refuses objects
+    (DeepSeek-V3's), it gets all arguments as JSON text. If it reads only texts in parts (models over images such as
+    SmolVLM), every content is passed as a list of parts. Thoughts of the assistant are passed by the key that the
+    template reads (`THOUGHTS`). So is a thought at the very beginning of a content, between `<think>` and `</think>` or
+    before a line `</think>`: the template would render an empty thought, and the thought as part of the reply.
 
     Args:
         tokenizer: Of transformers, with a chat template.
         messages: One conversation.
-        how: What the tokenizer's `apply_chat_template` takes.
+        how: Further arguments of the tokenizer's `apply_chat_template`.
 
     Raises:
         ConfigError: it took longer, found no memory, or wrote more; names the file of the template.
@@ -79,12 +79,12 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> 
 
 
 def arguments_of_rendering(tokenizer: Any) -> set[str]:
-    """Names of what a tokenizer's `apply_chat_template` takes for itself, and for every template."""
+    """Return the names that a tokenizer's `apply_chat_template` takes itself, for every template."""
     return set(inspect.signature(tokenizer.apply_chat_template).parameters)
 
 
 def call_arguments(arguments: Any) -> Any:
-    """The arguments of a tool call as an object where they are one or the JSON text of one; anything else as it is.
+    """Return the arguments of a tool call as an object if they are one or the JSON text of one, else unchanged.
 
     Nothing (None, or a blank text) is the object without keys: calls of functions that take nothing have it.
     """
@@ -100,27 +100,27 @@ def call_arguments(arguments: Any) -> Any:
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Any], how: dict[str, Any]) -> Any:
-    """Return the rendering, with thoughts and words as the template takes them."""
+    """Return the rendering, with thoughts and contents in the form that the template reads."""
     placed = _in_parts if _wants_parts(tokenizer) else list[Any]
     told = _with_thoughts(tokenizer, messages)
     try:
         return _with_calls(tokenizer, placed(told), how)
     except (TookTooLong, MemoryError):
         raise
-    except Exception:  # gpt-oss' takes no thoughts beside words and calls: they are left out, which is said
+    except Exception:  # gpt-oss' refuses thoughts beside content and calls: they are dropped, with a warning
         if told == messages:
             raise
         return _with_calls(tokenizer, placed(messages), how)
 
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of messages in which data sets keep what the assistant thinks before it answers."""
+"""Keys of messages in which data sets keep the thoughts of the assistant."""
 
 _OPENS, _CLOSES = "<think>", "</think>"
 _OPENED = re.compile(rf"\s*{_OPENS}(.*?){_CLOSES}(.*)", re.DOTALL)
 _CLOSED = re.compile(rf"(\s*|.*?\n)[ \t]*{_CLOSES}[ \t\r]*(|[\n<].*)", re.DOTALL)
 """A content with a thought between both marks; and with the end of one that the generation prompt has opened, whose
-mark stands on a line of its own, or before the mark of a call. Marks anywhere else are what the reply talks of."""
+mark stands on a line of its own, or before the mark of a call. Marks anywhere else are part of the reply."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,13 @@ class _Thinking:
     """The way in which a template takes thoughts."""
 
     keys: tuple[str, ...]
-    """Of `THOUGHTS`, those that it reads."""
+    """The keys of `THOUGHTS` that it reads."""
     apart: tuple[bool, bool]
-    """Whether thoughts in a content are to be handed over by the key: between both marks, and before the second."""
+    """True if thoughts in a content are to be passed by the key: between both marks, and before the second."""
 
 
 _thinking: dict[str, _Thinking] = {}
-"""Of each template that was met."""
+"""Cache by template."""
 
 
 def _with_thoughts(tokenizer: Any, messages: Sequence[Any]) -> Sequence[Any]:
@@ -186,7 +186,7 @@ _THOUGHT, _SAID = "qqthoughtqq", "qqsaidqq"
 
 
 def _thinks_once(tokenizer: Any, reply: Mapping[str, Any]) -> bool:
-    """Tell whether the template writes one thought before what a reply says, and the reply's own."""
+    """Tell whether the template writes one thought before the content of a reply, and the reply's own."""
     asked = [{"role": "user", "content": _PROBE}, {"role": "assistant", **reply}]
     try:
         text = str(tokenizer.apply_chat_template(asked, tokenize=False))
@@ -200,11 +200,11 @@ def _thinks_once(tokenizer: Any, reply: Mapping[str, Any]) -> bool:
 
 _PROBE = "qqpartsqq"
 _wanting_parts: dict[str, bool] = {}
-"""Of each template that was met: whether it reads texts in parts alone."""
+"""Cache by template: whether it reads texts in parts alone."""
 
 
 def _wants_parts(tokenizer: Any) -> bool:
-    """Tell whether the template loses a text by itself, and writes one that stands in a part."""
+    """Tell whether the template drops a text that is a plain string, and writes one in a part."""
     template = str(tokenizer.chat_template)
     if template not in _wanting_parts:
         asked = [{"role": "user", "content": _PROBE}]
@@ -231,14 +231,14 @@ def _in_parts(messages: Sequence[Any]) -> list[Any]:
 
 
 def _with_calls(tokenizer: Any, messages: Sequence[Any], how: dict[str, Any]) -> Any:
-    """The rendering, with arguments of tool calls as the template takes them."""
+    """Return the rendering, with arguments of tool calls in the form that the template reads."""
     if not any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages):
         return tokenizer.apply_chat_template(messages, **how)
     try:
         return tokenizer.apply_chat_template(_arguments_as(call_arguments, messages), **how)
     except (TookTooLong, MemoryError):
         raise
-    except Exception as error:  # a template is a program, and may raise anything where it gets no text
+    except Exception as error:  # a template is a program, and may raise anything if it gets an object
         try:
             return tokenizer.apply_chat_template(_arguments_as(_json_text, messages), **how)
         except (TookTooLong, MemoryError):
@@ -248,7 +248,7 @@ def _with_calls(tokenizer: Any, messages: Sequence[Any], how: dict[str, Any]) ->
 
 
 def _arguments_as(form: Callable[[Any], Any], messages: Sequence[Any]) -> list[Any]:
-    """The messages with the arguments of every call in this form; nothing that came is changed."""
+    """Return the messages with the arguments of every call in this form; the input is not changed."""
 
     def changed(call: Any) -> Any:
         if not isinstance(call, Mapping):
@@ -299,7 +299,7 @@ class _Watch:
         finally:
             with self._turn:
                 del self._due[thread]
-                _raise_in(ctypes.c_ulong(thread), None)  # what was asked for and did not come yet is not wanted
+                _raise_in(ctypes.c_ulong(thread), None)  # cancel an exception that is still pending
 
     def _watch(self) -> None:
         while True:
@@ -317,7 +317,8 @@ if hasattr(os, "register_at_fork"):  # a child has no thread of the parent, to g
 
 
 def _place(tokenizer: Any) -> str:
-    """The model, and the file in its folder that holds the template; or that the template was set by hand."""
+    """Return the file in the model's folder that holds the template, or the model with a note that it was set by
+    hand."""
     name, template = getattr(tokenizer, "name_or_path", "") or "this tokenizer", tokenizer.chat_template
     jinja, config = Path(name) / "chat_template.jinja", Path(name) / "tokenizer_config.json"
     if jinja.is_file() and jinja.read_text(encoding="utf-8") == template:

@@ -10,15 +10,15 @@ from typing import Any
 from lit_rl.errors import ConfigError, in_range
 
 _LARGEST_BIAS = 100.0
-"""As far as every engine goes: vLLM cuts larger ones to this, so here they are refused."""
+"""The limit of every engine: vLLM clips larger biases to it, so they are refused here."""
 
 
 class LogitBias(dict[int, float]):
-    """Token id to what is added to its logit: a dict (config systems know no other mapping) that cannot be changed, and
-    so can be hashed.
+    """Token ids and the biases added to their logits: an immutable, hashable dict (config systems know no other
+    mapping).
 
     Args:
-        biases: Ids as integers, or as strings of digits (what config files make of keys); biases in [-100, 100].
+        biases: Ids as integers, or as strings of digits (keys of config files); biases in [-100, 100].
 
     Raises:
         ConfigError: a key is no token id, or a bias is no number in the range.
@@ -40,7 +40,7 @@ class LogitBias(dict[int, float]):
     update = setdefault = _fixed  # pyright: ignore[reportAssignmentType]
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """What is not there can be taken out: the parser of LightningCLI asks every dict for a key of its own."""
+        """Return the default for a missing key: LightningCLI's parser pops a key of its own from every dict."""
         return default[0] if default and key not in self else self._fixed()
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -78,7 +78,7 @@ class Structured:
         choice: The responses that are allowed.
 
     Raises:
-        ConfigError: none or several are set, or what is set cannot be one.
+        ConfigError: none or several are set, or the value is invalid.
     """
 
     regex: str | None = None
@@ -102,12 +102,12 @@ class Structured:
 
     @property
     def kind(self) -> str:
-        """Which of the four is set."""
+        """The name of the constraint that is set."""
         return next(f.name for f in fields(self) if getattr(self, f.name) is not None)
 
 
 def _schema_text(schema: Any) -> str:
-    """The schema as JSON text: a dict could be changed, and has no hash."""
+    """Return the schema as JSON text: a dict could be changed, and has no hash."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         if isinstance(parsed, Mapping):

@@ -12,21 +12,21 @@ _ANCHORS = ("\n", ".", "a", "1")
 """Texts to tokenise a continuation behind, where the tokenizer marks the start of a text."""
 
 _FEW = 3
-"""Parts that are not worth a look for what is settled: those of a prompt and its completion."""
+"""Number of parts, as of a prompt and its completion, up to which settled tokens are not separated to save time."""
 
 
 def joined(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Token ids of the parts one after another, and how many of them there are up to the end of each part.
+    """Return the token ids of the parts one after another, and their number up to the end of each part.
 
-    What stands before the end of a part has the tokens that it has without what follows: a model that is asked with
-    these parts has read just them. So the parts are tokenised together where that leaves the earlier tokens alone, and
-    apart where a token would straddle the border.
+    The text up to the end of a part has the tokens that it has without the rest, as a model that was prompted with it
+    has read just these. So the parts are tokenised together where that leaves the earlier tokens unchanged, and
+    separately where a token would straddle the border.
 
-    No special tokens are added. Tokenizers that mark the start of a text like a space (Llama's) tokenise a part behind
-    some other text, which is left out again; if each of these binds to it, the token that straddles is the later
+    No special tokens are added. Tokenizers that mark the start of a text like a space (Llama's) tokenise a part after
+    some other text, which is then removed; if the part merges with each of these, the straddling token is the later
     part's.
     """
-    ids: list[int] = []  # of what stands before `text`
+    ids: list[int] = []  # of the text before `text`
     held: list[int] = []  # of `text`
     ends: list[int] = []
     text, inside = "", False  # whether `text` has the tokens of a text inside another one
@@ -46,7 +46,7 @@ def joined(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> tuple[li
         if len(ends) == len(parts) or len(parts) <= _FEW:
             continue
         place, begin = _settled(tokenizer, text, held, control)
-        if place:  # so that a part is not tokenised anew for each that follows
+        if place:  # so that a part is not tokenised again for each later one
             ids += held[:place]
             held, text, inside = held[place:], text[begin:], False
     return [*ids, *held], ends
@@ -60,9 +60,9 @@ def _control(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 def _settled(
     tokenizer: PreTrainedTokenizerBase, text: str, held: Sequence[int], control: Mapping[int, str]
 ) -> tuple[int, int]:
-    """Return how many tokens and characters of a text stand before its last control token; 0 where that is unsafe.
+    """Return the number of tokens and characters before the last control token of a text; 0 where that is unsafe.
 
-    Tokenizers look for control tokens before all else, so what follows one has no influence on what stands before it.
+    Tokenizers look for control tokens before all else, so the text after one has no influence on the tokens before it.
     """
     place = next((i for i in range(len(held) - 1, 0, -1) if held[i] in control), 0)
     begin = text.rfind(control[held[place]]) if place else 0
@@ -82,7 +82,7 @@ def marks_start(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _after(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int] | None:
-    """Token ids of a text inside another one. None: they cannot be told from those of what stands before it."""
+    """Return the token ids of a text inside another one, or None if they cannot be separated from what precedes it."""
     if not marks_start(tokenizer):
         return _plain(tokenizer, text)
     for anchor in _ANCHORS:

@@ -24,18 +24,18 @@ PARTIAL = ".partial-"
 """Between the name of a checkpoint and the number of the process that is writing it."""
 
 MANIFEST = "manifest.json"
-"""Of a folder: every file in it, with its size and what it holds."""
+"""The file that lists every file of a folder, with its size and digest."""
 
 WAITS = (2.0, 8.0, 20.0)
-"""Seconds until what found a full disk is tried again: somebody may be making room."""
+"""Seconds before each retry on a full disk: space may be freed meanwhile."""
 
 
 def tried_again(write: Callable[[], T], what: str) -> T:
-    """What `write` returns; where it finds a full disk it is called again after each of `WAITS`.
+    """Return the result of `write`, which is retried after each of `WAITS` while the disk is full.
 
     Args:
         write: Writes something whole or leaves nothing of it.
-        what: Is written, as the warning calls it.
+        what: The name of the written object in the warning.
 
     Raises:
         Exception: whatever `write` raises; of a full disk, its last time.
@@ -52,18 +52,18 @@ def tried_again(write: Callable[[], T], what: str) -> T:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that the disk is full, or the user's share of it."""
+    """Tell whether an error means that the disk, or the user's quota on it, is full."""
     return _number_of(error) in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_failing(error: BaseException) -> bool:
-    """Whether an error says that the disk fails, or the server of a network folder (a stale file handle)."""
+    """Tell whether an error means that the disk, or the server of a network folder (a stale file handle), fails."""
     return _number_of(error) in (errno.EIO, errno.ESTALE)
 
 
 def _number_of(error: BaseException) -> int | None:
-    """The system's number of an error. safetensors and tokenizers, which are written in Rust, say it in their text
-    alone."""
+    """Return the errno of an error. Errors of safetensors and tokenizers, which are written in Rust, have it in
+    their text only."""
     if isinstance(error, OSError):
         return error.errno
     said = re.search(r"\(os error (\d+)\)", str(error))
@@ -71,10 +71,10 @@ def _number_of(error: BaseException) -> int | None:
 
 
 def check_room(folder: str | Path, size: int) -> None:
-    """Look for space before any of it is used.
+    """Raise unless enough disk space is free.
 
     Args:
-        folder: Where it will be written; it need not be there yet.
+        folder: Where it will be written; it need not exist yet.
         size: Bytes.
 
     Raises:
@@ -84,7 +84,7 @@ def check_room(folder: str | Path, size: int) -> None:
     try:
         total, _, free = shutil.disk_usage(there)
     except OSError:
-        return  # nobody knows
+        return  # unknown
     if total and free < size:
         raise OSError(errno.ENOSPC, f"it takes {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free", str(folder))
 
@@ -106,18 +106,19 @@ def flush(path: str | Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Likewise everything in a folder, and the folder last."""
+    """Flush everything in a folder, and the folder last."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
 
 
 @contextmanager
 def replacing(path: Path, partial: str | None = None) -> Iterator[Path]:
-    """Write a file under another name, which becomes `path` when the block ends, and is removed where it fails. What
-    has to survive a power cut flushes it in the block: that takes some 10 ms, much where it is done in each step.
+    """Write a file under another name, which becomes `path` when the block ends, and is removed if it fails.
+
+    A file that has to survive a power cut is flushed in the block: that takes some 10 ms, too much in every step.
 
     Args:
-        path: In a folder that is there.
+        path: In an existing folder.
         partial: The other name, in the same folder. None: `.NAME.partial`.
     """
     unfinished = path.with_name(f".{path.name}.partial" if partial is None else partial)
@@ -131,10 +132,10 @@ def replacing(path: Path, partial: str | None = None) -> Iterator[Path]:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that survives a power cut, unless it is there. Of several processes that write it one does.
+    """Write a file that survives a power cut, unless it exists. Of several processes, exactly one succeeds.
 
     Raises:
-        FileExistsError: it is there, whole.
+        FileExistsError: it exists, whole.
         OSError: it could not be written; nothing of it is left.
     """
     unfinished = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex}")  # several hosts may count the same pid
@@ -163,13 +164,13 @@ def _write_new_in_place(path: Path, text: str) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Note what is in a folder, once all of it is written."""
+    """Write the manifest of a folder, once all of it is written."""
     files = {str(path.relative_to(folder)): _facts(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     (folder / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
 
 
 def is_as_noted(folder: Path) -> bool:
-    """Whether the manifest names files, and each is there and holds what it held. Reads them all."""
+    """Tell whether every file of the manifest is present with its noted size and digest. Reads them all."""
     try:
         noted = json.loads((folder / MANIFEST).read_text())
         return bool(noted) and all(_facts(folder / name) == facts for name, facts in noted.items())

@@ -33,7 +33,7 @@ class DataError(LitRLError):
 
 
 class RewardError(LitRLError):
-    """A reward function cannot be called, raised, or returned what is not one number (or None) a completion."""
+    """A reward function cannot be called, raised, or returned anything but one number (or None) per completion."""
 
     exit_code = 4
 
@@ -43,7 +43,7 @@ class GenerationError(LitRLError):
 
     exit_code = 5
     on_every_rank = False
-    """Whether all ranks raise it at one place, and so can still save a checkpoint together."""
+    """True if all ranks raise it at one place, and so can still save a checkpoint together."""
 
 
 class NumericError(LitRLError):
@@ -59,26 +59,26 @@ class StorageError(LitRLError):
 
 
 class BackendError(LitRLError):
-    """The environment lacks what was asked for: a package, a device, memory, a model that cannot be reached."""
+    """The environment lacks something required: a package, a device, memory, a model that cannot be reached."""
 
     exit_code = 8
 
 
 SIGNALLED = 128
-"""What is added to the number of a signal that ended a run."""
+"""The number that is added to a signal's number for the exit code of a run that it ended."""
 _NO_MEMORY = re.compile(
     "can't allocate memory|Cannot allocate memory|out of memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED"
     "|could not create a memory object|could not create a primitive(?! descriptor)"
 )
-"""Of PyTorch's allocators, on the CPU and elsewhere, and of oneDNN, which raise a plain RuntimeError. (oneDNN has no
-primitive descriptor for what it does not know.)"""
+"""Messages of PyTorch's allocators, on the CPU and elsewhere, and of oneDNN, which raise a plain RuntimeError.
+(oneDNN has no primitive descriptor for an unknown configuration.)"""
 
 INTERRUPTED = SIGNALLED + 2
 TERMINATED = SIGNALLED + 15
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory could not be had, on any device."""
+    """Tell whether an error means that memory ran out, on any device."""
     torch = sys.modules.get("torch")  # an error of a process that never loaded it is none of its own
     if isinstance(error, (MemoryError, getattr(torch, "OutOfMemoryError", MemoryError))):
         return True
@@ -87,16 +87,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OURS = os.path.abspath(sys.modules["lit_rl"].__path__[0]) + os.sep
 _LIBRARIES = (os.path.dirname(os.path.abspath(os.__file__)) + os.sep, "<frozen ")
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 
 def line_of(error: BaseException) -> str:
-    """Return ``line 3 of FILE``: where the user's own code raised, or called what did.
+    """Return ``line 3 of FILE``: the place where the user's own code raised, or called the code that did.
 
     Where none of the lines is of the user's, it is the first one outside of this package. A user's line is the last one
-    that stands neither in this package, nor in Python's library, nor in an installed package.
+    that is neither in this package, nor in Python's library, nor in an installed package.
     """
     frames = traceback.extract_tb(error.__traceback__)
     others = [frame for frame in frames if not frame.filename.startswith(_OURS)]
@@ -106,7 +106,8 @@ def line_of(error: BaseException) -> str:
 
 
 def with_its_line(error: BaseException) -> str:
-    """Return the kind, the text and the line of what the user's own code raised. A text on bad syntax has its line."""
+    """Return the kind, the text and the line of an error of the user's own code. A syntax error has its line in its
+    text."""
     line = "" if isinstance(error, SyntaxError) else line_of(error)
     return f"{type(error).__name__}: {error}" + (f" ({line})" if line else "")
 
@@ -116,11 +117,11 @@ _SHORT = 6
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that a word was meant to be, or None: a wrong hint is worse than none.
+    """Return the choice that a word was probably meant to be, or None: a wrong hint is worse than none.
 
     Near is the same word in other capitals or with its letters in another order, one that differs in few letters, one
-    that begins with the word, and one with its first letter and its number, as `float32` is to `fp32`. What has letters
-    by chance alone, as `eps` has those of `steps`, is not.
+    that begins with the word, and one with its first letter and its number, as `float32` is to `fp32`. A word that
+    shares letters by chance, as `eps` does with `steps`, is not.
     """
     typed = word.lower()
     lowered = {choice.lower(): choice for choice in choices}
@@ -140,7 +141,7 @@ def _number(word: str) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """``" Did you mean 'x'?"``, or an empty string where nothing is near."""
+    """Return ``" Did you mean 'x'?"``, or an empty string where nothing is near."""
     near = nearest(word, choices)
     return "" if near is None else f" Did you mean {near!r}?"
 
@@ -161,7 +162,7 @@ def check_draws(temperature: float) -> None:
     """Refuse greedy decoding where a group of completions is to be learned from.
 
     Raises:
-        ConfigError: says what it is for.
+        ConfigError: explains what greedy decoding is for.
     """
     if temperature == 0:
         raise ConfigError(
@@ -208,7 +209,7 @@ def seed_in_range(key: str, seed: int) -> None:
 
 
 def in_words(size: float) -> str:
-    """Bytes for a reader: `0.07 GiB`, or `72 MiB` where that is less than a tenth of one."""
+    """Return bytes as readable text: `0.07 GiB`, or `72 MiB` below a tenth of a GiB."""
     return f"{size / 2**20:.3g} MiB" if size < 2**30 / 10 else f"{size / 2**30:.3g} GiB"
 
 

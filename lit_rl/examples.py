@@ -33,9 +33,9 @@ class TokenBatch(CopiedToHost):
     segment: Tensor | None = None
     """Long ``(b, s)``: which text of a packed row a token belongs to, from 0. None where every row is one text."""
     vision: Vision | None = None
-    """What the model sees beside the tokens, of prompts with which the rows begin. None where no row has images."""
+    """Vision inputs of the prompts with which the rows begin. None where no row has images."""
     host: HostCopy | None = dataclasses.field(default=None, repr=False, compare=False)
-    """What `to` keeps of the rows that it moves to a device. None where they are in the host's memory, or unknown."""
+    """Host copies of rows that `to` moved to a device. None where they are in the host's memory, or unknown."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -64,11 +64,11 @@ class TokenBatch(CopiedToHost):
 
     @property
     def learned(self) -> Tensor:
-        """Bool ``(b, s - 1)``: the loss mask of the positions that predict, one to the left of what they predict."""
+        """Bool ``(b, s - 1)``: the loss mask of the predicting positions, one to the left of the predicted token."""
         return self.loss_mask[:, 1:]
 
     def take(self, rows: slice | Tensor, width: int | None = None) -> TokenBatch:
-        """Some of the rows, which are best given in the host's memory; of them the first `width` columns, where that is
+        """Return some of the rows (best given in the host's memory), cut to the first `width` columns if that is
         given."""
         here = rows.cpu() if isinstance(rows, Tensor) else rows
         there = to_device(here, self.input_ids.device) if isinstance(here, Tensor) else here
@@ -84,7 +84,7 @@ class TokenBatch(CopiedToHost):
         return found if kept is None else found.with_host(kept.take(here, width))
 
     def to(self, device: Any) -> TokenBatch:
-        """The same batch with its tensors on the device, and with what the host had of them."""
+        """Return the same batch with its tensors on the device, keeping the host's copy."""
         moved = dataclasses.replace(_to(self, device), host=None)
         here = self.input_ids.device.type == "cpu"
         return moved.with_host(self) if here else moved
@@ -92,7 +92,7 @@ class TokenBatch(CopiedToHost):
 
 @dataclass(frozen=True)
 class Totals:
-    """What a whole optimizer step counts, over all its micro-batches on all ranks. Known before it begins."""
+    """The counts of a whole optimizer step, over all its micro-batches on all ranks. Known before it begins."""
 
     rows: int
     """Rows of the step: texts, packed rows, pairs or verdicts."""
@@ -103,9 +103,9 @@ class Totals:
     shares: int = 1
     """Micro-batches of the step, over all ranks."""
     chosen_attended: int = 0
-    """Of pairs: tokens of the chosen texts, prompts included. 0 of others."""
+    """Tokens of the chosen texts of pairs, prompts included. 0 for other kinds."""
     desirable: int = 0
-    """Of verdicts: rows that were found desirable. 0 of others."""
+    """Desirable rows, for verdicts. 0 for other kinds."""
     texts: tuple[int, ...] = ()
     """Tokens of each text; of those that share a row too."""
     learned: int = 0
@@ -114,17 +114,17 @@ class Totals:
 
 @dataclass
 class ExampleBatch:
-    """A micro-batch: what all kinds share."""
+    """A micro-batch: the base of all kinds."""
 
     tokens: TokenBatch
-    """What the policy reads: ``b`` rows, for pairs ``2 b``."""
+    """The policy's input: ``b`` rows, for pairs ``2 b``."""
     rows: list[int]
     """Index of each of the ``b`` rows in its data set."""
     totals: Totals
     step: int = 0
     """Number of the optimizer step since the start of the run, over all epochs."""
     slot: int = 0
-    """Which micro-batch of its step this is, on this rank."""
+    """Index of this micro-batch in its step, on this rank."""
     whole: tuple[ExampleBatch, ...] = ()
     """All micro-batches of this rank's step, in their order, where this is the first of several; empty elsewhere."""
     ref_logprobs: Tensor | None = None
@@ -134,7 +134,7 @@ class ExampleBatch:
         return len(self.rows)
 
     def to(self, device: Any) -> Self:
-        """The same batch with its tensors on the device; `whole` stays where it is until it is needed."""
+        """Return the same batch with its tensors on the device; `whole` stays where it is until it is needed."""
         return _to(self, device)
 
 
@@ -148,7 +148,7 @@ class PairBatch(ExampleBatch):
     """Chosen and rejected completions of one prompt: rows ``i`` and ``b + i`` of `tokens`. Both are learned from."""
 
     margins: Tensor | None = None
-    """Float32 ``(b,)``: by how much the chosen one is better, where the data say so."""
+    """Float32 ``(b,)``: by how much the chosen one is better, if the data have margins."""
 
 
 @dataclass
@@ -171,7 +171,7 @@ class StepwiseBatch(ExampleBatch):
 
 
 def _to(item: Any, device: Any) -> Any:
-    """Tensors, and dataclasses and mappings of them, one level at a time; anything else stays."""
+    """Return a copy with tensors, and token batches and mappings of tensors, on the device; anything else stays."""
     changes = {}
     for field in dataclasses.fields(item):
         value = getattr(item, field.name)

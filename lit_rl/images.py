@@ -29,10 +29,10 @@ THUMBNAIL = 96
 
 @dataclass(frozen=True)
 class ImageRef:
-    """One image, as it is given to rewards and processors. Equal where names and bytes are.
+    """One image, as passed to rewards and processors. Equal where names and bytes are.
 
     Args:
-        name: What messages call it: its path, or where its bytes came from.
+        name: Its name in messages: its path, or the source of its bytes.
         digest: BLAKE2b of its encoded bytes, 32 hexadecimal digits.
         width: In pixels, as its header says: before EXIF turns it.
         height: Likewise.
@@ -52,11 +52,11 @@ class ImageRef:
 
     @classmethod
     def held(cls, name: str, width: int, height: int, data: bytes) -> ImageRef:
-        """One whose bytes were kept somewhere."""
+        """Make a reference that holds its bytes."""
         return cls(name, digest_of(data), width, height, data=data)
 
     def read(self) -> bytes:
-        """Its encoded bytes.
+        """Return its encoded bytes.
 
         Raises:
             DataError: its file is gone, or holds other bytes than when the data were read.
@@ -73,7 +73,7 @@ class ImageRef:
         return data
 
     def open(self) -> Image:
-        """Its pixels in mode RGB, turned as EXIF says.
+        """Return its pixels in mode RGB, turned as EXIF says.
 
         Transparent pixels are laid over white; 16-bit greys are divided by 257.
 
@@ -87,7 +87,7 @@ class ImageRef:
             raise DataError(f"{self.name}: the image is damaged: {error}.") from error
 
     def thumbnail(self, side: int = THUMBNAIL) -> Image:
-        """Its pixels in mode RGB, made smaller where a side is longer than `side`, never larger.
+        """Return its pixels in mode RGB, shrunk where a side is longer than `side`, never enlarged.
 
         Raises:
             DataError: as `open`.
@@ -98,41 +98,41 @@ class ImageRef:
 
     @property
     def encoding(self) -> str:
-        """How its bytes are encoded, as the ending of a file: `png`, `jpeg`."""
+        """The encoding of its bytes, as a file ending: `png`, `jpeg`."""
         return str(pillow().open(io.BytesIO(self.read())).format).lower()
 
 
 def refs_of(value: Any) -> tuple[ImageRef, ...]:
-    """The images in a value of a column; none where it is something else."""
+    """Return the images in a value of a column; none where it is something else."""
     many = value if isinstance(value, list | tuple) else (value,)
     return tuple(each for each in many if isinstance(each, ImageRef))
 
 
 def images_of(columns: Mapping[str, Sequence[Any] | None], row: int) -> tuple[ImageRef, ...]:
-    """The images of a row, in the order in which they are shown, of columns by name."""
+    """Return the images of a row from columns by name, in display order."""
     held = (columns.get(name) for name in COLUMNS)
     return tuple(ref for values in held if values is not None for ref in refs_of(values[row]))
 
 
 def is_pillow(value: Any) -> bool:
-    """Whether it is a PIL image; Pillow is not imported for that."""
+    """Tell whether a value is a PIL image, without importing Pillow."""
     return hasattr(value, "tobytes") and hasattr(value, "mode")
 
 
 def as_png(image: Image, compress_level: int = 6) -> bytes:
-    """The image as a PNG file, which loses nothing. A lower level, from 0 to 9, is faster and larger."""
+    """Return the image as a PNG file, which is lossless. A lower level, from 0 to 9, is faster and larger."""
     encoded = io.BytesIO()
     image.save(encoded, "PNG", compress_level=compress_level)
     return encoded.getvalue()
 
 
 def digest_of(data: bytes) -> str:
-    """Of encoded bytes."""
+    """Return the digest of encoded bytes."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def pillow() -> Any:
-    """The module ``PIL.Image``.
+    """Import and return the module ``PIL.Image``.
 
     Raises:
         BackendError: Pillow is not installed.
@@ -145,10 +145,10 @@ def pillow() -> Any:
 
 
 def as_rgb(image: Image) -> Image:
-    """The one rule by which an image of any mode becomes RGB.
+    """Convert an image of any mode to RGB, by one rule for all of lit_rl.
 
     Raises:
-        ValueError: its pixels are floating-point numbers, of which nothing says what white is.
+        ValueError: its pixels are floating-point numbers, for which white is undefined.
     """
     from PIL import ImageOps
 

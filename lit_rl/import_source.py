@@ -18,22 +18,23 @@ from typing import Any
 
 
 def is_file(source: str) -> bool:
-    """Whether the part before the colon names a file; else it names a module."""
+    """Tell whether the part before the colon names a file; else it names a module."""
     return source.endswith(".py") or "/" in source or "\\" in source
 
 
 def load(source: str, text: bytes | None = None) -> ModuleType:
-    """The module of this name or in this file; `text` is the file as it was read before, whatever it holds now."""
+    """Return the module of this name or in this file; `text` is the file as it was read before, whatever it holds by
+    then."""
     return importlib.import_module(source) if text is None else load_file(Path(source), text)
 
 
 def load_file(path: Path, text: bytes) -> ModuleType:
-    """The module that this text makes; run once for each content.
+    """Return the module that this text makes; it is executed once for each content.
 
     Raises:
         Exception: whatever the file raises. Nothing of it stays in `sys.modules`.
     """
-    # The content is part of the name: an edited file is read anew (notebooks), an unchanged one is run only once.
+    # The content is part of the name: an edited file is read again (notebooks), an unchanged one is run only once.
     digest = hashlib.sha256(str(path).encode() + text).hexdigest()[:16]
     name = f"_lit_rl_reward_{path.stem}_{digest}"
     if name in sys.modules:

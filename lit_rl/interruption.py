@@ -28,7 +28,7 @@ from typing import NoReturn
 
 
 class Interrupted(KeyboardInterrupt):
-    """The work at hand is given up: the run is asked to stop.
+    """Raised out of work that is given up because the run is asked to stop.
 
     A `KeyboardInterrupt`, also for other signals than Ctrl-C: functions that go on after any `Exception` do not go on
     after this one, and event loops of asyncio let it out.
@@ -37,25 +37,25 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass
 class _Run:
-    """What is known of the run in this process."""
+    """The state of the run in this process."""
 
     end: Callable[[], NoReturn] | None = None
-    """Ends the run, saved. None: nobody catches signals."""
+    """Ends the run, saved. None: no signal handler is installed."""
     several: bool = False
-    """Whether there are other ranks."""
+    """True if there are other ranks."""
     asked: bool = False
     hooks: int = 0
     agreed: int = 0
     works: int = 0
-    """How deep the main thread is in hooks that may be left, in work that ranks agree on, in work that may be given
-    up."""
+    """Depths at which the main thread is inside hooks that may be left, work that ranks agree on, work that may be
+    given up."""
 
 
 _run = _Run()
 
 
 def listen(end: Callable[[], NoReturn], *, several: bool) -> None:
-    """From now on work is given up where `ask` says so.
+    """Let work be given up from now on when `ask` requests a stop.
 
     Args:
         end: Saves and ends the run. Called outside of all work, on every rank.
@@ -66,13 +66,13 @@ def listen(end: Callable[[], NoReturn], *, several: bool) -> None:
 
 
 def forget() -> None:
-    """Nothing is given up any more."""
+    """Let nothing be given up any more."""
     global _run
     _run = _Run()
 
 
 def ask() -> None:
-    """The run is to stop. For the handler of a signal, in the main thread.
+    """Request that the run stops. Called by a signal handler, in the main thread.
 
     Raises:
         Interrupted: the main thread is in work that may be given up.
@@ -83,28 +83,28 @@ def ask() -> None:
 
 
 def is_working() -> bool:
-    """Whether the main thread is in work that may be given up."""
+    """Tell whether the main thread is in work that may be given up."""
     return _run.works > 0
 
 
 def asked() -> bool:
-    """Whether the run is to stop."""
+    """Tell whether the run is to stop."""
     return _run.asked
 
 
 def agree_to_stop() -> None:
-    """Another rank was asked, and this one knows it now."""
+    """Record that another rank received a stop request."""
     _run.asked = True
 
 
 def agrees() -> bool:
-    """Whether ranks have to agree after work. The same on every rank."""
+    """Tell whether ranks have to agree after work. The same on every rank."""
     return _run.several and _run.hooks > 0
 
 
 @contextmanager
 def ends_the_run() -> Iterator[None]:
-    """A hook of the training that may be left, in the main thread: `Interrupted` ends the run, saved."""
+    """Mark a hook of the training that may be left, in the main thread: `Interrupted` ends the run, saved."""
     run, end = _run, _run.end
     if end is None or not _in_main_thread():
         yield
@@ -113,7 +113,7 @@ def ends_the_run() -> Iterator[None]:
     try:
         yield
     except Interrupted:
-        run.works = run.agreed = run.hooks = 0  # whatever the signal came in between: from now on nothing is left
+        run.works = run.agreed = run.hooks = 0  # wherever the signal arrived: from now on no work is left
         end()
     finally:
         run.hooks -= run.hooks > 0  # no call, after which the handler of a signal might run
@@ -121,7 +121,7 @@ def ends_the_run() -> Iterator[None]:
 
 @contextmanager
 def agreed() -> Iterator[None]:
-    """Work after which all ranks agree whether it is given up, or all is one process's."""
+    """Mark work after which all ranks agree whether it is given up, or which belongs to one process."""
     _run.agreed += 1
     try:
         yield
@@ -131,7 +131,7 @@ def agreed() -> Iterator[None]:
 
 @contextmanager
 def may_be_given_up(*, alone: bool = True) -> Iterator[None]:
-    """Work that may be left at any point; in a thread beside the main one it goes on.
+    """Mark work that may be left at any point; in a thread beside the main one it goes on.
 
     Args:
         alone: It has no collective. Other work is left only where there is one rank.
@@ -147,17 +147,17 @@ def may_be_given_up(*, alone: bool = True) -> Iterator[None]:
         run.works += 1
         _look(run)
         yield
-        _look(run)  # what is inside may have caught everything
+        _look(run)  # the block may have caught everything
     finally:
         run.works -= run.works > 0
 
 
 @contextmanager
 def in_one_piece() -> Iterator[None]:
-    """A short part of such work that is finished first: who does it would be of no use if it were left in the middle.
+    """Mark a short part of such work that is completed first, because it would be useless if left halfway.
 
     Raises:
-        Interrupted: behind it, where the run was asked to stop meanwhile.
+        Interrupted: after it, if the run was asked to stop meanwhile.
     """
     run, works = _run, _run.works
     if not works or not _in_main_thread():

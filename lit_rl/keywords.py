@@ -13,14 +13,15 @@ T = TypeVar("T")
 
 
 class UnknownKeyword(ConfigError):
-    """A keyword came that no constructor takes."""
+    """A keyword that no constructor takes."""
 
     keyword = ""
-    """Set on the object, and no argument: so it is what it was after it was pickled."""
+    """An attribute and no constructor argument, so that it survives pickling."""
 
 
 def names(kind: type) -> set[str]:
-    """Names of all keywords of a class's constructor, and of its parents' where it hands keywords on to them."""
+    """Return the names of all keywords of a class's constructor, and of its parents' if it passes keywords on to
+    them."""
     found: set[str] = set()
     for maker in makers(kind):
         parameters = inspect.signature(maker).parameters.values()
@@ -29,7 +30,7 @@ def names(kind: type) -> set[str]:
 
 
 def makers(kind: type) -> Iterator[Callable[..., Any]]:
-    """The constructor of a class, and those of its parents as long as one hands `**keywords` on."""
+    """Yield the constructor of a class, and those of its parents as long as each passes `**keywords` on."""
     for maker in (vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)):
         yield maker
         try:
@@ -44,13 +45,13 @@ def refuse(kind: type, given: Iterable[str], taken: type, place: Callable[[str, 
     """Refuse keywords that no constructor takes.
 
     Args:
-        kind: What is made.
-        given: The names of the keywords that are handed on.
+        kind: The class to construct.
+        given: The names of the keywords that are passed on.
         taken: The class whose constructor gets them, and its parents'.
-        place: From a name, and all that `kind` takes, to where it belongs here; empty where nobody knows.
+        place: From a name, and all that `kind` takes, to the place where it belongs here; empty if unknown.
 
     Raises:
-        UnknownKeyword: names the first of them, and where it belongs or what is near.
+        UnknownKeyword: names the first of them, and the place where it belongs or the nearest keyword.
     """
     known = names(taken)
     wrong = next((name for name in given if name not in known), None)
@@ -65,12 +66,12 @@ def refuse(kind: type, given: Iterable[str], taken: type, place: Callable[[str, 
 
 
 def answered(places: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """A decorator of a class without `**keywords`, such as a dataclass: what it does not take is refused in our words.
+    """Decorate a class without `**keywords`, such as a dataclass, to refuse unknown keywords with a helpful message.
 
     The constructor keeps its signature.
 
     Args:
-        places: What other libraries call a setting, and where it stands here.
+        places: Hints by the names that other libraries have for a setting.
     """
 
     def decorate(kind: type[T]) -> type[T]:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class LazyNames:
-    """What `__getattr__` and `__dir__` of a package answer with.
+    """The implementation of `__getattr__` and `__dir__` of a package.
 
     Args:
         package: Its `__name__`.
@@ -21,12 +21,12 @@ class LazyNames:
         self.module_of = {name: f"{package}.{module}" for module, names in places.items() for name in names.split()}
 
     def load(self, name: str) -> Any:
-        """Import a public name, and keep it in the package, which is not asked for it again."""
+        """Import a public name, and keep it in the package, so that it is imported once."""
         found = getattr(import_module(self.module_of[name]), name)
         setattr(sys.modules[self.package], name, found)
         return found
 
     def listed(self) -> list[str]:
-        """The public names, and those that every module has."""
+        """Return the public names, and those that every module has."""
         of_every_module = {name for name in vars(sys.modules[self.package]) if name.startswith("__")}
         return sorted(of_every_module | self.module_of.keys())

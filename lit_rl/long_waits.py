@@ -1,4 +1,4 @@
-"""A bar where something takes longer than a person waits without a word."""
+"""A progress bar that appears only after two seconds."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from lightning.pytorch.utilities import rank_zero_only
 from tqdm.auto import tqdm
 
 PATIENCE = 2.0
-"""Seconds without a word."""
+"""Seconds until the bar appears."""
 
 T = TypeVar("T")
 
 
 def counted(items: Iterable[T], what: str, unit: str) -> Iterator[T]:
-    """The items, and after two seconds a bar: how many are done, and how long the others will take.
+    """Yield the items, and after two seconds show a progress bar with the count and the remaining time.
 
-    The bar is for a terminal or a notebook, of rank 0, and goes when the items have ended.
+    The bar is shown in a terminal or a notebook, on rank 0, and removed at the end.
 
     Args:
-        items: Of which the number is known, if the time that is left is to be said.
-        what: Stands before the bar, such as "tokenising".
-        unit: What an item is, such as "row".
+        items: A sized iterable, if the remaining time is to be shown.
+        what: The text before the bar, such as "tokenising".
+        unit: The name of an item, such as "row".
     """
     elsewhere = getattr(rank_zero_only, "rank", 0) != 0
     return iter(tqdm(items, desc=what, unit=unit, delay=PATIENCE, leave=False, disable=elsewhere or None))

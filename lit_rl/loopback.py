@@ -8,7 +8,7 @@ NAME = "localhost"
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether a host is this machine itself: `localhost`, 127.0.0.0/8, ::1. A name is not looked up."""
+    """Tell whether a host is this machine itself: `localhost`, 127.0.0.0/8, ::1. A name is not looked up."""
     if host is None:
         return False
     try:

@@ -7,6 +7,7 @@ import ast
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -18,12 +19,14 @@ from lit_rl.offline import read_the_cache_alone_where_there_is_no_hub
 FUNCTION_FORM = "allowed are 'package.module:name' and './file.py:name'"
 
 MODEL_FILES = ("config.json", "adapter_config.json")
-"""What a folder that can be read as a model or as an adapter holds one of."""
+"""Files of which every folder with a model or an adapter has at least one."""
 
-TINY = Path(__file__).parent / "models" / "tiny"
+_MODELS = Path(sys.modules["lit_rl"].__path__[0]) / "models"
+
+TINY = _MODELS / "tiny"
 """The policy that comes with the package: small enough to learn on a laptop CPU."""
 
-DIGITS = Path(__file__).parent / "models" / "digits"
+DIGITS = _MODELS / "digits"
 """The one over images: it reads handwritten digits, a third of them right when it samples."""
 
 SHIPPED = {"tiny": TINY, "digits": DIGITS}
@@ -33,13 +36,13 @@ NOT_CACHED = (
     "is not in the local cache, and the hub is not asked (HF_HUB_OFFLINE is set, or it cannot be reached). Where there "
     "is a network, run `hf download {name}` and copy the cache; or give a folder."
 )
-"""What is said of a model of the hub of which nothing is there."""
+"""The message for a model of the hub of which nothing is cached."""
 
 _PAGE = re.compile(r"https?://[^/]+/([^/?#]+/[^/?#]+)")
 """A model's page on the hub."""
 
 _LOCAL = re.compile(r"[./~\\]|[A-Za-z]:\\")
-"""How a name begins that can only mean a folder."""
+"""The beginning of a name that can only mean a folder."""
 
 _OTHER_CACHES = ("TRANSFORMERS_CACHE", "PYTORCH_TRANSFORMERS_CACHE", "PYTORCH_PRETRAINED_BERT_CACHE")
 """Variables with which older versions of transformers read another cache."""
@@ -48,7 +51,7 @@ _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def check_file(path: Path, key: str) -> None:
-    """Refuse what is no Python file.
+    """Refuse a path that is no Python file.
 
     Raises:
         ConfigError: names the Python files that are there.
@@ -62,18 +65,18 @@ def check_file(path: Path, key: str) -> None:
 
 
 def no_function(path: str, key: str, name: str, public: Sequence[str]) -> ConfigError:
-    """What is said where a file or module has not that name."""
+    """Return the error for a file or module without that name."""
     there = ", ".join(public) or "none"
     return ConfigError(f"{key}={path!r}: there is no {name!r}. There are: {there}.{did_you_mean(name, public)}")
 
 
 def check_function(path: str, key: str) -> None:
-    """Refuse `./file.py:name` where the file is missing, or its text can have no such name; nothing of it is run.
+    """Refuse `./file.py:name` if the file is missing, or its text can have no such name; nothing of it is run.
 
-    A module is not looked for, and a file that may make names as it runs is taken to have this one.
+    Modules are not searched for, and a file that may define names dynamically is assumed to have this one.
 
     Raises:
-        ConfigError: as it is said when the file is loaded.
+        ConfigError: the same as when the file is loaded.
     """
     source, colon, name = path.rpartition(":")
     if not colon or not source.endswith(".py"):
@@ -82,7 +85,7 @@ def check_function(path: str, key: str) -> None:
     check_file(file, key)
     try:
         tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # said where it is loaded
+    except (OSError, SyntaxError, ValueError):  # reported where it is loaded
         return
     if name not in _bound(tree) and not _makes_names(tree):
         defined = (
@@ -92,7 +95,7 @@ def check_function(path: str, key: str) -> None:
 
 
 def weights_by_name(weights: Any, names: list[str]) -> dict[str, float]:
-    """A weight for each name, 1 where none is given.
+    """Return a weight for each name, 1 where none is given.
 
     Raises:
         ConfigError: a weight has no function, or is not a finite number.
@@ -128,7 +131,7 @@ def check_weights(key: str, weights: Mapping[str, Any], names: Sequence[str]) ->
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Every name that is bound anywhere in it, in functions too: more than the module has."""
+    """Return every name that is bound anywhere in it, in functions too: more than the module has."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, _DEFINED):
@@ -148,7 +151,7 @@ def _makes_names(tree: ast.Module) -> bool:
 
 
 def local_model(key: str, name: str) -> Path | None:
-    """The folder of a model; None where the name can only be one of the hub's.
+    """Return the folder of a model, or None for a name that can only be one of the hub's.
 
     Raises:
         ConfigError: it is empty, a file, an address, the folder of a run, or written as a path where no folder is.
@@ -180,7 +183,7 @@ def _check_is_no_run(key: str, name: str, folder: Path) -> None:
 
 
 def copy_without_hub(name: str) -> Path:
-    """Where a script such as `scripts/smollm2.py` puts what stands for a model of the hub, with no hub to reach.
+    """Return the folder in which scripts such as `scripts/smollm2.py` put a substitute for a model of the hub.
 
     `$LIT_RL_CACHE` moves it; it is `~/.cache/lit_rl` otherwise.
     """
@@ -189,8 +192,8 @@ def copy_without_hub(name: str) -> Path:
 
 
 def check_can_be_read(key: str, name: str) -> None:
-    """Refuse a model of the hub that can only be missing: the hub cannot be asked, and nothing of it is in the cache.
-    What is wrong with one that is there, or that the hub has, is told where it is read.
+    """Refuse a model of the hub that must be missing: the hub cannot be reached, and nothing of it is in the cache.
+    Other faults are reported where it is read.
 
     Raises:
         ConfigError: as `local_model`.
@@ -209,5 +212,5 @@ def check_can_be_read(key: str, name: str) -> None:
 
 
 def _models_in(parent: Path) -> set[str]:
-    """Names of folders with a model: no other is worth suggesting, least of all one of the system's own."""
+    """Return the names of folders with a model: only these are worth suggesting."""
     return {file.parent.name for name in MODEL_FILES for file in parent.glob(f"*/{name}")}

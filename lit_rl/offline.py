@@ -1,4 +1,4 @@
-"""Whether the hub can be asked at all. Where its name has no address, that is found out once and said in one line."""
+"""True if the hub can be asked at all. Where its name has no address, that is found out once and said in one line."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import threading
 from urllib.parse import urlsplit
 
 _PATIENCE = 3.0
-"""Seconds for one look-up of a name: a server of names that does not answer would take half a minute."""
+"""Seconds for one name resolution: a name server that does not answer would take half a minute."""
 
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 _closed = False
-"""Whether this module has set `HF_HUB_OFFLINE`, and not the user."""
+"""True if this module has set `HF_HUB_OFFLINE`, and not the user."""
 
 
 def read_the_cache_alone_where_there_is_no_hub() -> None:
-    """Do what `HF_HUB_OFFLINE=1` does while the hub's name has no address; call it before a hub id is read.
+    """Set `HF_HUB_OFFLINE=1` while the hub's name cannot be resolved; called before a hub id is read.
 
-    Hugging Face's libraries try every file six times otherwise, with pauses, a minute in all, and then say the same.
-    Processes that this one starts read their caches alone too. Behind a proxy, which looks names up itself, nothing is
-    done; nor where the user has set `HF_HUB_OFFLINE`.
+    Otherwise Hugging Face's libraries try every file six times, a minute in all, and then fail with the same message.
+    Child processes inherit it. Nothing is done behind a proxy, which resolves names itself, or if the user has set
+    `HF_HUB_OFFLINE`.
     """
     from huggingface_hub import constants
 
@@ -40,10 +40,10 @@ def read_the_cache_alone_where_there_is_no_hub() -> None:
 
 
 def why_unreachable() -> str | None:
-    """Why nothing can be sent to the hub, found out within a few seconds; None where a connection to it opens.
+    """Return the reason why nothing can be sent to the hub, within a few seconds; None if a connection to it opens.
 
     Hugging Face's client has no limit of time on a connection, which the system gives up after minutes where nothing
-    answers. Behind a proxy nothing is looked at.
+    answers. Nothing is checked behind a proxy.
     """
     from huggingface_hub import constants
 
@@ -88,7 +88,7 @@ def _has_address(host: str) -> bool:
         except OSError:
             found.append(False)
 
-    # A thread, as a look-up takes no time limit.
+    # A thread, because name resolution has no timeout.
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
     thread.join(_PATIENCE)

@@ -13,8 +13,8 @@ Result = TypeVar("Result")
 def awaited(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Wait for a coroutine on a new loop in this thread, also where a notebook's loop runs in it.
 
-    For what has to run in the main thread, such as code whose limits of time are signals. What the coroutine leaves
-    behind is cancelled, and threads that it began are not waited for.
+    For code that has to run in the main thread, such as code with signals as time limits. Tasks that the coroutine
+    leaves running are cancelled, and threads that it started are not waited for.
     """
     with no_loop():
         loop = asyncio.new_event_loop()
@@ -36,7 +36,7 @@ async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 @contextmanager
 def no_loop() -> Iterator[None]:
-    """For code that begins a loop of its own where one runs: this thread seems to have none meanwhile."""
+    """Hide a running event loop from this thread, for code that starts one of its own."""
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:

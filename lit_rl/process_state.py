@@ -44,9 +44,10 @@ def seed_generators(seed: int) -> None:
 
 
 def raised_by_itself(error: BaseException) -> bool:
-    """Tell whether a user's code raised this by itself: all but Ctrl-C, and the end of the task that awaits the code.
+    """Tell whether a user's code raised this itself: anything but Ctrl-C, and the cancellation of the task that awaits
+    it.
 
-    Not every error is an `Exception`: ``sys.exit()``, a panic in code of Rust, and what ends a task within the code.
+    Not every error is an `Exception`: ``sys.exit()``, a panic in code of Rust, and a cancellation inside the code.
     """
     if isinstance(error, KeyboardInterrupt):  # Python raises it in the main thread alone
         return threading.current_thread() is not threading.main_thread()
@@ -63,12 +64,12 @@ def raised_by_itself(error: BaseException) -> bool:
 
 
 CHOSEN_FOR_SPEED = ("torch.set_float32_matmul_precision", "torch.set_num_threads", "torch.backends.cudnn.benchmark")
-"""Settings that a file of the user's may choose for the whole run where it is imported."""
+"""Settings that a user's file may change for the whole run on import."""
 
 
 @contextmanager
 def process_kept(whose: str, left: Collection[str] = ()) -> Iterator[None]:
-    """Put back behind the block what it changed of the process, whatever it raised: generators and settings.
+    """Restore generators and settings of the process after the block, also if it raised.
 
     Generators are put back without a word, as any code may draw from them. A setting that was changed is logged once
     for each user. Environment variables, log levels, warning filters and imported modules stay: a library that is
@@ -97,7 +98,7 @@ def settings_kept(whose: str, left: Collection[str] = (), others: Sequence[_Sett
     try:
         with generators_kept():
             yield
-    except KeyboardInterrupt:  # whoever handled the signal has given its handlers back
+    except KeyboardInterrupt:  # the signal's handler has restored the handlers
         settings = [(setting, before) for setting, before in settings if setting not in _HANDLERS]
         raise
     finally:
@@ -140,7 +141,7 @@ def seeded_apart(seed: int) -> Iterator[None]:
     """Let a short call draw from generators that are seeded for it: as `generators_kept` and `seed_generators`, in a
     tenth of the time.
 
-    NumPy's own state takes 0.2 ms to read, so its generator is exchanged for another one meanwhile. Half of the last
+    NumPy's own state takes 0.2 ms to read, so its generator is replaced by another one meanwhile. Half of the last
     pair of Gaussian numbers is forgotten, if a single one was drawn before.
 
     Args:
@@ -169,7 +170,7 @@ def seeded_apart(seed: int) -> Iterator[None]:
 
 
 _spare: list[Any] = []
-"""Stands in for NumPy's generator."""
+"""The replacement of NumPy's generator."""
 
 
 class _Setting:
@@ -177,7 +178,7 @@ class _Setting:
 
     Args:
         name: For people.
-        read: Gives its value.
+        read: Returns its value.
         write: Sets it.
     """
 
@@ -192,7 +193,7 @@ def _value(setting: _Setting) -> Any:
 
 
 def _put_back(setting: _Setting, before: Any) -> bool:
-    """Set it to what it was, where that is known, and tell whether it had been changed."""
+    """Restore the value, if it is known, and tell whether it had been changed."""
     after = _value(setting)
     if before is None or after is before or after == before:
         return False

@@ -18,12 +18,12 @@ from typing import Any
 from lit_rl.errors import BackendError, ConfigError, did_you_mean
 
 COLUMN = "reasoning_gym"
-"""Of a row: which problem it is, as JSON."""
+"""The column of a row that names its problem, as JSON."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Which problem of which generator.
+    """The name of one problem of one generator.
 
     Args:
         name: Of the generator, such as "chain_sum".
@@ -41,16 +41,16 @@ class Problem:
 
     @classmethod
     def read(cls, text: str) -> Problem:
-        """The counterpart of `text`."""
+        """Parse `text`."""
         return cls(**json.loads(text))
 
     @property
     def text(self) -> str:
-        """As JSON, for the column of a row."""
+        """JSON, for the column of a row."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def entry(self) -> dict[str, Any]:
-        """What the generator makes: `question`, `answer` and `metadata`.
+        """Return the generator's dict with `question`, `answer` and `metadata`.
 
         Raises:
             BackendError: reasoning-gym is not installed.
@@ -61,7 +61,7 @@ class Problem:
             return generator[self.index]
 
     def scorer(self) -> Callable[[str], float]:
-        """The generator's own: from an answer to a number in [0, 1]."""
+        """Return the generator's own scorer: from an answer to a number in [0, 1]."""
         generator, entry = self._generator(), self.entry()
         return lambda answer: float(generator.score_answer(answer, entry))
 

@@ -27,11 +27,11 @@ from lit_rl.turns import Responder
 from lit_rl.vision import PromptVision, Vision
 
 PromptForm = Literal["text", "messages"]
-"""How a policy is asked: in plain text as it stands, or in messages that its chat template renders."""
+"""The form of a policy's input: plain text as it stands, or messages that its chat template renders."""
 
 
 class Width(Enum):
-    """What the second dimension of a column counts. It decides how rows are trimmed and joined."""
+    """The meaning of the second dimension of a column. It decides how rows are trimmed and joined."""
 
     NONE = "one value a row"
     PROMPT = "prompt tokens: padded on the left"
@@ -43,9 +43,9 @@ PER_ROW, PER_PROMPT_TOKEN, PER_RESPONSE_TOKEN = ({"width": width} for width in W
 
 
 def columns_of(item: Any) -> Iterator[tuple[str, Width, Tensor | None]]:
-    """Name, width and value of each column of a `Completions` or a `Rollout`.
+    """Yield name, width and value of each column of a `Completions` or a `Rollout`.
 
-    A column that may have one value a row or one a token says the wider of the two, and its tensor which it is.
+    A column that may have one value per row or per token declares the wider of the two; its tensor decides.
     """
     for each in dataclasses.fields(item):
         if "width" in each.metadata:
@@ -66,13 +66,13 @@ _ELSEWHERE = {
     **dict.fromkeys(("guided_decoding", "structured_outputs"), "here it is structured="),
     "seed": "it belongs to the algorithm: seed=",
 }
-"""What other libraries call a setting of sampling, and where it stands here."""
+"""Hints by the names that other libraries have for a setting of sampling."""
 
 
 @answered(_ELSEWHERE)
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn. One object serves the engine that samples and the module that scores.
+    """Sampling settings, shared by the engine that samples and the module that scores.
 
     Args:
         temperature: Divides the logits, in [0, inf). 0 is greedy decoding.
@@ -127,7 +127,7 @@ class Sampling:
 
     @property
     def truncation(self) -> Truncation:
-        """Which tokens may be drawn at all; greedy decoding has no use for it."""
+        """The tokens that may be drawn at all; greedy decoding has no use for it."""
         return Truncation() if self.greedy else Truncation(self.top_k, float(self.top_p), float(self.min_p))
 
     @property
@@ -139,7 +139,7 @@ class Sampling:
 
     @property
     def unscored(self) -> list[str]:
-        """Those in force that training's log-probs know nothing of."""
+        """The settings in force that training's log-probs do not account for."""
         return [name for name in self.reshaped if name in ("bad_words", "logit_bias", "structured")]
 
 
@@ -152,7 +152,7 @@ class PromptBatch:
     """
 
     prompts: Sequence[Prompt]
-    """What a reward sees: the text, or the messages."""
+    """Prompts as rewards see them: text or messages."""
     prompt_ids: Sequence[list[int]]
     """The same prompts as token ids, rendered and tokenised once."""
     columns: Mapping[str, Sequence[Any]]
@@ -160,7 +160,7 @@ class PromptBatch:
     rows: Sequence[int]
     """Index of each prompt in its data set: with ``occurrences``, the name of its noise."""
     occurrences: Sequence[int]
-    """How many times the same row stood earlier in the same rollout, over all ranks."""
+    """Earlier occurrences of the same row in the same rollout, over all ranks."""
     rollout: int = 0
     """Index of the rollout since the start of the run, over all epochs."""
     slot: int = 0
@@ -169,20 +169,20 @@ class PromptBatch:
     """At slot 0, where the generator lags: the prompts of as many rollouts to come; fewer where the run ends before.
     Empty elsewhere."""
     vision: Callable[[Sequence[int]], Sequence[PromptVision | None]] | None = None
-    """Makes what the model sees of prompts beside their tokens, of the numbers of their rows. None where no prompt of
+    """Makes the vision inputs of prompts from the indices of their rows. None where no prompt of
     the data has images."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def to(self, device: Any) -> PromptBatch:
-        """Itself: there is nothing to move. Lightning calls this."""
+        """Return itself, as there is nothing to move. Called by Lightning."""
         return self
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a generator is asked for: ``group_size`` completions of each prompt."""
+    """A request to a generator: ``group_size`` completions of each prompt."""
 
     token_ids: Sequence[list[int]]
     """Prompt token ids, unpadded. Never empty."""
@@ -197,15 +197,15 @@ class Prompts:
     encode: Callable[[str], Sequence[int]] | None = None
     """Text to token ids, without special tokens around it. Needed only where ``Sampling.bad_words`` is set."""
     responder: Responder | None = None
-    """What answers each turn of a row. None: a row is over with its first turn."""
+    """The responder to each turn of a row. None: a row is over with its first turn."""
     vision: Sequence[PromptVision | None] = ()
-    """What the model sees of each prompt beside its tokens; empty where no prompt has images."""
+    """Vision inputs of each prompt; empty where no prompt has images."""
     on_finished: Callable[[int, list[int]], None] | None = None
-    """Wants to hear of responses of one turn while others are still written: called with the row and its tokens, EOS
-    included, in the thread that called ``generate``. A generator tells it of each row once, or not at all."""
+    """Callback for finished single-turn responses while others are still generated: called with the row and its tokens,
+    EOS included, in the thread that called ``generate``. A generator calls it once per row, or not at all."""
 
     def longest_response(self, sampling: Sampling) -> int:
-        """Tokens that a row may have, what it hears between its turns included."""
+        """Return the most tokens that a row may have, including those of the environment between its turns."""
         return sampling.max_new_tokens if self.responder is None else self.responder.max_tokens
 
     def __len__(self) -> int:
@@ -214,7 +214,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Completions(CopiedToHost):
-    """What came out of a generator. Rows ``i * group_size ... (i + 1) * group_size - 1`` belong to prompt ``i``."""
+    """The result of a generator. Rows ``i * group_size ... (i + 1) * group_size - 1`` belong to prompt ``i``."""
 
     prompt_ids: Tensor = field(metadata=PER_PROMPT_TOKEN)
     """Long ``(b, p)``, padded on the left."""
@@ -226,9 +226,9 @@ class Completions(CopiedToHost):
     """Bool ``(b, t)``: True on tokens that the policy sampled, EOS included. Made where the tokens are made, never
     derived from ``ids == pad``."""
     sampler_logprobs: Tensor = field(metadata=PER_RESPONSE_TOKEN)
-    """Float32 ``(b, t)``: what the engine reports of the distribution it drew from, 0 outside ``response_mask``."""
+    """Float32 ``(b, t)``: log-probs by the engine, of the distribution it drew from; 0 outside ``response_mask``."""
     ended: Tensor = field(metadata=PER_ROW)
-    """Bool ``(b,)``: the response ended by EOS or a stop string, or its conversation came to its end; False where
+    """Bool ``(b,)``: the response ended by EOS or a stop string, or its conversation reached its end; False where
     ``max_new_tokens``, or another limit, cut it."""
     group_id: Tensor = field(metadata=PER_ROW)
     """Long ``(b,)``: equal for completions of one prompt."""
@@ -246,9 +246,9 @@ class Completions(CopiedToHost):
     """Long ``(b, k)``: the tokens that end a turn, which ``Sampling.min_new_tokens`` held back at its begin. None where
     it held back none."""
     vision: Vision | None = None
-    """What the model sees beside tokens. None where no prompt has images."""
+    """Vision inputs of the rows. None where no prompt has images."""
     episodes: tuple[Episode, ...] | None = None
-    """One a row: what was said and answered, in words. None where nothing answers the policy."""
+    """One finished conversation per row, in words. None where nothing answers the policy."""
     host: HostCopy | None = field(default=None, repr=False, compare=False)
     """See `with_host`: `select` and `trim` take it along. None where the host has no copy."""
 
@@ -272,7 +272,7 @@ class Completions(CopiedToHost):
 
     @property
     def without_episodes(self) -> Completions:
-        """Tensors alone: what is learned from, and what a checkpoint holds."""
+        """The tensors alone, for learning and for checkpoints."""
         return self if self.episodes is None else dataclasses.replace(self, episodes=None)
 
     @property
@@ -282,7 +282,7 @@ class Completions(CopiedToHost):
 
     @property
     def spoken(self) -> Tensor:
-        """Long ``(b, t)``: tokens that were sampled before each one in its turn. Without meaning where none was."""
+        """Long ``(b, t)``: index of each sampled token within its turn; undefined elsewhere."""
         before = self.response_mask.cumsum(1) - self.response_mask.long()
         if self.turn is None:
             return before
@@ -291,7 +291,8 @@ class Completions(CopiedToHost):
 
     @property
     def read_lengths(self) -> Tensor:
-        """Long ``(b,)``: tokens a row that a model reads behind the prompt: what was heard between turns included."""
+        """Long ``(b,)``: tokens per row that a model reads after the prompt, including the environment's between
+        turns."""
         return self.lengths if self.attended is None else self.attended.sum(1)
 
 
@@ -303,7 +304,7 @@ class Rollout:
     rewards: Tensor = field(metadata=PER_ROW)
     """Float32 ``(b,)``: weighted sum over functions; NaN where no function applied."""
     advantages: Tensor | None = field(metadata=PER_RESPONSE_TOKEN)
-    """Float32 ``(b,)``, or ``(b, t)`` where tokens differ. None where pairs are learned, of which ``verdicts`` tell."""
+    """Float32 ``(b,)``, or ``(b, t)`` where tokens differ. None where pairs are learned; see ``verdicts``."""
     loss_mask: Tensor = field(metadata=PER_RESPONSE_TOKEN)
     """Bool ``(b, t)``: the tokens of the loss, a subset of ``response_mask`` (masked truncated rows are all False)."""
     verdicts: Tensor | None = field(default=None, metadata=PER_ROW)
@@ -314,12 +315,12 @@ class Rollout:
     ref_logprobs: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b, t)``: the reference. None where no term needs it."""
     weights: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
-    """Float32 ``(b, t)``: what each token's loss is multiplied by, for an engine that samples from a slightly other
+    """Float32 ``(b, t)``: factors of each token's loss, for an engine that samples from a slightly other
     policy. None where nothing is corrected."""
     old_values: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b, t)``: the critic when the rollout was taken. None without a critic."""
     returns: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
-    """Float32 ``(b, t)``: what the critic learns to predict. None without a critic."""
+    """Float32 ``(b, t)``: the targets of the critic. None without a critic."""
     kl_factor: float = 1.0
     """The factor of the KL's controller when the rollout was taken. Both weights of the KL are multiplied by it."""
 
@@ -328,15 +329,15 @@ class Rollout:
 
 
 def select(item: Any, rows: Tensor) -> Any:
-    """The given rows of a frozen dataclass of tensors, recursively; what has no row dimension is kept as it is.
+    """Select rows of a frozen dataclass of tensors, recursively; values without a row dimension are kept.
 
-    Rows are best given in the host's memory: then a device is not waited for, and they are moved to it once.
+    Rows are best passed in the host's memory: then the host does not wait for a device, and they are moved once.
     """
     return _selected(item, {rows.device: rows}, rows)
 
 
 def _selected(item: Any, there: dict[torch.device, Tensor], rows: Tensor) -> Any:
-    """`select`, with the rows on each device where they were needed so far."""
+    """Select rows as `select` does, with a cache of the rows on each device."""
     if isinstance(item, Tensor):
         if item.device not in there:
             there[item.device] = to_device(rows, item.device) if rows.device.type == "cpu" else rows.to(item.device)
@@ -357,23 +358,23 @@ def _selected(item: Any, there: dict[torch.device, Tensor], rows: Tensor) -> Any
 
 
 def trim(completions: Completions) -> Completions:
-    """Without the columns that are padding in every row: cheaper, same result."""
+    """Drop the columns that are padding in every row: cheaper, same result."""
     return _cut(completions, used_columns(completions))
 
 
 def trim_rollout(rollout: Rollout, used: Mapping[Width, slice] | None = None) -> Rollout:
-    """The rollout without the columns that are padding in every row: all but the `used` ones, where these are known."""
+    """Drop the columns that are padding in every row: all but the `used` ones, if these are known."""
     used = used_columns(rollout.completions) if used is None else used
     return dataclasses.replace(_cut(rollout, used), completions=_cut(rollout.completions, used))
 
 
 def used_columns(completions: Completions) -> dict[Width, slice]:
-    """The columns that hold a token in some row: the last of the prompt's, the first of the response's."""
+    """Return the columns that hold a token in some row: the last of the prompt's, the first of the response's."""
     return used_columns_of_parts(completions, [slice(None)])[0]
 
 
 def used_columns_of_parts(completions: Completions, parts: Sequence[Tensor | slice]) -> list[dict[Width, slice]]:
-    """`used_columns` of these rows, of those, and so on, from `Completions.on_host`: give rows of the host."""
+    """Return `used_columns` of each part of the rows, from `Completions.on_host`: pass rows of the host."""
     p = completions.prompt_mask.shape[1]
     attended = completions.on_host.attention_mask
     columns = torch.arange(attended.shape[1], device=attended.device)
@@ -401,10 +402,10 @@ def _cut(item: Any, used: Mapping[Width, slice]) -> Any:
 
 
 def join_completions(first: Completions, second: Completions) -> Completions:
-    """Rows of both; `version` is the first's.
+    """Join the rows of both; `version` is the first's.
 
-    What one of them lacks is filled with what its absence means: all that was sampled was attended, in the first turn;
-    how much truncation left is known of all rows, or of none; rows without images see none.
+    A column that one of them lacks is filled with its meaning: all sampled tokens were attended, in the first turn; the
+    mass left by truncation is known for all rows, or for none; rows without images see none.
     """
     joined = _joined(_filled(first, second), _filled(second, first))
     vision = None
@@ -415,7 +416,7 @@ def join_completions(first: Completions, second: Completions) -> Completions:
 
 
 def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
-    """Rows of both, which have the same columns; what is no column is the first's."""
+    """Join the rows of both, which have the same columns; values that are no column are the first's."""
     joined = _joined(first, second)
     return dataclasses.replace(joined, completions=join_completions(first.completions, second.completions))
 
@@ -432,7 +433,7 @@ def _filled(one: Completions, other: Completions) -> Completions:
 
 
 def _joined(one: Any, two: Any) -> Any:
-    """Both as wide as the wider one; what stands outside the masks is 0, and never read."""
+    """Join columns at the width of the wider one; values outside the masks are 0, and never read."""
     values: dict[str, Tensor] = {}
     for (name, width, mine), (_, _, theirs) in zip(columns_of(one), columns_of(two)):
         assert (mine is None) == (theirs is None), name

@@ -26,10 +26,10 @@ Message = dict[str, Any]
 """One turn of a conversation: ``role`` and ``content``."""
 
 COLUMN = "verifiers"
-"""Of a row: its task, as JSON."""
+"""The column of a row that holds its task, as JSON."""
 
 SCORES = "verifiers_scores"
-"""What the episode of a harness was worth, where one has played: `Scores`, or None where it failed."""
+"""The column of scores by a harness, if one has played: `Scores`, or None where the episode failed."""
 
 Scores = dict[str, Any]
 """``reward``, the weighted sum; ``rewards`` and ``metrics``, the numbers by name, before any weight."""
@@ -37,7 +37,7 @@ Scores = dict[str, Any]
 
 @dataclass(frozen=True)
 class TaskSet:
-    """Which set of tasks.
+    """A set of tasks with its settings.
 
     Args:
         id: The module that has it: an installed package, one of verifiers' own, or a file in the current directory.
@@ -49,11 +49,11 @@ class TaskSet:
 
     @classmethod
     def of(cls, id: str, settings: Mapping[str, Any]) -> TaskSet:
-        """The set with these settings."""
+        """Make the set with these settings."""
         return cls(id, json.dumps(dict(settings), sort_keys=True))
 
     def made(self) -> Any:
-        """verifiers' own object.
+        """Return verifiers' own object.
 
         Raises:
             BackendError: verifiers is not installed.
@@ -62,7 +62,7 @@ class TaskSet:
         return _made(self)
 
     def environment(self, settings: Mapping[str, Any]) -> Any:
-        """verifiers' `Env` that plays these tasks.
+        """Return verifiers' `Env` that plays these tasks.
 
         Args:
             settings: Of its config: `id` where it is not that of the set, and a block for each of its agents.
@@ -89,11 +89,11 @@ class TaskRow:
 
     taskset: TaskSet
     data: Mapping[str, Any]
-    """As verifiers writes it down."""
+    """The data in verifiers' own JSON form."""
 
     @classmethod
     def read(cls, text: str) -> TaskRow:
-        """The counterpart of `text`.
+        """Parse `text`.
 
         Raises:
             ValueError, TypeError, KeyError: it is no such text.
@@ -103,12 +103,12 @@ class TaskRow:
 
     @property
     def text(self) -> str:
-        """As JSON, for the column of a row."""
+        """JSON, for the column of a row."""
         of_set = {"id": self.taskset.id, "settings": json.loads(self.taskset.settings)}
         return json.dumps({**of_set, "data": self.data}, sort_keys=True)
 
     def task(self) -> Any:
-        """verifiers' own object.
+        """Return verifiers' own object.
 
         Raises:
             BackendError, ConfigError: see `TaskSet.made`; or the set declares another kind of data.
@@ -126,7 +126,7 @@ class TaskRow:
 
 
 def written(taskset: TaskSet, task: Any) -> TaskRow:
-    """A task of the set as a row holds it.
+    """Return a task of the set in the form that a row holds.
 
     Raises:
         ConfigError: its data does not survive being written down, or it is of another kind than the set declares.
@@ -143,7 +143,7 @@ def written(taskset: TaskSet, task: Any) -> TaskRow:
 
 
 def prompt_of(task: Any) -> list[Message]:
-    """What the policy is asked, as messages.
+    """Return the policy's input as messages.
 
     Raises:
         ConfigError: the task has no prompt, or one with images or calls of tools.
@@ -169,7 +169,7 @@ def prompt_of(task: Any) -> list[Message]:
 
 
 def obstacles(row: TaskRow) -> list[str]:
-    """Why the tasks of its set cannot be scored by what the policy wrote alone; empty: they can."""
+    """Return the reasons why the tasks of its set cannot be scored from a completion alone; empty if they can."""
     vf, discover_decorated = verifiers(), verifiers("utils.decorators").discover_decorated
     task, made = row.task(), row.taskset.made()
     scored = [(f"@{kind} {each.__name__}", each) for kind in ("reward", "metric") for each in task.hooks(kind)]
@@ -196,12 +196,12 @@ def _needs_runtime(function: Callable[..., Any]) -> bool:
 
 
 async def score(row: TaskRow, prompt: Sequence[Message], completion: Sequence[Message]) -> Scores:
-    """What the task's own rewards and metrics say of a completion.
+    """Return the scores by the task's own rewards and metrics for a completion.
 
     Args:
         row: The task.
-        prompt: What the policy was asked.
-        completion: Its turns, and what answered them.
+        prompt: The policy's input.
+        completion: Its turns, and the answers to them.
     """
     task, invoke = row.task(), verifiers("utils.decorators").invoke
     base = verifiers().Task
@@ -217,7 +217,7 @@ async def score(row: TaskRow, prompt: Sequence[Message], completion: Sequence[Me
 
 
 def scores_of(trace: Any) -> Scores:
-    """The scores of a trace that its task has scored."""
+    """Return the scores of a trace that its task has scored."""
     return {
         "reward": trace.reward,
         "rewards": {name: each.score for name, each in trace.rewards.items() if each is not None},
@@ -226,7 +226,7 @@ def scores_of(trace: Any) -> Scores:
 
 
 def _trace(task: Any, prompt: Sequence[Message], completion: Sequence[Message]) -> Any:
-    """A finished trace with one line of messages. It knows no tokens and no usage."""
+    """Return a finished trace with one line of messages, without tokens and usage."""
     vf, parse_message = verifiers(), verifiers("dialects").parse_message
     said = [parse_message(_wire(message, number)) for number, message in enumerate((*prompt, *completion))]
     trace = vf.Trace(
@@ -248,7 +248,7 @@ def _trace(task: Any, prompt: Sequence[Message], completion: Sequence[Message]) 
 
 
 def _wire(message: Message, number: int) -> Message:
-    """A message as OpenAI's API writes it: arguments of calls as text, and an id that answers refer to."""
+    """Return a message in the format of OpenAI's API: arguments of calls as text, and an id that answers refer to."""
     wire = dict(message)
     if calls := message.get("tool_calls"):
         wire["tool_calls"] = [
@@ -292,7 +292,7 @@ def _made(taskset: TaskSet) -> Any:
 
 
 def verifiers(module: str = "") -> Any:
-    """verifiers' public module, or one below it. Nobody else has to have it installed.
+    """Import verifiers' public module, or one below it.
 
     Raises:
         BackendError: it is not.
@@ -307,7 +307,7 @@ def verifiers(module: str = "") -> Any:
 
 @contextmanager
 def _files_here_importable() -> Iterator[None]:
-    """A file in the current directory is a module too. Last in line, so it hides no package."""
+    """Let a file in the current directory be imported as a module. Last in line, so it hides no package."""
     here = str(Path.cwd())
     added = here not in sys.path
     if added:

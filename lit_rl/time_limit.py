@@ -20,11 +20,11 @@ class TookTooLong(BaseException):
 def time_limit(seconds: float | None, key: str) -> Iterator[None]:
     """Interrupt the block when its time is over, by the alarm signal of the process.
 
-    What waits (for a socket, a lock, a sleep) is interrupted at once; a call of compiled code first comes back.
+    Waiting (for a socket, a lock, a sleep) is interrupted at once; a call of compiled code returns first.
 
     Args:
         seconds: None is no limit.
-        key: The setting that they came with, for messages.
+        key: The setting of the limit, for messages.
 
     Raises:
         TookTooLong: in the block, and out of it.
@@ -52,5 +52,5 @@ def time_limit(seconds: float | None, key: str) -> Iterator[None]:
         inside = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        if others[0]:  # somebody's alarm: what is left of its time
+        if others[0]:  # an earlier alarm: restore its remaining time
             signal.setitimer(signal.ITIMER_REAL, max(others[0] - (time.monotonic() - begun), 1e-3), others[1])

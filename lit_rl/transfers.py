@@ -42,7 +42,7 @@ class CopiedToHost(ABC):
 
     @property
     def kept_on_host(self) -> Self | None:
-        """The same rows in the host's memory, where it has a copy of these very columns."""
+        """The same rows in the host's memory, if it has a copy of these very columns."""
         if self.device.type == "cpu":
             return self
         columns = self._columns
@@ -61,9 +61,9 @@ class CopiedToHost(ABC):
         return self._with(dict(zip(columns, to_host(list(columns.values())))))
 
     def with_host(self, copy: Self | None = None) -> Self:
-        """Return the same, with a copy in the host's memory beside what lies on a device.
+        """Return the same, with a host copy of the columns on a device.
 
-        The copy is dropped once a column is replaced; what is written into a column in place is not noticed.
+        The copy is dropped once a column is replaced; in-place changes of a column are not noticed.
 
         Args:
             copy: The same rows in the host's memory, where they are there.
@@ -105,7 +105,7 @@ def in_one_transfer(device: torch.device, *parts: Tensor) -> list[Tensor]:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host on the device. The host does not wait: it must not write to the tensor afterwards.
 
-    On Apple's GPUs it does: such a copy would read memory that a tensor without another name has given back by then
+    On Apple's GPUs it does: such a copy would read memory of a temporary tensor that is already freed
     (pytorch issue 189690).
     """
     return tensor.to(device, non_blocking=device.type != "mps")

@@ -10,8 +10,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lit_rl.vision import Later
+if TYPE_CHECKING:
+    from lit_rl.vision import Later
 
 
 @dataclass(frozen=True)
@@ -19,28 +21,28 @@ class Said:
     """A turn of the policy."""
 
     row: int
-    """Of the completions."""
+    """Row of the completions."""
     turn: int
     """0, 1, 2, ... in the row."""
     token_ids: list[int]
-    """What the policy sampled in this turn, the token that ended it included."""
+    """Tokens that the policy sampled in this turn, including the one that ended it."""
     ended: bool
-    """By EOS or a stop string; False where the turn was cut at its longest."""
+    """True if it ended by EOS or a stop string; False where the turn was cut at its longest."""
 
 
 @dataclass(frozen=True)
 class Heard:
-    """What a row is answered."""
+    """The answer to a turn."""
 
     row: int
     token_ids: Sequence[int] | None
-    """What the policy reads before its next turn, which may be nothing. None: the conversation is over."""
+    """The policy's input before its next turn, possibly empty. None: the conversation is over."""
     room: int = 0
     """Tokens that the next turn may have at most, 1 or more; it is cut at ``sampling.max_new_tokens`` too."""
     ended: bool = True
-    """Where it is over: whether it came to its end; False where a limit cut it."""
+    """True if a conversation that is over reached its end; False where a limit cut it."""
     seen: Sequence[Later] = ()
-    """Images that stand in ``token_ids``, at their columns in these."""
+    """Images in ``token_ids``, at their columns in these."""
 
 
 class Responder(ABC):
@@ -49,7 +51,7 @@ class Responder(ABC):
     @property
     @abstractmethod
     def max_tokens(self) -> int:
-        """A row is never longer than this, what it hears included: ``sampling.max_new_tokens`` or more."""
+        """The largest length of a row, including the environment's tokens: ``sampling.max_new_tokens`` or more."""
 
     @abstractmethod
     def tell(self, said: Said) -> None:
@@ -57,7 +59,7 @@ class Responder(ABC):
 
     @abstractmethod
     def answers(self, *, wait: bool) -> list[Heard]:
-        """The answers that are there and were not given out yet, one for each turn that was told.
+        """Return the answers that are ready and not yet returned, one for each turn that was passed to `tell`.
 
         Args:
             wait: Until there is one or more. Only where some turn has not been answered.

@@ -21,7 +21,7 @@ _OURS = ("lit_rl.", "torch.")
 
 
 def digest(text: str | bytes) -> str:
-    """Return a short mark, equal for equal texts."""
+    """Return a short digest."""
     plain = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     return f"#{hashlib.blake2b(plain, digest_size=6).hexdigest()}"
 
@@ -49,7 +49,7 @@ def _text(function: Any, plain: Any) -> str | bytes:
 
 
 def _instructions(code: CodeType) -> str:
-    """Return what a code object does as text, wherever the code stands."""
+    """Return a code object as text that does not depend on its place in a file."""
     constants = [_constant(each) for each in code.co_consts]
     return repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
 
@@ -64,15 +64,15 @@ def _constant(value: Any) -> str:
 
 
 def read_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a user's function or class reads, by name; nothing of code that is installed.
+    """Yield the values that a user's function or class reads, by name; nothing of installed code.
 
     Values it encloses, defaults of its parameters and globals that it names are yielded as they are, functions and
-    classes of its own file too, each once; of a module of the user's, or what comes from one, the module and those
+    classes of its own file too, each once; of a module of the user's, or an object from one, the module and those
     that it imports in turn, as marks of their files.
     """
     seen: set[int] = set()
     found: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # objects of others may raise whatever they are asked, and no run ends by that
+    with contextlib.suppress(Exception):  # users' objects may raise on any access, and no run ends by that
         for name, value in _reads(inspect.unwrap(getattr(function, "function", function)), seen):
             found.setdefault(name, value)
     yield from found.items()
@@ -103,7 +103,7 @@ def _reads(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield defaults of parameters: their text may name what has another value."""
+    """Yield defaults of parameters: their source may be a name whose value has changed."""
     for name, parameter in inspect.signature(function).parameters.items():
         if isinstance(parameter.default, bool | int | float | str) and parameter.default is not parameter.empty:
             yield name, parameter.default
@@ -124,7 +124,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _other(value: Any, home: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield what a module, a function or a class is that somebody's code in the module `home` names."""
+    """Yield the dependencies of a module, function or class that user code in the module `home` names."""
     module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
     if not isinstance(module, ModuleType) or not is_users(module):
         return
@@ -137,7 +137,7 @@ def _other(value: Any, home: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 class _Text(str):
-    """A mark that stands for what it was made of."""
+    """A digest in place of its source."""
 
 
 def _files(file: ModuleType, seen: set[int]) -> Iterator[tuple[str, Any]]:

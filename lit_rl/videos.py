@@ -23,11 +23,11 @@ COLUMNS = ("video", "videos")
 
 @dataclass(frozen=True)
 class VideoRef:
-    """One video, as it is given to rewards and processors. Equal where names, bytes and times are.
+    """One video, as passed to rewards and processors. Equal where names, bytes and times are.
 
     Args:
         frames: In the order in which they are shown, one or more, of one size.
-        fps: How many frames a second has. None: nobody said, and models that read times cannot show it.
+        fps: Frames per second. None: unknown, and models that read times cannot show it.
     """
 
     frames: tuple[ImageRef, ...]
@@ -38,7 +38,7 @@ class VideoRef:
 
     @property
     def name(self) -> str:
-        """What messages call it: its first frame, and how many there are."""
+        """Its name in messages: its first frame, and the number of frames."""
         return f"{self.frames[0].name} ({len(self.frames)} frames)"
 
     @functools.cached_property
@@ -49,12 +49,12 @@ class VideoRef:
 
     @property
     def width(self) -> int:
-        """Of a frame, in pixels, as its header says."""
+        """Width of a frame in pixels, by its header."""
         return self.frames[0].width
 
     @property
     def height(self) -> int:
-        """Likewise."""
+        """Height of a frame in pixels, by its header."""
         return self.frames[0].height
 
     @property
@@ -63,7 +63,7 @@ class VideoRef:
         return self.frames[0].path
 
     def open(self) -> list[Image]:
-        """The pixels of its frames: `ImageRef.open` of each.
+        """Return the pixels of its frames: `ImageRef.open` of each.
 
         Raises:
             DataError: a frame cannot be read, or its bytes are damaged.
@@ -71,7 +71,7 @@ class VideoRef:
         return [frame.open() for frame in self.frames]
 
     def thumbnail(self, side: int = THUMBNAIL) -> Image:
-        """`ImageRef.thumbnail` of its first frame.
+        """Return `ImageRef.thumbnail` of its first frame.
 
         Raises:
             DataError: as `open`.
@@ -80,22 +80,22 @@ class VideoRef:
 
 
 Visual = ImageRef | VideoRef
-"""What a prompt may show beside its words."""
+"""An image or a video of a prompt."""
 
 
 def videos_in(value: Any) -> tuple[VideoRef, ...]:
-    """The videos in a value of a column; none where it is something else."""
+    """Return the videos in a value of a column; none where it is something else."""
     many = value if isinstance(value, list | tuple) else (value,)
     return tuple(each for each in many if isinstance(each, VideoRef))
 
 
 def visuals_in(value: Any) -> tuple[Visual, ...]:
-    """The images and videos in a value of a column, which holds one kind of them."""
+    """Return the images and videos in a value of a column, which holds one kind of them."""
     return (*refs_of(value), *videos_in(value))
 
 
 def shown_in(columns: Mapping[str, Sequence[Any] | None], row: int) -> tuple[Visual, ...]:
-    """What a row shows, of columns by name: its images in the order in which they are shown, then its videos."""
+    """Return the images of a row from columns by name, in display order, then its videos."""
     held = (columns.get(name) for name in COLUMNS)
     videos = tuple(ref for values in held if values is not None for ref in videos_in(values[row]))
     return (*images_of(columns, row), *videos)

@@ -23,12 +23,12 @@ class Picture(Protocol):
     """An image, `lit_rl.images.ImageRef`, or a video, `lit_rl.videos.VideoRef`."""
 
     def open(self) -> Any:
-        """Its pixels, a PIL image in mode RGB, or a list of them."""
+        """Return its pixels, a PIL image in mode RGB, or a list of them."""
         ...
 
 
 class Source(Protocol):
-    """What a prompt with images was made of: `lit_rl.data.image_prompts.Shown`."""
+    """The source of the vision inputs of a prompt: `lit_rl.data.image_prompts.Shown`."""
 
     @property
     def text(self) -> str:
@@ -37,13 +37,13 @@ class Source(Protocol):
 
     @property
     def visuals(self) -> Sequence[Picture]:
-        """What it shows; those of a kind in their order."""
+        """Its images and videos; those of a kind in their order."""
         ...
 
 
 @dataclass(frozen=True)
 class PromptVision:
-    """Of one prompt with images, on the CPU."""
+    """Vision inputs of one prompt with images, on the CPU."""
 
     inputs: Mapping[str, Tensor]
     """Joined along the first dimension, which counts images, tiles, patches, videos or frames."""
@@ -54,18 +54,20 @@ class PromptVision:
     row: int = -1
     """Number of the prompt in its data set, by which it is made again after a resume."""
     source: Source | None = field(default=None, repr=False)
-    """What it was made of, for an engine that makes tokens and pixels itself. None: nobody said."""
+    """The text and images from which it was made, for an engine that makes tokens and pixels itself. None if
+    unknown."""
     from_environment: bool = False
-    """Whether an environment gave some of the images. No row of the data has these: a checkpoint keeps `source`."""
+    """True if an environment gave some of the images. No row of the data has these: a checkpoint keeps `source`."""
 
     def first(self, tokens: int) -> PromptVision:
-        """Of a prompt of which only so many tokens are left: where its last one joins what follows. 0: all."""
+        """Return the inputs for the first `tokens` tokens of the prompt, where its last one joins what follows. 0 is
+        all."""
         if not tokens:
             return self
         return replace(self, per_token={name: values[:tokens] for name, values in self.per_token.items()})
 
     def continued(self, tokens: int) -> PromptVision:
-        """Of the prompt and so many tokens of text behind it, where they are read together as a prompt."""
+        """Return the inputs for the prompt and `tokens` text tokens after it, read together as a prompt."""
         longer = {
             name: torch.cat([values, values.new_full((tokens,), self.in_response[name])])
             for name, values in self.per_token.items()
@@ -78,18 +80,18 @@ class Later:
     """Images that a row sees behind its prompt: of one piece of an answer."""
 
     column: int
-    """Of the piece's first token, counted from the first of the response (in `Heard`, of the answer)."""
+    """Column of the piece's first token, counted from the first of the response (in `Heard`, of the answer)."""
     seen: PromptVision
     """With values of the piece's tokens in `per_token`."""
     tokens: int
-    """Of the piece, images included."""
+    """Tokens of the piece, images included."""
 
     def moved(self, columns: int) -> Later:
-        """Behind so many more tokens."""
+        """Return the same images `columns` tokens further right."""
         return replace(self, column=self.column + columns)
 
     def from_column(self, first: int) -> Later:
-        """Where the columns before this one are left out, which hold no image."""
+        """Return the same images after the columns before `first`, which hold no image, are dropped."""
         cut = max(first - self.column, 0)
         if not cut:
             return self.moved(-first)
@@ -98,7 +100,8 @@ class Later:
 
 
 def with_later(prompt: PromptVision | None, n: int, later: Sequence[Later], tokens: int) -> PromptVision | None:
-    """Of a prompt of `n` tokens and so many behind it, in which images are shown, read together as a prompt."""
+    """Return the inputs for a prompt of `n` tokens and `tokens` more with images among them, read together as a
+    prompt."""
     if not later:
         return None if prompt is None else prompt.continued(tokens)
     seen = [*([] if prompt is None else [prompt]), *(each.seen for each in later)]
@@ -114,14 +117,14 @@ def with_later(prompt: PromptVision | None, n: int, later: Sequence[Later], toke
 
 
 class Vision:
-    """Of rows: which prompt's images each of them sees, and what it sees later. To be treated as frozen.
+    """Vision inputs of rows: the prompt of each, and the images in its response. To be treated as frozen.
 
     No dataclass, since Lightning's precision plugins would take it apart with the batch.
 
     Args:
         prompts: None: a prompt without images.
         index: Long ``(b,)``, on the CPU: the number of each row's prompt.
-        later: What each row sees in its response, from left to right. Empty: no row sees anything there.
+        later: The images in each row's response, from left to right. Empty: there are none.
     """
 
     def __init__(
@@ -134,39 +137,39 @@ class Vision:
     def of(
         cls, prompts: Sequence[PromptVision | None], group_size: int, later: Sequence[tuple[Later, ...]] = ()
     ) -> Vision | None:
-        """Of `group_size` rows for each prompt; None where no row sees anything."""
+        """Make the inputs for `group_size` rows per prompt; None where no row sees anything."""
         if all(each is None for each in prompts) and not any(later):
             return None
         return cls(prompts, torch.arange(len(prompts)).repeat_interleave(group_size), later)
 
     @classmethod
     def blind(cls, rows: int, later: Sequence[tuple[Later, ...]] = ()) -> Vision:
-        """Of so many rows whose prompts show nothing."""
+        """Make the inputs for rows whose prompts have no images."""
         return cls((None,), torch.zeros(rows, dtype=torch.long), later)
 
     def __len__(self) -> int:
         return len(self.index)
 
     def select(self, rows: Tensor) -> Vision:
-        """The given rows."""
+        """Return the given rows."""
         rows = rows.to(self.index.device)
         later = [self.later[row] for row in rows.tolist()] if self.later else ()
         return Vision(self.prompts, self.index[rows], later)
 
     def joined(self, other: Vision) -> Vision:
-        """The rows of both."""
+        """Return the rows of both."""
         index = torch.cat([self.index, other.index + len(self.prompts)])
         later = (*self.later_of_rows, *other.later_of_rows)
         return Vision((*self.prompts, *other.prompts), index, later)
 
     def used(self) -> Vision:
-        """Without prompts that no row is of."""
+        """Return the same without prompts that no row refers to."""
         numbers, index = self.index.unique(return_inverse=True)
         return Vision([self.prompts[number] for number in numbers.tolist()], index, self.later)
 
     @property
     def later_of_rows(self) -> tuple[tuple[Later, ...], ...]:
-        """What each row sees in its response."""
+        """The images in each row's response."""
         return self.later or ((),) * len(self)
 
     @property
@@ -175,7 +178,7 @@ class Vision:
         return [self.prompts[number] for number in self.index.tolist()]
 
     def model_inputs(self, prompt: int, response: int, device: torch.device) -> dict[str, Tensor]:
-        """Keyword arguments of a pass over these rows, beside ids and mask; none where no row has images.
+        """Return keyword arguments of a pass over these rows, beside ids and mask; none where no row has images.
 
         Args:
             prompt: Columns of the prompts, which are padded on the left.
@@ -185,13 +188,13 @@ class Vision:
         return self.inputs(device) | self.per_token(prompt, response, device)
 
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
-        """Of `model_inputs`, those that are joined along images, tiles or patches."""
+        """Return those of `model_inputs` that are joined along images, tiles or patches."""
         known = self._known()
         found = {name: _joined([row.inputs[name] for row in known if name in row.inputs]) for name in _names(known)}
         return {name: value.to(device, non_blocking=True) for name, value in found.items()}
 
     def per_token(self, prompt: int, response: int, device: torch.device) -> dict[str, Tensor]:
-        """Of `model_inputs`, those with a value for each token: long ``(b, prompt + response)``."""
+        """Return those of `model_inputs` with a value for each token: long ``(b, prompt + response)``."""
 
         def line(values: Tensor, fill: int) -> Tensor:
             there = values[-prompt:] if prompt else values[:0]
@@ -206,7 +209,7 @@ class Vision:
         return {name: value.to(device, non_blocking=True) for name, value in lines.items()}
 
     def per_text_token(self, width: int, device: torch.device) -> dict[str, Tensor]:
-        """As `per_token`, of texts ``(b, width)`` that begin with their prompts and are padded on the right."""
+        """Return `per_token` for texts ``(b, width)`` that begin with their prompts and are padded on the right."""
 
         def line(values: Tensor, fill: int) -> Tensor:
             there = values[:width]
@@ -215,7 +218,7 @@ class Vision:
         return self._lines(line, device)
 
     def _known(self) -> list[PromptVision]:
-        """All that the rows see, in the order of their tokens."""
+        """Return all inputs that the rows see, in the order of their tokens."""
         found: list[PromptVision] = []
         for row, later in zip(self.rows, self.later_of_rows, strict=True):
             found += [] if row is None else [row]

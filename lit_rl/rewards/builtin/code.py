@@ -37,15 +37,15 @@ class CodeExecution:
     size of a file (16 MiB); then they and all that they started are killed. Two runners:
 
     ``process``: block and tests in one interpreter. Where the system allows namespaces (``unshare``) it has no
-    network; a warning says where not. Started by root it becomes a user without a name (``setpriv``), since the
+    network; otherwise there is a warning. Started by root it becomes a user without a name (``setpriv``), since the
     processes of root cannot be limited. **It is no sandbox**: the code can read all files that you can, and write
     them too unless you are root; it can fill /tmp and /dev/shm; its memory is limited for each process, not for all
     together; and code that sets out to cheat can pretend to have passed, by the frames of the interpreter that it
-    shares with its judge. It keeps accidents away from the training, not attacks.
+    shares with its judge. It protects the training from accidents, not from attacks.
 
     ``bubblewrap``: block and tests in two sandboxes of ``bwrap``, each with files, processes, shared memory and
     network of its own. They see the system's programs (/usr), the interpreter and its packages, and can write none
-    of them; its folder is the memory of /tmp, of 64 MiB; processes together may hold ``memory_mb``, looked at every
+    of them; its folder is the memory of /tmp, of 64 MiB; processes together may hold ``memory_mb``, checked every
     20 ms; system calls that make namespaces, or hold memory out of sight, are refused. The tests get copies of
     plain values (None, numbers, texts, bytes, lists, tuples, dicts, sets), changed arguments included; an object of
     the program's own class stays with it, can be used, and can be compared with another of its objects, not with a
@@ -54,7 +54,7 @@ class CodeExecution:
 
     What it does not stop: holes of the kernel; reading what lies under /usr and beside the packages; a
     right-looking answer by an object's own ``==``, where tests compare two objects of the program; guessing, where
-    tests take any of few answers; memory that grows between two looks (at most ``memory_mb`` for each process), and
+    tests take any of few answers; memory that grows between two checks (at most ``memory_mb`` for each process), and
     the kernel's own, such as a million empty files. No cgroup is used: most systems let a user make none.
 
     Run either in a container or a virtual machine that holds nothing of value.
@@ -202,7 +202,8 @@ def _tests(column: str, row: int, value: Any) -> list[str] | None:
 
 
 def last_block(text: str) -> str | None:
-    """The content of the last closed block between fences of three backticks, of Python or no language; else None."""
+    """Return the content of the last closed block between fences of three backticks, of Python or no language; else
+    None."""
     found: str | None = None
     language, lines = None, []
     for line in text.splitlines():
@@ -218,14 +219,14 @@ def last_block(text: str) -> str | None:
 
 @functools.cache
 def namespaces() -> tuple[str, ...]:
-    """What to put before a command to give it its own network (none) and processes; empty where that is not allowed."""
+    """Return the command prefix for a network (none) and processes of its own; empty where that is not allowed."""
     rights = () if os.geteuid() == 0 else ("--map-root-user",)
     command = ("unshare", *rights, "--net", "--pid", "--fork", "--kill-child", "--")
     return command if _runs(command) else ()
 
 
 def _other_user(uid: int) -> tuple[str, ...]:
-    """What root puts before a command to run it as another user, who may read all files and nothing else."""
+    """Return the command prefix by which root runs it as another user, who may read all files and nothing else."""
     capabilities = "-all,+dac_read_search"  # the interpreter may lie where only root looks
     user = (f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs")
     return ("setpriv", *user, f"--inh-caps={capabilities}", f"--ambient-caps={capabilities}", "--")

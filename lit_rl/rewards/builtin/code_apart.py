@@ -54,11 +54,11 @@ _OPERATIONS = _SPECIAL | _COMPARED | {"getattr": getattr, "setattr": setattr}
 
 
 class Gone(BaseException):
-    """The other side has closed its end, or sends what is no message. No `except Exception` of a test holds it."""
+    """The other side has closed its end, or sent an invalid message. No `except Exception` of a test catches it."""
 
 
 class Remote:
-    """What the tests hold of an object of the program: every use of it happens in the program's process.
+    """A handle of the tests on an object of the program: every use of it happens in the program's process.
 
     Raises:
         TypeError: it is compared with a plain value, which it might pretend to be.
@@ -95,7 +95,7 @@ for _name in (*_SPECIAL, *_COMPARED):
 
 
 class Peer:
-    """One end of the socket: asks the other side, and answers it, also while it waits for an answer itself."""
+    """One end of the socket: sends requests, and answers those of the other side, also while it waits for an answer."""
 
     def __init__(self, channel: socket.socket, *, is_program: bool) -> None:
         self.channel, self.is_program = channel, is_program
@@ -129,7 +129,8 @@ class Peer:
         return bytes(data)
 
     def ask(self, operation: str, target: Remote, *args: Any, **kwargs: Any) -> Any:
-        """What comes of it on the other side; lists, dicts and sets that were changed there are changed here."""
+        """Return the result of an operation on the other side; lists, dicts and sets that it changed there are
+        changed here."""
         named = {name: self.encode(value) for name, value in kwargs.items()}
         self.send(["ask", operation, target._number, [self.encode(arg) for arg in args], named])
         while True:
@@ -149,7 +150,7 @@ class Peer:
         raise self.error(message)
 
     def answer(self, message: Any) -> None:
-        """Do what is asked, and say what came of it. The tests let nothing be called but functions that they gave."""
+        """Do a request, and send its result. The tests let nothing be called but functions that they passed."""
         try:
             _, operation, number, sent, named = message
             target, args = self.kept[number], [self.decode(arg) for arg in sent]
@@ -168,7 +169,7 @@ class Peer:
             self.send(self.told(error))
 
     def told(self, error: BaseException) -> list[Any]:
-        """A raised error as a message."""
+        """Return a raised error as a message."""
         text, args = f"{error}"[:_SAID], None
         with contextlib.suppress(Exception):
             args = self.encode(list(error.args))
@@ -176,7 +177,7 @@ class Peer:
         return ["raised", self.class_of(type(error)), text, args]
 
     def error(self, message: Any) -> BaseException:
-        """The error that such a message tells of."""
+        """Return the error that such a message describes."""
         try:
             _, kind, text, args = message
             made = self.class_from(kind)
@@ -205,7 +206,7 @@ class Peer:
         return self.numbers[id(value)]
 
     def encode(self, value: Any) -> Any:
-        """As JSON: a plain value itself, of its plain class; else where it is to be found."""
+        """Return a value as JSON: a plain value by content and plain class, any other as a reference."""
         if value is None or isinstance(value, bool | str):
             return value if value is None or isinstance(value, bool) else str(value)
         if isinstance(value, int):
@@ -237,11 +238,11 @@ class Peer:
             return ["o", self.number(value), "function of the tests"]
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
         if callable(value) and module in sys.stdlib_module_names and "." not in name:
-            return ["n", module, name]  # the program's own: nothing of this process is given away but functions
+            return ["n", module, name]  # resolved by the program itself: only functions of this process are exposed
         raise TypeError(f"a {type(value).__name__} of the tests is no plain value, and cannot be given to the program")
 
     def decode(self, told: Any) -> Any:
-        """The value of such JSON."""
+        """Return the value of such JSON."""
         if not isinstance(told, list):
             return told
         letter, rest = told[0], told[1:]
@@ -276,7 +277,7 @@ def _replace(mine: Any, after: Any) -> None:
 
 
 def run_program(request: dict[str, Any], peer: Peer) -> None:
-    """Run what the model wrote, and do what the tests ask for until they are over."""
+    """Run the model's code, and serve the requests of the tests until they are over."""
     peer.send(["here"])
     module = types.ModuleType("__main__")  # dataclasses and pickle look their module up
     sys.modules["__main__"] = module
@@ -305,7 +306,8 @@ def _named(peer: Peer, value: Any) -> Any:
 
 
 def run_tests(request: dict[str, Any], peer: Peer, said: int) -> str:
-    """`passed`, or in a few words why not. Built-in names and modules are the tests' own, never the program's."""
+    """Return `passed`, or a short reason for the failure. Built-in names and modules are the tests' own, never the
+    program's."""
     peer.receive()
     os.write(said, b"begun\n")
     module = types.ModuleType("__main__")
@@ -331,7 +333,7 @@ def run_tests(request: dict[str, Any], peer: Peer, said: int) -> str:
 
 
 def confine(limits: dict[str, int]) -> None:
-    """Limits of this process and of what it starts, and system calls that nobody needs.
+    """Limit the resources of this process and its children, and block system calls that nobody needs.
 
     Raises:
         OSError: the system does not filter calls.
@@ -345,7 +347,10 @@ def confine(limits: dict[str, int]) -> None:
     rules = [_load(4), _jump(0x15, _X86_64, 1, 0), _return(_REFUSE), _load(0)]  # the machine, then the call's number
     rules += [_jump(0x35, 0x40000000, 0, 1), _return(_REFUSE)]  # numbers of another way to call
     rules += [_jump(0x15, _CLONE, 0, 4), _load(16), _jump(0x45, _NEW_USER, 0, 1), _return(_REFUSE), _return(_ALLOW)]
-    rules += [_jump(0x15, _CLONE3, 0, 1), _return(_UNKNOWN)]  # its flags cannot be seen; the C library takes clone then
+    rules += [
+        _jump(0x15, _CLONE3, 0, 1),
+        _return(_UNKNOWN),
+    ]  # its flags cannot be read; the C library falls back to clone
     for number in _CALLS.values():
         rules += [_jump(0x15, number, 0, 1), _return(_REFUSE)]
     rules.append(_return(_ALLOW))
@@ -370,7 +375,7 @@ def _return(value: int) -> bytes:
 
 
 def main() -> None:
-    """`code_apart.py program|tests FD`, with the request as JSON on the standard input."""
+    """Run as `code_apart.py program|tests FD`, with the request as JSON on the standard input."""
     is_program = sys.argv[1] == "program"
     request, channel = json.load(sys.stdin), socket.socket(fileno=int(sys.argv[2]))
     said, null = os.dup(1), os.open(os.devnull, os.O_RDWR)

@@ -22,7 +22,7 @@ import time
 import types
 from typing import Any
 
-_TICK = 0.05  # seconds between two looks whether the child is still there
+_TICK = 0.05  # seconds between two checks of the child
 _FILE_BYTES = 16 * 2**20
 _OPEN_FILES = 64
 _SUBREAPER = 36
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _run(request: dict[str, Any], nonce: bytes, verdict: int) -> None:
-    """In the child: the program, then its tests, then the nonce. It never returns."""
+    """Run the program, then its tests, then send the nonce. Runs in the child, and never returns."""
     me, code = os.getpid(), 1
     try:
         _limit(request)
@@ -65,7 +65,7 @@ def _run(request: dict[str, Any], nonce: bytes, verdict: int) -> None:
     except BaseException as error:
         said = f"{type(error).__name__}: {error}".encode(errors="replace")[:_SAID]
     try:
-        if os.getpid() == me:  # a process that the program forked and that came back here has no say
+        if os.getpid() == me:  # a forked copy of the program must not report
             os.write(verdict, said)
     finally:
         os._exit(code)
@@ -95,13 +95,13 @@ def _watch(child: int, reading: int, nonce: bytes, seconds: float) -> str:
                 return "passed" if said == nonce else said.decode(errors="replace")
             return _ended(child)
         gone = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        if gone and not select.select([reading], [], [], 0)[0]:  # what it left behind holds the pipe open
+        if gone and not select.select([reading], [], [], 0)[0]:  # its orphans hold the pipe open
             return _ended(child)
     return f"took more than {seconds:g} seconds"
 
 
 def _ended(child: int) -> str:
-    """How the child ended. Its end of the pipe is closed, which the system does a moment before the child is gone."""
+    """Return how the child ended. Its end of the pipe is closed, a moment before the child is gone."""
     end = time.monotonic() + 1
     while (result := os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
         if time.monotonic() > end:
@@ -113,7 +113,7 @@ def _ended(child: int) -> str:
 
 
 def _end_all(child: int) -> None:
-    """Kill the child's group; then whoever left the group, until none is left. Their number is limited."""
+    """Kill the child's group, then descendants outside of it, until none is left. Their number is limited."""
     with contextlib.suppress(OSError):
         os.killpg(child, signal.SIGKILL)
     end = time.monotonic() + 5
@@ -130,7 +130,7 @@ def _end_all(child: int) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Every process below this one. Those whose parent ended are children of a subreaper, or of a namespace's first."""
+    """Return every process below this one. Orphans are children of a subreaper, or of a namespace's first process."""
     found, new = list[int](), [root]
     while new:
         pid = new.pop()

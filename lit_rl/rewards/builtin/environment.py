@@ -7,7 +7,7 @@ from typing import Any
 
 
 def environment(episodes: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """What each episode's environment gave: its ``get_reward()``, else the sum over its turns; None where it gave none.
+    """Return the reward by each episode's environment: its ``get_reward()``, else the sum over its turns, else None.
 
     Args:
         episodes: The fields of `lit_rl.episodes.Episode`. They are there where something answers the policy (``env=``).
@@ -16,11 +16,11 @@ def environment(episodes: Sequence[Mapping[str, Any]]) -> list[float | None]:
 
 
 def environment_turns(episodes: Sequence[Mapping[str, Any]]) -> list[float | list[tuple[int, float]] | None]:
-    """The same where each turn of an episode is credited with what it earned: ``(turn, value)`` for each.
+    """Return the environment's reward with each turn credited by its own: ``(turn, value)`` for each.
 
-    What ``get_reward()`` gives beside the rewards of turns, or beyond their sum, is for the last turn: both functions
-    give every episode the same in all. Estimators that read rewards of tokens tell the
-    turns apart (``algo/advantage=centered_return_to_go``, PPO's ``gae``); others see the sum.
+    The difference between ``get_reward()`` and the sum over turns is credited to the last turn: both functions give
+    every episode the same total. Estimators that read rewards of tokens credit
+    turns separately (``algo/advantage=centered_return_to_go``, PPO's ``gae``); others see the sum.
     """
     return [_turns(episode) for episode in episodes]
 

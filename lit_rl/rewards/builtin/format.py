@@ -11,7 +11,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 def reasoning_format(prompts: Sequence[Any], completions: Sequence[Completion], **_: Any) -> list[float]:
-    """1 where the completion starts with ``<think>``, opens no second one and closes it; else 0.
+    """Return 1 where the completion starts with ``<think>``, opens no second one and closes it; else 0.
 
     The reply after ``</think>`` may be anything, nothing included. For an ``<answer>`` block too, take `RegexFormat`.
     """

@@ -56,7 +56,7 @@ class CosineScaledLength:
     ``correct`` gives None.
 
     Args:
-        correct: The reward function that says what is right: a value of 1 or more is.
+        correct: The reward function of correctness: a value of 1 or more is right.
         max_length: Tokens at which the long end is reached; longer completions stay there.
         correct_short: Reward of a right completion of no length.
         correct_long: Reward of a right completion of ``max_length`` tokens.
@@ -97,7 +97,7 @@ class CosineScaledLength:
         self.__signature__ = _with_completion_ids(correct)
 
     def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
-        """Let `correct` refuse rows, if it looks at the data."""
+        """Let `correct` refuse rows, if it checks the data."""
         if isinstance(self.correct, LooksAtData):
             self.correct.check_columns(columns, given)
 
@@ -118,7 +118,8 @@ class CosineScaledLength:
 
 
 def _with_completion_ids(function: Callable[..., Any]) -> inspect.Signature:
-    """The function's signature and ``completion_ids``, so that its columns are asked for and checked as its own."""
+    """Return the function's signature with ``completion_ids``, so that its columns are requested and checked as its
+    own."""
     parameters = dict(inspect.signature(function).parameters)
     own = inspect.Parameter("completion_ids", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p for name, p in parameters.items() if name != own.name]

@@ -25,7 +25,7 @@ _MIXED = re.compile(r"\s*([-+−]?\d+\s+\d+/\d+)\s*\.?\s*")
 """An answer that is a mixed number such as 2 1/2. In running text, question 7 9/10 is the points of a question."""
 
 _LOOKED_AT = 1000
-"""Different answers that are looked at before a run begins, at a tenth of a millisecond each."""
+"""Different answers that are checked before a run begins, at a tenth of a millisecond each."""
 
 # In running text a minus after a word, a digit or a bracket is a dash or a subtraction; a final point ends a sentence.
 _IN_TEXT = re.compile(
@@ -52,7 +52,7 @@ _RULES = [
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last complete ``\boxed{...}``, braces nested to any depth; None where there is none.
+    r"""Return the content of the last complete ``\boxed{...}``, braces nested to any depth; None where there is none.
 
     One pass, so a completion of ten thousand open boxes costs no more than any other.
     """
@@ -72,7 +72,7 @@ def boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """Return what a text ends up answering: its last box, else itself where it is a mixed number, else its last number,
+    """Return the final answer of a text: its last box, else itself if it is a mixed number, else its last number,
     else None."""
     box = boxed(text)
     if box is not None:
@@ -84,16 +84,17 @@ def final_answer(text: str) -> str | None:
 
 
 def normalise(text: str) -> str:
-    r"""One spelling for answers that differ in layout only: spaces, ``$``, ``%``, degrees, thousands separators,
-    ``\left``, ``\dfrac``, ``½``, a mixed number such as ``2 1/2``, a trailing ``\text{unit}``, a
-    leading ``x =``, a final point."""
+    r"""Return one spelling for answers that differ in layout only: spaces, ``$``, ``%``, degrees, thousands
+    separators, ``\left``, ``\dfrac``, ``½``, a mixed number such as ``2 1/2``, a trailing ``\text{unit}``, a leading
+    ``x =``, a final point."""
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
     return text
 
 
 def number(text: str) -> Fraction | None:
-    r"""The exact value of a normalised integer, decimal, ratio, ``\frac`` or mixed number; None for anything else."""
+    r"""Return the exact value of a normalised integer, decimal, ratio, ``\frac`` or mixed number; None for anything
+    else."""
     try:
         if match := _RATIO.fullmatch(text):
             return Fraction(match[1]) / Fraction(match[2] or 1)
@@ -106,8 +107,8 @@ def number(text: str) -> Fraction | None:
 
 
 def same_answer(given: str, gold: str) -> bool:
-    """Equal as exact numbers where both are numbers (``0.5`` is ``1/2``, ``0.333`` is not ``1/3``), else as normalised
-    text."""
+    """Tell whether two answers are equal: as exact numbers where both are numbers (``0.5`` is ``1/2``, ``0.333`` is
+    not ``1/3``), else as normalised text."""
     given, gold = normalise(given), normalise(gold)
     left, right = number(given), number(gold)
     return given == gold if left is None or right is None else left == right
@@ -116,7 +117,7 @@ def same_answer(given: str, gold: str) -> bool:
 def golden_part(answer: str) -> str:
     """Return the part of an `answer` column that a completion has to equal.
 
-    It is what stands behind the last ``####``, which GSM8K puts before the answer of a worked solution, and of that the
+    It is the text after the last ``####``, which GSM8K puts before the answer of a worked solution, and of that the
     last box, if there is one.
     """
     answer = answer.rpartition("####")[2]
@@ -127,11 +128,11 @@ def golden_part(answer: str) -> str:
 def math_answer(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    """1 where the final answer of the completion equals the `answer` column (see `golden_part`); else 0.
+    """Return 1 where the final answer of the completion equals the `answer` column (see `golden_part`); else 0.
 
     0 also where the completion has neither box nor number; None where the answer is None or NaN.
 
-    Before a run begins, it is said which answers are no numbers: those a completion has to put in a box.
+    Before a run begins, a warning names answers that are no numbers: a completion has to put these in a box.
 
     Raises:
         RewardError: an answer is empty.
@@ -146,7 +147,7 @@ def _score(text: str, gold: str) -> float:
 
 
 def _check_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
-    """Refuse empty answers, and say which are right in a box alone, and which never; see `LooksAtData`.
+    """Refuse empty answers, and warn of those that are right in a box only, or never; see `LooksAtData`.
 
     Raises:
         RewardError: an answer is empty, or is no text and no number.
@@ -168,7 +169,7 @@ def _check_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[str] = 
 
 
 def _needs(answer: str) -> str:
-    """Say what a completion that gives an answer word for word needs besides; empty where it needs nothing."""
+    """Return the requirement on a completion that repeats an answer word for word; empty where there is none."""
     part = golden_part(answer)
     if _score(f": {part}.", answer):
         return ""

@@ -54,7 +54,7 @@ class MathAccuracy:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
     ) -> list[float | None]:
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # a line for each answer that takes too long
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it writes a line for each answer that takes too long
         limit = self._limit()
         golds: dict[str, Any] = {}  # a group shares one answer
         scores: list[float | None] = []
@@ -69,7 +69,7 @@ class MathAccuracy:
         return scores
 
     def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
-        """Say which of the first answers are not right themselves, in a box; see `LooksAtData`."""
+        """Warn of the first answers that do not earn 1 themselves, in a box; see `LooksAtData`."""
         from lightning.pytorch.utilities import rank_zero_warn  # workers do without it
 
         texts = dict.fromkeys(filter(None, map(answer_text, columns.get("answer", ()))))
@@ -96,7 +96,7 @@ class MathAccuracy:
 
 
 def _gold(text: str, limit: Any) -> str | list[Any]:
-    """What a completion has to equal: a word, or what math-verify made of the answer (empty: nothing).
+    """Return the reference for a completion: a word, or the answer as parsed by math-verify (empty: unreadable).
 
     An answer without dollar signs or a box is taken as LaTeX as a whole: math-verify alone would look for a number in
     it, and read 4 out of ``(3, 4)`` and 10 out of ``10^{20}``.
@@ -115,7 +115,7 @@ def _gold(text: str, limit: Any) -> str | list[Any]:
 
 
 def _tidied(text: str) -> str:
-    """The text with its minus signs as hyphens, its percent signs as LaTeX has them, and no escaped dollar signs."""
+    """Return the text with hyphens for minus signs, LaTeX percent signs, and no escaped dollar signs."""
     return _PERCENT.sub(r"\\%", text.replace("−", "-").replace("\\$", ""))
 
 
@@ -150,7 +150,8 @@ def _shared() -> MathAccuracy:
 def math_accuracy(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    """`MathAccuracy` with its defaults, to be named by path: in a worker process, nothing can hold up the training."""
+    """Score by `MathAccuracy` with its defaults. Named by path, it runs in a worker process and cannot block the
+    training."""
     return _shared()(prompts, completions, answer)
 
 

@@ -11,14 +11,14 @@ from lit_rl.rewards.completion import Completion, text_of
 
 
 class ReasoningGymScore:
-    """What a problem's own generator says of the answer, in [0, 1], for rows of the task `ReasoningGym`.
+    """The score of an answer by its problem's own generator, in [0, 1], for rows of the task `ReasoningGym`.
 
     Many generators give a part of 1 to an answer with the right one inside. A scorer that raises on an answer, as some
-    do on what is no answer at all, gives 0. A row whose column is None has no problem, and is not scored: in mixed data
+    do on an invalid answer, gives 0. A row whose column is None has no problem, and is not scored: in mixed data
     another reward does.
 
     Args:
-        tag: The answer is what stands between the last `<tag>` and `</tag>`; without them the completion is worth 0.
+        tag: The answer is the text between the last `<tag>` and `</tag>`; without them the completion is worth 0.
             None: it is the whole completion, without white space around it.
     """
 
@@ -53,11 +53,11 @@ class ReasoningGymScore:
 
 
 class ReasoningGymExact(ReasoningGymScore):
-    """1 where a problem's own generator takes the answer for the right one, else 0.
+    """1 where a problem's own generator accepts the answer as right, else 0.
 
-    What is paid for a part of the answer, or for one with other words around it, can be had without a right one, and
-    a policy finds out: this pays for the whole. The scorers of some generators give up to a hundredth less than 1 to
-    their own answer, so more than 0.99 is right.
+    Rewards for a part of the answer, or for one with other words around it, can be earned without a right one, and a
+    policy learns to: this rewards the whole answer only. The scorers of some generators give up to a hundredth less
+    than 1 to their own answer, so more than 0.99 is right.
 
     Args:
         tag: See `ReasoningGymScore`.

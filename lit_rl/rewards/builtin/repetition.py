@@ -15,7 +15,7 @@ class RepetitionPenalty:
 
     Args:
         ngram_size: Tokens of one n-gram.
-        max_penalty: What a completion of one n-gram over and over comes close to, at most 0.
+        max_penalty: The limit for a completion that repeats one n-gram, at most 0.
 
     Raises:
         ConfigError: ``ngram_size`` is below 1, or ``max_penalty`` is above 0 or not finite.
@@ -38,6 +38,6 @@ class RepetitionPenalty:
         return [self.max_penalty * self._repeated(ids) for ids in completion_ids]
 
     def _repeated(self, ids: Sequence[int]) -> float:
-        """Share of n-grams that stood in the completion before."""
+        """Return the share of n-grams that repeat an earlier one of the completion."""
         ngrams = list(zip(*(ids[start:] for start in range(self.ngram_size))))
         return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0

@@ -46,10 +46,10 @@ def golden_answers(answers: Sequence[Any], tidy: Callable[[str], str] = str) -> 
 
     Args:
         answers: Of each completion.
-        tidy: Makes of an answer what is compared.
+        tidy: Normalises an answer for comparison.
 
     Raises:
-        RewardError: an answer is empty, which a completion that says nothing would equal, or is no text and no number.
+        RewardError: an answer is empty, which an empty completion would equal, or is neither text nor number.
     """
     golden = [answer_text(value) for value in answers]
     for place, text in enumerate(golden):
@@ -65,7 +65,7 @@ def refuse_empty_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[s
     """Refuse rows with an empty answer before a run begins; see `LooksAtData`.
 
     Raises:
-        RewardError: says how many rows, and which is the first.
+        RewardError: names the number of rows, and the first of them.
     """
     answers = columns.get("answer", ())
     empty = [row for row, answer in enumerate(answers) if isinstance(answer, str) and not answer.strip()]
@@ -78,7 +78,7 @@ def refuse_empty_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[s
 
 
 def say_missing_answers(columns: Mapping[str, Sequence[Any]]) -> None:
-    """Tell the user how many rows have no answer, so that rewards which compare with it do not score them."""
+    """Warn of rows without an answer, which rewards that compare with it do not score."""
     from lightning.pytorch.utilities import rank_zero_warn  # workers do without it
 
     answers = columns.get("answer", ())
@@ -105,7 +105,8 @@ def compares_answers(function: _Function) -> _Function:
 def exact_match(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    """1 where the completion is the answer, blanks at both ends aside; else 0. None where the answer is None or NaN.
+    """Return 1 where the completion is the answer, blanks at both ends aside; else 0. None where the answer is None or
+    NaN.
 
     Raises:
         RewardError: an answer is empty.
@@ -118,7 +119,7 @@ def exact_match(
 def contains(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    """1 where the answer stands anywhere in the completion; else 0. None where the answer is None or NaN.
+    """Return 1 where the completion contains the answer; else 0. None where the answer is None or NaN.
 
     Raises:
         RewardError: an answer is empty, so that every completion would contain it.

@@ -14,12 +14,12 @@ from lit_rl.tasksets import COLUMN, SCORES, Scores, TaskRow, TaskSet, obstacles,
 
 
 class VerifiersScore:
-    """What a task's own `@reward` methods and judges give a completion, by their weights, for rows of `VerifiersTasks`.
+    """The weighted sum of a task's own `@reward` methods and judges for a completion, for rows of `VerifiersTasks`.
 
-    They are asked of a trace that holds the messages of the prompt and of the completion: no tokens, no usage, and no
-    runtime. Where a harness has played the task (`lit_rl.generation.VerifiersHarness`), the reward is what the task
-    gave there, and None where the episode failed. It is None too where a row has no task. Every reward, before its
-    weight, and every metric is logged as `verifiers/<name>`.
+    They score a trace that holds the messages of the prompt and of the completion: no tokens, no usage, and no
+    runtime. Where a harness has played the task (`lit_rl.generation.VerifiersHarness`), the reward is the
+    task's own there, and None where the episode failed. It is None too where a row has no task. Every reward, before
+    its weight, and every metric is logged as `verifiers/<name>`.
 
     Scorers are awaited in the thread that asks. Those of verifiers limit math-verify's time by signals, which only the
     main thread gets: elsewhere it raises, and they take that for a wrong answer.
@@ -32,22 +32,22 @@ class VerifiersScore:
     """
 
     replaces_column = COLUMN
-    """A task as the row holds it: in the samples stands what became of it."""
+    """The column of a task, which the samples replace by its scores."""
 
     def __init__(self, max_concurrent: int = 32) -> None:
         in_range("max_concurrent", max_concurrent, low=1)
         self.max_concurrent = max_concurrent
 
     def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
-        """Refuse tasks that cannot be scored by what the policy wrote alone.
+        """Refuse tasks that cannot be scored from a completion alone.
 
         Args:
             columns: Of the data.
-            given: What else rewards get by name, of episodes.
+            given: Further arguments of rewards by name, from episodes.
 
         Raises:
             RewardError: a row holds no task.
-            ConfigError: names the set and what of it needs more than a completion.
+            ConfigError: names the set and the parts that need more than a completion.
         """
         if SCORES in given or COLUMN not in columns:
             return

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Cache:
-    """The last `size` different inputs of one function and what came of them; the longest unused goes first.
+    """An LRU cache of one function's results by its inputs.
 
     Args:
         size: Entries that are kept.
@@ -24,7 +24,7 @@ class Cache:
         return len(self._entries)
 
     def get(self, key: bytes) -> Any:
-        """The entry, or None."""
+        """Return the entry, or None."""
         if key in self._entries:
             self._entries.move_to_end(key)
         return self._entries.get(key)
@@ -37,12 +37,12 @@ class Cache:
 
 
 def key_of(inputs: Mapping[str, Any]) -> bytes:
-    """A digest of one completion's inputs: equal for equal texts, numbers, lists and dicts; types count."""
+    """Return a digest of one completion's inputs: equal for equal texts, numbers, lists and dicts; types count."""
     return hashlib.blake2b(repr(_frozen(dict(inputs))).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _frozen(value: Any) -> Any:
-    """The value as nested tuples of texts and numbers, whose repr says everything about them."""
+    """Return the value as nested tuples of texts and numbers, whose repr determines it."""
     if value is None or type(value) in (str, int, float, bool, bytes):
         return value
     if isinstance(value, dict):

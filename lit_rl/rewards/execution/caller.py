@@ -62,14 +62,14 @@ _PLURAL = {"prompt": "prompts", "completion": "completions"}
 
 
 Early = tuple[EarlyCalls, Collection[int]]
-"""Calls that were begun before the batch was whole, and the rows that they were asked about as they are."""
+"""Calls that began before the batch was complete, and the rows for which they are valid."""
 
 
 class Caller:
     """One reward function under its settings.
 
     Args:
-        name: What it is called in messages and metrics.
+        name: Its name in messages and metrics.
         function: Runs in a worker process if it is a `FunctionFromPath`, else in this process.
         settings: Limits and failure policy.
     """
@@ -93,7 +93,7 @@ class Caller:
         self._reset()
 
     def bind(self, columns: Sequence[str]) -> list[str]:
-        """The arguments to call it with; see `contract.keywords`."""
+        """Choose the arguments to call it with; see `contract.keywords`."""
         wanted = keywords(self.name, self.function, columns)
         if self._cache is not None and "trainer_state" in argument_names(self.name, self.function):
             raise ConfigError(
@@ -104,11 +104,11 @@ class Caller:
 
     @property
     def logs_metrics(self) -> bool:
-        """Whether the function is given ``log_metric``."""
+        """True if the function gets ``log_metric``."""
         return takes(self.name, self.function, "log_metric")
 
     def job(self, inputs: Mapping[str, Sequence[Any] | None], rows: int, state: TrainerState) -> Job:
-        """What to call it with, out of all columns under their plural names."""
+        """Return the job of a call, made of all columns under their plural names."""
         standard = ("prompts", "completions", "completion_ids")
         wanted = self.bind([key for key in inputs if key not in standard])
         per_sample = is_per_sample(self.name, self.function)
@@ -125,13 +125,14 @@ class Caller:
         )
 
     def early(self, job: Job, completions: Sequence[Completion]) -> EarlyCalls | None:
-        """Calls for rows that are over while others are written; None where the function has to see the batch.
+        """Return calls for rows that are finished while others are generated; None if the function has to see the
+        batch.
 
-        That is where a value may depend on other rows, as of any function that takes a list; where a sync function of
-        this process does not allow a thread; where it logs a number a call; and where a cache counts what it knows.
+        It has to where a value may depend on other rows, as of any function that takes a list; where a sync function of
+        this process does not allow a thread; where it logs a number per call; and where a cache counts its hits.
 
         Args:
-            job: All rows of the batch. What is not written yet is put into its inputs before a row is told.
+            job: All rows of the batch. Missing completions are put into its inputs before a row is told.
             completions: The same of the completions, for messages.
         """
         runs_elsewhere = self.pool is not None or is_async(self.function)
@@ -149,7 +150,7 @@ class Caller:
 
     @property
     def _loop(self) -> BackgroundLoop:
-        """Where it runs, if it does not run on the thread that asks."""
+        """The event loop on which it runs, if it does not run on the calling thread."""
         if self.pool is not None:
             return WORKER_LOOP
         return FUNCTION_LOOP if is_async(self.function) else BESIDE_LOOP
@@ -171,7 +172,7 @@ class Caller:
     def result(
         self, job: Job, completions: Sequence[Completion], begun: Future[FunctionScores] | None
     ) -> FunctionScores:
-        """Wait for what was begun, or call the function on this thread."""
+        """Wait for the call that `begin` started, or call the function on this thread."""
         scores = begun.result() if begun is not None else run_without_loop(self._score(job, completions))
         of_job = [completions[number] for number in job.numbers]
         warn_of_failures(self.name, scores.failures, of_job, self.settings, self._warned)
@@ -199,7 +200,7 @@ class Caller:
         return FunctionScores.from_entries([known[key] for key in keys], fresh, cache_hits=job.rows - len(missing))
 
     def _check(self, job: Job, outcome: Outcome, completions: Sequence[Completion]) -> FunctionScores:
-        """Values, spans and failures of an outcome whose rows are counted."""
+        """Return values, spans and failures of an outcome whose rows are counted."""
         check_metrics(self.name, outcome.metrics)
         result = FunctionScores([], [], [], outcome.metrics, outcome.extras, outcome.output)
         for i, value in zip(job.numbers, outcome.returned, strict=True):
@@ -214,7 +215,7 @@ class Caller:
     async def _run_what_is_left(
         self, job: Job, completions: Sequence[Completion], calls: EarlyCalls, rows: Collection[int]
     ) -> Outcome:
-        """The whole job; what early calls have said of these rows is not asked again."""
+        """Run the job for all rows that early calls did not score."""
         parts = await calls.parts(rows)
         known = {number for numbers, _ in parts for number in numbers}
         left = job.select([place for place, number in enumerate(job.numbers) if number not in known])
@@ -223,7 +224,7 @@ class Caller:
         return in_order(parts, job.numbers)
 
     async def _run_in_parts(self, job: Job, completions: Sequence[Completion], hangs: int = 0) -> Outcome:
-        """The whole job; a per-sample one in as many parts as there are workers."""
+        """Run the whole job; a per-sample one in as many parts as there are workers."""
         parts = min(self.settings.workers, job.rows) if self.pool is not None and job.per_sample else 1
         bounds = [job.rows * part // max(1, parts) for part in range(max(1, parts) + 1)]
         slices = [job.select(range(start, end)) for start, end in itertools.pairwise(bounds)]
@@ -232,7 +233,9 @@ class Caller:
         return Outcome.concatenate(done, [part.rows for part in slices])
 
     async def _run_or_retry_rows(self, job: Job, completions: Sequence[Completion], hangs: int = 0) -> Outcome:
-        """The job; where it fails and failures have a score, each completion alone, so that only some fail.
+        """Run the job; if it fails and failures have a score, run each completion alone, so that only some fail.
+
+        `hangs` completions of its batch have reached the time limit before.
 
         So many of its batch have run into the limit before.
         """
@@ -265,7 +268,7 @@ class Caller:
         return self.settings.max_concurrent if is_async(self.function) else 1
 
     async def _run(self, job: Job) -> Outcome:
-        """One call, within the limit where there can be one; its rows are counted."""
+        """Run one call, within the time limit if there can be one; its rows are counted."""
         limit = self.settings.timeout
         if self.pool is not None:
             outcome = await self.pool.call(job, limit)
@@ -278,7 +281,7 @@ class Caller:
         return outcome
 
     def _run_here(self, job: Job) -> Outcome:
-        """On this thread. The training's own draws go on behind it as if there had been none."""
+        """Run it on this thread. The training's random draws are unaffected by it."""
         if job.seed is None or threading.current_thread() is not threading.main_thread():
             return run(self.function, replace(job, seed=None), FUNCTION_LOOP.wait)
         with process_kept(f"reward function {self.name!r}"):
@@ -295,7 +298,7 @@ class Caller:
 
     @contextmanager
     def _warn_when_late(self, seconds: float | None) -> Iterator[None]:
-        """Tell of a call in this process that takes longer; nothing can end it."""
+        """Warn of a call in this process that takes longer; nothing can end it."""
         if seconds is None:
             yield
             return
@@ -318,7 +321,8 @@ class Caller:
 
 
 async def _gather(functions: Sequence[Callable[[], Coroutine[Any, Any, Outcome]]], at_once: int) -> list[Outcome]:
-    """What the functions return, in their order; `at_once` of them run at a time, and the first error ends all.
+    """Return the results of the functions, in their order; `at_once` of them run at a time, and the first error ends
+    all.
 
     One at a time needs no loop.
     """

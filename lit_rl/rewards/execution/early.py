@@ -13,13 +13,13 @@ from lit_rl.rewards.functions.by_path import FunctionFromPath
 from lit_rl.rewards.workers.job import Failure, Job, Outcome
 
 Part = tuple[Sequence[int], Outcome]
-"""Rows of a batch, and what a call said of them, in their order."""
+"""Rows of a batch, and the outcome of a call for them, in their order."""
 
 
 def is_independent(function: Any) -> bool:
-    """Whether a function has an attribute ``independent_rows`` that is True.
+    """Tell whether a function has an attribute ``independent_rows`` that is True.
 
-    What it says of a completion then depends on that completion, its prompt and columns alone: it may be called with
+    Its value for a completion then depends on that completion, its prompt and columns alone: it may be called with
     some of the rows of a batch, in a thread of its own, while other rows are still written.
     """
     inner = function.function if isinstance(function, FunctionFromPath) else function
@@ -27,14 +27,14 @@ def is_independent(function: Any) -> bool:
 
 
 class EarlyCalls:
-    """What a function says of rows as they are over, for the call of the whole batch to take over.
+    """Calls of a function for rows as they are finished, whose outcomes the call of the whole batch takes over.
 
     Where failures end the run, only success is kept: a row whose call failed is asked about again with all that is
     left, so that a failure has the words and the consequences that it has without early calls. Where they have a score
     (``on_error``), a failure counts at once.
 
     Args:
-        job: All rows of the batch, in whose inputs stands what is known of them by now.
+        job: All rows of the batch, whose inputs are filled as they become known.
         call: Calls the function with some of them.
         loop: Where.
         at_once: Calls under way at a time.
@@ -62,17 +62,17 @@ class EarlyCalls:
         self._done: list[Part] = []
 
     def tell(self, row: int) -> None:
-        """The row's completion stands in the job now: begin to ask about it."""
+        """Begin to score a row whose completion is in the job now."""
         self._waiting.append(row)
         self._begun.append(self._loop.submit(self._next()))
 
     def cancel(self) -> None:
-        """Nobody waits for it any longer."""
+        """Cancel the calls, as nobody waits for them any longer."""
         for future in self._begun:
             future.cancel()
 
     async def parts(self, rows: Collection[int]) -> list[Part]:
-        """What was said of these rows, once no call is under way: the parts that have no other row."""
+        """Return the outcomes for these rows once no call is under way: the parts that have no other row."""
         await asyncio.gather(*map(asyncio.wrap_future, self._begun))
         return sorted((part for part in self._done if set(part[0]) <= set(rows)), key=lambda part: part[0][0])
 
@@ -86,7 +86,7 @@ class EarlyCalls:
             try:
                 outcome = await self._call(self._job.select(rows))
             except Exception:
-                self._hangs_left = 0  # what is left is asked about with the batch
+                self._hangs_left = 0  # the rest is scored with the batch
                 return
             hangs = sum(isinstance(value, Failure) and value.timed_out for value in outcome.returned)
             self.hangs, self._hangs_left = self.hangs + hangs, self._hangs_left - hangs
@@ -94,7 +94,7 @@ class EarlyCalls:
 
 
 def in_order(parts: Sequence[Part], rows: Sequence[int]) -> Outcome:
-    """Parts that have each of these rows once, as one call with the rows in this order would have given them."""
+    """Return parts that cover each of these rows once as the outcome of one call, with the rows in this order."""
     whole = Outcome.concatenate([outcome for _, outcome in parts], [len(numbers) for numbers, _ in parts])
     place = {number: i for i, number in enumerate(number for numbers, _ in parts for number in numbers)}
     order = [place[row] for row in rows]

@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """An event loop in a daemon thread, started when first asked for, and anew in a forked process.
+    """An event loop in a daemon thread, started on first use, and again in a forked process.
 
-    When nobody holds it any more, the thread ends as soon as nothing runs on it, and gives its descriptors back.
+    Once it is garbage-collected, the thread ends as soon as nothing runs on it, and frees its descriptors.
 
     Args:
         name: Of the thread.
@@ -37,7 +37,7 @@ class BackgroundLoop:
         """Start a coroutine on the loop.
 
         Raises:
-            RewardError: asked from the loop's own thread, which would wait for itself.
+            RewardError: called from the loop's own thread, which would wait for itself.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -75,7 +75,7 @@ class BackgroundLoop:
 
 
 def _end(loop: asyncio.AbstractEventLoop, pid: int) -> None:
-    """Stop a loop once what runs on it is over. In a forked process it is the parent's: only its memory is here."""
+    """Stop a loop once its tasks are over. In a forked process it is the parent's, and only its memory is here."""
     if pid == os.getpid():
         asyncio.run_coroutine_threadsafe(_stop_when_idle(loop), loop)
 

@@ -22,7 +22,7 @@ class WorkerTraceback(Exception):
 def call_error(
     name: str, failed: CallFailed, rows: int, completions: Sequence[Completion], settings: CallSettings
 ) -> LitRLError:
-    """The error that ends a run: a call for `rows` completions of the batch failed. One of ours keeps its class."""
+    """Return the error that ends a run after a failed call for `rows` completions. A LitRLError keeps its class."""
     failure = failed.failure
     if failed.__cause__ is None and failure.trace:
         failed.__cause__ = WorkerTraceback(failure.trace)
@@ -58,7 +58,7 @@ def warn_of_failures(
     settings: CallSettings,
     warned: set[str],
 ) -> None:
-    """One warning for each kind of failure of a function, with the first completion that it happened on."""
+    """Warn once for each kind of failure of a function, with the first completion that it happened on."""
     for i, failure in enumerate(failures):
         if failure is None or failure.kind in warned:
             continue

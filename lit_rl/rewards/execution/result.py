@@ -12,7 +12,7 @@ from lit_rl.rewards.workers.job import Failure
 
 @dataclass
 class FunctionScores:
-    """What one function said of ``b`` completions."""
+    """The scores of one function for ``b`` completions."""
 
     values: list[float]
     """NaN where it does not apply."""
@@ -25,13 +25,13 @@ class FunctionScores:
     """Completions that the cache knew."""
 
     def entry(self, i: int) -> tuple[float, list[Part] | None, Failure | None, dict[str, Any]]:
-        """All about one completion, as a cache keeps it."""
+        """Return the result for one completion, in the form that a cache keeps."""
         extras = {column: values[i] for column, values in self.extras.items()}
         return self.values[i], self.spans[i], self.failures[i], extras
 
     @classmethod
     def from_entries(cls, entries: Sequence[Any], fresh: FunctionScores, cache_hits: int) -> FunctionScores:
-        """Entries one after another; metrics and output are those of the call that made the fresh ones."""
+        """Concatenate entries; metrics and output are those of the call that made the fresh ones."""
         columns = dict.fromkeys(column for *_, extras in entries for column in extras)
         return cls(
             values=[value for value, _, _, _ in entries],

@@ -10,7 +10,7 @@ from lit_rl.errors import ConfigError, in_range
 
 @dataclass(frozen=True)
 class CallSettings:
-    """The settings of `Rewards` that say how its functions are called; its docstring explains each of them."""
+    """The settings of `Rewards` for calls of its functions; its docstring explains each of them."""
 
     on_error: float | None
     timeout: float | None

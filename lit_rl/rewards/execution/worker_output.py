@@ -9,7 +9,7 @@ KEPT = 2000
 
 
 class WorkerOutput:
-    """What a process prints: read as fast as it comes, and all but the first and last of it dropped."""
+    """The output of a process, read as fast as it comes; only its first and last part are kept."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -19,7 +19,7 @@ class WorkerOutput:
         self.first, self.last, self.total = b"", b"", 0
 
     def read(self) -> bool:
-        """Take in what is there, up to 64 KiB, without waiting; False where there was nothing."""
+        """Read available output, up to 64 KiB, without waiting; return False if there was none."""
         try:
             data = os.read(self.fd, 65536)
         except BlockingIOError:
@@ -31,7 +31,7 @@ class WorkerOutput:
         return bool(data)
 
     def take(self) -> str:
-        """What was printed since the last time, shortened."""
+        """Return the output since the last time, shortened."""
         for _ in range(16):  # a pipe's worth; a process that prints without end has no last word
             if not self.read():
                 break
@@ -43,5 +43,5 @@ class WorkerOutput:
 
 
 def quote_output(output: str) -> str:
-    """Part of a message: what the worker printed, if it did."""
+    """Return the worker's output as part of a message; empty if there is none."""
     return f" (it printed: {output.strip()!r})" if output.strip() else ""

@@ -110,7 +110,7 @@ class _Worker(WorkerProcess):
             )
 
     async def call(self, job: Job, limit: float | None) -> tuple[Outcome | Failure, bool]:
-        """What came of the job, and whether the process is fit for another one."""
+        """Return the outcome of the job, and whether the process can be used for another one."""
         self.n_calls += 1
         reply, has_children = await self.ask(job, limit, n_completions(job.rows))
         output = self.output.take()

@@ -22,16 +22,18 @@ from lit_rl.rewards.workers.job import CallFailed, Failure
 from lit_rl.rewards.workers.worker import LENGTH, pack
 
 START_LIMIT = 600.0
-"""Seconds that a worker may take to import what it is to run."""
+"""Seconds that a worker may take to import its function."""
 
-_POLL = 0.05  # seconds between two looks whether the process is still there
+_POLL = 0.05  # seconds between two checks of the process
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(sys.modules["lit_rl"].__path__[0])
 
 _WORKER_MODULES = [
     "lit_rl.process_state",
     "lit_rl.import_source",
-    *(f"lit_rl.rewards.workers.{name}" for name in ("plain_values", "job", "worker")),
+    "lit_rl.rewards.workers.plain_values",
+    "lit_rl.rewards.workers.job",
+    "lit_rl.rewards.workers.worker",
 ]
 
 # The worker's files are read one by one: their packages would import PyTorch, which costs seconds and gigabytes.
@@ -52,7 +54,7 @@ class WorkerProcess:
 
     Args:
         key: The group of settings whose `workers` it is one of, for messages.
-        modules: Of lit_rl, which it loads beside its own, each before what imports it. The last one's ``main`` runs.
+        modules: Further modules of lit_rl to load, each before its importers. The last one's ``main`` runs.
 
     Raises:
         OSError: no process can be started.
@@ -64,7 +66,7 @@ class WorkerProcess:
         ours.setblocking(False)
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
-        files = [(name, str(_file_of(name))) for name in (*_WORKER_MODULES, *modules)]
+        files = [(name, str(_file_of(name))) for name in dict.fromkeys((*_WORKER_MODULES, *modules))]
         arguments = json.dumps([files, sys.path, theirs.fileno()])
         try:
             self.process = subprocess.Popen(
@@ -90,11 +92,11 @@ class WorkerProcess:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """End the process and its group, and close what led to it."""
+        """End the process and its group, and close its connections."""
         self._kill()
 
     async def start(self, setup: Any) -> Failure | None:
-        """Tell it what it is for, and wait until that is loaded; what went wrong, if it did."""
+        """Send the setup, and wait until the function is loaded; return the failure, if any."""
         try:
             return await self.ask(setup, START_LIMIT, "importing it")
         except CallFailed as failed:
@@ -106,7 +108,7 @@ class WorkerProcess:
         Args:
             message: Anything that can be pickled.
             limit: Seconds; None is no limit.
-            task: What takes so long, for messages.
+            task: The work that exceeds the limit, for messages.
 
         Raises:
             CallFailed: there is no reply: the message cannot be sent, the limit is over, or the process has ended. It

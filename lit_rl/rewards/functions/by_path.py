@@ -16,11 +16,11 @@ class FunctionFromPath:
 
     Args:
         path: ``package.module:name``, or ``file.py:name`` with a file relative to the current directory. Kept absolute.
-        key: The setting that it came with, for messages.
+        key: The setting that named it, for messages.
 
     Raises:
         ConfigError: the path is not of this form, or the module, file or name does not exist.
-        RewardError: the module or file fails on import, or what it names cannot be called.
+        RewardError: the module or file fails on import, or the object cannot be called.
     """
 
     def __init__(self, path: str, key: str = "reward.fn") -> None:
@@ -54,7 +54,8 @@ class FunctionFromPath:
 
 
 def load_function(path: str, key: str = "reward.fn") -> FunctionFromPath:
-    """The callable at ``package.module:name``, ``./file.py:name`` or ``/folder/file.py:name``, which `key` names.
+    """Return the callable at ``package.module:name``, ``./file.py:name`` or ``/folder/file.py:name``; `key` is its
+    setting.
 
     Raises:
         ConfigError: the path is not of this form, or the module, file or name does not exist.
@@ -64,6 +65,6 @@ def load_function(path: str, key: str = "reward.fn") -> FunctionFromPath:
 
 
 def is_async(function: Any) -> bool:
-    """Whether a function, or the call of an object, is a coroutine function."""
+    """Tell whether a function, or the call of an object, is a coroutine function."""
     inner = function.function if isinstance(function, FunctionFromPath) else function
     return any(inspect.iscoroutinefunction(part) for part in (inner, type(inner).__call__))

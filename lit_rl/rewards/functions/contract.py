@@ -28,16 +28,16 @@ TurnReward = tuple[int, float]
 """``(turn, value)``: the policy's turn ``turn``, counted from 0, earned ``value``."""
 
 Part = Span | TurnReward
-"""Of a reward: where in a completion it was earned."""
+"""A part of a reward, with the place in a completion where it was earned."""
 
 
 def of_a_turn(part: Part) -> bool:
-    """Whether a part is of a turn; else it is of a span of characters."""
+    """Tell whether a part is of a turn; else it is of a span of characters."""
     return len(part) != len(_SPAN)
 
 
 ARGUMENTS = ("prompts", "completions", "completion_ids", *SERVICES)
-"""What a reward function may name besides the columns of the data."""
+"""The names that a reward function may use besides the columns of the data."""
 
 SINGULAR = ("prompt", "completion", "completion_ids", *SERVICES)
 """The same for a function that takes one completion at a time."""
@@ -48,7 +48,7 @@ class LooksAtData(Protocol):
     """A reward function that may refuse rows before a run begins."""
 
     def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
-        """Raise where the function cannot score rows with these values; `given` is what it gets of episodes too."""
+        """Raise if the function cannot score rows with these values; `given` names its arguments from episodes."""
         ...
 
 
@@ -68,7 +68,7 @@ _LARGEST = float(torch.finfo(torch.float32).max)
 
 
 def name_of(function: Any) -> str:
-    """The name a function is logged under: its own, or its class's in snake case."""
+    """Return the name a function is logged under: its own, or its class's in snake case."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     name = getattr(function, "__name__", None)
@@ -78,7 +78,7 @@ def name_of(function: Any) -> str:
 
 
 def check_callable(name: str, function: Any) -> None:
-    """Refuse what cannot be called and give numbers back: objects, classes, PyTorch modules, async generators."""
+    """Refuse anything that cannot be called for numbers: objects, classes, PyTorch modules, async generators."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, torch.nn.Module):
@@ -102,14 +102,14 @@ def check_callable(name: str, function: Any) -> None:
 
 
 def argument_names(name: str, function: Function) -> set[str]:
-    """The names in a function's signature."""
+    """Return the names in a function's signature."""
     return {parameter.name for parameter in _parameters(name, function)}
 
 
 def takes(name: str, function: Function, argument: str) -> bool:
     """Return whether a function names an argument, or takes all by ``**kwargs`` and may use it there.
 
-    One of lit_rl names what it uses, and ``**_`` is passed over.
+    A function of lit_rl names all that it uses, and ``**_`` is ignored.
     """
     inner: Any = getattr(function, "function", function)
     while isinstance(inner, functools.partial):
@@ -121,13 +121,13 @@ def takes(name: str, function: Function, argument: str) -> bool:
 
 
 def is_per_sample(name: str, function: Function) -> bool:
-    """Whether a function takes one completion at a time: it names `prompt` or `completion`, and neither plural."""
+    """Tell whether a function takes one completion at a time: it names `prompt` or `completion`, and neither plural."""
     arguments = argument_names(name, function)
     return bool(arguments & {"prompt", "completion"}) and not arguments & {"prompts", "completions"}
 
 
 def keywords(name: str, function: Function, columns: Iterable[str]) -> list[str]:
-    """Which arguments to call a function with: all on offer where it takes ``**kwargs``, else those it names.
+    """Return the arguments to call a function with: all on offer if it takes ``**kwargs``, else those it names.
 
     Raises:
         RewardError: it needs an argument that is no column, or a column has the name of a standard argument.
@@ -151,7 +151,8 @@ def keywords(name: str, function: Function, columns: Iterable[str]) -> list[str]
 
 
 def columns_read(name: str, function: Function, columns: Iterable[str]) -> set[str]:
-    """The columns that a function may read: all where it takes ``**kwargs``, less those it passes over in ``**_``."""
+    """Return the columns that a function may read: all if it takes ``**kwargs``, none for ``**_``, and those it
+    names."""
     parameters = _parameters(name, function)
     if any(parameter.kind is parameter.VAR_KEYWORD and parameter.name != "_" for parameter in parameters):
         return {*columns}
@@ -183,10 +184,10 @@ def _parameters(name: str, function: Function) -> list[inspect.Parameter]:
 
 
 def check_rows(name: str, returned: Any, rows: int) -> None:
-    """Refuse what `to_plain` could not take for a list of one entry a completion.
+    """Refuse a result that `to_plain` could not read as a list of one entry per completion.
 
     Raises:
-        RewardError: what the function returned is no list, tuple or 1-D array, or not of this length.
+        RewardError: the result is no list, tuple or 1-D array, or not of this length.
     """
     if isinstance(returned, Opaque):
         raise RewardError(
@@ -196,7 +197,7 @@ def check_rows(name: str, returned: Any, rows: int) -> None:
 
 
 def check_value(name: str, index: int, value: Any, completion: Completion) -> tuple[float, list[Part] | None]:
-    """One entry as a finite float, NaN standing for None, and the parts that it is the sum of, if it was a list.
+    """Return one entry as a finite float, NaN standing for None, and the parts that it is the sum of, if it was a list.
 
     Raises:
         RewardError: it is neither a finite number, nor None, nor a list of turns, or of spans inside the text of the

@@ -43,7 +43,7 @@ _IN_GROUPS = {
 }
 
 METRICS = {f"{group}/{name}".lstrip("/") for group, names in _IN_GROUPS.items() for name in names.split()}
-"""What methods that learn from rollouts log under ``train/``, whatever the settings of the run at hand: a `kl` that
+"""Metrics that methods on rollouts log under ``train/``, whatever the settings of the run at hand: a `kl` that
 belongs to a reward would be read as the policy's. A test compares them with docs/metrics.md."""
 
 _OF_A_FUNCTION = re.compile(r"rewards/.+/(mean|std|failure_ratio|timeout_ratio|cache_hit_ratio)")
@@ -60,15 +60,15 @@ _OF_SAMPLES = re.compile(r"rewards/[^/]+|tokens/.*")
 
 
 def is_taken(name: str) -> bool:
-    """Whether a run logs ``train/<name>`` itself."""
+    """Tell whether a run logs ``train/<name>`` itself."""
     return name in METRICS or _OF_A_FUNCTION.fullmatch(name) is not None
 
 
 def check_metrics(function: str, names: Iterable[str]) -> None:
-    """Refuse to log under a name that the run logs itself.
+    """Refuse metric names that the run logs itself.
 
     Raises:
-        RewardError: says which name is free.
+        RewardError: names a free one.
     """
     for name in names:
         if is_taken(name):
@@ -79,10 +79,10 @@ def check_metrics(function: str, names: Iterable[str]) -> None:
 
 
 def check_columns(function: str, names: Iterable[str], of_the_data: Collection[str]) -> None:
-    """Refuse to note a column that the samples have already.
+    """Refuse extra columns that the samples have already.
 
     Raises:
-        RewardError: says which name is free.
+        RewardError: names a free one.
     """
     taken = COLUMNS | EPISODE_COLUMNS if "episodes" in of_the_data else COLUMNS
     for name in names:

@@ -31,13 +31,13 @@ _RESERVED = ("firsts", "seconds", "first", "second", "first_rewards", "second_re
 
 @runtime_checkable
 class Judge(Protocol):
-    """What a preference method asks. A plain function becomes one by `as_judge` of `judge_functions`."""
+    """A judge of pairs, as preference methods call it. `as_judge` makes one of a plain function."""
 
     reads_rewards: bool
-    """Whether its verdict depends on ``first_rewards`` and ``second_rewards``."""
+    """True if its verdict depends on ``first_rewards`` and ``second_rewards``."""
 
     def bind(self, columns: Sequence[str]) -> None:
-        """Check against the columns of the data what can be checked, before anything expensive is loaded."""
+        """Check the columns of the data, before anything expensive is loaded."""
         ...
 
     def __call__(
@@ -53,7 +53,7 @@ class Judge(Protocol):
 
 
 def ask(judge: Judge, *pairs: Sequence[Any], trainer_state: TrainerState | None, **columns: Any) -> Any:
-    """Call a judge with copies of what it is to compare: it may change them, and draw from the global generators.
+    """Call a judge with copies of its inputs: it may change them, and draw from the global generators.
 
     Args:
         judge: Of anybody's.
@@ -91,7 +91,7 @@ class RewardJudge:
         return f"RewardJudge(soft={self.soft})"
 
     def bind(self, columns: Sequence[str]) -> None:
-        """Any columns do."""
+        """Accept any columns but those with a reserved name."""
         check_columns(columns)
 
     def __call__(
@@ -116,10 +116,10 @@ class RewardJudge:
 
 
 def check_columns(columns: Sequence[str]) -> None:
-    """Refuse columns of the data that would hide what a judge is given.
+    """Refuse columns of the data that have the name of a judge's argument.
 
     Raises:
-        RewardError: a column of the data has the name of what a judge is given.
+        RewardError: a column of the data has the name of an argument of judges.
     """
     if clashing := [column for column in columns if column in _RESERVED]:
         raise RewardError(
@@ -129,7 +129,7 @@ def check_columns(columns: Sequence[str]) -> None:
 
 
 def check_verdicts(name: str, verdicts: Any, pairs: int) -> list[Verdict]:
-    """The verdicts as they came.
+    """Return the verdicts after checking them.
 
     Raises:
         RewardError: they are not one probability or None a pair.
@@ -147,13 +147,13 @@ def check_verdicts(name: str, verdicts: Any, pairs: int) -> list[Verdict]:
 
 
 def swap_columns(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """The columns of the same pairs in the other order."""
+    """Return the columns of the same pairs in the other order."""
     other = {"first_rewards": "second_rewards", "second_rewards": "first_rewards"}
     return {name: columns.get(other.get(name, name), values) for name, values in columns.items()}
 
 
 def average_orders(forth: Sequence[Verdict], back: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts of both orders as one: of the second order the first completion is the other one."""
+    """Return the mean verdicts of both orders; in the second order, the first completion is the other one."""
     return [
         None if one is None or two is None else 0.5 * (one + 1.0 - two) for one, two in zip(forth, back, strict=True)
     ]

@@ -70,7 +70,7 @@ class FunctionJudge:
         return f"FunctionJudge({self._pairs.name})"
 
     def bind(self, columns: Sequence[str]) -> None:
-        """Raises RewardError: the function needs what is no column."""
+        """Raise RewardError if the function needs an argument that is no column."""
         self._pairs.bind(columns)
 
     def __call__(
@@ -133,7 +133,7 @@ class PairwiseJudge:
         return f"PairwiseJudge({self._pairs.name}, both_orders={self.both_orders})"
 
     def bind(self, columns: Sequence[str]) -> None:
-        """Raises RewardError: the function needs what is no column."""
+        """Raise RewardError if the function needs an argument that is no column."""
         self._pairs.bind(columns)
 
     def __call__(
@@ -187,7 +187,7 @@ class _PairCaller:
         self.name = name_of(function)
         check_callable(self.name, function)
         self.per_pair = is_per_sample(self.name, function)
-        # What a failed pair would score is never read: its place in `failures` says that it has no verdict.
+        # The score of a failed pair is never read: its entry in `failures` marks it as without a verdict.
         on_error = 0.5 if skip_errors else None
         settings = CallSettings(on_error, timeout, workers, memory_mb, recycle_after, max_concurrent, cache=0)
         self._caller = Caller(self.name, function, settings)
@@ -210,7 +210,7 @@ class _PairCaller:
         log_metric: LogMetric | None,
         trainer_state: TrainerState | None,
     ) -> list[float | None]:
-        """What it returned for each pair; None also where it failed and errors are skipped."""
+        """Return its value for each pair; None also where it failed and errors are skipped."""
         names = ("first", "second") if self.per_pair else ("firsts", "seconds")
         inputs = {
             "prompts": prompts,
@@ -243,7 +243,7 @@ class _PairCaller:
 
 
 def _load(path: str) -> Callable[..., Any]:
-    """The function at a path. The loader's errors name the key of rewards: here it is the judge's."""
+    """Return the function at a path, with the judge's key in errors in place of the reward's."""
     try:
         return load_function(path)
     except (ConfigError, RewardError) as error:
@@ -251,7 +251,7 @@ def _load(path: str) -> Callable[..., Any]:
 
 
 def as_judge(judge: Any) -> Judge:
-    """A judge from a judge, a function, or None: the summed reward decides."""
+    """Return a judge for a judge, a function, or None (the summed reward decides)."""
     if judge is None:
         return RewardJudge()
     if isinstance(judge, Judge):

@@ -42,7 +42,7 @@ _FREE_FAILURES = 8
 
 
 class LLMJudge:
-    """Asks a model which completion is better: LLM-as-a-judge (2306.05685), each pair in both orders.
+    """An LLM as the judge of which completion is better (2306.05685), each pair in both orders.
 
     The two answers of a pair are averaged, so that a liking for the first place cancels out: a pair of which the same
     place wins twice is a tie. An answer is read from its last "verdict: A", "verdict: B" or "verdict: tie", or is one
@@ -115,7 +115,7 @@ class LLMJudge:
         return f"LLMJudge({self.model} at {self.url})"
 
     def bind(self, columns: Sequence[str]) -> None:
-        """Any columns do: none is sent."""
+        """Accept any columns but those with a reserved name; none is sent."""
         check_columns(columns)
 
     def __call__(
@@ -182,7 +182,7 @@ class LLMJudge:
             return list(await asyncio.gather(*(self._ask(request, post) for request in requests)))
 
     async def _ask(self, request: bytes, post: Post) -> str | Exception:
-        """The text of the answer, or why there is none: after all attempts, or after a refusal that would stay one."""
+        """Return the text of the answer, or the error after all attempts or after a permanent refusal."""
         failure: Exception = RuntimeError("never sent")
         for attempt in range(self.attempts):
             if attempt:
@@ -198,7 +198,7 @@ class LLMJudge:
 
 
 def verdict_of(answer: str) -> Verdict:
-    """The probability that A is better by a judge's answer; None where it cannot be read."""
+    """Return the probability that A is better by a judge's answer; None where it cannot be read."""
     found = _VERDICT.findall(answer)
     if found:
         return _WINS[found[-1].lower()]
@@ -227,7 +227,7 @@ def _parts(message: Message) -> list[dict[str, Any]]:
 
 
 def _reply_text(answer: bytes) -> str:
-    """The text of a chat completion.
+    """Return the text of a chat completion.
 
     Raises:
         RequestRefused: the answer is none.
@@ -237,4 +237,4 @@ def _reply_text(answer: bytes) -> str:
         content = decoded["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError) as error:
         raise RequestRefused(f"answered {answer[:120]!r}, which is no chat completion") from error
-    return content if isinstance(content, str) else ""  # a model that only thought, or called a tool, said nothing
+    return content if isinstance(content, str) else ""  # empty if a model only thought, or called a tool

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SOURCE, FIRST, SECOND = "<|source|>", "<|candidate1|>", "<|candidate2|>"
-"""What stands before a prompt and before each completion: special tokens of the tokenizer."""
+"""Markers before a prompt and before each completion: special tokens of the tokenizer."""
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
 class PairRMJudge(Placed):
-    """A local model of PairRM's kind: DeBERTa reads prompt and both completions, and two scores tell them apart.
+    """A local model of PairRM's kind: DeBERTa reads prompt and both completions, and the difference of two scores
+    compares them.
 
     The input is three texts, each with the special tokens of the tokenizer around it, behind ``<|source|>``,
     ``<|candidate1|>`` and ``<|candidate2|>``. With ``s``, ``a`` and ``b`` the last hidden states at these three tokens,
@@ -44,8 +45,8 @@ class PairRMJudge(Placed):
         device: Where the model runs. None: on the run's device; outside of a run on a GPU, else the CPU.
         batch_size: Pairs of one forward pass.
         max_prompt_tokens: Tokens of a prompt; a longer one loses its begin.
-        max_completion_tokens: Tokens of a completion; a longer one loses its end. What a prompt leaves of its room the
-            completions get.
+        max_completion_tokens: Tokens of a completion; a longer one loses its end. Tokens that a
+            prompt does not use go to the completions.
 
     Raises:
         ConfigError: a setting is out of range, or ``name`` is written as a path and is no folder.
@@ -86,7 +87,7 @@ class PairRMJudge(Placed):
         return self.__dict__ | {"_loaded": None}
 
     def bind(self, columns: Sequence[str]) -> None:
-        """Any columns do."""
+        """Accept any columns but those with a reserved name."""
         check_columns(columns)
 
     def __call__(
@@ -105,7 +106,7 @@ class PairRMJudge(Placed):
         return average_orders(forth, self._probabilities(sources, two, one)) if self.both_orders else forth
 
     def load(self) -> tuple[Any, PreTrainedTokenizerBase]:
-        """The model on its device and its tokenizer; loaded at the first call.
+        """Return the model on its device and its tokenizer; loaded at the first call.
 
         Raises:
             ConfigError: the model is of another kind.
@@ -131,7 +132,7 @@ class PairRMJudge(Placed):
         return found
 
     def _ids(self, tokenizer: Any, source: str, first: str, second: str) -> list[int]:
-        """The tokens of a pair. A prompt that is cut keeps its mark and its end: the newest message."""
+        """Return the tokens of a pair. A prompt that is cut keeps its mark and its end: the newest message."""
         source, first, second = (_as_words(tokenizer, text) for text in (source, first, second))
         asked = tokenizer(SOURCE + source)["input_ids"]
         if (over := len(asked) - self.max_prompt_tokens) > 0:
@@ -146,14 +147,15 @@ class PairRMJudge(Placed):
 
 
 def _as_words(tokenizer: Any, text: str) -> str:
-    """The text with a blank in each special token that it spells: a policy that writes a mark must not move it."""
+    """Return the text with a blank in each special token that it spells: a policy that writes a mark must not move
+    it."""
     for token in {SOURCE, FIRST, SECOND, *tokenizer.all_special_tokens}:
         text = text.replace(token, f"{token[:1]} {token[1:]}")
     return text
 
 
 def _prompt_text(prompt: Prompt) -> str:
-    """A text as it is, and of messages the only one, or all with the names of who wrote them.
+    """Return a text as it is; of messages the only one, or all of them with their roles.
 
     Raises:
         RewardError: the prompt shows images, which the judge would not see.
@@ -170,7 +172,7 @@ def _prompt_text(prompt: Prompt) -> str:
 
 @torch.no_grad()
 def _logits(model: Any, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Float32 ``(b,)``: by how much the first completion of each row is better."""
+    """Return float32 ``(b,)``: by how much the first completion of each row is better."""
     width, pad = max(map(len, rows)), model.config.pad_token_id or 0
     ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=model.device)
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=model.device)
@@ -179,7 +181,8 @@ def _logits(model: Any, rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 def network(config: Any) -> Any:
-    """PairRM without trained weights: DeBERTa, and a head over two of its hidden states. Names are those of its files.
+    """Return PairRM without trained weights: DeBERTa, and a head over two of its hidden states. Names are those of its
+    files.
 
     Args:
         config: Of DeBERTa v2, with ``source_prefix_id``, ``cand1_prefix_id``, ``cand2_prefix_id``, ``n_tasks`` and
@@ -203,7 +206,7 @@ def _network_class() -> Any:
             self.post_init()
 
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            """Logits ``(b,)``: the mean over tasks of the first completion's score less the second's."""
+            """Return logits ``(b,)``: the mean over tasks of the first completion's score less the second's."""
             hidden = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
             marks = self.config.source_prefix_id, self.config.cand1_prefix_id, self.config.cand2_prefix_id
             rows = torch.arange(len(input_ids), device=input_ids.device)

@@ -31,7 +31,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
 class Classifier(Placed):
-    """What reward models share: where the model is, how long its rows are, and that it is loaded once.
+    """The base of reward models: where the model is, how long its rows are, and that it is loaded once.
 
     Args:
         name: A folder or a hub id; in Python also a model that is loaded already.
@@ -40,8 +40,8 @@ class Classifier(Placed):
         dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
         device: Where the model runs. None: on the run's device; outside of a run on a GPU, else the CPU.
         batch_size: Rows of one forward pass.
-        max_length: Longest row in tokens. None: what the model's config allows.
-        overlong: What to do with a longer row; one of `allowed_overlong`.
+        max_length: Longest row in tokens. None: the limit of the model's config.
+        overlong: The treatment of a longer row; one of `allowed_overlong`.
         chat_template: A Jinja chat template in place of the tokenizer's.
         chat_template_kwargs: Further arguments of the chat template.
         init_kwargs: Further arguments of `from_pretrained`: fields of the model's config, `attn_implementation`.
@@ -53,7 +53,7 @@ class Classifier(Placed):
     auto: ClassVar[str]
     """The class of transformers that loads the model."""
     labels: ClassVar[int]
-    """How many numbers it must give."""
+    """The number of outputs that it must have."""
     allowed_overlong: ClassVar[tuple[str, ...]]
 
     def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
@@ -110,7 +110,7 @@ class Classifier(Placed):
         return self.__dict__ | {"_loaded": None, "_processor": None, "lockstep": None}
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The model on its device and its tokenizer; loaded at the first call.
+        """Return the model on its device and its tokenizer; loaded at the first call.
 
         Raises:
             ConfigError: the model does not give as many numbers as it must, or there is no chat template for messages.
@@ -122,10 +122,10 @@ class Classifier(Placed):
         return self._loaded
 
     def load_spread(self, mesh: DeviceMesh) -> None:
-        """Load it, and leave each rank a part of its weights. A collective; from now on each call of it is one too.
+        """Load it, and shard its weights over the ranks. A collective; from now on each call of it is one too.
 
         It stays whole where, on any rank, it is an object of the user's, was loaded before, has a device of its own,
-        looks at images, or is no model that FSDP2 can spread.
+        reads images, or cannot be sharded by FSDP2.
 
         Args:
             mesh: Of one dimension: the ranks.
@@ -146,7 +146,7 @@ class Classifier(Placed):
             self._loaded = model.to(self.place), tokenizer  # pyright: ignore[reportArgumentType]
 
     def processor(self) -> VisionProcessor | None:
-        """What makes pixels of prompts with images, loaded when it is first asked for. None for a model over text.
+        """Return the processor of prompts with images, loaded on first use. None for a model over text.
 
         Raises:
             BackendError: its files or a package that it needs are missing.
@@ -162,13 +162,13 @@ class Classifier(Placed):
 
     @property
     def weight_bytes(self) -> int:
-        """What its weights take on the device that all else runs on; 0 before it is loaded."""
+        """Bytes of its weights on the run's device; 0 before it is loaded."""
         if self._loaded is None or self.device == "cpu":
             return 0
         return local_bytes(self._loaded[0])
 
     def longest(self, rows: Sequence[Sequence[int]]) -> int:
-        """Tokens of the longest row that is read.
+        """Return the token limit of the rows.
 
         Raises:
             RewardError: a row is longer and `overlong` is `error`, or has no token.
@@ -178,8 +178,8 @@ class Classifier(Placed):
         return limit
 
     def batches(self, rows: Sequence[Sequence[int]], order: Iterable[int]) -> Iterator[Sequence[int]]:
-        """These rows in batches, by length. Where the weights are spread, the model is called for nothing once they are
-        through, until every rank has called it as often as the one with most batches."""
+        """Yield these rows in batches, by length. If the weights are sharded, the model is then called on dummy rows
+        until every rank has called it as often as the one with most batches."""
         by_length = sorted(order, key=lambda i: len(rows[i]))
         starts = range(0, len(by_length), self.batch_size)
         idle = 0 if self.lockstep is None else self.lockstep.most(len(starts)) - len(starts)
@@ -228,7 +228,7 @@ def _check_given(description: Classifier, model: Any, tokenizer: Any, *, revisio
     """Refuse an object that is no model of this kind, and settings that are about files.
 
     Raises:
-        ConfigError: says which, and what to pass.
+        ConfigError: names it, and the argument to pass.
     """
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -260,7 +260,7 @@ def _name_of(model: Any) -> str:
 
 
 def _placed(description: Classifier, model: Any, tokenizer: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """An object on its device, in evaluation mode. Its weights are not changed, nor is the tokenizer."""
+    """Return a loaded model on its device, in evaluation mode. Neither its weights nor the tokenizer are changed."""
     if description.chat_template is not None:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.chat_template = description.chat_template
@@ -314,12 +314,13 @@ def _longest(model: PreTrainedModel) -> int | None:
 def logits_of(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], seen: Sequence[PromptVision | None] = ()
 ) -> Tensor:
-    """What a classifier says of token ids, padded on the right, in float32: ``(b, labels)`` or ``(b, s, labels)``.
+    """Return a classifier's logits for token ids, padded on the right, in float32: ``(b, labels)`` or ``(b, s,
+    labels)``.
 
     Args:
         model: The classifier.
         rows: Token ids of each text.
-        seen: What the prompt with which a text begins shows, one a row; empty where none shows anything.
+        seen: Vision inputs of the prompt with which a text begins, one per row; empty if none has any.
     """
     text_config = model.config.get_text_config()
     own = text_config.pad_token_id
@@ -337,7 +338,7 @@ def logits_of(
 
 
 def _seen(model: PreTrainedModel, ids: Tensor, mask: Tensor, seen: Sequence[PromptVision | None]) -> dict[str, Tensor]:
-    """What a model over images is given beside ids and mask."""
+    """Return the further inputs of a model over images."""
     if not any(seen):
         return {}
     from lit_rl.models.policy.positions import text_inputs

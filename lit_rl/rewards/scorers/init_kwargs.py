@@ -36,10 +36,10 @@ _RENDERED = (
 
 
 def check_init_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Refuse what is set elsewhere or fixed.
+    """Refuse arguments that are set elsewhere or fixed.
 
     Raises:
-        ConfigError: names the key, and what to set instead.
+        ConfigError: names the key, and the setting to use instead.
     """
     for key in kwargs:
         if key in OTHERWISE:

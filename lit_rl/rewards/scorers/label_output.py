@@ -17,7 +17,7 @@ OUTPUTS = ("logit", "probability", "log_probability")
 
 
 def label_index(config: PreTrainedConfig, label: int | str | None, name: str) -> int:
-    """The column of the logits.
+    """Return the column of the logits.
 
     Args:
         config: Of the classifier.
@@ -49,7 +49,7 @@ def label_index(config: PreTrainedConfig, label: int | str | None, name: str) ->
 
 
 def scale_of(config: PreTrainedConfig, output: str) -> Callable[[Tensor], Tensor]:
-    """From logits `(b, labels)` to what `output` says, of the same shape.
+    """Return the function from logits `(b, labels)` to the scale that `output` names, of the same shape.
 
     One label alone, and each where a text may have several (`problem_type=multi_label_classification`), has the
     probability sigmoid(logit); otherwise labels exclude each other, and it is a softmax.

@@ -12,7 +12,7 @@ class Placed:
 
     device: str | None = None
     run_device: torch.device | None = None
-    """Where the run computes, which our modules say when they are set up. None outside of a run."""
+    """The device of the run, which the training module sets. None outside of a run."""
 
     @property
     def place(self) -> torch.device:

@@ -43,8 +43,8 @@ class ProcessRewardModel(Classifier):
         dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
         device: Where the model runs. None: on the run's device; outside of a run on a GPU, else the CPU.
         batch_size: Rows of one forward pass.
-        max_length: Longest row in tokens. None: what the model's config allows.
-        overlong: What to do with a longer row: `error` ends the run, `skip` gives it no score (None).
+        max_length: Longest row in tokens. None: the limit of the model's config.
+        overlong: The treatment of a longer row: `error` ends the run, `skip` gives it no score (None).
         chat_template: A Jinja chat template in place of the tokenizer's.
         chat_template_kwargs: Further arguments of the chat template.
         init_kwargs: Further arguments of `from_pretrained`: fields of the model's config, `attn_implementation`.
@@ -98,7 +98,8 @@ class ProcessRewardModel(Classifier):
         self.separator, self.aggregate = separator, aggregate
 
     def load(self) -> Any:
-        """As `Classifier.load`. Raises ConfigError also where the model was trained with another separator."""
+        """Return the model and tokenizer as `Classifier.load`. Raises ConfigError also for another separator than in
+        training."""
         model, tokenizer = super().load()
         trained = getattr(model.config, "step_separator", None)
         if trained is not None and trained != self.separator:
@@ -125,7 +126,8 @@ class ProcessRewardModel(Classifier):
     def _probabilities(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], places: Sequence[list[tuple[int, int]]]
     ) -> list[list[float] | None]:
-        """That each step is right, for each completion; None for a row that is left out for its length."""
+        """Return the probability that each step is right, for each completion; None for a row that is left out for
+        its length."""
         model, tokenizer = self.load()
         rows, ends = [], []
         for prompt, completion, found in zip(prompts, completions, places, strict=True):
@@ -145,7 +147,7 @@ class ProcessRewardModel(Classifier):
     def _ids(
         self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, steps: Sequence[str]
     ) -> tuple[list[int], list[int]]:
-        """The tokens of a row, and where each step is read."""
+        """Return the tokens of a row, and the position at which each step is read."""
         if isinstance(prompt, str):
             begun = isinstance(tokenizer.bos_token, str) and prompt.startswith(tokenizer.bos_token)
             ids: Any = list(tokenizer(prompt, add_special_tokens=not begun)["input_ids"])  # pyright: ignore
@@ -167,7 +169,7 @@ class ProcessRewardModel(Classifier):
 
 
 def steps_of(text: str, separator: str) -> list[tuple[int, int]]:
-    """Where steps of a text are, in characters from start to end (exclusive), without those of white space alone."""
+    """Return the steps of a text, in characters from start to end (exclusive), without those of white space alone."""
     found, start = [], 0
     for step in text.split(separator):
         if step.strip():

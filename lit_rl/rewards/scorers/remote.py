@@ -33,7 +33,7 @@ _RETRIED_STATUSES = (408, 409, 425, 429)
 
 
 class RemoteReward:
-    """Asks servers for the rewards; several requests are under way at once.
+    """Rewards from servers; several requests are under way at once.
 
     One request is ``POST {"prompts": [...], "completions": [...], "columns": {name: [...]}}``, every list of the same
     length, each entry as a reward function would get it; images are texts ``data:image/png;base64,...`` of their
@@ -112,7 +112,7 @@ class RemoteReward:
         return [value for task in asked for value in task.result()]
 
     async def _ask(self, body: bytes, count: int, post: Post) -> list[float | None]:
-        """One request, sent until a server answers it."""
+        """Send one request until a server answers it."""
         first, failure = self._sent, ""
         self._sent += 1
         tries = self.attempts * len(self.urls)
@@ -133,7 +133,7 @@ class RemoteReward:
         )
 
     def post(self, url: str, body: bytes) -> bytes:
-        """The answer to a JSON body, read within the limits of this reward.
+        """Return the answer to a JSON body, read within the limits of this reward.
 
         Raises:
             RequestRefused: the server refuses, or answers too much.
@@ -171,7 +171,7 @@ Post = Callable[[str, bytes], Awaitable[bytes]]
 
 @contextmanager
 def concurrent_posts(post: Callable[[str, bytes], bytes], at_once: int) -> Iterator[Post]:
-    """`post` to be awaited, so many of its calls at once: each in a thread of its own.
+    """Make `post` async with a limit on concurrent calls: each runs in a thread of its own.
 
     The event loop's own threads would be another limit, of as many as the machine has processors and four more.
     """
@@ -187,10 +187,10 @@ def concurrent_posts(post: Callable[[str, bytes], bytes], at_once: int) -> Itera
 
 
 class RequestRefused(Exception):
-    """A server answered, and not with what it was asked for.
+    """A server answered, but not with the requested result.
 
     Args:
-        why: In words.
+        why: The reason, in words.
         for_good: The same request would be answered the same again.
     """
 
@@ -200,12 +200,12 @@ class RequestRefused(Exception):
 
 
 NO_ANSWER = (OSError, HTTPException, ValueError, RecursionError, RequestRefused)
-"""With what a request fails that is sent again. What is no JSON or no UTF-8 is a ValueError, JSON that is nested too
+"""Errors after which a request is retried. Invalid JSON or UTF-8 is a ValueError, JSON that is nested too
 deeply a RecursionError."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would turn the request into a GET, and send the token to whoever it names."""
+    """Refuses redirects, which would turn the request into a GET, and send the token to another server."""
 
     def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
         return None
@@ -228,7 +228,8 @@ def _check(url: str, allow_http: bool) -> None:
 
 
 def _signature(columns: Sequence[str]) -> inspect.Signature:
-    """What the server needs, so that a column that the data lacks is found before anything is loaded."""
+    """Return the signature of the columns that are sent, so that a missing column is found before anything is
+    loaded."""
     names = dict.fromkeys(["prompts", "completions", *columns])
     return inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names])
 
@@ -248,7 +249,7 @@ def _body(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[s
     body = {"prompts": prompts, "completions": completions, "columns": columns}
     try:
         return json.dumps(body, default=_shown).encode()
-    except TypeError as error:  # only what an environment gave can be anything but text, numbers, images and videos
+    except TypeError as error:  # only values of an environment can be anything but text, numbers, images and videos
         raise RewardError(
             f"the episodes cannot be sent as JSON: {error}. Take a reward function of this process, which gets them as "
             "they are."
@@ -256,7 +257,7 @@ def _body(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[s
 
 
 def _shown(value: Any) -> Any:
-    """An image as a ``data:`` address of its encoded bytes; a video as its frames and their number a second."""
+    """Return an image as a ``data:`` address of its encoded bytes; a video as its frames and their rate."""
     if isinstance(value, ImageRef):
         return f"data:image/{value.encoding};base64,{base64.b64encode(value.read()).decode()}"
     if isinstance(value, VideoRef):
@@ -265,10 +266,10 @@ def _shown(value: Any) -> Any:
 
 
 def _rewards(answer: bytes, count: int) -> list[float | None]:
-    """The rewards in an answer.
+    """Return the rewards in an answer.
 
     Raises:
-        RequestRefused: it holds anything but as many finite numbers or nulls as were asked for.
+        RequestRefused: it is anything but `count` finite numbers or nulls.
     """
     decoded = json.loads(answer)
     rewards = decoded.get("rewards") if isinstance(decoded, dict) else None

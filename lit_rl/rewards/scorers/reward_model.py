@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RewardModel(Classifier):
-    """The score that a sequence classifier gives to prompt and completion: its one logit, or what `label` chooses.
+    """The score of prompt and completion by a sequence classifier: its one logit, or the one that `label` chooses.
 
     A model over images, as `RewardModeling` exports one, is shown those of the data's columns ``image`` and ``images``.
     Where prompts are messages, the conversation goes through the chat template of the reward model's own tokenizer;
@@ -36,19 +36,20 @@ class RewardModel(Classifier):
         device: Where the model runs, such as "cpu" or "cuda:1". None: on the run's device; outside of a run on a GPU,
             else the CPU.
         batch_size: Rows of one forward pass.
-        max_length: Longest row in tokens. None: what the model's config allows.
-        overlong: What to do with a longer row: `error` ends the run, `truncate_left` keeps its last tokens, `skip`
+        max_length: Longest row in tokens. None: the limit of the model's config.
+        overlong: The treatment of a longer row: `error` ends the run, `truncate_left` keeps its last tokens, `skip`
             gives it no score (None).
         chat_template: A Jinja chat template in place of the tokenizer's.
         append_eos: End a plain text with the EOS token, as reward models are trained on plain text (TRL's too).
-            Conversations end as their chat template says. None: what the model's config says under `ends_with_eos`,
-            which exports of `RewardModeling` do; no where it says nothing.
+            Conversations end as their chat template says. None: as `ends_with_eos` in the model's config, which
+            exports of `RewardModeling` have; no if it is absent.
         chat_template_kwargs: Further arguments of the chat template.
         init_kwargs: Further arguments of `from_pretrained`: fields of the model's config, `attn_implementation`.
         label: Of a classifier with several labels: the number of the one that is the reward, or its name in the
             config's `id2label`. None: the only one.
-        output: What is the reward: the label's `logit`, `probability` or `log_probability`. Labels of one text exclude
-            each other (softmax) unless there is one only, or the config says `multi_label_classification` (sigmoid).
+        output: The scale of the reward: the label's `logit`, `probability` or `log_probability`. Labels of one text
+            exclude each other (softmax) unless there is one only, or the config says `multi_label_classification`
+            (sigmoid).
         tokenizer: In Python: of a model that is loaded already.
 
     Raises:
@@ -97,7 +98,7 @@ class RewardModel(Classifier):
         self.append_eos = append_eos
 
     def check_labels(self, config: PreTrainedConfig) -> None:
-        """Raises ConfigError where it is not said which of several labels is the reward, or there is none of them."""
+        """Raise ConfigError unless one label is the reward, by `label` or because it is the only one."""
         label_index(config, self.label, self.name)
 
     @in_step
@@ -142,9 +143,10 @@ class RewardModel(Classifier):
         rows: Sequence[list[int]],
         shown: Sequence[Sequence[Visual]],
     ) -> tuple[list[list[int]], list[PromptVision | None]]:
-        """Rows in which images have as many placeholders as the model has features, and what each of them shows.
+        """Return rows in which images have as many placeholders as the model has features, and the vision inputs of
+        each.
 
-        A prompt is processed once for all of its completions; what follows is tokenised, as in training.
+        A prompt is processed once for all of its completions; the rest is tokenised, as in training.
         """
         processor = self.processor()
         if processor is None:
@@ -198,11 +200,11 @@ class RewardModel(Classifier):
 
     @property
     def _apart(self) -> bool:
-        """Tell whether it was trained here, where a token over the border of prompt and reply is two."""
+        """True if it was trained by lit_rl, where a token over the border of prompt and reply is split in two."""
         return hasattr(self.load()[0].config, "prompt_apart")
 
     def _text_ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> list[int]:
-        """As one text; with a model that was trained here as it was trained: a token over the border is two."""
+        """Tokenise as one text; a token over the border is split in two for a model that was trained by lit_rl."""
         begun = isinstance(tokenizer.bos_token, str) and prompt.startswith(tokenizer.bos_token)
         texts: Any = (prompt + completion, prompt)
         whole, begin = (list(tokenizer(text, add_special_tokens=not begun)["input_ids"]) for text in texts)
@@ -224,7 +226,7 @@ class RewardModel(Classifier):
 
 
 def shows_images(prompt: Prompt) -> bool:
-    """Whether a message of it has a part that is an image or a video."""
+    """Tell whether a message of it has a part that is an image or a video."""
     contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(part.get("type") in ("image", "video") for part in parts)

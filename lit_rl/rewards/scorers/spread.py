@@ -18,7 +18,7 @@ _GAVE_UP = -1
 
 
 class Lockstep:
-    """How often the ranks call a model that is spread over them.
+    """The number of calls that all ranks make of a model that is sharded over them.
 
     Args:
         mesh: Of one dimension: the ranks.
@@ -27,13 +27,14 @@ class Lockstep:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._group, self._device = mesh.get_group(), mesh.device_type
         self.agreed = False
-        """Whether this rank has said in this round how often it calls the model."""
+        """True if this rank has reported its number of calls in this round."""
 
     def most(self, mine: int) -> int:
-        """How often every rank has to call it, where ours wants to `mine` times. A collective, once a round.
+        """Return the largest number of calls that any rank wants to make; ours wants `mine`. A collective, once a
+        round.
 
         Raises:
-            RewardError: another rank gave its round up.
+            RewardError: another rank aborted its round.
         """
         self.agreed = True
         said = torch.tensor([mine, -mine], device=self._device)
@@ -44,13 +45,13 @@ class Lockstep:
         return most
 
     def give_up(self) -> None:
-        """Tell the others that this rank calls the model no more, if they wait for its word."""
+        """Report to the others that this rank makes no more calls, unless it has reported a number already."""
         if not self.agreed:
             self.most(_GAVE_UP)
 
 
 def in_step(score: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a rank whose round of scoring fails before it has called the model tell the others, which end theirs too."""
+    """Decorate a scoring method so that a failure on one rank, before its calls of the model, ends the round on all."""
 
     @wraps(score)
     def scored(self: Any, *args: Any, **columns: Any) -> Any:
@@ -67,14 +68,14 @@ def in_step(score: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_all_ranks(mesh: DeviceMesh, flag: bool) -> bool:
-    """Whether it is so on every rank. A collective."""
+    """Tell whether the flag is set on every rank. A collective."""
     said = torch.tensor(int(flag), device=mesh.device_type)
     torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=mesh.get_group())
     return bool(said)
 
 
 def can_spread(model: Any) -> bool:
-    """Whether its layers are known, and all of its weights are of one type, as FSDP2 wants them."""
+    """Tell whether its layers are known, and all of its weights are of one type, as FSDP2 requires."""
     from lit_rl.models.policy.sharding import decoder_layers
     from lit_rl.models.policy.vision_parts import sees
 
@@ -83,7 +84,7 @@ def can_spread(model: Any) -> bool:
 
 
 def spread(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard a model that is only read: each layer is gathered when it runs, and given back behind it."""
+    """Shard a model that is only read: each layer is gathered when it runs, and freed afterwards."""
     from lit_rl.models.policy.sharding import decoder_layers
 
     for layer in decoder_layers(model):
@@ -92,12 +93,12 @@ def spread(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def local_bytes(model: nn.Module) -> int:
-    """Of the weights that this process holds between two calls."""
+    """Return the bytes of the weights that this process holds between two calls."""
     parts = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters())
     return sum(part.nbytes for part in parts)
 
 
 def give_back(model: nn.Module) -> None:
-    """Hold shards again: what was gathered of the outermost part may wait for a backward pass, which does not come."""
+    """Free gathered weights: those of the outermost module would wait for a backward pass that never happens."""
     if isinstance(model, FSDPModule):
         model.reshard()

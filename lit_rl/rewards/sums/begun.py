@@ -42,7 +42,7 @@ class BegunRewards:
         return bool(self._calls)
 
     def tell(self, row: int, completion: Completion, completion_ids: Sequence[int]) -> None:
-        """A completion is over. Once a row; told again, the first stands."""
+        """Record a finished completion and begin to score it. Once a row; a second one for the same row is ignored."""
         if self._completions[row] is not None:
             return
         self._completions[row], self._ids[row] = completion, list(completion_ids)
@@ -51,12 +51,12 @@ class BegunRewards:
                 calls.tell(row)
 
     def of(self, completions: Sequence[Completion], completion_ids: Sequence[Sequence[int]]) -> dict[str, Early]:
-        """What was begun of each function, and the rows that were told as they stand in the batch."""
+        """Return the early calls of each function, and the recorded rows that are unchanged in the batch."""
         told = zip(self._completions, self._ids, completions, completion_ids, strict=True)
         same = {row for row, (text, ids, now, ids_now) in enumerate(told) if text == now and ids == list(ids_now)}
         return {name: (calls, same) for name, calls in self._calls.items()}
 
     def cancel(self) -> None:
-        """Nobody waits for it any longer."""
+        """Cancel the calls, as nobody waits for them any longer."""
         for calls in self._calls.values():
             calls.cancel()

@@ -11,7 +11,7 @@ from lit_rl.rewards.functions.contract import Function, check_callable, name_of
 
 
 def functions_by_name(functions: Any) -> dict[str, Function]:
-    """One function, a list or a mapping as a mapping.
+    """Return one function, a list or a mapping as a mapping.
 
     Raises:
         ConfigError: there is none, or two share a name.

@@ -26,7 +26,7 @@ def from_paths(  # noqa: PLR0913 (one keyword a setting, as in the config)
     constant_limit: int = 0,
     while_generating: bool = True,
 ) -> Rewards:
-    """Rewards from one path or several; functions of the same name are called ``file.name``.
+    """Make rewards from one path or several; functions of the same name are called ``file.name``.
 
     Args:
         fn: ``package.module:name`` or ``./file.py:name``, or a list of these.

@@ -22,17 +22,17 @@ JOINT = "joint"
 
 
 class JointRewards(Rewards):
-    """The total of a completion is what one function makes of the values that others gave it.
+    """Rewards whose total is one function of the values of several others.
 
     The function is called after the others, like any reward function, and gets by keyword also the values of each of
-    them under its name: a list of numbers, None where that one does not apply. What it returns is the total, None
+    them under its name: a list of numbers, None where that one does not apply. Its result is the total, None
     included; its metrics are those of a function called `joint`. The others are logged, and count nothing by
-    themselves: spans and turns that they gave are summed up before.
+    themselves: their spans and turns are summed up before.
 
     Args:
         functions: Reward functions by name, as `Rewards` takes them. A column of the data may not have such a name.
         joint: ``package.module:name`` or ``./file.py:name`` of the function of their values, or the function.
-        settings: What `Rewards` takes beside functions and weights, such as ``timeout`` and ``on_error``. They hold for
+        settings: Further arguments of `Rewards`, such as ``timeout`` and ``on_error``. They hold for
             the joint function too.
 
     Raises:
@@ -58,7 +58,7 @@ class JointRewards(Rewards):
         return tuple(name for name in self.names if name != JOINT)
 
     def only(self, name: str) -> Rewards:
-        """One of the functions; the joint one comes with all that it joins."""
+        """Return one of the functions; the joint one comes with all that it joins."""
         if name == JOINT:
             return self
         return super().only(name)

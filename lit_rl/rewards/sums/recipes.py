@@ -22,15 +22,15 @@ from lit_rl.rewards.workers.job import Job, TrainerState
 class RewardRecipes(Rewards):
     """Named recipes of weighted reward functions; a column of the data names the recipe of each row.
 
-    A function is called with the rows of the recipes that hold it, and gives None for all others. The reward of a row
-    is the sum of their values by the weights of its recipe: inside a recipe it is what `Rewards` computes.
+    A function is called with the rows of the recipes that hold it, and all others count as None. The reward of a row
+    is the sum of their values by the weights of its recipe: within a recipe it is computed as in `Rewards`.
 
     Args:
         functions: Reward functions by name, as `Rewards` takes them.
         recipes: The weight of each function of a recipe by its name, by the name of the recipe.
         column: The column that names a row's recipe.
         default: The recipe of rows whose column names none. None: such a row ends the run.
-        settings: What `Rewards` takes beside functions and weights, such as ``timeout`` and ``on_error``.
+        settings: Further arguments of `Rewards`, such as ``timeout`` and ``on_error``.
 
     Raises:
         ConfigError: a recipe names no function or is empty, a function is in no recipe, a weight is not a finite
@@ -88,12 +88,12 @@ class RewardRecipes(Rewards):
         return {name: [row for row, recipe in enumerate(recipes) if name in recipe] for name in self.names}
 
     def _weights(self, inputs: Mapping[str, Any], rows: int) -> Tensor:
-        """Float64 ``(b, k)``: by the recipe of each row."""
+        """Return float64 ``(b, k)``: by the recipe of each row."""
         table = [[float(recipe.get(name, 0.0)) for name in self.names] for recipe in self._recipes(inputs)]
         return torch.tensor(table, dtype=torch.float64).reshape(rows, len(self.names))
 
     def _recipes(self, inputs: Mapping[str, Any]) -> list[dict[str, float]]:
-        """The recipe of each row."""
+        """Return the recipe of each row."""
         if self.column not in inputs:
             self.bind([name for name in inputs if name not in ("prompts", "completions", "completion_ids")])
         return [self.recipes[self._recipe(row, value)] for row, value in enumerate(inputs[self.column])]

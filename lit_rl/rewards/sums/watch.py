@@ -17,7 +17,7 @@ CONSTANT = 50
 
 
 class ValueWatch:
-    """Looks at what one function returns, batch after batch. Nothing of it is training state.
+    """A check of one function's values over batches. It is no training state.
 
     Args:
         name: Of the function.

@@ -40,7 +40,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Scores:
-    """What the reward functions said of ``b`` completions. Tensors are float32 on the CPU."""
+    """The scores of ``b`` completions by the reward functions. Tensors are float32 on the CPU."""
 
     names: tuple[str, ...]
     """The ``k`` functions."""
@@ -49,7 +49,7 @@ class Scores:
     total: Tensor
     """``(b,)``: weighted sum over the functions that apply; NaN where none does."""
     weights: Tensor
-    """``(b, k)``: what each function counts in the row's sum; 0 where the row's recipe leaves it out."""
+    """``(b, k)``: the weight of each function in the row's sum; 0 where the row's recipe does not contain it."""
     metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Sum and count of each metric: over the calls of ``log_metric``, or over completions."""
     extras: dict[str, list[Any]] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Scores:
     None where no function gave any."""
 
     def among(self, rows: Sequence[int], count: int) -> Scores:
-        """As scores of `count` completions: ours are of these rows, and the others are unscored."""
+        """Return scores of `count` completions: these are at `rows`, and the others are unscored."""
         at = torch.tensor(rows, dtype=torch.long)
 
         def spread(values: Tensor, nothing: float) -> Tensor:
@@ -152,7 +152,7 @@ class Rewards:
         return tuple(self.functions)
 
     def only(self, name: str) -> Rewards:
-        """One of the functions, with weight 1. What a call of it loads or starts is shared."""
+        """Return one of the functions, with weight 1. Models and workers of its calls are shared."""
         alone = copy.copy(self)
         alone.functions, alone.weights = {name: self.functions[name]}, {name: 1.0}
         alone._callers = {name: self._callers[name]}
@@ -162,13 +162,14 @@ class Rewards:
         """Check every signature against the columns of the data, before anything expensive is loaded.
 
         Raises:
-            RewardError: a function needs what is no column; names the function, the argument and the columns.
+            RewardError: a function needs an argument that is no column; names the function, the argument and the
+                columns.
         """
         for caller in self._callers.values():
             caller.bind(columns)
 
     def reads(self, columns: Sequence[str]) -> set[str]:
-        """Those of the columns that a function may read."""
+        """Return the columns that a function may read."""
         by_function = (columns_read(name, function, columns) for name, function in self.functions.items())
         return set[str]().union(*by_function)
 
@@ -177,7 +178,7 @@ class Rewards:
 
         Args:
             columns: Of a set of the data, by name.
-            also: What else functions get by name, of episodes.
+            also: Further arguments of functions by name, from episodes.
         """
         for name, function in self.functions.items():
             inner = function.function if isinstance(function, FunctionFromPath) else function
@@ -185,7 +186,7 @@ class Rewards:
                 inner.check_columns(self._seen_by(name, columns), also)
 
     def _seen_by(self, name: str, columns: Mapping[str, Sequence[Any]]) -> Mapping[str, Sequence[Any]]:
-        """The rows of the data that a function is asked about."""
+        """Return the rows of the data that a function scores."""
         return columns
 
     def run_on(self, device: torch.device) -> None:
@@ -216,28 +217,28 @@ class Rewards:
 
     @property
     def logs_metrics(self) -> bool:
-        """Whether a function may log metrics under names of its own."""
+        """True if a function may log metrics under names of its own."""
         return any(caller.logs_metrics for caller in self._callers.values())
 
     every_function_scores = True
-    """Whether each function is called for every batch."""
+    """True if each function is called for every batch."""
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether a call of `score` is a collective, which a signal may not leave on one rank alone."""
+        """True if a call of `score` is a collective, which a signal may not leave on one rank alone."""
         return any(isinstance(each, Classifier) and each.lockstep is not None for each in self.functions.values())
 
     @property
     def weight_bytes(self) -> int:
-        """What the reward models that are loaded take on the device that all else runs on."""
+        """Bytes of the loaded reward models on the run's device."""
         return sum(function.weight_bytes for function in self.functions.values() if isinstance(function, Classifier))
 
     def begin(
         self, prompts: Sequence[Prompt], columns: Mapping[str, Sequence[Any]], trainer_state: TrainerState | None = None
     ) -> BegunRewards | None:
-        """Get ready for completions that come one by one; what is returned is told of each, and then given to `score`.
+        """Prepare for completions that are finished one by one; the result is told of each, and then passed to `score`.
 
-        Asked as they come are functions that name `prompt` or `completion`, where they are `async def` or run in
+        Called early are functions that name `prompt` or `completion`, where they are `async def` or run in
         worker processes, and functions whose attribute ``independent_rows`` is True. All others see the whole batch, in
         `score`.
 
@@ -247,7 +248,7 @@ class Rewards:
             trainer_state: None is the state before the first step.
 
         Returns:
-            None where no function can be asked early.
+            None if no function can be called early.
         """
         if not self.while_generating or not self.functions:
             return None
@@ -268,16 +269,16 @@ class Rewards:
         begun: BegunRewards | None = None,
         rows: Sequence[int] | None = None,
     ) -> Scores:
-        """Call every function on copies of the inputs, check what came back and sum it up.
+        """Call every function on copies of the inputs, check the results and sum them up.
 
         Args:
-            prompts: One for each completion, so a prompt of a group stands there as often as it was answered.
+            prompts: One for each completion, so a prompt of a group is repeated for each of its completions.
             completions: Texts, or lists of assistant messages where the prompts are messages.
             columns: The other columns of the data, one value a completion.
             completion_ids: Token ids of each completion; None where there are none, for functions that do not ask.
             trainer_state: None is the state before the first step.
-            begun: What `begin` returned, and was told of completions of this batch.
-            rows: Which completions the functions are asked about; the others are unscored. None: all.
+            begun: The result of `begin`, which was told of completions of this batch.
+            rows: The completions to score; the others are unscored. None: all.
 
         Raises:
             RewardError: a function raised, hung or ended its process while ``on_error`` is None, or returned anything
@@ -296,7 +297,8 @@ class Rewards:
     def _scores(
         self, inputs: Mapping[str, Any], trainer_state: TrainerState | None, early: Mapping[str, Early]
     ) -> Scores:
-        """Of all completions of the inputs. Where there is none, nobody is asked: functions divide by their number."""
+        """Return the scores of all completions of the inputs. Functions are not called on none: they divide by the
+        number."""
         completions: Sequence[Completion] = inputs["completions"]
         by_function = {name: FunctionScores([], [], []) for name in self.names}
         if completions:
@@ -324,7 +326,7 @@ class Rewards:
         state: TrainerState,
         early: Mapping[str, Early],
     ) -> dict[str, FunctionScores]:
-        """What every function said. Those that run elsewhere run while the others do, one after another, here."""
+        """Call every function. Those that run elsewhere run while the others run here, one after another."""
         callers = self._callers_for(inputs)
         jobs = {name: caller.job(inputs, len(completions), state) for name, caller in callers.items()}
         begun: dict[str, Future[FunctionScores] | None] = {}
@@ -341,19 +343,20 @@ class Rewards:
         return {name: by_function[name] for name in callers}
 
     def _callers_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Caller]:
-        """What calls each function on these inputs."""
+        """Return the caller of each function for these inputs."""
         return self._callers
 
     def _rows_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
-        """The rows that each function scores."""
+        """Return the rows that each function scores."""
         return dict.fromkeys(self.names, range(len(inputs["prompts"])))
 
     def _weights(self, inputs: Mapping[str, Any], rows: int) -> Tensor:
-        """Float64 ``(b, k)``: the same for every row."""
+        """Return float64 ``(b, k)``: the same for every row."""
         return torch.tensor(list(self.weights.values()), dtype=torch.float64).repeat(rows, 1)
 
     def _total(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Float32 `(b,)`: sums of float64 that are rounded once, so that 0.1 + 0.6 and 0.7 are the same reward."""
+        """Return float32 `(b,)`: sums of float64 that are rounded once, so that 0.1 + 0.6 and 0.7 are the same
+        reward."""
         parts = values * weights
         total = parts.nansum(1)
         total = total.masked_fill(total.abs() < _ROUNDING * parts.abs().nansum(1), 0.0).float()
@@ -362,7 +365,7 @@ class Rewards:
         return total.masked_fill(values.isnan().all(1), math.nan)
 
     def _extras(self, by_function: Mapping[str, FunctionScores], inputs: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Return what was noted of each completion."""
+        """Return the extra columns of each completion."""
         for name, scores in by_function.items():
             replaced = getattr(self.functions[name], "replaces_column", None)
             noted = [each for each, values in scores.extras.items() if not _equal(values, inputs.get(each))]
@@ -370,7 +373,7 @@ class Rewards:
         return _merged("log_extra", {name: scores.extras for name, scores in by_function.items()})
 
     def _metrics(self, by_function: Mapping[str, FunctionScores]) -> dict[str, tuple[float, int]]:
-        """What was logged, and the shares of completions that failed, hung or were known."""
+        """Return the logged metrics, and the shares of completions that failed, hung or were cached."""
         logged = _merged("log_metric", {name: scores.metrics for name, scores in by_function.items()})
         # fsum: the order in which concurrent calls logged must not show
         metrics = {name: (math.fsum(values), len(values)) for name, values in logged.items()}
@@ -396,22 +399,22 @@ def _span_rewards(by_function: Mapping[str, FunctionScores], weights: Tensor) ->
 
 
 def _print_output(output: str) -> None:
-    """Print what a worker printed."""
+    """Print a worker's output."""
     with contextlib.suppress(OSError, ValueError):  # a closed output must not end a run
         if output and sys.stdout is not None:
             sys.stdout.write(output)
 
 
 def _equal(values: Sequence[Any], others: Sequence[Any] | None) -> bool:
-    """Tell whether a column says what another says, as functions of TRL note the column of the answers."""
+    """Tell whether two columns are equal, as functions of TRL log the column of the answers."""
     try:
         return others is not None and list(values) == list(others)
-    except ValueError:  # arrays say no single word
+    except ValueError:  # arrays compare elementwise
         return False
 
 
 def _merged(service: str, by_function: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Return what all functions gave to a service, by the name that they gave it there."""
+    """Return the values that all functions passed to a service, by their names there."""
     merged: dict[str, list[Any]] = {}
     for function, named in by_function.items():
         for name, values in named.items():

@@ -23,7 +23,7 @@ SERVICES = ("trainer_state", "log_metric", "log_extra")
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where training stands, for rewards that follow a schedule. Read-only."""
+    """The progress of training, for rewards that follow a schedule. Read-only."""
 
     step: int = 0
     """Optimizer steps taken."""
@@ -42,7 +42,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a function gave no value."""
+    """The reason why a function returned no value."""
 
     kind: str
     """Name of the exception's class."""
@@ -54,9 +54,9 @@ class Failure:
     """The completion of the batch that it happened on, where that is known."""
     timed_out: bool = False
     died: bool = False
-    """The worker process ended; `text` says how."""
+    """True if the worker process ended; `text` says how."""
     output: str = ""
-    """What the worker process printed, shortened."""
+    """The worker process's output, shortened."""
 
 
 class CallFailed(Exception):
@@ -69,7 +69,7 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What to call a function with, by the names of its own arguments."""
+    """A call of a function: its inputs, by the names of its own arguments."""
 
     numbers: Sequence[int]
     """The place of each completion in the whole batch."""
@@ -83,19 +83,19 @@ class Job:
     max_concurrent: int = 1
     """Per-sample async functions: completions awaited at once."""
     seed: int | None = None
-    """Of the function's draws from the global random generators in this batch. None: they are not seeded."""
+    """Seed of the function's draws from the global random generators in this batch. None: they are not seeded."""
 
     @property
     def rows(self) -> int:
         return len(self.numbers)
 
     def select(self, rows: Sequence[int]) -> Job:
-        """The same job for some of its rows."""
+        """Return the same job for some of its rows."""
         inputs = {key: None if values is None else [values[i] for i in rows] for key, values in self.inputs.items()}
         return replace(self, numbers=[self.numbers[i] for i in rows], inputs=inputs)
 
     def row(self, i: int) -> dict[str, Any]:
-        """The inputs of one row."""
+        """Return the inputs of one row."""
         return {key: None if values is None else values[i] for key, values in self.inputs.items()}
 
     def copy(self) -> Job:
@@ -108,7 +108,7 @@ class Job:
             seed_generators(mixed(self.seed, self.numbers[row or 0]))
 
     def arguments(self, log: Log, row: int | None) -> dict[str, Any]:
-        """Keyword arguments of the call for all rows (None) or one."""
+        """Return keyword arguments of the call for all rows (None) or one."""
         services = {"trainer_state": self.trainer_state, "log_metric": log.metric, "log_extra": log.extra}
         if row is None:
             values = dict(self.inputs)
@@ -124,7 +124,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call gave."""
+    """The result of a call."""
 
     returned: Any
     """A list of numbers, None, spans, `Opaque` and `Failure`; or one `Opaque` where the function returned no list."""
@@ -134,7 +134,7 @@ class Outcome:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Outcome], rows: Sequence[int]) -> Outcome:
-        """Parts of so many rows one after another; an extra column that a part lacks is None there."""
+        """Concatenate parts with `rows[i]` rows each; an extra column that a part lacks is None there."""
         columns = dict.fromkeys(column for part in parts for column in part.extras)
         names = dict.fromkeys(name for part in parts for name in part.metrics)
         return cls(
@@ -146,7 +146,7 @@ class Outcome:
 
 
 class Log:
-    """Takes what a function logs during one call."""
+    """The metrics and columns that a function logs during one call."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -155,7 +155,7 @@ class Log:
         self._given: set[tuple[str, int]] = set()
 
     def metric(self, name: str, value: float) -> None:
-        """``log_metric``."""
+        """Record a metric. Functions know it as ``log_metric``."""
         _check_name("log_metric", name)
         number = number_of(value)
         if number is None or not math.isfinite(number):
@@ -166,7 +166,7 @@ class Log:
         self.metrics.setdefault(name, []).append(float(number))
 
     def extra(self, column: str, values: Any) -> None:
-        """``log_extra`` of a function that takes the batch."""
+        """Record a column. Functions that take the batch know it as ``log_extra``."""
         _check_name("log_extra", column)
         rows = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(rows, list | tuple) or len(rows) != self.rows:
@@ -176,7 +176,7 @@ class Log:
         self.extras[column] = [own_copy(row) for row in rows]
 
     def row_extra(self, row: int, column: str, value: Any) -> None:
-        """``log_extra`` of a per-sample function."""
+        """Record one row of a column. Per-sample functions know it as ``log_extra``."""
         _check_name("log_extra", column)
         if (column, row) in self._given:
             raise RewardError(f"log_extra({column!r}, ...) was called twice for one completion. Use two names.")
@@ -203,7 +203,7 @@ def _copy(key: str, values: Sequence[Any] | None) -> list[Any] | None:
 def run(function: Callable[..., Any], job: Job, wait: Callable[[Awaitable[Any]], Any]) -> Outcome:
     """Call a function on this thread, once or once a completion; `wait` is for one that returns a coroutine.
 
-    Its inputs are copies: also in a worker process, where rows of one prompt came as one object.
+    Its inputs are copies: also in a worker process, where rows of one prompt share an object.
 
     Raises:
         CallFailed: it raised (for a per-sample function with ``job.catch``: never).
@@ -227,7 +227,7 @@ def run(function: Callable[..., Any], job: Job, wait: Callable[[Awaitable[Any]],
 async def run_async(function: Callable[..., Any], job: Job) -> Outcome:
     """Await a coroutine function, once or once a completion, then `job.max_concurrent` of them at a time.
 
-    Its inputs are copies. The generators are seeded for what a call draws before it awaits something.
+    Its inputs are copies. The generators are seeded for draws of a call before its first await.
 
     Raises:
         CallFailed: as `run`.
@@ -243,7 +243,7 @@ async def run_async(function: Callable[..., Any], job: Job) -> Outcome:
                 job.seed_call(row)
                 value = function(**job.arguments(log, row))
                 return await value if hasattr(value, "__await__") else value
-            except BaseException as error:  # Ctrl-C comes to the main thread: here the function raised it
+            except BaseException as error:  # Ctrl-C is raised in the main thread only: here the function raised it
                 if not (raised_by_itself(error) or isinstance(error, KeyboardInterrupt)):
                     raise
                 return _failure_or_raise(error, job, row)
@@ -267,11 +267,11 @@ def _failure_or_raise(error: BaseException, job: Job, row: int | None) -> Failur
 
 
 def n_completions(rows: int) -> str:
-    """``1 completion``, ``2 completions``."""
+    """Return ``1 completion``, ``2 completions``."""
     return f"{rows} completion{'' if rows == 1 else 's'}"
 
 
 def failure_of(error: BaseException, row: int | None = None) -> Failure:
-    """An exception as text, which crosses any border."""
+    """Return an exception as text, which can be sent to any process."""
     trace = "".join(traceback.format_exception(error))
     return Failure(type(error).__name__, str(error)[:2000], line_of(error), trace[-8000:], row)

@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Opaque:
-    """Stands for a returned value that is no number, no None and no list of spans: enough to describe it."""
+    """A description of a returned value that is neither a number, nor None, nor a list of spans."""
 
     kind: str
     text: str
@@ -24,7 +24,7 @@ class Opaque:
 
 
 def to_plain(returned: Any, rows: int) -> Any:
-    """A list of `rows` plain values, whatever list, tuple or 1-D array they came in; anything else as `Opaque`."""
+    """Return a list of `rows` plain values for a list, tuple or 1-D array; anything else as `Opaque`."""
     if _is_array(returned):
         if tuple(returned.shape) == (rows,):
             return [_element(value) for value in returned.tolist()]
@@ -53,9 +53,9 @@ def _element(value: Any) -> Any:
 
 
 def own_copy(value: Any) -> Any:
-    """Return what a value says now, whatever becomes of it later: arrays and tensors as lists and numbers.
+    """Return a copy of a value that later changes do not affect: arrays and tensors as lists and numbers.
 
-    What cannot be copied, such as a lock, is given back as it is.
+    Objects that cannot be copied, such as a lock, are returned as they are.
     """
     if _is_array(value):
         return value.tolist()
@@ -70,7 +70,7 @@ def own_copy(value: Any) -> Any:
 
 
 def number_of(value: Any) -> int | float | None:
-    """Return the number that a value is, of Python, NumPy or a tensor without dimensions; None where it is none."""
+    """Return a value as a number, if it is one of Python or NumPy, or a tensor without dimensions; else None."""
     if _is_array(value) and value.ndim == 0:
         value = value.item()
     if isinstance(value, int | float):
@@ -86,12 +86,13 @@ def number_of(value: Any) -> int | float | None:
 
 
 def _is_array(value: Any) -> bool:
-    """A NumPy array or scalar, or a tensor: told by what it can do, for neither package is imported here."""
+    """Tell whether a value is a NumPy array or scalar, or a tensor, by its methods: neither package is imported
+    here."""
     return hasattr(value, "ndim") and hasattr(value, "shape") and hasattr(value, "tolist")
 
 
 def describe(returned: Any) -> str:
-    """What a value is: its type, its shape or length, its first three items."""
+    """Describe a value: its type, its shape or length, its first three items."""
     kind = type(returned).__name__
     if _is_array(returned):
         first = returned[:3].tolist() if returned.ndim else returned.item()

@@ -23,22 +23,22 @@ from lit_rl.import_source import load
 from lit_rl.rewards.workers.job import CallFailed, Failure, Job, Outcome, failure_of, run, run_async
 
 SPARE_TASKS = 4096
-"""Processes and threads that the user may have beyond those at a worker's start: no fork bomb takes the last one."""
+"""Processes and threads that the user may have beyond those at a worker's start, as a bound on fork bombs."""
 
 LENGTH = struct.Struct("<Q")
-"""What stands before each message: its length in bytes."""
+"""The format of the length in bytes before each message."""
 
 _PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is told first."""
+    """The first message to a worker."""
 
     source: str
     """File or module."""
     name: str
-    """Of the function."""
+    """Name of the function."""
     text: bytes | None
     """The file's text; None for a module."""
     is_async: bool
@@ -48,7 +48,7 @@ class Setup:
 
 
 def main(fd: int) -> None:
-    """Talk on this socket until the other side closes it."""
+    """Answer messages on this socket until the other side closes it."""
     connection = connected(fd)
     setup: Setup = receive(connection)
     try:
@@ -62,7 +62,7 @@ def main(fd: int) -> None:
 
 
 def connected(fd: int) -> socket.socket:
-    """The socket that leads to the training process. What is printed goes there in UTF-8, a line at a time."""
+    """Return the socket to the training process. Output is sent there in UTF-8, a line at a time."""
     os.set_inheritable(fd, False)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # pyright: ignore
@@ -70,8 +70,8 @@ def connected(fd: int) -> socket.socket:
 
 
 def serve(connection: socket.socket, call: Callable[[Any], Any]) -> None:
-    """Answer each message with what ``call`` makes of it, or with the Failure of what it raised, and with whether this
-    process has children; until the other side is gone."""
+    """Answer each message with the result of ``call``, or the Failure of its error, and with whether this process has
+    children; until the other side is gone."""
     me, home = os.getpid(), os.getcwd()
     while True:
         try:
@@ -85,7 +85,7 @@ def serve(connection: socket.socket, call: Callable[[Any], Any]) -> None:
             reply = failed.failure
         except BaseException as error:  # KeyboardInterrupt too: no answer would mean a wait until the limit
             reply = failure_of(error)
-        if os.getpid() != me:  # a child that the function forked and that came back here: one answer is enough
+        if os.getpid() != me:  # a forked copy of the function must not answer too
             os._exit(0)
         _flush()
         send(connection, (reply, _has_children()))
@@ -110,7 +110,7 @@ def _wait(awaitable: Awaitable[Any]) -> Any:
 
 
 def set_limits(memory_mb: int | None, parent: int) -> None:
-    """Bound what this process takes, and end it with its parent.
+    """Limit the resources of this process, and end it with its parent.
 
     Args:
         memory_mb: Most address space, in MiB (RLIMIT_AS); None is no limit.
@@ -127,7 +127,7 @@ def set_limits(memory_mb: int | None, parent: int) -> None:
 
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # also where Python holds its lock in C code
     if os.getppid() != parent:
-        os._exit(0)  # it was gone before we asked
+        os._exit(0)  # it ended before prctl
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, this process goes before the training
     tasks = _count_tasks() + SPARE_TASKS
@@ -137,7 +137,7 @@ def set_limits(memory_mb: int | None, parent: int) -> None:
 
 
 def _count_tasks() -> int:
-    """Threads of this user's processes."""
+    """Return the number of threads of this user's processes."""
     count = 0
     for entry in os.scandir("/proc"):
         try:
@@ -163,7 +163,7 @@ def _flush() -> None:
 
 
 def send(connection: socket.socket, message: Any) -> None:
-    """One message; in the place of one that cannot be pickled, a Failure that says so."""
+    """Send one message; in the place of one that cannot be pickled, a Failure that explains it."""
     try:
         data = pack(message)
     except Exception as error:
@@ -173,7 +173,7 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def pack(message: Any) -> bytes:
-    """A message as it travels: its length, and its pickle.
+    """Return a message for sending: its length, and its pickle.
 
     Raises:
         Exception: whatever pickle or an object in the message raises.
@@ -183,7 +183,7 @@ def pack(message: Any) -> bytes:
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message.
+    """Return the next message.
 
     Raises:
         EOFError: the other side is gone.
@@ -192,7 +192,7 @@ def receive(connection: socket.socket) -> Any:
 
 
 def receive_bytes(connection: socket.socket) -> bytearray:
-    """The next message, still pickled; raises as `receive`."""
+    """Return the next message, still pickled; raises as `receive`."""
     return _receive_exactly(connection, LENGTH.unpack(_receive_exactly(connection, LENGTH.size))[0])
 
 
