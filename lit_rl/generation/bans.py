@@ -1,4 +1,4 @@
-"""What a setting adds to the logits of single tokens, and which of them may not be drawn at this place."""
+"""Additive logit settings, and the tokens that may not be drawn at a position."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lit_rl.rollout import Prompts, Sampling
 
 
 def bad_word_ids(prompts: Prompts, sampling: Sampling) -> list[list[int]]:
-    """The token sequences of ``sampling.bad_words``: of each word, and of the word after a space where that is as many
-    tokens and begins with another one. The rule is vLLM's, so that a word means the same to every generator.
+    """Return the token sequences of ``sampling.bad_words``: of each word, and of the word after a space where that has
+    as many tokens and another first one. The rule is vLLM's, so that a word means the same to every generator.
 
     Raises:
         ConfigError: there is no tokenizer to ask, or it makes no token of a word.
@@ -32,12 +32,12 @@ def bad_word_ids(prompts: Prompts, sampling: Sampling) -> list[list[int]]:
 
 
 class Bans:
-    """Logit bias, bad words, and the EOS that ``min_new_tokens`` holds back. Knows the last tokens of every row.
+    """Logit bias, bad words, and the EOS that ``min_new_tokens`` blocks, with the last tokens of every row.
 
     Args:
         sampling: Whose ``logit_bias`` and ``min_new_tokens`` to use.
-        eos_ids: What ``min_new_tokens`` holds back.
-        words: What no response may contain, as token ids; see `bad_word_ids`. The prompt's tokens do not count.
+        eos_ids: The tokens that ``min_new_tokens`` blocks.
+        words: Forbidden token sequences; see `bad_word_ids`. The prompt's tokens do not count.
         n_rows: Rows of the batch.
     """
 
@@ -53,7 +53,7 @@ class Bans:
         self._window = max((len(word) - 1 for word in words), default=0)
 
     def __call__(self, logits: Tensor, position: int | Tensor, rows: Tensor | slice) -> Tensor:
-        """The logits ``(n, v)`` of these rows' next tokens; ``position`` is that of all of them, or long ``(n,)``."""
+        """Return the logits ``(n, v)`` of these rows' next tokens; ``position`` is one for all, or long ``(n,)``."""
         if self._sampling.logit_bias:
             logits = logits + self._biases(logits)
         if self._sampling.min_new_tokens:
@@ -67,13 +67,13 @@ class Bans:
         return ban(logits, self._completed(logits, rows)) if self._window else logits
 
     def drew(self, tokens: Tensor, rows: Tensor | slice) -> None:
-        """Take note of the rows' new tokens, ``(n,)``."""
+        """Record the rows' new tokens, ``(n,)``."""
         if self._window:
             assert self._last is not None
             self._last[rows] = torch.cat([self._last[rows][:, 1:], tokens[:, None]], 1)
 
     def next_turn(self, row: int) -> None:
-        """No bad word goes on behind what the row has said before."""
+        """Forget the row's last tokens: no bad word continues from an earlier turn."""
         if self._last is not None:
             self._last[row] = -1
 
@@ -90,7 +90,7 @@ class Bans:
         return self._bias
 
     def _masks(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens are an EOS, and which are a bad word by themselves: bool, ``(v,)`` each."""
+        """Return two bool masks ``(v,)``: the tokens that are an EOS, and those that are a bad word by themselves."""
         if self._tables is None:
             vocabulary = torch.arange(logits.shape[-1], device=logits.device)
             single = [word[0] for word in self._words if len(word) == 1]
@@ -99,7 +99,7 @@ class Bans:
         return self._tables
 
     def _completed(self, logits: Tensor, rows: Tensor | slice) -> Tensor:
-        """Bool ``(n, v)``: the tokens that would complete a bad word of several tokens."""
+        """Return bool ``(n, v)``: the tokens that would complete a bad word of several tokens."""
         if self._last is None:  # -1 is no token
             self._last = torch.full((self._n_rows, self._window), -1, dtype=torch.long, device=logits.device)
             self._begun = [(self._last.new_tensor(begun), end) for *begun, end in self._words if begun]

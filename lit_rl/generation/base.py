@@ -1,4 +1,5 @@
-"""What a generator is, and what the in-process ones share: checks, the loop over batches, a policy's rollout mode."""
+"""The contract of a generator, and the parts that in-process ones share: checks, the loop over batches, rollout
+mode."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from lit_rl.rollout import Completions, Prompts, Sampling
 
 @dataclass(frozen=True)
 class Gap:
-    """What a probe saw: absolute differences of log-probs, in nats, over every token of both requests."""
+    """Absolute differences of log-probs that a probe found, in nats, over every token of both requests."""
 
     mean: float
     max: float
@@ -32,67 +33,67 @@ class Gap:
 
 
 class Generator(ABC):
-    """Prompt token ids to completions. A subclass writes `sync` and `generate`; every other member has a default.
+    """A map from prompt token ids to completions. A subclass writes `sync` and `generate`; the rest has defaults.
 
     Every implementation passes one contract test:
 
-    - Rows: completions of prompt ``i`` are rows ``i * group_size`` to ``(i + 1) * group_size - 1``, whatever the decode
-      batches were.
+    - Rows: completions of prompt ``i`` are rows ``i * group_size`` to ``(i + 1) * group_size - 1``, for any decode
+      batches.
     - Noise: a token depends on the prompt, its row's key and its position (``generation.noise``), and on nothing else:
       not on the batch, the rank, the padding or a global random generator, which stays untouched. The noise is exact;
-      logits differ by a rounding between batch shapes, which may flip a token, once in very many.
+      logits differ by a rounding between batch shapes, which may change a token very rarely.
     - Greedy (temperature 0): the likeliest token after repetition penalty, the lowest id of equals. Two engines may
       differ only where the two best logits are closer than 1e-4.
     - Ends: every id of ``Prompts.eos_ids`` ends a response, and the EOS is part of it: kept in ``response_mask``. So is
       the token that completes a stop string.
     - ``Sampling`` is the whole setting. The model's own generation config has no say.
-    - Turns: where ``converses``, a row goes on with what ``Prompts.responder`` answers (``lit_rl.turns``), to the last
-      answer of the last row. The noise of a token goes by its column, what the row heard included; lengths and stop
+    - Turns: where ``converses``, a row continues with the answers of ``Prompts.responder`` (``lit_rl.turns``), to the
+      last answer of the last row. The noise of a token goes by its column, with the answers counted; lengths and stop
       strings are those of a turn. ``attended`` and ``turn`` are set, and log-probs are 0 where nothing was sampled.
     - ``sampler_logprobs``: the log of the distribution that was drawn from, after every transform, renormalised. For
       greedy, of the softmax at temperature 1 after repetition penalty.
     - ``kept_logmass``: where top-k, top-p or min-p is in force, ``log softmax(logits / temperature)`` of a token, after
-      repetition penalty, is ``sampler_logprobs + kept_logmass``. None from an engine that cannot tell.
+      repetition penalty, is ``sampler_logprobs + kept_logmass``. None from an engine that does not report it.
     - ``version`` is the one of the last ``sync``.
     """
 
     exact: bool = True
-    """Whether samples are drawn from the very policy that learns, by its own forward pass. An engine with weights or
-    kernels of its own says False: its log-probs are then compared with the training's, and its samples weighted."""
+    """True where samples are drawn from the learning policy itself, by its own forward pass. False for an engine with
+    weights or kernels of its own: its log-probs are then compared with the training's, and its samples weighted."""
 
     lag: int = 0
-    """How many rollouts older than the policy the samples of a rollout are. With 1 the generator runs elsewhere:
+    """The age of a rollout's samples, in rollouts before the current policy. With 1 the generator runs elsewhere:
     ``generate`` is called in a thread while the policy learns, on every rank by itself. It uses no collective, no
-    random generator of this process and nothing of the policy's. With 2 or more, ``sync`` is called there too, with a
+    random generator of this process and no part of the policy. With 2 or more, ``sync`` is called there too, with a
     copy of the policy that nothing else has, in a run of one process."""
 
     reports_kept_mass: bool = False
-    """Whether ``Completions.kept_logmass`` is there wherever truncation is in force. Without it, training with top-k,
-    top-p or min-p is refused unless samples are weighted: nobody sees whether engine and training cut the same tokens
-    off."""
+    """True where ``Completions.kept_logmass`` is set whenever truncation is in force. Without it, training with top-k,
+    top-p or min-p is refused unless samples are weighted: engine and training may truncate different tokens, and that
+    would go unseen."""
 
     reshaped_by: tuple[str, ...] = ()
-    """Settings of the engine's own that change what it draws, and that training does not score by."""
+    """Settings of the engine that change its distribution, and that training's scoring does not apply."""
 
     converses: bool = False
-    """Whether ``generate`` tells ``Prompts.responder`` of each turn, and goes on with what it answers."""
+    """True where ``generate`` passes each turn to ``Prompts.responder``, and continues with the answer."""
 
     sees: bool = False
-    """Whether ``generate`` shows the policy what ``Prompts.vision`` has beside the tokens."""
+    """True where ``generate`` gives the policy the images of ``Prompts.vision``."""
 
     gap: Gap | None = None
-    """What the probe of the last update saw; None where nothing was probed."""
+    """The gap that the probe of the last update found; None without a probe."""
 
     seconds: Mapping[str, float] = MappingProxyType({})
     """Parts of the time that the last update took, by name: logged as ``time/<name>``."""
 
     @abstractmethod
     def sync(self, policy: nn.Module, version: int) -> None:
-        """Take over the policy's weights as they are now. Always called before ``generate``."""
+        """Take over the policy's current weights. Always called before ``generate``."""
 
     @abstractmethod
     def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
-        """Complete every prompt ``prompts.group_size`` times.
+        """Return ``prompts.group_size`` completions of every prompt.
 
         Raises:
             GenerationError: never synced, no or empty prompts, or the engine failed.
@@ -103,17 +104,17 @@ class Generator(ABC):
 
     @property
     def context(self) -> float:
-        """Tokens that a prompt and its response may have together, known from the first sync on; 0: it cannot tell,
-        `inf`: there is no bound. Texts that may go on for different lengths are drawn in one call where all fit."""
+        """The tokens that a prompt and its response may have together, known from the first sync on; 0: unknown, `inf`:
+        no bound. Texts with different length limits are drawn in one call where all fit."""
         return 0
 
     @property
     def share_of_device(self) -> float:
-        """Share of the device's memory that an engine holds while the policy learns, in [0, 1)."""
+        """The share of the device's memory that an engine holds while the policy learns, in [0, 1)."""
         return 0.0
 
     def prepare(self, model: LanguageModel) -> None:  # noqa: B027 (optional)
-        """Told once, before the first sync, which model the policy is. Does nothing by default."""
+        """Receive the description of the policy, once, before the first sync. Does nothing by default."""
 
     def check(self, sampling: Sampling, longest: int) -> None:  # noqa: B027 (optional)
         """Refuse, before the run begins, what `generate` would refuse in it. Refuses nothing by default.
@@ -127,14 +128,15 @@ class Generator(ABC):
         """
 
     def check_asked_alone(self) -> None:  # noqa: B027 (optional)
-        """Refuse to be asked by each rank as often as it likes, as a rollout function does. Refuses nothing by default.
+        """Refuse requests that each rank makes as often as it likes, as a rollout function does. Refuses nothing by
+        default.
 
         Raises:
             ConfigError: ranks can only ask together.
         """
 
     def check_converses(self) -> None:
-        """Refuse to hold conversations, where it cannot.
+        """Refuse conversations where the generator cannot hold them.
 
         Raises:
             ConfigError: it would not hear what answers it.
@@ -146,14 +148,15 @@ class Generator(ABC):
             )
 
     def rest(self) -> None:  # noqa: B027 (optional)
-        """Nothing is drawn until the next sync: memory may be given back. Does nothing by default."""
+        """Release memory: nothing is drawn until the next sync. Does nothing by default."""
 
     def close(self) -> None:  # noqa: B027 (optional)
-        """Stop what runs outside of the policy; the next sync starts it again. Does nothing by default."""
+        """Stop processes and engines outside of the policy; the next sync starts them again. Does nothing by
+        default."""
 
 
 def as_generator(generator: Any) -> Generator:
-    """The generator itself, if it is one.
+    """Return the generator itself, if it is one.
 
     Raises:
         ConfigError: it does not subclass `Generator`.
@@ -177,19 +180,19 @@ def as_generator(generator: Any) -> Generator:
 
 
 class EngineLost(GenerationError):
-    """An engine died, hangs, or was restarted: it may be brought back, and synced again."""
+    """An engine that died, hangs, or was restarted: it may be brought back, and synced again."""
 
 
 class ConversationsLost(GenerationError):
-    """An engine was lost and is back, synced: conversations that it held have to begin anew, environments and all."""
+    """An engine that was lost and is back, synced: its conversations have to begin again, environments included."""
 
 
 class DecodingMemoryError(MemoryError):
-    """Memory ran out while the policy was decoding in this process.
+    """A lack of memory while the policy was decoding in this process.
 
     Args:
         at_once: Sequences that were decoded together.
-        cause: What the allocator said.
+        cause: The allocator's error.
     """
 
     def __init__(self, at_once: int, cause: BaseException) -> None:
@@ -220,7 +223,7 @@ class InProcessGenerator(Generator):
 
     @property
     def rows_a_batch(self) -> int | None:
-        """At most this many rows are given to the decode loop together; None gives all.
+        """The most rows that the decode loop gets together; None gives all.
 
         Where `batch_size` is None it is ``bound``, which a memory plan may set: samples do not depend on it.
         """
@@ -270,17 +273,18 @@ class InProcessGenerator(Generator):
     def _decode(
         self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
     ) -> Iterator[tuple[Tensor, Decoded]]:
-        """Decode every row, at most `rows_a_batch` at a time: parts of them, each with its numbers, long on the CPU."""
+        """Decode every row, at most `rows_a_batch` at a time: yield parts of them, each with its row numbers, long on
+        the CPU."""
 
 
 def check_request(prompts: Prompts, sampling: Sampling, policy: nn.Module, *, structured: bool = False) -> None:
-    """Refuse what cannot be generated, before the policy runs.
+    """Refuse a request that cannot be generated, before the policy runs.
 
     Args:
-        prompts: What is asked for.
+        prompts: The requested completions.
         sampling: How to draw.
-        policy: Whose context it has to fit.
-        structured: Whether the generator can hold a response to ``sampling.structured``.
+        policy: The model whose context the texts have to fit.
+        structured: True where the generator can constrain a response to ``sampling.structured``.
     """
     if not prompts.token_ids or prompts.group_size < 1 or len(prompts.keys) != len(prompts):
         raise GenerationError(
@@ -326,7 +330,7 @@ def check_request(prompts: Prompts, sampling: Sampling, policy: nn.Module, *, st
 
 
 def context_length(policy: nn.Module) -> int | None:
-    """Positions that the policy was built for, by its config; None where the config does not say."""
+    """Return the positions that the policy was built for, by its config; None where the config does not say."""
     config: Any = getattr(policy, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
@@ -336,7 +340,7 @@ def context_length(policy: nn.Module) -> int | None:
 
 @contextmanager
 def rollout_mode(policy: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradient, dropout and gradient checkpointing off, cache on; all restored on the way out.
+    """Set evaluation mode, no gradient, dropout and gradient checkpointing off, cache on; restore all at the end.
 
     Not ``inference_mode``: its tensors could never enter a loss.
     """

@@ -1,4 +1,4 @@
-"""Prompts cut into the batches that an in-process engine decodes, and what it decoded put together again."""
+"""Prompts cut into the batches that an in-process engine decodes, and its responses joined again."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class DecodeBatch:
     rows: Tensor
     """Long ``(n * repeats,)``, on the CPU: where each row stands in the completions."""
     numbers: Sequence[int]
-    """Of the ``n`` prompts among those of the request."""
+    """The indices of the ``n`` prompts in the request."""
     begun: Tensor | None = None
-    """Long ``(n * repeats,)``: tokens of each response that stand in the prompt here already. None: none."""
+    """Long ``(n * repeats,)``: tokens of each response that are part of the prompt here. None: none."""
     vision: tuple[PromptVision | None, ...] = ()
-    """What the model sees of each of the ``n`` prompts; empty where none of the request has images."""
+    """The images of each of the ``n`` prompts; empty where the request has none."""
     padded: bool = True
-    """False: the host knows that no prompt is padded, so nobody has to ask the device."""
+    """False where no prompt is padded, by the lengths on the host: no query of the device is needed."""
 
     def repeated(self) -> tuple[Tensor, Tensor]:
-        """Prompt ids and mask of every row, both ``(n * repeats, p)``."""
+        """Return prompt ids and mask of every row, both ``(n * repeats, p)``."""
         return self.prompt_ids.repeat_interleave(self.repeats, 0), self.prompt_mask.repeat_interleave(self.repeats, 0)
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """The responses of a decode batch, padded on the right by anything; fields as in ``Completions``."""
+    """The responses of a decode batch, with arbitrary padding on the right; fields as in ``Completions``."""
 
     ids: Tensor
     mask: Tensor
@@ -55,11 +55,11 @@ class Decoded:
     attended: Tensor | None = None
     turn: Tensor | None = None
     later: tuple[tuple[Later, ...], ...] | None = None
-    """What each row sees in its response. None: no row sees anything there."""
+    """The images in each row's response. None: there are none."""
 
 
 def left_pad(token_ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Long ids and bool mask, both ``(n, p)``, on the CPU."""
+    """Return long ids and bool mask, both ``(n, p)``, on the CPU."""
     width = max(map(len, token_ids))
     lengths = torch.tensor([len(ids) for ids in token_ids])
     ids = torch.tensor([[pad_id] * (width - len(ids)) + list(ids) for ids in token_ids])
@@ -67,20 +67,20 @@ def left_pad(token_ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, T
 
 
 def has_padding(token_ids: Sequence[Sequence[int]]) -> bool:
-    """Return whether `left_pad` pads any of them."""
+    """Tell whether `left_pad` pads any of them."""
     return len({len(ids) for ids in token_ids}) > 1
 
 
 class Waiting:
-    """Rows that are still to be decoded, as batches of no more than there are places for.
+    """Rows that are still to be decoded, as batches that fit into the free places.
 
     A batch has whole groups, or a slice of one group larger than all places. Prompts of similar length stand together,
-    the longest first: little padding, and a lack of memory shows at once.
+    the longest first: little padding, and a lack of memory shows immediately.
 
     Args:
-        prompts: What is asked for.
+        prompts: The requested completions.
         places: Rows that may be decoded at a time, 1 or more; None: all.
-        device: Where the batches go.
+        device: The device of the batches.
     """
 
     def __init__(self, prompts: Prompts, places: int | None, device: torch.device) -> None:
@@ -96,7 +96,8 @@ class Waiting:
         return bool(self._groups)
 
     def take(self, places: int | None) -> DecodeBatch | None:
-        """The next rows, as many as there are places for; None where the next group, or slice of one, has none."""
+        """Return the next rows, as many as fit into the places; None where the next group, or slice of one, does
+        not."""
         prompts, group = self._prompts, self._prompts.group_size
         count = len(self._groups) if places is None else min(places // self._slice, len(self._groups))
         if self._slice < group:
@@ -115,7 +116,7 @@ class Waiting:
 
 
 def decode_batches(prompts: Prompts, batch_size: int | None, device: torch.device) -> Iterator[DecodeBatch]:
-    """All rows in batches of at most ``batch_size``, as `Waiting` makes them."""
+    """Yield all rows in batches of at most ``batch_size``, as `Waiting` makes them."""
     waiting = Waiting(prompts, batch_size, device)
     while batch := waiting.take(batch_size):
         yield batch
@@ -124,7 +125,7 @@ def decode_batches(prompts: Prompts, batch_size: int | None, device: torch.devic
 def assemble(
     prompts: Prompts, decoded: Sequence[tuple[Tensor, Decoded]], *, version: int, device: torch.device
 ) -> Completions:
-    """Put decoded batches, each with its row numbers, back in the order of the prompts."""
+    """Join decoded batches, each with its row numbers, in the order of the prompts."""
     places = [rows for rows, _ in decoded]
     ids, mask, *placed = in_one_transfer(device, *left_pad(prompts.token_ids, prompts.pad_id), *places)
     ids, mask = (part.repeat_interleave(prompts.group_size, 0) for part in (ids, mask))

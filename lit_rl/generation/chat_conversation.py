@@ -26,20 +26,20 @@ _ID = re.compile(r"[A-Za-z0-9]{9}")
 """An id as Mistral's templates demand it."""
 
 THOUGHTS = ("reasoning_content", "reasoning")
-"""What a message's thoughts are called: by DeepSeek, SGLang and older vLLM, and by vLLM today."""
+"""The keys of a message's thoughts: of DeepSeek, SGLang and older vLLM, and of vLLM today."""
 
 
 @dataclass
 class ChatReading:
-    """How conversations of one rollout become tokens, and tokens become turns.
+    """The conversion between conversations of one rollout and tokens, in both directions.
 
     Args:
-        tokenizer: Of the policy.
+        tokenizer: The policy's.
         encode: A first prompt's tokens, by its messages and the arguments of the chat template.
-        template_kwargs: What prompts are rendered with.
+        template_kwargs: Arguments of the chat template.
         eos_ids: Every token that ends a turn.
-        parser: Name of what reads calls of tools, see `parser_for`.
-        call_pattern: Of `parser=regex`.
+        parser: Name of the parser of tool calls, see `parser_for`.
+        call_pattern: Pattern for `parser=regex`.
     """
 
     tokenizer: Any
@@ -52,11 +52,11 @@ class ChatReading:
     _parsers: dict[str, Parser] = field(default_factory=dict)
 
     def prompt(self, request: ChatRequest) -> list[int]:
-        """Of a first request.
+        """Return the tokens of a first request.
 
         Raises:
             RequestRefused: the arguments of a call in it are no JSON object, or an answer of a tool is to no call.
-            ConfigError: the chat template does not tell the policy of the tools, or nothing says how calls are written.
+            ConfigError: the chat template does not show the tools to the policy, or the format of calls is unknown.
         """
         settings, messages = dict(self.template_kwargs), request.messages
         if request.tools:
@@ -68,12 +68,12 @@ class ChatReading:
         return self.encode(messages, chat_template_kwargs=settings)
 
     def answers(self, messages: Sequence[Message], request: ChatRequest, *, closed: bool) -> list[int]:
-        """What stands between a turn and the next, of the messages that answer it."""
+        """Return the tokens between a turn and the next, for the messages that answer it."""
         kind: Kind = "tool" if messages[0]["role"] == "tool" else "user"
         return self._framed(kind, request, calls_are_text=self.parser == "regex").encode(messages, closed=closed)
 
     def turn(self, ids: Sequence[int], request: ChatRequest, number: int) -> Message:
-        """A turn of the policy as an agent reads it; calls without an id are given one by their number."""
+        """Return a turn of the policy as a message for the agent; calls without an id get one by their number."""
         message = self.plain_turn(ids)
         parsed = self._parser(request).parse(self._written(ids)) if request.tools else None
         if parsed is None or not parsed.calls:
@@ -84,7 +84,7 @@ class ChatReading:
         return message | {"tool_calls": told} if told else message
 
     def plain_turn(self, ids: Sequence[int]) -> Message:
-        """The same of a turn in which no tool can be called."""
+        """Return a turn in which no tool can be called, as a message for the agent."""
         message: Message = {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
         if self._on_channels:
             message["content"], thought = said_and_thought(self._written(ids))
@@ -95,7 +95,7 @@ class ChatReading:
         return str(self.tokenizer.decode(ids[:-1] if self.closed(ids) else ids))
 
     def closed(self, ids: Sequence[int]) -> bool:
-        """Whether a turn ended with a token that ends turns."""
+        """Tell whether a turn ended with a token that ends turns."""
         return bool(ids) and ids[-1] in self.eos_ids
 
     @cached_property
@@ -130,8 +130,8 @@ class ChatConversation:
     """A completion while it is written.
 
     Args:
-        reading: Of its tokens.
-        max_tokens: Of the completion, what the policy reads between its turns included.
+        reading: Converts its tokens.
+        max_tokens: Most tokens of the completion, with the answers that the policy reads between its turns.
     """
 
     reading: ChatReading
@@ -142,26 +142,26 @@ class ChatConversation:
     written: list[int] = field(default_factory=list)
     """1 for the tokens of the policy."""
     ended: bool = False
-    """Whether the last turn came to its end, and nothing was cut."""
+    """True where the last turn came to its end, and nothing was cut."""
     full: bool = False
-    """Whether a turn was asked for that it has no room for."""
+    """True where a turn was requested that did not fit."""
     turns: int = 0
     messages: list[Message] = field(default_factory=list)
-    """What was said and answered behind the prompt, as templates know it: one of the assistant for each turn."""
+    """The messages behind the prompt, in the form for templates: one of the assistant for each turn."""
     _said: list[Message] = field(default_factory=list)
     _asked: tuple[ChatRequest, list[Message], list[int]] | None = None
     _answered: tuple[ChatRequest, ChatTurn] | None = None
     _told: frozenset[str] = frozenset()
-    """The names of the tools that the prompt tells of."""
+    """The names of the tools in the prompt."""
     _last: list[int] = field(default_factory=list)
 
     def answered(self, request: ChatRequest) -> ChatTurn | None:
-        """What this very request was answered, if it was the last one: a client sends it again where it has lost the
+        """Return the answer to this very request if it was the last one: a client repeats it where it has lost the
         answer."""
         return self._answered[1] if self._answered is not None and self._answered[0] == request else None
 
     def ask(self, request: ChatRequest) -> tuple[list[int], int]:
-        """The tokens that the policy goes on from, and how many it may write at most.
+        """Return the tokens from which the policy continues, and the most that it may write.
 
         Raises:
             RequestRefused: the request is no next turn of this conversation, or there is no room for one.
@@ -186,7 +186,7 @@ class ChatConversation:
         return [*self.prompt_ids, *self.completion_ids, *between], room
 
     def answer(self, ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> ChatTurn:
-        """What the policy went on with, as a turn."""
+        """Record the policy's continuation, and return it as a turn."""
         assert self._asked is not None, "nobody asked"
         (request, answers, between), self._asked = self._asked, None
         prompt = len(self.prompt_ids) + len(self.completion_ids) + len(between)
@@ -202,13 +202,13 @@ class ChatConversation:
         return self._answered[1]
 
     def write(self, prompt_ids: Sequence[int], ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> None:
-        """A completion of one turn that nobody has asked for."""
+        """Record a completion of one turn without a request."""
         self.prompt_ids, self.completion_ids, self.logprobs = list(prompt_ids), list(ids), list(logprobs)
         self.written, self.ended, self.turns = [1] * len(ids), ended, 1
         self._note([], self.reading.plain_turn(ids))
 
     def _note(self, answers: Sequence[Message], turn: Message) -> None:
-        """Add the answers that were read, and the turn behind them. Where nothing was read between two turns, their
+        """Append the answers that were read, and the turn behind them. Where nothing was read between two turns, their
         tokens are one turn, and so are their messages."""
         turn = _for_templates(turn)
         if answers or not self.messages:
@@ -220,7 +220,7 @@ class ChatConversation:
         self.messages.append(one | {"tool_calls": calls} if calls else one)
 
     def _answers(self, request: ChatRequest) -> list[Message]:
-        """The messages that answer the last turn, as templates know them."""
+        """Return the messages that answer the last turn, in the form for templates."""
         known, new = request.messages[: len(self._said)], request.messages[len(self._said) :]
         for number, (was, now) in enumerate(zip(self._said, known)):
             if _compared(was) != _compared(now):
@@ -257,8 +257,8 @@ def _call_id(number: int) -> str:
 
 
 def _examples(messages: Sequence[Message]) -> Iterator[Message]:
-    """The messages of a prompt as templates know them: the arguments of calls as mappings, the answers of tools with
-    the tool's name, and ids that no template takes as numbers."""
+    """Yield the messages of a prompt in the form for templates: the arguments of calls as mappings, the answers of
+    tools with the tool's name, and unsupported ids as numbers."""
     names, ids = dict[str, str](), dict[str, str]()
     for message in messages:
         calls = []
@@ -273,7 +273,8 @@ def _examples(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _for_templates(turn: Message) -> Message:
-    """A turn of the policy as templates know it: arguments of calls as mappings, thoughts under ``thinking``."""
+    """Return a turn of the policy in the form for templates: arguments of calls as mappings, thoughts under
+    ``thinking``."""
     known: Message = {"role": "assistant", "content": turn["content"]}
     if thought := turn.get(THOUGHTS[0]):
         known["thinking"] = thought
@@ -286,7 +287,7 @@ def _function(call: Message) -> Message:
 
 
 def _arguments(call: Message) -> Mapping[str, Any]:
-    """Those of a call, which OpenAI's API sends as JSON text."""
+    """Return the arguments of a call, which OpenAI's API sends as JSON text."""
     written = call["function"].get("arguments")
     try:
         read = json.loads(written or "{}") if isinstance(written, str | None) else written
@@ -300,7 +301,7 @@ def _arguments(call: Message) -> Mapping[str, Any]:
 
 
 def _answer(message: Message, names: Mapping[str, str]) -> Message:
-    """As templates know it. An id that no template takes is left out."""
+    """Return an answer in the form for templates. An id that no template supports is left out."""
     if message["role"] != "tool":
         return message
     id = message["tool_call_id"]

@@ -1,9 +1,9 @@
-"""The policy of a rollout function behind OpenAI's API, for agents that know nothing else.
+"""An endpoint of OpenAI's API in front of the policy of a rollout function, for agents that know no other.
 
-Every completion has an address of its own, so that whoever asks there writes its next turn. Agents run on one event
-loop in the thread of the rollout function, which alone may ask the generator; requests come in on other threads. The
-policy is asked once all agents wait for it, or some have waited for long enough: while it writes, the loop stands
-still, and then nothing that an agent does beside waiting can run into a limit.
+Every completion has an address of its own, and a request there gets its next turn. Agents run on one event loop in the
+thread of the rollout function, the only thread that may ask the generator; requests arrive on other threads. The policy
+is asked once all agents wait for it, or some have waited for long enough: while it writes, the loop stands still, so no
+other work of an agent can run into a time limit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lit_rl.own_loop import awaited, no_loop
 from lit_rl.rollout import Prompt
 
 _SPARE_THREADS = 32
-"""For what else runs in threads, such as the lookup of names."""
+"""Threads for other uses, such as the lookup of names."""
 
 _LARGEST_BODY = 2**25
 """Bytes of a request: a conversation of some million tokens."""
@@ -44,24 +44,24 @@ Agent = Callable[[int, str], Awaitable[Result]]
 
 @dataclass(frozen=True)
 class Played(Generic[Result]):
-    """What agents did with a rollout's completions."""
+    """The agents' results and completions of a rollout."""
 
     results: list[Result | Exception]
-    """What each agent returned, or raised; a `TimeoutError` of one whose time was over."""
+    """The value that each agent returned, or its exception; a `TimeoutError` where its time was over."""
     rollout: dict[str, list[Any]]
-    """What a rollout function returns: ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask``, ``ended``,
-    ``episode_messages``, and ``episode_error``: the exception where an agent raised or its time was over, else None. It
-    is None too where the completion had no room for another turn: then the policy has talked too long."""
+    """The returned dict of a rollout function: ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask``,
+    ``ended``, ``episode_messages``, and ``episode_error``: the exception where an agent raised or its time was over,
+    else None. It is None too where the completion had no room for another turn: then the policy has talked too long."""
 
 
 class ChatEndpoint(Generic[Result]):
-    """Lets agents that speak OpenAI's chat completions write the completions of a rollout, with exact tokens.
+    """An endpoint of OpenAI's chat completions through which agents write a rollout, with exact tokens.
 
     Args:
-        trainer: What the rollout function was given.
-        parser: Reads calls of tools where a request names tools: a name as of `env.parser`.
-        call_pattern: Of `parser=regex`.
-        patience: Seconds that those who wait for the policy wait for others to ask too.
+        trainer: The rollout function's second argument.
+        parser: Name of the parser of tool calls, where a request names tools: see `env.parser`.
+        call_pattern: Pattern for `parser=regex`.
+        patience: Seconds that waiting agents wait for others to ask too.
         agent_timeout: Seconds that an agent may take from when it is called, generation included; None is no limit. It
             is looked at while the agent awaits something: no turn is cut. One that is late is cancelled, and the others
             go on.
@@ -175,13 +175,13 @@ class ChatEndpoint(Generic[Result]):
             self._came.set()
 
     def _leave(self, row: int) -> None:
-        """Nobody answers what was asked last: whoever waits for it hears that it is over."""
+        """Cancel the requests of an agent that has ended: their clients get an error."""
         if waiting := self._waiting.pop(row, None):
             for future in waiting.futures:
                 future.cancel()
 
     async def _until_asked(self) -> None:
-        """Until all agents wait for the policy, or some of them have waited for long enough."""
+        """Wait until all agents wait for the policy, or some of them have waited for long enough."""
         while self._live and len(self._waiting) < len(self._live):
             self._came.clear()
             try:
@@ -192,14 +192,14 @@ class ChatEndpoint(Generic[Result]):
                 raise self._broken
 
     def _left(self) -> float | None:
-        """Seconds until the first who waits has waited for long enough; None where nobody waits."""
+        """Return the seconds until the first waiting agent has waited for long enough; None where none waits."""
         if not self._waiting:
             return None
         first = min(each.since for each in self._waiting.values())
         return max(0.0, first + self._patience - time.monotonic())
 
     def _answer(self) -> None:
-        """Ask the policy for a turn of all who wait."""
+        """Draw a turn for all agents that wait."""
         rows = sorted(self._waiting)
         asked = [self._waiting[row] for row in rows]
         with no_loop():  # engines may run one
@@ -215,7 +215,7 @@ class ChatEndpoint(Generic[Result]):
     # ------------------------------------------------------------------ requests, on threads of their own
 
     def _take(self, row: int, request: ChatRequest) -> ChatTurn:
-        """The policy's next turn of a completion."""
+        """Return the policy's next turn of a completion."""
         future: Future[ChatTurn] = Future()
         self._loop.call_soon_threadsafe(self._asked, row, request, future)
         try:
@@ -241,8 +241,8 @@ class ChatEndpoint(Generic[Result]):
         self._came.set()
 
     def _answer_repeat(self, row: int, request: ChatRequest, future: Future[ChatTurn]) -> bool:
-        """Answer a request that a client sends once more, as it does if the answer was lost or is late, as it was
-        answered or will be. False: it is a new one."""
+        """Answer a request that a client repeats because the answer was lost or is late, as it was or will be answered.
+        Return False for a new one."""
         if turn := self._conversations[row].answered(request):
             future.set_result(turn)
         elif (waiting := self._waiting.get(row)) and waiting.request == request:
@@ -253,7 +253,7 @@ class ChatEndpoint(Generic[Result]):
 
 
 def check_times(patience: float, agent_timeout: float | None) -> None:
-    """Refuse seconds that are none.
+    """Refuse seconds out of range.
 
     Raises:
         ConfigError: names the setting.
@@ -273,7 +273,7 @@ class _Waiting:
 
 
 class _Server:
-    """The routes, on the loopback alone, under a path that nobody can guess."""
+    """The HTTP server, on the loopback alone, under a path that cannot be guessed."""
 
     def __init__(self, take: Callable[[int, ChatRequest], ChatTurn]) -> None:
         self._key = secrets.token_urlsafe(16)
@@ -283,7 +283,7 @@ class _Server:
         )
 
     def url(self, row: int) -> str:
-        """Of a completion's policy."""
+        """Return the address of a completion's policy."""
         return f"http://127.0.0.1:{self._http.server_address[1]}/{self._key}/{row}/v1"
 
     def __enter__(self) -> _Server:
@@ -301,16 +301,16 @@ class _Quiet(ThreadingHTTPServer):
     block_on_close = False  # a client that keeps its connection open holds up nobody
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is gone is no news."""
+        """Ignore a client that is gone."""
 
 
 def _length_of(said: str | None) -> int | None:
-    """Bytes of a body, as its header says; None where that says no number."""
+    """Return the bytes of a body, by its header; None where that holds no number."""
     return int(said) if said is not None and said.isascii() and said.isdigit() else None
 
 
 def _row_of(path: str, key: str, route: str) -> int:
-    """The completion whose route it is.
+    """Return the number of the completion that a route belongs to.
 
     Raises:
         RequestRefused: there is no such route; also to those who do not know the key.
@@ -322,7 +322,7 @@ def _row_of(path: str, key: str, route: str) -> int:
 
 
 def _pass_over(file: BufferedIOBase, size: int) -> None:
-    """Let go of a body that is not looked at, as far as it may be one: its sender comes to read the answer."""
+    """Discard an unread body, up to the largest size: only then does its sender read the answer."""
     left = min(size, _LARGEST_BODY)
     while left > 0 and (piece := file.read(min(left, _PIECE))):
         left -= len(piece)
@@ -372,6 +372,6 @@ def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[Bas
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Requests are no news."""
+            """Log no requests."""
 
     return Handler

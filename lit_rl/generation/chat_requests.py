@@ -1,4 +1,4 @@
-"""Chat completions of OpenAI's API: what a request asks for, and a turn of the policy as its answer."""
+"""Chat completions of OpenAI's API: the request, and a turn of the policy as its answer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lit_rl.data.checks import excerpt
 from lit_rl.rollout import Message
 
 MODEL = "policy"
-"""What the policy is called."""
+"""The policy's name in the API."""
 
 
 class RequestRefused(Exception):
-    """What is answered in the place of a turn.
+    """A refusal that is answered in place of a turn.
 
     Args:
-        why: In words.
-        status: Of HTTP.
-        code: Of OpenAI's errors, where programs look for one.
+        why: The reason, for a person.
+        status: The HTTP status.
+        code: The code of OpenAI's errors, for programs.
     """
 
     def __init__(self, why: str, *, status: int = 400, code: str | None = None) -> None:
@@ -29,14 +29,14 @@ class RequestRefused(Exception):
 
     @property
     def body(self) -> bytes:
-        """As JSON."""
+        """The refusal as JSON."""
         error = {"message": str(self), "type": "invalid_request_error", "param": None, "code": self.code}
         return json.dumps({"error": error}).encode()
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What the policy is asked."""
+    """A request for a turn of the policy."""
 
     messages: list[Message]
     """With texts as contents; calls as OpenAI writes them, their arguments as JSON text."""
@@ -47,7 +47,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """What the policy said."""
+    """A turn of the policy as an answer."""
 
     message: Message
     finish: str
@@ -57,13 +57,13 @@ class ChatTurn:
 
     @property
     def body(self) -> dict[str, Any]:
-        """As a chat completion."""
+        """The turn as a chat completion."""
         choice = {"index": 0, "message": self.message, "finish_reason": self.finish, "logprobs": None}
         return self._around("chat.completion", [choice]) | {"usage": self._usage}
 
     @property
     def events(self) -> bytes:
-        """As the events of a stream: the message, why it ended, how long it was."""
+        """The turn as the events of a stream: the message, the reason of its end, its length."""
         calls = [{"index": number, **call} for number, call in enumerate(self.message.get("tool_calls") or ())]
         delta = {**self.message, **({"tool_calls": calls} if calls else {})}
         chunks = [
@@ -84,10 +84,10 @@ class ChatTurn:
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """What a request asks for. How it wants to be drawn is not read: the run says that.
+    """Parse a request. Its sampling settings are ignored: the run's apply.
 
     Raises:
-        RequestRefused: it is none, or asks for what changes a turn and is not kept here.
+        RequestRefused: it is no valid request, or asks for a setting that would change a turn.
     """
     try:
         asked = json.loads(body)
@@ -116,7 +116,7 @@ _KEPT: dict[str, tuple[Any, ...]] = {
     "logprobs": (None, False),
     "tool_choice": (None, "auto"),
 }
-"""What would change a turn, and the values that do not."""
+"""Settings that would change a turn, and the values that do not."""
 
 
 def _message(given: Any) -> Message:

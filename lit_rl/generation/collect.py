@@ -1,4 +1,4 @@
-"""From a batch of prompts to completions and their texts: the one place that syncs a generator and asks it."""
+"""Completions and their texts from a batch of prompts: the one place that syncs a generator and asks it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lit_rl.rollout import Completions, Message, Prompt, PromptBatch, Prompts, S
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What generation has to know of the tokenizer."""
+    """The tokenizer's functions and special tokens that generation needs."""
 
     eos_ids: tuple[int, ...]
     pad_id: int
@@ -34,12 +34,12 @@ class Vocabulary:
 
     @classmethod
     def of(cls, model: LanguageModel) -> Vocabulary:
-        """What the model's description says."""
+        """Return the vocabulary of the model's description."""
         tokenizer: Any = model.tokenizer
         return cls(model.eos_ids, model.pad_id, tokenizer.decode, partial(tokenizer.encode, add_special_tokens=False))
 
     def prompts(self, token_ids: Sequence[list[int]], keys: Sequence[int], group_size: int) -> Prompts:
-        """What a generator is asked for, in this vocabulary."""
+        """Return a request for a generator, in this vocabulary."""
         return Prompts(token_ids, keys, group_size, self.eos_ids, self.pad_id, self.decode, self.encode)
 
 
@@ -56,22 +56,22 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     interaction: EpisodeSource | None = None,
     on_finished: Callable[[int, list[int]], None] | None = None,
 ) -> Callable[[], Completions]:
-    """Give the generator the weights of the policy; calling what is returned draws completions of every prompt.
+    """Give the generator the weights of the policy, and return a function that draws completions of every prompt.
 
-    Nobody else syncs, so a stale engine cannot answer; and no sync may come in between. The samples depend on `seed`,
-    the rollout, the row and its occurrence, never on rank or batch.
+    This is the only sync, so a stale engine cannot answer; and no sync may come in between. The samples depend on
+    `seed`, the rollout, the row and its occurrence, never on rank or batch.
 
     Args:
-        generator: What draws.
-        policy: Whose weights it draws with.
+        generator: The generator.
+        policy: The model whose weights it draws with.
         batch: The prompts.
         sampling: How to draw.
         group_size: Completions of each prompt.
-        vocabulary: Of the tokenizer that the prompts are tokens of.
-        version: The policy's, for the completions to say which it was.
-        seed: Of the samples.
+        vocabulary: The vocabulary of the prompts' tokenizer.
+        version: The policy's version, which the completions record.
+        seed: The seed of the samples.
         interaction: Makes completions of more than one turn. None: each is over with its first.
-        on_finished: Is told of completions of one turn as they are finished: see `Prompts.on_finished`.
+        on_finished: Called with completions of one turn as they are finished: see `Prompts.on_finished`.
 
     Raises:
         ConfigError: the generator cannot hold conversations.
@@ -104,7 +104,7 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
 
 
 def with_held_back(completions: Completions, eos_ids: Sequence[int], sampling: Sampling) -> Completions:
-    """With the tokens that were held back, for who scores them, where `sampling` holds any."""
+    """Return the completions with the tokens that were blocked, for their scoring, where `sampling` blocks any."""
     if not sampling.min_new_tokens or not eos_ids:
         return completions
     held = torch.tensor(eos_ids, device=completions.response_ids.device)
@@ -126,9 +126,9 @@ def _alone(work: Callable[[], Result]) -> Result:
 
 
 def _twice_where_lost(draw: Callable[[], Completions], bring_back: Callable[[], None]) -> Completions:
-    """Episodes begin anew, once, where an engine was lost in the middle: it does not know what it was told.
+    """Begin episodes again, once, where an engine was lost in the middle: it does not know the conversation so far.
 
-    In a thread beside the training nobody can bring it back: who asked for that has to.
+    A background thread cannot bring it back: its caller has to.
     """
     try:
         return draw()
@@ -146,7 +146,7 @@ def _twice_where_lost(draw: Callable[[], Completions], bring_back: Callable[[], 
 
 
 def response_ids(completions: Completions) -> list[list[int]]:
-    """The sampled tokens of each row, EOS included; padding, and what an environment wrote between turns, left out."""
+    """Return the sampled tokens of each row, EOS included, without padding and the text that an environment wrote."""
     host = completions.on_host
     sampled = host.response_ids[host.response_mask].tolist()
     ends = host.lengths.cumsum(0).tolist()
@@ -154,14 +154,14 @@ def response_ids(completions: Completions) -> list[list[int]]:
 
 
 def texts_of(completions: Completions, tokenizer: Any) -> list[str]:
-    """What was written in each row, as rewards, judges and tables read it: special tokens are left out."""
+    """Return the text of each row for rewards, judges and tables, without special tokens."""
     return tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
 
 
 def as_reward_input(
     batch: PromptBatch, texts: Sequence[str], group_size: int, episodes: Sequence[Episode] | None = None
 ) -> tuple[list[Prompt], list[str | list[Message]], dict[str, list]]:
-    """Prompts, completions and columns, one entry a completion, as the reward functions take them.
+    """Return prompts, completions and columns, one entry a completion, in the form for reward functions.
 
     A message prompt makes its completions message lists too: `[{"role": "assistant", "content": text}]`, or all of the
     messages of its episode. Episodes are a column of their own, and so is each of their `extra` values.
@@ -182,5 +182,5 @@ def as_reward_input(
 
 
 def answer_to(prompt: Prompt, text: str) -> str | list[Message]:
-    """What was written after a prompt, as reward functions take it: a message where the prompt is messages."""
+    """Return a completion in the form for reward functions: a message where the prompt is messages."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

@@ -22,7 +22,7 @@ from lit_rl.rollout import Prompts, Sampling
 
 
 class HFContinuousGenerator(InProcessGenerator):
-    """Decodes with the policy's continuous batching: the samples of `NativeGenerator`, under another scheduler.
+    """A generator that decodes with the policy's continuous batching: `NativeGenerator`'s samples, another scheduler.
 
     Keys and values lie in pages, a prompt is read once a group, and no step waits for the longest sequence. It pays for
     responses of very different lengths on a GPU with model.attn_implementation=flash_attention_2. Any other attention
@@ -95,7 +95,7 @@ def _run(manager: Any, requests: tuple[Tensor, Tensor], sampling: Sampling, draw
 
 
 def _forks(batch: DecodeBatch, batch_size: int | None) -> bool:
-    """Whether a group is one request, which the engine forks once all of the prompt but its last token is read.
+    """Tell whether a group is one request, which the engine forks once all of the prompt but its last token is read.
 
     With a prompt of one token that would be a step of nothing, which fails; and where not all rows have room, the forks
     take it from each other for ever.
@@ -105,7 +105,7 @@ def _forks(batch: DecodeBatch, batch_size: int | None) -> bool:
 
 
 def _keep_dtype(cache: Any, dtype: torch.dtype) -> None:
-    """Have the cache take keys and values of any dtype: autocast makes some of another than the weights'."""
+    """Make the cache take keys and values of any dtype: autocast makes some of another than the weights'."""
     update = cache.update
 
     def cast(key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ def _keep_dtype(cache: Any, dtype: torch.dtype) -> None:
 
 
 def _model(policy: nn.Module) -> Any:
-    """The model of transformers, whose layers hold the adapters if there are any."""
+    """Return the model of transformers, whose layers hold the adapters if there are any."""
     if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
         raise ConfigError(
             f"generator=hf_continuous cannot decode {type(policy).__name__}: its PEFT adapter adds virtual tokens to "
@@ -132,7 +132,8 @@ def _model(policy: nn.Module) -> Any:
 
 
 def _generation_config(sampling: Sampling, sequences: int) -> Any:
-    """Greedy over our processor's choice; ends are ours too, but for the longest response."""
+    """Return a config that is greedy over our processor's choice and without an EOS; the longest response alone is the
+    engine's limit."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)
@@ -142,7 +143,8 @@ def _generation_config(sampling: Sampling, sequences: int) -> Any:
 
 
 def _engine_config(model: Any, batch: DecodeBatch, sampling: Sampling, batch_size: int | None, forks: bool) -> Any:
-    """Room for `batch_size` sequences of the greatest length; left open, the engine takes most of the memory."""
+    """Return a config with room for `batch_size` sequences of the greatest length; by default the engine takes most of
+    the memory."""
     from transformers import ContinuousBatchingConfig
 
     flash = "flash" in str(model.config._attn_implementation)
@@ -168,8 +170,9 @@ def _engine_config(model: Any, batch: DecodeBatch, sampling: Sampling, batch_siz
 
 @contextmanager
 def _undisturbed(model: Any, device: torch.device) -> Iterator[None]:
-    """The engine seeds the global generators, may switch the attention, and logs errors that are raised here. It also
-    collects garbage twice a call, which takes half a second each where all of Python's objects are looked at."""
+    """Restore the random generators and the attention, silence the engine's log and freeze the garbage collector. The
+    engine seeds the global generators, may switch the attention, logs errors that are raised here, and collects garbage
+    twice a call, which takes half a second each over all of Python's objects."""
     attention, log = model.config._attn_implementation, logging.getLogger("ContinuousBatchingLogger")
     level, freezes = log.level, gc.get_freeze_count() == 0  # never what the user froze
     log.setLevel(logging.CRITICAL)

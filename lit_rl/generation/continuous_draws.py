@@ -1,4 +1,4 @@
-"""Our own draws inside the step of transformers' continuous batching."""
+"""Our draws inside the step of transformers' continuous batching."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from lit_rl.rollout import Prompts, Sampling
 
 
 class Draws:
-    """In the place of the engine's list of logits processors: draws every token with our noise, and leaves the engine
-    no other choice.
+    """The engine's logits processors: draws every token with our noise, and leaves the engine no other choice.
 
-    The engine says which requests a step is for just before it. Tokens and log-probs are kept here, and nothing of the
-    engine's own answers is read.
+    The engine names the requests of a step just before it. Tokens and log-probs are kept here, and the engine's own
+    answers are not read.
     """
 
     do_processing = True
@@ -36,21 +35,21 @@ class Draws:
         self._running, self._steps = self._all, 0
         self._autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         self.end: Callable[[str], None] | None = None
-        """Tells the engine that a request has ended."""
+        """Ends a request of the engine."""
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        """Requests have no settings of their own."""
+        """Accept any: requests have no settings of their own."""
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
-        """Nor are there arguments."""
+        """Do nothing: there are no arguments."""
 
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: Tensor) -> Tensor:
-        """Take note of whose logits the next call gets, in order. Called in the engine's thread."""
+        """Record the requests whose logits the next call gets, in order. Called in the engine's thread."""
         requests = [request.state.request_id for request in requests_in_batch if request.has_new_token]
         if requests != self._requests:
             self._requests = requests
             self._running = torch.tensor([self._rows[name] for name in requests], device=self._device, dtype=torch.long)
-        # Autocast is a matter of the thread, and its cache of weights, which training would find, is everyone's.
+        # Autocast is set per thread, and its cache of weights is shared with the training.
         kind = self._device.type
         torch.set_autocast_cache_enabled(False)
         torch.set_autocast_enabled(kind, self._autocast[0])
@@ -58,7 +57,8 @@ class Draws:
         return arg_storage
 
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
-        """``scores``: float32 ``(n, v)`` or more rows; those beyond the n requests belong to unread prompts."""
+        """Draw the next tokens. ``scores``: float32 ``(n, v)`` or more rows; those beyond the n requests belong to
+        unread prompts."""
         forced = torch.full_like(scores, -torch.inf)
         if not self._requests:
             return forced
@@ -78,7 +78,7 @@ class Draws:
 
     @property
     def complete(self) -> bool:
-        """Whether every row ended or is as long as it may be."""
+        """Tell whether every row ended or has its full length."""
         self._responses.look_for_stops(self._all)
         return self._responses.complete
 
@@ -87,7 +87,7 @@ class Draws:
 
 
 def _row_names(batch: DecodeBatch, forks: bool) -> dict[str, int]:
-    """Row of a decode batch by the engine's name for it."""
+    """Return the row of a decode batch by the engine's name for it."""
     if not forks:
         return {str(row): row for row in range(len(batch.keys))}
     names = ["", *(f"__child#{fork}" for fork in range(batch.repeats - 1))]

@@ -22,7 +22,8 @@ from lit_rl.vision import Later, Vision
 
 
 class DecodingSteps:
-    """Prefills the prompts once a group, repeats their cache for its rows, and lets it grow by a token a step.
+    """Decode steps of a batch: prefills the prompts once a group, repeats their cache for its rows, and adds a token a
+    step.
 
     It asks no more of a model than a cache of keys and values, so it decodes with any kind of attention. ``logits`` are
     float32 ``(b, v)``: of the next token of every row. The tokens of a row stand together at the end of its columns.
@@ -30,8 +31,8 @@ class DecodingSteps:
     Args:
         policy: The model.
         batch: The rows to begin with.
-        max_new_tokens: No row has more tokens than this beside its prompt, but for what is given to rows that are over
-            and not dropped yet.
+        max_new_tokens: Most tokens of a row beside its prompt, except for those of finished rows that are not dropped
+            yet.
     """
 
     def __init__(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
@@ -43,7 +44,7 @@ class DecodingSteps:
         self._cache_name = str(cache_name(policy))
         self._max_new_tokens = max_new_tokens
         self._joined = False
-        # Whether a mask may hide a token: where none does, none is handed over, and nobody asks the device.
+        # True where a mask may hide a token: else none is passed, and the device is not queried.
         known = isinstance(base_of(policy), PreTrainedModel) and "position_ids" in self._named
         self._hides = batch.padded or bool(batch.vision) or not known
         mask = batch.prompt_mask
@@ -59,23 +60,23 @@ class DecodingSteps:
         self.logits = logits.repeat_interleave(batch.repeats, 0)
         behind = _behind(positions)
         self._next_position = behind.repeat_interleave(batch.repeats, 0)
-        # By how much positions differ from the number of tokens before: where a model turns those of an image.
+        # The difference of positions from the number of tokens before, for models that rotate those of an image.
         self._ahead = (behind - mask.sum(1, keepdim=True)).repeat_interleave(batch.repeats, 0)
         self._share_out(batch)
 
     def advance(self, tokens: Tensor) -> None:
         """Give every row its next token, long ``(b,)``."""
         self.logits = self._step(tokens[:, None])
-        # Rows that are over stay until they are dropped, and must not leave the model's context.
+        # Finished rows stay until they are dropped, and must not leave the model's context.
         self._next_position.add_(1).clamp_(max=self._last_position)
 
     def keep(self, kept: Tensor) -> None:
-        """Go on with the given rows only, long ``(b,)``, ascending, one or more."""
+        """Keep the given rows only, long ``(b,)``, ascending, one or more."""
         self._next_position, self._ahead = self._next_position[kept], self._ahead[kept]
         self._keep_cache(kept)
 
     def split(self, rows: Tensor) -> Self:
-        """The given rows by themselves, long ``(b,)``, ascending, one or more; all rows stay here too."""
+        """Return the given rows by themselves, long ``(b,)``, ascending, one or more; all rows stay here too."""
         part = copy.copy(self)
         part._cache = copy.copy(self._cache)
         part._cache.layers = [copy.copy(layer) for layer in self._cache.layers]
@@ -90,7 +91,7 @@ class DecodingSteps:
         stale: Tensor,
         later: Sequence[tuple[Later, ...]] = (),
     ) -> None:
-        """Give every row several tokens at once. Only where `joinable` says so.
+        """Give every row several tokens at once. Only where `joinable` is true.
 
         Args:
             chunks: The tokens of each row, 1 or more.
@@ -118,9 +119,9 @@ class DecodingSteps:
         self._shift(ids.shape[1] - lengths)
 
     def join(self, others: Self) -> None:
-        """Go on with the rows of both, these first. The others are of the same model, and used up.
+        """Append the rows of another object, of the same model, which is used up.
 
-        Only where `joinable` says so.
+        Only where `joinable` is true.
         """
         self._joined = True
         self.logits = torch.cat([self.logits, others.logits])
@@ -131,23 +132,23 @@ class DecodingSteps:
 
     @property
     def joinable(self) -> bool:
-        """Whether the rows of another one can be joined, and rows be fed."""
+        """Tell whether the rows of another object can be joined, and rows be fed."""
         return keeps_all(self._policy, self._cache)
 
     @property
     def prompts(self) -> int:
-        """Prompts that are held apart from the rows, once for all of theirs."""
+        """The number of prompts that are held once for all of their rows."""
         return 0
 
     @property
     def full(self) -> bool:
-        """Whether rows that are over have to be dropped now: the columns before all others go with them."""
+        """Tell whether finished rows have to be dropped now: the columns before all others go with them."""
         return self._length > self._last_position
 
     # ------------------------------------------------------------------ the cache
 
     def _share_out(self, batch: DecodeBatch) -> None:
-        """Make of the prompts' cache one of the rows."""
+        """Turn the prompts' cache into one of the rows."""
         if batch.repeats > 1:
             self._cache.batch_repeat_interleave(batch.repeats)
         self._length = batch.prompt_mask.shape[1]
@@ -162,7 +163,8 @@ class DecodingSteps:
         return self._run(ids, self._next_position, attention_mask=self._mask[:, : self._length])
 
     def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, lasts: Tensor, **seen: Tensor) -> Tensor:
-        """Logits ``(b, n, v)`` at ``n`` columns of a chunk ``(b, c)``, whose tokens are there where ``mask`` says."""
+        """Return logits ``(b, n, v)`` at ``n`` columns of a chunk ``(b, c)`` with valid tokens where ``mask`` is
+        set."""
         self._hides = True
         whole = torch.cat([self._mask[:, : self._length], mask], 1)
         logits = self._logits(ids, positions, lasts, attention_mask=whole, **seen)
@@ -180,7 +182,7 @@ class DecodingSteps:
         self._drop_unused()
 
     def _layers(self) -> list[Any]:
-        """The layers of the cache that hold anything: a config may count more than a model has."""
+        """Return the layers of the cache with any content: a config may count more than a model has."""
         return [layer for layer in self._cache.layers if layer.keys is not None]
 
     def _keep_cache(self, kept: Tensor) -> None:
@@ -211,7 +213,7 @@ class DecodingSteps:
         return self._forward(ids, positions, **inputs)[:, -1].float()
 
     def _logits(self, ids: Tensor, positions: Tensor, columns: Tensor, **inputs: Any) -> Tensor:
-        """Of these columns only, where the model can leave the others out."""
+        """Return the logits of these columns; only these are computed where the model supports it."""
         if "logits_to_keep" in self._named:
             return self._forward(ids, positions, logits_to_keep=columns, **inputs)
         return self._forward(ids, positions, **inputs)[:, columns]
@@ -227,13 +229,13 @@ class DecodingSteps:
 
 
 def _behind(positions: Tensor) -> Tensor:
-    """Long ``(b, 1)``: the position of the next token, behind positions ``(b, s)`` or ``(3, b, s)``."""
+    """Return long ``(b, 1)``: the position of the next token, behind positions ``(b, s)`` or ``(3, b, s)``."""
     last = positions[:, -1:] if positions.ndim == 2 else positions[..., -1].amax(0)[:, None]
     return last + 1
 
 
 def keeps_all(policy: nn.Module, cache: Any) -> bool:
-    """Whether it is a model of transformers, and every layer of its cache keeps all of a text."""
+    """Tell whether it is a model of transformers, and every layer of its cache keeps all of a text."""
     from transformers import PreTrainedModel
     from transformers.cache_utils import DynamicLayer
 
@@ -242,26 +244,27 @@ def keeps_all(policy: nn.Module, cache: Any) -> bool:
 
 
 def moved_up(length: int, columns: Tensor) -> Tensor:
-    """Long ``(b, length)``: where to read, so that the last ``columns`` ``(b,)`` are gone, and the others end there.
+    """Return long ``(b, length)``: the columns to read so that the last ``columns`` ``(b,)`` are gone, and the others
+    end there.
 
-    What the first ones read then is padding.
+    The first columns then hold padding.
     """
     return (torch.arange(length, device=columns.device) - columns[:, None]).clamp_(min=0)
 
 
 def at_columns(states: Tensor, index: Tensor) -> Tensor:
-    """Keys or values `(b, k, t, d)`, read at columns `(b, t)`."""
+    """Return keys or values `(b, k, t, d)`, read at columns `(b, t)`."""
     return states.gather(2, index[:, None, :, None].expand_as(states))
 
 
 def joined(one: Tensor, other: Tensor) -> Tensor:
-    """Keys or values `(b, k, t, d)` of rows of both, the shorter ones padded on the left."""
+    """Return keys or values `(b, k, t, d)` of rows of both, the shorter ones padded on the left."""
     length = max(one.shape[2], other.shape[2])
     return torch.cat([nn.functional.pad(part, (0, 0, length - part.shape[2], 0)) for part in (one, other)])
 
 
 def empty_cache(policy: nn.Module) -> Any:
-    """A cache of the model's own layer kinds, refused where it cannot be repeated over a group."""
+    """Return a cache of the model's own layer kinds. Refuse one that cannot be repeated over a group."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
     model = base_of(policy)

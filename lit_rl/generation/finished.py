@@ -1,4 +1,4 @@
-"""Tells of responses that are finished while others are still written (`Prompts.on_finished`)."""
+"""Reports of finished responses while others are still written (`Prompts.on_finished`)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lit_rl.generation.batches import Decoded
 from lit_rl.generation.responses import Look, Responses
 
 OnFinished = Callable[[int, list[int]], None]
-"""Is called with a row of the completions and its tokens."""
+"""A function of a row of the completions and its tokens."""
 
 
 class FinishedRows:
-    """Rows of one turn, each told once.
+    """Rows of one turn, each reported once.
 
     Args:
-        on_finished: Is told.
-        responses: Where the rows are written.
+        on_finished: Called for each row.
+        responses: The responses of the rows.
     """
 
     def __init__(self, on_finished: OnFinished, responses: Responses) -> None:
@@ -26,7 +26,7 @@ class FinishedRows:
         self._told: set[int] = set()
 
     def tell(self, look: Look) -> None:
-        """Tell of those of these rows that do not go on, and were not told before."""
+        """Report those of these rows that are finished, and were not reported before."""
         new = [row for row, runs in zip(look.rows, look.running, strict=True) if not runs and row not in self._told]
         self._told.update(new)
         for row, ids in zip(new, self._responses.texts(new) if new else (), strict=True):
@@ -34,7 +34,7 @@ class FinishedRows:
 
 
 def tell_batch(on_finished: OnFinished | None, rows: Tensor, decoded: Decoded) -> None:
-    """Tell of a batch, all of whose rows are finished."""
+    """Report a batch, all of whose rows are finished."""
     if on_finished is None:
         return
     for row, ids, mask in zip(rows.tolist(), decoded.ids, decoded.mask):
@@ -42,7 +42,7 @@ def tell_batch(on_finished: OnFinished | None, rows: Tensor, decoded: Decoded) -
 
 
 def tell_group(on_finished: OnFinished | None, number: int, answers: Sequence[list[int]], group_size: int) -> None:
-    """Tell of what an engine answered to a prompt: a greedy answer stands for the whole group."""
+    """Report an engine's answers to a prompt: a greedy answer stands for the whole group."""
     if on_finished is None:
         return
     for sample in range(group_size):

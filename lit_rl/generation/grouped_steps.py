@@ -29,11 +29,11 @@ _TRIAL = Trial("generator.grouped_cache", "Each sample has its prompt's keys and
 
 
 class GroupedSteps(DecodingSteps):
-    """Decoding with the keys and values of a prompt held once a group, of a policy that `proven` approves of."""
+    """Decode steps with the keys and values of a prompt held once a group, for a policy that `proven` approves."""
 
     kind: type[GroupedCache] = GroupedCache
     whole = False
-    """Whether products read all of the room for the rows' own tokens, so that no shape depends on their number."""
+    """True where products read the whole buffer for the rows' own tokens, so that no shape depends on their number."""
 
     @property
     def joinable(self) -> bool:
@@ -86,8 +86,8 @@ class _ProvingSteps(GroupedSteps):
 
 
 def fits(policy: nn.Module, length: int) -> bool:
-    """Whether a policy may be able to: a model of transformers with its ``sdpa`` attention, whose cache keeps every
-    token of texts of ``length``."""
+    """Tell whether a policy may be able to: a model of transformers with its ``sdpa`` attention, whose cache keeps
+    every token of texts of ``length``."""
     model = base_of(policy)
     if not isinstance(model, PreTrainedModel) or "position_ids" not in forward_parameters(policy):
         return False
@@ -95,7 +95,7 @@ def fits(policy: nn.Module, length: int) -> bool:
 
 
 def proven(policy: nn.Module) -> bool:
-    """Decode a few tokens of two prompts both ways, and compare. In evaluation mode, without gradient."""
+    """Decode a few tokens of two prompts both ways, and compare. Call it in evaluation mode, without gradient."""
     return _TRIAL.passes(policy, lambda: both_ways(policy, partial(_ProvingSteps, policy)))
 
 
@@ -107,7 +107,7 @@ def both_ways(policy: nn.Module, quicker: Callable[[DecodeBatch, int], DecodingS
 
 
 def probe(policy: nn.Module) -> DecodeBatch:
-    """Two prompts of five and three tokens, two rows each."""
+    """Return a batch of two prompts of five and three tokens, two rows each."""
     device = next(policy.parameters()).device
     size = text_config(base_of(policy)).vocab_size
     ids = (torch.arange(10, device=device) * 7 + 1).view(2, 5) % size
@@ -118,8 +118,8 @@ def probe(policy: nn.Module) -> DecodeBatch:
 
 
 def decoded_probe(steps: DecodingSteps) -> Tensor:
-    """Logits ``(4, 4, v)`` of two steps in which every row gets another token, one in which it gets several, and one
-    more: of a `probe`, with five new tokens at most."""
+    """Return logits ``(4, 4, v)`` of a `probe` with five new tokens at most: of two steps with another token for every
+    row, one with several tokens, and one more."""
     size, device = steps.logits.shape[-1], steps.logits.device
     chunks = [[3 % size], [5 % size, 4 % size], [6 % size], [2 % size, 7 % size]]
     positions = torch.tensor([7, 7, 5, 5], device=device)

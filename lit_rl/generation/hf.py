@@ -25,10 +25,10 @@ from lit_rl.vision import Vision
 
 
 class HFGenerator(InProcessGenerator):
-    """Decodes with the policy's ``generate``: whatever transformers can generate with, and no shared prompts.
+    """A generator that decodes with the policy's ``generate``: any model of transformers, and no shared prompts.
 
-    The model's generation config is replaced by a blank one for the call, since ``generate`` takes from it whatever a
-    call leaves open.
+    The model's generation config is replaced by a blank one for the call, since ``generate`` takes all unset options
+    from it.
 
     Args:
         batch_size: Sequences per decode batch; None decodes all at once. Bounds memory: samples do not depend on it.
@@ -105,7 +105,7 @@ class _Draws:
 
     Args:
         sampler: Draws the tokens.
-        responses: Where they are written, and end.
+        responses: The responses that they are added to.
         prompt_ids: Long ``(b, p)``.
     """
 
@@ -121,14 +121,14 @@ class _Draws:
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn.tokens[:, None], 0.0)
 
     def over(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Return bool ``(b,)``: the rows that are over. Stop strings are looked for each few tokens."""
+        """Return bool ``(b,)``: the finished rows. Stop strings are searched every few tokens."""
         if (input_ids.shape[1] - self._prompt_width) % self.responses.look_every == 0:
             self.responses.look_for_stops(self._rows)
         return self.responses.over(self._rows)
 
 
 def _reshaped_by(kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """Those that change what is drawn, of fields that `GenerationConfig` has and takes."""
+    """Return the fields that change the distribution, after a check that `GenerationConfig` has and accepts all."""
     if not kwargs:
         return ()
     from transformers import GenerationConfig
@@ -142,7 +142,8 @@ def _reshaped_by(kwargs: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _generation_config(prompts: Prompts, sampling: Sampling, kwargs: dict[str, Any]) -> Any:
-    """Greedy over our processor's choice, so that ``generate`` builds no sampling processor of its own."""
+    """Return a config that is greedy over our processor's choice, so that ``generate`` builds no sampling processor of
+    its own."""
     from transformers import GenerationConfig
 
     return GenerationConfig(
@@ -160,7 +161,8 @@ def _generation_config(prompts: Prompts, sampling: Sampling, kwargs: dict[str, A
 
 
 def _refuse_autocast(device: torch.device) -> None:
-    """transformers' static cache has one type for both, and autocast gives float32 keys and narrow values."""
+    """Refuse autocast: transformers' static cache has one type for both, and autocast gives float32 keys and narrow
+    values."""
     if torch.is_autocast_enabled(device.type):
         raise ConfigError(
             "generator.static_cache=true cannot decode under autocast: set trainer.precision=bf16-true or 32-true, or "
@@ -170,7 +172,7 @@ def _refuse_autocast(device: torch.device) -> None:
 
 @contextmanager
 def blank_generation_config(policy: nn.Module) -> Iterator[None]:
-    """Put a blank generation config on the model, under a PEFT wrapper too, and the old one back on the way out."""
+    """Put a blank generation config on the model, under a PEFT wrapper too, and restore the old one at the end."""
     from transformers import GenerationConfig
 
     # PeftModel.generate copies its own attribute to the model inside, so every holder gets a blank one.

@@ -50,7 +50,7 @@ _STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 """Kinds of rotary embeddings whose angles depend on the position alone; others look at the longest text so far."""
 
 _OF_POSITIONS = {"position_ids", "cache_position", "get_seq_length", "arange"}
-"""What an attention names that reads positions itself. Llama's is given the angles, and nothing else of them."""
+"""Names in the code of an attention that reads positions itself. Llama's gets the angles only."""
 
 _TRIAL = Trial("generator.lean_steps", "The model's own modules take its decode steps", most=1e-3)
 """On deterministic kernels the logits of the two ways are equal."""
@@ -62,10 +62,10 @@ Piece = Callable[[Tensor], Tensor]
 
 
 class LeanModel:
-    """A model that `fits`: the logits of the next token, one token a row.
+    """A model that `fits`, as operations: the logits of the next token, one token a row.
 
-    It holds the weights as they are now: made anew for each rollout, in evaluation mode, without gradient, under the
-    autocast that it runs under.
+    It holds the current weights: made for each rollout, in evaluation mode, without gradient, under the autocast that
+    it runs under.
 
     Args:
         policy: The model, or PEFT's wrapper of it.
@@ -84,7 +84,8 @@ class LeanModel:
         self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
 
     def __call__(self, ids: Tensor, positions: Tensor, cache: GroupedCache) -> Tensor:
-        """Float32 ``(b, v)``, of the tokens ``ids`` at ``positions``, both long ``(b,)``; they join the cache."""
+        """Return float32 ``(b, v)``, of the tokens ``ids`` at ``positions``, both long ``(b,)``; they join the
+        cache."""
         x = self._embed(ids)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         for layer in self._layers:
@@ -93,7 +94,7 @@ class LeanModel:
         return self._head(self._norm(x)).float()
 
     def _attend(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: GroupedCache) -> Tensor:
-        """`(b, h e)`: of the tokens `(b, w)` to all before them, and to themselves."""
+        """Return `(b, h e)`: the attention of the tokens `(b, w)` to all before them, and to themselves."""
         query, key, value = layer.heads(x)
         turned = self._turned(torch.cat([query, key], 1), cos, sin).to(value.dtype)  # float32 under autocast
         heads = query.shape[1]
@@ -102,11 +103,11 @@ class LeanModel:
         return cache.attend(layer.attention, held, turned[:, :heads, None], layer.attention.scaling).flatten(1)
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding (2104.09864) of heads `(b, h, d)`; `sin` has the sign of the rotated halves in it."""
+        """Apply rotary embedding (2104.09864) to heads `(b, h, d)`; `sin` has the sign of the rotated halves in it."""
         return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
     def _piece(self, module: nn.Module) -> Piece:
-        """What the module computes, past the module where that is known."""
+        """Return the operation of a module, without the module where it is known."""
         return _operation_of(module)
 
 
@@ -125,7 +126,7 @@ class _Layer:
         self._act = mlp.act_fn
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values `(b, heads, d)` of tokens `(b, w)`."""
+        """Return queries, keys and values `(b, heads, d)` of tokens `(b, w)`."""
         query, key, value = (part(x).view(len(x), -1, self._width) for part in (self._query, self._key, self._value))
         if self._qk_norms is not None:
             query, key = self._qk_norms[0](query), self._qk_norms[1](key)
@@ -136,7 +137,7 @@ class _Layer:
 
 
 def _operation_of(module: nn.Module) -> Piece:
-    """The operation of a module that is known; the module itself of others."""
+    """Return the operation of a known module, or the module itself."""
     if _is_norm(module):
         weight: Any = module.weight
         shape, eps = tuple(weight.shape), float(module.variance_epsilon)  # type: ignore[arg-type]
@@ -158,19 +159,19 @@ def _linear(module: Any) -> Piece:
 
 
 def _as_multiplied(weight: Tensor) -> Tensor:
-    """The weight in the type of autocast, which remembers its own narrow copies of trained weights only."""
+    """Return the weight in the type of autocast, which caches its own narrow copies of trained weights only."""
     kind = None if weight.requires_grad or weight.dtype != torch.float32 else _of_autocast(weight)
     return weight if kind is None else weight.to(kind)
 
 
 def _of_autocast(tensor: Tensor) -> torch.dtype | None:
-    """What autocast makes of such tensors in products; None where it is off."""
+    """Return the type of such tensors in products under autocast; None where it is off."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _lora(module: Any) -> Piece | None:
-    """A plain linear layer with plain LoRA beside it, as PEFT computes it; None for any other module."""
+    """Return the operation of a plain linear layer with plain LoRA, as PEFT computes it; None for any other module."""
     from peft.tuners.lora.layer import Linear
 
     if type(module) is not Linear or module.disable_adapters or module.merged or module.lora_variant:
@@ -196,7 +197,7 @@ def _lora(module: Any) -> Piece | None:
 
 
 def _adapter(narrow: Any, wide: Any, scaling: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """Adds what LoRA makes of `x`, in its own type, as PEFT does."""
+    """Return a function that adds LoRA's product of `x`, in its own type, as PEFT does."""
     first, second, dtype = _linear(narrow), _linear(wide), narrow.weight.dtype
     if wide.bias is not None or torch.is_autocast_enabled(wide.weight.device.type):
         return lambda result, x: result + second(first(x.to(dtype))) * scaling
@@ -211,11 +212,11 @@ def _adapter(narrow: Any, wide: Any, scaling: float) -> Callable[[Tensor, Tensor
 
 
 class LeanSteps(GroupedSteps):
-    """Decoding over a grouped cache by a `LeanModel`: prompts and chunks are read by the model itself.
+    """Decode steps over a grouped cache by a `LeanModel`; the model itself reads prompts and chunks.
 
     Args:
-        model: What takes the steps.
-        policy: The model that it stands for.
+        model: The operations of the steps.
+        policy: The model itself.
         batch: The rows to begin with.
         max_new_tokens: See `DecodingSteps`.
     """
@@ -239,7 +240,7 @@ class LeanSteps(GroupedSteps):
 
 
 def fits(policy: nn.Module) -> bool:
-    """Whether a model has the parts of Llama's decoder, and nothing else happens in its modules than their forward."""
+    """Tell whether a model has the parts of Llama's decoder, and its modules do nothing beside their forward."""
     model = base_of(policy)
     decoder = getattr(model, "model", None)
     if decoder is None or _names(model) != _MODEL or _names(decoder) != _DECODER or not _is_norm(decoder.norm):
@@ -274,9 +275,9 @@ def _is_layer(layer: Any) -> bool:
 
 
 def _reads_positions(attention: nn.Module) -> bool:
-    """Whether its forward does more with positions than to turn by the angles: a few tokens may not show it.
+    """Tell whether its forward uses positions beside the rotation: a few tokens may not show it.
 
-    Ministral3 multiplies queries by a factor that is 1 up to the length of its pretraining.
+    Ministral3 multiplies queries by a factor that is 1 up to its pretraining length.
     """
     code: CodeType = inspect.unwrap(type(attention).forward).__code__
     said = {value for value in code.co_consts if isinstance(value, str)}
@@ -284,12 +285,12 @@ def _reads_positions(attention: nn.Module) -> bool:
 
 
 def _is_norm(module: Any) -> bool:
-    """Whether it is an RMSNorm with a weight, as transformers writes it."""
+    """Tell whether it is an RMSNorm with a weight, as transformers writes it."""
     return hasattr(module, "variance_epsilon") and [name for name, _ in module.named_parameters()] == ["weight"]
 
 
 def _bypassed(policy: Any) -> Iterator[nn.Module]:
-    """The modules that are not called."""
+    """Yield the modules that are not called."""
     model = base_of(policy)
     if policy is not model:  # PEFT's wrapper, and what it holds around the model
         yield from (policy, policy.base_model)
@@ -301,14 +302,14 @@ def _bypassed(policy: Any) -> Iterator[nn.Module]:
 
 
 def _watched(module: nn.Module) -> bool:
-    """Whether a call of it is more than its class's forward: hooks, a compiled call, a forward of its own."""
+    """Tell whether a call of it is more than its class's forward: hooks, a compiled call, a forward of its own."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or module._compiled_call_impl is not None or not computes_as_its_class(module)
 
 
 class _ProvingModel(LeanModel):
-    """Holds each operation against its module, and goes on with what the latter gave: so the whole gives the model's
-    logits to the last bits where it is put together right, whatever the type of the weights."""
+    """A lean model that compares each operation with its module, and continues with the module's result: so a correct
+    whole gives the model's logits to the last bits, for any type of the weights."""
 
     def _piece(self, module: nn.Module) -> Piece:
         piece = super()._piece(module)
@@ -332,7 +333,7 @@ class _ProvingSteps(LeanSteps):
 
 
 def _hold(what: str, ours: Tensor, theirs: Tensor, x: Tensor) -> None:
-    """Raise Unfit where an operation differs from what it stands for."""
+    """Raise Unfit where an operation differs from its module."""
     eps = max(torch.finfo(part.dtype).eps for part in (theirs, x))
     apart, largest = (part.abs().max().item() for part in (ours - theirs, theirs))
     if ours.dtype != theirs.dtype:
@@ -345,5 +346,5 @@ def _hold(what: str, ours: Tensor, theirs: Tensor, x: Tensor) -> None:
 
 
 def proven(policy: nn.Module) -> bool:
-    """Decode a few tokens of two prompts both ways, and compare. In evaluation mode, without gradient."""
+    """Decode a few tokens of two prompts both ways, and compare. Call it in evaluation mode, without gradient."""
     return _TRIAL.passes(policy, lambda: both_ways(policy, partial(_ProvingSteps, _ProvingModel(policy, 16), policy)))

@@ -1,4 +1,4 @@
-"""A policy mixed with its reference, token by token, as the native decode loop sees it: one model with one cache."""
+"""A policy mixed with its reference, token by token, for the native decode loop: one model with one cache."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lit_rl.models.policy.trunk import base_of
 class GeometricMixture(nn.Module):
     """``softmax((1 - c) logits_policy + c logits_reference)``: proportional to ``policy^(1 - c) reference^c``.
 
-    For `NativeGenerator` only: sync it in the place of a policy. Everything that the decode loop does to logits
-    (temperature, truncation, noise) it does to the mixed ones. The layers of the reference's cache are appended to the
-    policy's, so that whatever is done to the rows of one is done to the other's.
+    For `NativeGenerator` only: sync it in place of a policy. The decode loop applies temperature, truncation and noise
+    to the mixed logits. The layers of the reference's cache are appended to the policy's, so that an operation on the
+    rows of one applies to both.
 
     Args:
-        policy: The policy, whose parameters say where the prompts go.
-        scoring: Opens the reference: while open, what it yields computes the reference's logits. Called at every token,
+        policy: The policy; its parameters' device is that of the prompts.
+        scoring: Opens the reference: yields a model of the reference's logits. Called at every token,
             since a reference may be the policy itself with its adapters switched off.
         coefficient: ``c``, in [0, 1]: 0 is the policy, 1 the reference.
 
@@ -43,12 +43,13 @@ class GeometricMixture(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The policy's: its context, and the kinds of its cache's layers."""
+        """The policy's config, with its context and the kinds of its cache's layers."""
         return self.policy.config
 
     @property
     def model(self) -> nn.Module:
-        """The policy without its adapters. `models.policy.positions` asks `.model` where tokens of images stand."""
+        """The policy without its adapters. `models.policy.positions` reads the positions of image tokens from
+        `.model`."""
         return base_of(self.policy)
 
     def forward(
@@ -61,7 +62,7 @@ class GeometricMixture(nn.Module):
         logits_to_keep: int | Tensor = 0,
         **seen: Tensor,
     ) -> Any:
-        """Mixed float32 logits ``(b, q, v)`` under ``.logits``; fills the cache of both models, which see the same."""
+        """Return mixed float32 logits ``(b, q, v)`` as ``.logits``, and fill the cache of both models."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": use_cache, **seen}
         extra = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
         first = cache.get_seq_length() == 0
@@ -81,7 +82,7 @@ class GeometricMixture(nn.Module):
 
 
 def _run(model: nn.Module, inputs: dict[str, Any], extra: dict[str, Any], cache: Any) -> Tensor:
-    """Float32 logits of the last positions, ``(b, 1, v)``."""
+    """Return float32 logits of the last positions, ``(b, 1, v)``."""
     parameters = forward_parameters(model)
     named = {name: value for name, value in extra.items() if name in parameters}
     return model(**inputs, **named, **cache_input(model, cache)).logits[:, -1:].float()

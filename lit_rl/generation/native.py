@@ -1,4 +1,4 @@
-"""Our own decode loop over any Hugging Face causal LM: a prompt is computed once a group, rows leave when they end."""
+"""The native decode loop over any Hugging Face causal LM: a prompt is computed once a group, finished rows leave."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lit_rl.models.policy.trunk import base_of
 from lit_rl.rollout import Prompts, Sampling
 
 Kind = Callable[[nn.Module, DecodeBatch, int], DecodingSteps]
-"""Makes the steps of a policy for a batch of rows and their number of new tokens."""
+"""A function that makes the steps of a policy for a batch of rows and their number of new tokens."""
 
 
 class NativeGenerator(InProcessGenerator):
-    """Decodes in this process with the weights of the live policy: no copy, no server, nothing to install.
+    """A generator that decodes in this process with the live policy: no copy, no server, nothing to install.
 
     The prompts are run once a group, and one token a row a step follows. Rows that ended leave. Works with bf16
     weights, autocast and PEFT: logits are sampled in float32.
@@ -64,8 +64,8 @@ class NativeGenerator(InProcessGenerator):
         self.continuous_batching = continuous_batching
         self.cuda_graphs = cuda_graphs
         self.steps: str | None = None
-        """How the last batch was decoded: by `cuda_graphs` of lean steps, by `lean_steps`, over a `grouped_cache`
-        without them, or, with none of these, by the model's `own` attention and cache."""
+        """The steps of the last batch: `cuda_graphs` of lean steps, `lean_steps`, a `grouped_cache` without them, or,
+        with none of these, the model's `own` attention and cache."""
 
     def _decode(
         self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
@@ -94,7 +94,7 @@ class NativeGenerator(InProcessGenerator):
         yield whole.rows, loop.run()
 
     def _kind(self, policy: nn.Module, length: int) -> Kind:
-        """The steps for texts of up to `length` tokens."""
+        """Return the steps for texts of up to `length` tokens."""
         from lit_rl.generation.grouped_steps import GroupedSteps, fits, proven
 
         grouped = self.grouped_cache and fits(policy, length) and proven(policy)
@@ -103,14 +103,14 @@ class NativeGenerator(InProcessGenerator):
         return graphed or lean or (GroupedSteps if grouped else DecodingSteps)
 
     def _lean(self, policy: nn.Module, length: int) -> partial[Any] | None:
-        """Those over the model's weights, where it is proven to be made so."""
+        """Return lean steps over the model's weights, where they are proven; else None."""
         from lit_rl.generation.lean_steps import LeanModel, LeanSteps, fits, proven
 
         lean = self.lean_steps and fits(policy) and proven(policy)
         return partial(LeanSteps, LeanModel(policy, length)) if lean else None
 
     def _graphed(self, policy: nn.Module, lean: partial[Any] | None) -> Kind | None:
-        """Those of graphs, where the model is proven to be captured right."""
+        """Return captured lean steps, where they are proven; else None."""
         from lit_rl.generation.step_graphs import GraphedSteps, proven
 
         fits = proven(policy, lean=lean is not None)
@@ -118,7 +118,7 @@ class NativeGenerator(InProcessGenerator):
 
 
 def _named(kind: Kind) -> str:
-    """See `NativeGenerator.steps`."""
+    """Return the value of `NativeGenerator.steps`."""
     if not isinstance(kind, partial):
         return "own" if kind is DecodingSteps else "grouped_cache"
     steps: Any = kind.func
@@ -126,7 +126,7 @@ def _named(kind: Kind) -> str:
 
 
 def _refuse_partial_caches(policy: nn.Module) -> None:
-    """A row that waits for an answer keeps its part of the cache, which must be all of its text."""
+    """Refuse a cache that does not keep all of a text: a waiting row of a conversation keeps its part of it."""
     if not keeps_all(policy, empty_cache(policy)):
         raise ConfigError(
             f"generator=native cannot hold conversations with {type(base_of(policy)).__name__}: it is no model of "
@@ -135,9 +135,9 @@ def _refuse_partial_caches(policy: nn.Module) -> None:
 
 
 def for_another_policy(generator: Generator) -> Generator:
-    """What draws for another model than the policy: a teacher, an opponent.
+    """Return a generator for another model than the policy: a teacher, an opponent.
 
-    An engine holds the policy and nothing else, so such completions are decoded in this process; a generator that
-    decodes with whatever it is synced to serves as it is.
+    An engine holds the policy and nothing else, so such completions are decoded in this process. An in-process
+    generator decodes with any model that it is synced to, and is returned itself.
     """
     return generator if isinstance(generator, InProcessGenerator) else NativeGenerator()

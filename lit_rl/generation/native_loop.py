@@ -22,31 +22,31 @@ if TYPE_CHECKING:
     from lit_rl.generation.step_graphs import StepGraphs
 
 _COMPACT_BELOW = 0.75
-"""Drop rows that are over once this share of the rows still runs. It copies what the others have in the cache, and so
-does letting others take the places: for a quarter of the rows that pays back within a few tokens."""
+"""The share of running rows at which finished ones are dropped. That copies the cache of the others, and so does a join
+of new rows: for a quarter of the rows it pays back within a few tokens."""
 
 _STRAGGLERS = 2
 """Prompts that are held at most, over those of places that are full of whole groups: the last row of a group keeps its
 prompt. A memory plan counts as many."""
 
 _POLL = 16
-"""Tokens after which answers are looked for, where no row has ended."""
+"""Tokens after which answers are polled, where no row has ended."""
 
 
 class DecodeLoop:
-    """Decodes every row of a request, at most so many at a time.
+    """A loop that decodes every row of a request, within a number of places.
 
-    Rows that end leave. With continuous batching groups that wait take their places; without, these begin when all rows
-    before them are over. Where a responder answers the rows, one that has said something keeps its place and its part
-    of the cache until the answer is there; others go on meanwhile.
+    Finished rows leave. With continuous batching waiting groups take their places; without, these begin when all rows
+    before them have finished. Where a responder answers the rows, one that waits keeps its place and its part of the
+    cache until the answer is there; others continue meanwhile.
 
     Args:
         begin: Reads the prompts of a batch.
-        prompts: What is asked for.
+        prompts: The requested completions.
         sampling: How to draw.
-        places: Rows that may be held at a time.
+        places: Most rows at a time.
         whole: All rows of the request as one batch.
-        continuous: Whether to batch continuously, where the rows of a batch can be joined to others.
+        continuous: Batch continuously, where the rows of a batch can be joined to others.
         graphs: Replays steps of those that `begin` returns. None: each is launched by itself.
     """
 
@@ -67,10 +67,10 @@ class DecodeLoop:
         self._responses = Responses(prompts, sampling, len(whole.rows), whole.keys.device)
         self._rows = torch.zeros(0, dtype=torch.long, device=whole.keys.device)
         self._steps: DecodingSteps | None = None
-        # What the rows have drawn and were not given yet.
+        # The newest tokens, which the model has not read yet.
         self._due: Tensor | None = None
         self._group, self._tokens, self._broken = prompts.group_size, 0, False
-        # The tokens after which every row has to be over, and how many the first turn of a row may have.
+        # The step by which every row has finished, and the most tokens of a row's first turn.
         self._over_at, self._first_turn = 0, min(sampling.max_new_tokens, prompts.longest_response(sampling))
         self._talk = (
             None if prompts.responder is None else _Talk(prompts.responder, prompts, self._responses, self._sampler)
@@ -79,14 +79,15 @@ class DecodeLoop:
         self._finished = None if told is None else FinishedRows(told, self._responses)
 
     def run(self) -> Decoded:
-        """The responses of all rows. Logits that are not finite end it early: what was drawn of them says so."""
+        """Return the responses of all rows. Logits that are not finite end it early, and are part of the responses."""
         while self._take_places():
             while not self._step():
                 pass
         return self._responses.decoded()
 
     def _take_places(self) -> bool:
-        """Let answered rows go on and waiting groups begin, as far as there are places; False where none runs then."""
+        """Let answered rows continue and waiting groups begin, as far as there are places; return False where none runs
+        then."""
         wait = False
         while not self._broken:
             for joining in self._talk.answered(wait=wait) if self._talk else ():
@@ -100,7 +101,7 @@ class DecodeLoop:
         return False
 
     def _next_batch(self) -> DecodeBatch | None:
-        """The groups that may begin now."""
+        """Return the groups that may begin now."""
         held = self._talk.held if self._talk else 0
         if not self._continuous and (self._steps is not None or held):
             return None
@@ -111,7 +112,7 @@ class DecodeLoop:
         return self._waiting.take(min(free, prompts * self._group)) if self._steps.joinable else None
 
     def _join(self, steps: DecodingSteps, rows: Tensor, most: int) -> None:
-        """Let these rows run, none of which says more than so many tokens in its turn."""
+        """Add these rows to those that run. ``most``: most tokens of a row in its turn."""
         self._over_at = max(self._over_at, self._tokens + most)
         if self._steps is None:
             self._steps, self._rows = steps, rows
@@ -120,7 +121,7 @@ class DecodeLoop:
             self._rows = torch.cat([self._rows, rows])
 
     def _step(self) -> bool:
-        """Give every row a token. Returns whether it is time to look who may go on or begin."""
+        """Give every row a token. Return whether it is time to look for rows that may continue or begin."""
         assert self._steps is not None
         rows, tokens = self._rows, self._next_tokens()
         self._tokens += 1
@@ -149,7 +150,7 @@ class DecodeLoop:
         return self._graphs(self._go_on, self._responses.added, self._steps, self._due)
 
     def _go_on(self, tokens: Tensor) -> Tensor:
-        """Give every row a token, and draw its next: nothing is asked of the device, and nothing of it is looked at."""
+        """Give every row a token, and draw its next, without a query of the device."""
         self._give(tokens)
         return self._draw()
 
@@ -168,12 +169,12 @@ class DecodeLoop:
         self._due = None
 
     def _looks(self) -> bool:
-        """Tell whether to ask which rows run."""
+        """Tell whether to look which rows still run."""
         assert self._steps is not None
         return self._steps.full or self._tokens % self._responses.look_every == 0 or self._tokens >= self._over_at
 
     def _drop(self, look: Look, tokens: Tensor) -> bool:
-        """Go on with the rows that run."""
+        """Drop the finished rows."""
         assert self._steps is not None
         if self._talk:
             self._talk.hold(self._steps, look)
@@ -189,13 +190,13 @@ class DecodeLoop:
 
 
 class _Talk:
-    """Rows that have said something, each with its part of the cache, until they are answered.
+    """Rows that wait for an answer, each with its part of the cache.
 
     Args:
-        responder: Who answers.
-        prompts: What was asked for.
-        responses: Where what is said and heard stands.
-        sampler: Is told what was heard.
+        responder: Answers the rows.
+        prompts: The requested completions.
+        responses: The texts of the rows.
+        sampler: Its history gets the answers.
     """
 
     def __init__(self, responder: Responder, prompts: Prompts, responses: Responses, sampler: TokenSampler) -> None:
@@ -203,18 +204,18 @@ class _Talk:
         lengths = [len(ids) for ids in prompts.token_ids for _ in range(prompts.group_size)]
         self._prompt_lengths = lengths
         self._told: set[int] = set()
-        # Tokens that a row was given since it was over, while it still stood among those that run.
+        # Filler tokens that a finished row has read while it was still in the batch.
         self._stale = torch.zeros_like(responses.lengths)
         self._parts: list[tuple[DecodingSteps, list[int]]] = []
         self._heard: dict[int, Heard] = {}
 
     @property
     def held(self) -> int:
-        """Rows that wait for an answer."""
+        """The number of rows that wait for an answer."""
         return sum(len(rows) for _, rows in self._parts)
 
     def tell(self, rows: Tensor, look: Look) -> None:
-        """Tell the responder of the turns that are over now."""
+        """Pass the finished turns to the responder."""
         if look.behind is not None:
             self._stale[rows] += look.behind
         new = [row for row, runs in zip(look.rows, look.running, strict=True) if not runs and row not in self._told]
@@ -223,16 +224,17 @@ class _Talk:
             self._responder.tell(said)
 
     def passed_by(self, rows: Tensor) -> None:
-        """All rows are about to be given a token, those that are over too."""
+        """Count one filler token for each finished row that is still in the batch."""
         self._stale[rows] += self._responses.over(rows)
 
     def hold(self, steps: DecodingSteps, look: Look) -> None:
-        """Take rows that are over out of those that run."""
+        """Take finished rows out of those that run."""
         if over := [place for place, runs in enumerate(look.running) if not runs]:
             self._parts.append((_split(steps, look.rows, over), [look.rows[place] for place in over]))
 
     def answered(self, *, wait: bool) -> Iterator[tuple[DecodingSteps, Tensor, int]]:
-        """Yield the rows that go on, having read what they were answered, and the most tokens that one may say now."""
+        """Yield the rows that continue, after they have read their answers, and the most tokens that one may write
+        now."""
         self._heard |= {heard.row: heard for heard in self._responder.answers(wait=wait)}
         for _ in range(len(self._parts)):
             steps, rows = self._parts.pop(0)
@@ -247,7 +249,7 @@ class _Talk:
             read = {place: self._read(rows[place], text) for place, text in zip(heard, said, strict=True)}
             chunks = {place: chunk for place, chunk in read.items() if chunk is not None}
             if chunks:
-                steps = _split(steps, rows, list(chunks))  # what the others have is let go before more is read
+                steps = _split(steps, rows, list(chunks))  # frees the cache of the others before more is read
                 going_on = [rows[place] for place in chunks]
                 ids, before, room, seen = zip(*chunks.values())
                 of, positions = torch.tensor([going_on, before], device=self._stale.device)
@@ -257,8 +259,8 @@ class _Talk:
                 yield steps, of, max(room)
 
     def _read(self, row: int, said: list[int]) -> tuple[list[int], int, int, tuple[Later, ...]] | None:
-        """Return what the model has to read before the row's next turn, how many tokens stand before that in the text,
-        how many it may say then, and the images in what it reads. The last token that it said is part of it.
+        """Return the text that the model has to read before the row's next turn, the tokens before it, the room for the
+        turn, and the images in it. The row's last token is part of it.
 
         Returns:
             None where the conversation is over.
@@ -272,5 +274,5 @@ class _Talk:
 
 
 def _split(steps: DecodingSteps, rows: Sequence[int], which: Sequence[int]) -> DecodingSteps:
-    """Those rows by themselves."""
+    """Return those rows as steps of their own."""
     return steps if len(which) == len(rows) else steps.split(torch.tensor(which, device=steps.logits.device))

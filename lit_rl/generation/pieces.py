@@ -1,4 +1,4 @@
-"""The text of each token, for people who look at tokens. Nothing that is learned from is ever made of it."""
+"""The text of each token, for display. No training data is ever made of it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 UNFINISHED = "\ufffd"
-"""What a tokenizer writes for bytes that are no whole character."""
+"""The text of bytes that are no whole character."""
 
 
 def pieces_of(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[list[str]]:
-    """The text of every token, special tokens by their names; the pieces of a row are together the text of the row.
+    """Return the text of every token, special tokens by their names; the pieces of a row add up to its text.
 
-    A character that several tokens spell stands at the last of them, and the others are empty.
+    A character of several tokens stands at the last of them, and the others are empty.
 
     Args:
         rows: Token ids.
-        tokenizer: Theirs.
+        tokenizer: Decodes them.
     """
     ids = sorted({int(each) for row in rows for each in row})
     alone = dict(zip(ids, _alone(ids, tokenizer)))
@@ -24,7 +24,8 @@ def pieces_of(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[list[str]]:
 
 
 def _alone(ids: list[int], tokenizer: Any) -> list[str]:
-    """Each behind a letter, because some tokenizers leave out the space that a text begins with."""
+    """Return the text of each token, decoded behind a letter: some tokenizers drop the space that a text begins
+    with."""
     (letter,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
     before = _decoded([[letter]], tokenizer)[0]
     texts = _decoded([[letter, each] for each in ids], tokenizer)
@@ -49,11 +50,11 @@ def _joined(row: list[int], alone: dict[int, str], tokenizer: Any) -> list[str]:
 
 
 LONGEST = 4
-"""Bytes of a character in UTF-8, so tokens that may spell one."""
+"""Most bytes of a character in UTF-8, and so most tokens of one."""
 
 
 def _end_of_character(row: list[int], start: int, tokenizer: Any) -> int:
-    """Behind the last of the tokens that spell whole characters; behind the first where they spell none."""
+    """Return the end of the tokens that spell whole characters; the end of the first one where they spell none."""
     ends = range(start + 2, min(len(row), start + LONGEST) + 1)
     texts = _decoded([row[start:end] for end in ends], tokenizer)
     return next((end for end, text in zip(ends, texts) if UNFINISHED not in text), start + 1)

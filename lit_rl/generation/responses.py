@@ -1,4 +1,4 @@
-"""The responses of all rows while they are decoded: each is written a token at a time, at its own pace."""
+"""The responses of all rows while they are decoded: each grows by a token at a time, at its own pace."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from lit_rl.vision import Later
 
 @dataclass(frozen=True)
 class Look:
-    """The state of some rows, as the host knows it."""
+    """The state of some rows on the host."""
 
     rows: list[int]
     running: list[bool]
-    """Whether the turn of each goes on."""
+    """True where the turn of a row goes on."""
     lengths: list[int]
-    """Tokens of each so far, what it heard included."""
+    """Tokens of each so far, answers included."""
     behind: Tensor | None
-    """Long ``(m,)``: tokens of each that were drawn behind a stop string, and are taken back. None: of no row."""
+    """Long ``(m,)``: tokens of each that were drawn behind a stop string, and are removed. None: of no row."""
     finite: bool
-    """Whether the newest log-prob of every row is a number."""
+    """True where the newest log-prob of every row is finite."""
 
 
 class Responses:
-    """Tokens and log-probs of ``n`` rows, and which of them go on.
+    """Tokens and log-probs of ``n`` rows, and the state of each.
 
     Args:
-        prompts: What was asked for.
-        sampling: How it is drawn.
-        n_rows: Rows that are decoded, at whatever time.
-        device: Where the tokens are drawn.
+        prompts: The requested completions.
+        sampling: How to draw.
+        n_rows: All rows of the request.
+        device: The device of the tokens.
     """
 
     def __init__(self, prompts: Prompts, sampling: Sampling, n_rows: int, device: torch.device) -> None:
         self._longest = prompts.longest_response(sampling)
         self._per_turn = sampling.max_new_tokens
         self._ends = EndDetector(prompts, sampling, device)
-        shape = (n_rows, self._longest + 1)  # one column more: for what is drawn of rows whose turn is over
+        shape = (n_rows, self._longest + 1)  # one column more: for tokens of rows whose turn is over
         self._ids = torch.full(shape, -1, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(shape, device=device)
         self._kept_logmass = None if sampling.truncation.off else torch.zeros(shape, device=device)
@@ -58,7 +58,7 @@ class Responses:
         # Where the next token of each row goes: behind its others, or into the column more where its turn is over.
         self._columns = torch.zeros(n_rows, dtype=torch.long, device=device)
         self.lengths = torch.zeros(n_rows, dtype=torch.long, device=device)
-        """Long ``(n,)``: tokens of each row so far, what it heard included: the column of its next one."""
+        """Long ``(n,)``: tokens of each row so far, answers included: the column of its next one."""
         self.ended = torch.zeros(n_rows, dtype=torch.bool, device=device)
         """Bool ``(n,)``: the rows whose newest turn an EOS or a stop string has ended, or whose conversation ended."""
 
@@ -67,14 +67,14 @@ class Responses:
         return self.lengths[rows] - self._begun[rows]
 
     def over(self, rows: Tensor) -> Tensor:
-        """Return bool ``(m,)``: is the turn of each over, as far as the last `look` and the device know?"""
+        """Return bool ``(m,)``: rows whose turn is finished, as far as the last `look` and the device know."""
         return self._columns[rows] == self._longest
 
     def add(self, rows: Tensor, drawn: Drawn) -> None:
         """Write the next token of these rows, long ``(m,)``, each at most once; where a turn is over nothing is kept.
 
-        Nothing is asked of the device, so stop strings end a turn at the next `look` only. Every row has to be looked
-        at before others are added without it.
+        The device is not queried, so stop strings end a turn at the next `look` only. Every row has to be looked at
+        before others are added without it.
         """
         column = self._columns[rows]
         self._ids[rows, column] = drawn.tokens
@@ -94,18 +94,18 @@ class Responses:
         self.added()
 
     def added(self) -> None:
-        """Take note that the rows that are looked at have got a token, by `add` or by a replay of it."""
+        """Count a token of the rows that are looked at, by `add` or by a replay of it."""
         self._since += 1
 
     @property
     def look_every(self) -> int:
-        """Tokens after which to look: on an accelerator the host waits for it."""
+        """The number of tokens between two looks: on an accelerator the host waits for it."""
         return self._ends.every
 
     def look(self, rows: Tensor) -> Look:
-        """Ask in one transfer how these rows stand, long ``(m,)``, and end those that have completed a stop string.
+        """Read the state of these rows in one transfer, long ``(m,)``, and end those that have completed a stop string.
 
-        What was drawn behind it is taken back: the row is as if it had ended with that token.
+        Tokens behind it are removed: the row is as if it had ended with the stop string.
         """
         lengths, begun = self.lengths[rows], self._begun[rows]
         finite = self._logprobs[rows, (lengths - 1).clamp(min=0)].isfinite()
@@ -137,7 +137,7 @@ class Responses:
             self.look(rows)
 
     def _take_back(self, rows: Tensor, behind: Sequence[int | None]) -> Tensor:
-        """End the turns of those of these rows where it says how many of the last tokens are too many."""
+        """End the turns of rows with a number here: so many of the last tokens are removed."""
         told = torch.tensor([-1 if back is None else back for back in behind], device=rows.device)
         stopped, back = told >= 0, told.clamp(min=0)
         self.lengths[rows] -= back
@@ -168,7 +168,7 @@ class Responses:
         self._known[row] = end
 
     def said(self, rows: Sequence[int]) -> list[Said]:
-        """The newest turn of each of these rows, as the responder is told of it."""
+        """Return the newest turn of each of these rows, for the responder."""
         assert self._turns is not None
         at = torch.tensor(rows, device=self._ids.device)
         facts = torch.stack([self._turns.now[at], self._begun[at], self.lengths[at], self.ended[at].long()], 1)
@@ -182,22 +182,22 @@ class Responses:
         return [ids[:length] for length, *ids in told]
 
     def later(self, row: int) -> tuple[Later, ...]:
-        """What a row sees in its response so far."""
+        """Return the images in a row's response so far."""
         return self._later.get(row, ())
 
     def room(self, row: int) -> int:
-        """Tokens that a row may still say in its turn."""
+        """Return the tokens that a row may still write in its turn."""
         return int(self._limits[row] - self.lengths[row])
 
     def turn(self, row: int) -> int:
-        """The newest turn of a row, 0 for the first."""
+        """Return the newest turn of a row, 0 for the first."""
         return 0 if self._turns is None else int(self._turns.now[row])
 
     def hear(self, heard: Heard) -> int:
-        """Write what a row has heard, and begin its next turn.
+        """Write the answer to a row, and begin its next turn.
 
         Returns:
-            The tokens that it may say in it, 1 or more; 0 where its conversation is over.
+            The tokens that it may write in it, 1 or more; 0 where its conversation is over.
         """
         assert self._turns is not None
         row, ids = heard.row, heard.token_ids
@@ -227,11 +227,11 @@ class Responses:
 
     @property
     def complete(self) -> bool:
-        """Whether the newest turn of every row is over."""
+        """Tell whether the newest turn of every row has finished."""
         return bool((self._columns == self._longest).all())
 
     def decoded(self) -> Decoded:
-        """What was written, as wide as the longest row."""
+        """Return all responses, as wide as the longest row."""
         self.look_for_stops(torch.arange(len(self._known), device=self._ids.device))
         length = int(self.lengths.max())
         within = torch.arange(length, device=self._ids.device) < self.lengths[:, None]
@@ -249,7 +249,7 @@ class Responses:
 
 
 class _Turns:
-    """Which tokens were sampled, and in which turn: what only conversations need."""
+    """The sampled tokens and their turns, for conversations only."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         self.sampled = torch.zeros(shape, dtype=torch.bool, device=device)

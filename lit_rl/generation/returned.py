@@ -1,4 +1,4 @@
-"""What a rollout function returned, checked and read: one row a completion."""
+"""The dict that a rollout function returned, checked and parsed: one row a completion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from lit_rl.rewards.functions.contract import ARGUMENTS, SINGULAR
 from lit_rl.rollout import Message, Prompts
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
-MASK, ENDED, MESSAGES, ERROR = "env_mask", "ended", "episode_messages", "episode_error"
+MASK = "env_mask"
+ENDED = "ended"
+MESSAGES = "episode_messages"
+ERROR = "episode_error"
 _OPTIONAL = (MASK, ENDED, MESSAGES, ERROR)
 _OWN = (*REQUIRED, *_OPTIONAL)
 """Keys of its own; all others are for rewards."""
@@ -26,7 +29,7 @@ _OWN = (*REQUIRED, *_OPTIONAL)
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a completion is neither scored nor learned from."""
+    """The reason why a completion is neither scored nor learned from."""
 
     end: Literal["failed", "timeout"]
     error: str
@@ -38,21 +41,21 @@ class ReturnedRow:
 
     prompt_ids: list[int]
     token_ids: list[int]
-    """Up to the last that the policy wrote: what comes behind it is read by nobody."""
+    """Up to the last one that the policy wrote: later ones have no effect."""
     logprobs: list[float]
     """0 where the policy did not write."""
     written: list[bool]
-    """Whether the policy wrote each token."""
+    """True for the tokens that the policy wrote."""
     ended: bool | None
-    """Whether it came to its end, where that was said."""
+    """True where it came to its end; None where that was not returned."""
     messages: list[Message] | None = None
-    """What was said in it, where that was said: one of the assistant for each turn of the policy."""
+    """Its messages, where they were returned: one of the assistant for each turn of the policy."""
     failure: Failure | None = None
-    """None where it came about as it should have."""
+    """None where nothing failed."""
 
     @property
     def turns(self) -> list[int]:
-        """The turn of each token: what the policy did not write has that of the turn before it."""
+        """The turn of each token: tokens between two turns of the policy count to the first."""
         turns, now, begun = list[int](), 0, False
         for before, written in zip([False, *self.written], self.written):
             now += begun and written and not before
@@ -65,12 +68,12 @@ class Returned:
     """The dict of a rollout function.
 
     Args:
-        returned: As it came.
-        who: The function, for messages.
-        count: Completions that were asked for.
+        returned: The function's value.
+        who: The function's name, for messages.
+        count: Requested completions.
         group_size: Completions of each prompt.
-        max_prompt_tokens: Of a prompt at most.
-        max_tokens: Of a completion at most.
+        max_prompt_tokens: Most tokens of a prompt.
+        max_tokens: Most tokens of a completion.
 
     Raises:
         GenerationError: it is no dict of lists of the right lengths; names the key and the completion.
@@ -184,10 +187,10 @@ class Returned:
         return number
 
     def extra(self, columns: Sequence[str], declared: Sequence[str]) -> list[dict[str, Any]]:
-        """What else it returned, of each completion: an entry of a list, or one value for all.
+        """Return the other columns of each completion: an entry of a list, or one value for all.
 
         Args:
-            columns: Of the data, whose names are taken.
+            columns: Columns of the data, whose names are taken.
             declared: Names that it has to return.
         """
         others = {key: value for key, value in self._returned.items() if key not in _OWN}
@@ -199,7 +202,7 @@ class Returned:
         return [{key: lists[key][i] if key in lists else others[key] for key in others} for i in range(self._count)]
 
     def decoded(self, asked: Prompts) -> Decoded:
-        """The completions as tensors."""
+        """Return the completions as tensors."""
         width = max(len(row.token_ids) for row in self.rows)
 
         def padded(values: Sequence[Sequence[Any]], fill: Any) -> torch.Tensor:
@@ -220,7 +223,7 @@ class Returned:
 
 
 def _is_listed(value: Any) -> bool:
-    """Whether it is a list, a tuple or an array: an entry a completion."""
+    """Tell whether it is a list, a tuple or an array: an entry a completion."""
     return isinstance(value, list | tuple) or (hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0)
 
 

@@ -1,4 +1,4 @@
-"""What was said in a completion of a rollout function: a message for each turn of the policy and each answer."""
+"""The messages of a completion of a rollout function: one for each turn of the policy and each answer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _ROLES = ("assistant", "tool", "user", "system")
 
 
 class NoMessages(ValueError):
-    """What was given is none, and why."""
+    """Returned messages that are invalid, and the reason."""
 
 
 def decoded_messages(token_ids: Sequence[int], written: Sequence[bool], tokenizer: Any) -> list[Message]:
-    """Each stretch of tokens by one author as a message. Tokens do not say who answered the policy: it is the user.
+    """Return each stretch of tokens by one author as a message. Tokens do not name the author of answers: it is the
+    user.
 
     Args:
-        token_ids: Of the completion.
-        written: Whether the policy wrote each.
-        tokenizer: Of the policy.
+        token_ids: The completion's tokens.
+        written: True for those that the policy wrote.
+        tokenizer: The policy's.
     """
     return [
         {
@@ -35,11 +36,11 @@ def decoded_messages(token_ids: Sequence[int], written: Sequence[bool], tokenize
 
 
 def read_messages(given: Any, turns: int) -> list[Message]:
-    """Messages as a rollout function gave them, with the arguments of calls as mappings.
+    """Return the messages of a rollout function, with the arguments of calls as mappings.
 
     Args:
-        given: Of one completion.
-        turns: Of the policy, by the tokens.
+        given: The messages of one completion.
+        turns: The policy's turns, by the tokens.
 
     Raises:
         NoMessages: one has no role, text or readable call; or there is not one message for each turn.

@@ -1,11 +1,11 @@
-"""`env=rollout_func`: a function of the user's makes the rollouts, by TRL's signature and keys.
+"""`env=rollout_func`: a user's function makes the rollouts, by TRL's signature and keys.
 
 It is called as ``function(prompts, trainer)`` with a prompt for each completion of this process, those of a group being
 neighbours. It returns a dict of lists, one entry a completion: ``prompt_ids``, ``completion_ids`` and ``logprobs``;
-where the policy did not write every token of a completion, ``env_mask`` with 1 for those that it wrote; ``ended``
-where more than an EOS ends a completion; ``episode_messages`` where what was said is more than the text of the tokens;
-and ``episode_error``, what went wrong, where completions failed by no fault of the policy. What else is in it goes to
-the reward functions under its name.
+``env_mask``, with 1 for the tokens that the policy wrote, where it did not write all; ``ended`` where more than an EOS
+ends a completion; ``episode_messages`` where the conversation is more than the text of the tokens; and
+``episode_error``, the error of completions that failed by no fault of the policy. Other keys go to the reward functions
+under their names.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class RolloutFunction(Interactive):
 
     Args:
         path: ``package.module:name`` or ``./file.py:name``; in Python also the function itself.
-        columns: Names of what it returns beside TRL's keys, which reward functions take as arguments. A function may
-            name them itself, by an attribute ``columns``.
-        max_tokens: Tokens of a completion at most, those included that the policy did not write. None: 2048, or as many
-            as the model's context leaves.
-        max_prompt_tokens: Tokens of a prompt at most; None: of the longest prompt of the data.
-        rollout_timeout: Seconds that a call of the function may take. What it had made by then is lost with it, and the
-            run is saved and ends. None is no limit.
-        max_failed: Share of a rollout's completions that the function may mark as failed. They are not learned from;
-            more of them end the run.
+        columns: Further keys of the returned dict, which reward functions take as arguments. A function may name them
+            itself, by an attribute ``columns``.
+        max_tokens: Most tokens of a completion, with those that the policy did not write. None: 2048, or as many as the
+            model's context leaves.
+        max_prompt_tokens: Most tokens of a prompt; None: those of the longest prompt of the data.
+        rollout_timeout: Seconds that a call of the function may take. After a timeout its rollout is lost, and the run
+            is saved and ends. None is no limit.
+        max_failed: Share of a rollout's completions that the function may mark as failed. They are not learned from; a
+            larger share ends the run.
 
     Raises:
         ConfigError: there is no such function, it cannot be called so, or a setting is out of range.
@@ -81,7 +81,7 @@ class RolloutFunction(Interactive):
 
 
 def _function(path: str | Callable[..., Any]) -> tuple[Callable[..., Any], str]:
-    """The function and its name; refuses what cannot be called with two arguments."""
+    """Return the function and its name. Refuse one that cannot be called with two arguments."""
     function: Any = named_by(path, "env.path").value if isinstance(path, str) else path
     name = path if isinstance(path, str) else getattr(path, "__name__", type(path).__name__)
     if not callable(function):
@@ -104,9 +104,9 @@ class RolloutCalls(EpisodeSource):
     """The calls of a rollout function.
 
     Args:
-        settings: Names it.
-        tokenizer: Of the policy.
-        template_kwargs: What prompts are rendered with, of the data.
+        settings: The settings that name the function.
+        tokenizer: The policy's.
+        template_kwargs: The data's arguments of the chat template.
         longest: Tokens of the longest prompt of the data.
     """
 

@@ -1,4 +1,4 @@
-"""What a rollout function is given beside the prompts: the run's generator, and what it needs to ask it."""
+"""The second argument of a rollout function: the run's generator, and the run's way to prompts and tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lit_rl.rollout import Prompts
 
 
 class RolloutHandle:
-    """What a rollout function gets as `trainer`: the tokenizer, and the run's generator, synced to the policy.
+    """The `trainer` of a rollout function: the tokenizer, and the run's generator, synced to the policy.
 
     Args:
-        request: What is asked for.
-        encode: A prompt's tokens, as the run would have them.
-        tokenizer: Of the policy.
-        template_kwargs: What prompts are rendered with.
-        max_tokens: Of a completion, what the policy did not write included.
+        request: The requested completions.
+        encode: From a prompt to its tokens, as the run does it.
+        tokenizer: The policy's.
+        template_kwargs: Arguments of the chat template.
+        max_tokens: Most tokens of a completion, with those that the policy did not write.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class RolloutHandle:
         self._thread, self._calls = threading.get_ident(), [0] * len(request.row_keys)
         self._context = request.context
         self.seconds = 0.0
-        """That `generate` has taken so far."""
+        """Seconds that `generate` has taken so far."""
         self.sampling = request.sampling
-        """How the run draws."""
+        """The run's sampling."""
         self.encode = encode
         """From a prompt to its tokens, by the chat template and its arguments."""
         self.tokenizer = self.processing_class = tokenizer
@@ -57,10 +57,10 @@ class RolloutHandle:
         """Completions of each prompt."""
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse a name of TRL's trainer, with those that are there.
+        """Refuse a name of TRL's trainer, with a list of the names that exist.
 
         Raises:
-            AttributeError: always: what is there is found before.
+            AttributeError: always: Python finds existing attributes first.
         """
         there = sorted({*vars(self), "generate"} - {each for each in vars(self) if each.startswith("_")})
         raise AttributeError(
@@ -70,7 +70,7 @@ class RolloutHandle:
         )
 
     def of_completions(self, values: Sequence[Any]) -> list[Any]:
-        """Copies of what is there once a prompt, one for each completion."""
+        """Return copies of values that are there once a prompt, one for each completion."""
         return [copy.deepcopy(value) for value in values for _ in range(self._asked.group_size)]
 
     def generate(
@@ -80,12 +80,12 @@ class RolloutHandle:
         rows: Sequence[int] | None = None,
         max_new_tokens: int | Sequence[int] | None = None,
     ) -> dict[str, list[Any]]:
-        """Let the policy go on with texts. A sample depends on its completion and on how often that went on so far, and
-        on no other text; with vLLM, a first one that is asked for without the others is another than with them.
+        """Let the policy continue texts. A sample depends on its completion and on how often that was continued so far,
+        and on no other text; with vLLM, a first one that is requested without the others differs from one with them.
 
         Args:
             prompt_ids: The tokens of each text.
-            rows: Which completion each is for. None: there is one for every completion, in order.
+            rows: The completion of each text. None: there is one for every completion, in order.
             max_new_tokens: One number, or one for each text. None is `sampling.max_new_tokens`. Texts are drawn
                 together as long as they fit in the model's context, and each is cut to its own number: it gets the
                 tokens that it would have got alone.
@@ -112,7 +112,7 @@ class RolloutHandle:
         return {"prompt_ids": texts, **columns}
 
     def _rooms(self, max_new_tokens: int | Sequence[int] | None, count: int) -> list[int]:
-        """Tokens that each of so many texts may go on for."""
+        """Return the most new tokens of each of ``count`` texts."""
         given = self.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         rooms = [given] * count if isinstance(given, int) else list(given)
         if len(rooms) != count:
@@ -125,8 +125,8 @@ class RolloutHandle:
         return rooms
 
     def _together(self, texts: Sequence[list[int]], rooms: Sequence[int]) -> Iterator[list[int]]:
-        """The places of the texts of each call. All are drawn with the room of the largest, which changes nothing for
-        a text that stays in the context, and whose EOS `min_new_tokens` holds back for as long as it would alone."""
+        """Yield the places of the texts of each call. All are drawn with the room of the largest, which changes nothing
+        for a text that stays in the context, and whose EOS `min_new_tokens` blocks for as long as it would alone."""
         left = list(range(len(texts)))
         while left:
             most = max(rooms[place] for place in left)
@@ -145,7 +145,7 @@ class RolloutHandle:
     def _drawn(
         self, texts: Sequence[list[int]], rows: Sequence[int], room: int
     ) -> list[tuple[list[int], list[float], bool]]:
-        """Tokens and log-probs of what the generator goes on with, and whether each came to its end."""
+        """Return tokens and log-probs of the continuations, and whether each came to its end."""
         sampling = replace(self.sampling, max_new_tokens=room, min_new_tokens=self._least(room))
         begun = time.perf_counter()
         with beside():  # ranks call it as often as they like: none waits for another
@@ -173,7 +173,7 @@ class RolloutHandle:
             )
 
     def _prompts(self, prompt_ids: Sequence[list[int]], rows: Sequence[int]) -> Prompts:
-        """What the generator is asked: whole groups at their first turn as it would be without a rollout function."""
+        """Return the request: whole groups at their first turn, as it would be without a rollout function."""
         group, asked = self._asked.group_size, self._asked
         firsts = prompt_ids[::group]
         whole = list(rows) == list(range(len(self._keys))) and not any(self._calls)
@@ -189,5 +189,5 @@ class RolloutHandle:
 
 
 def _cut(ids: list[int], logprobs: list[float], ended: bool, room: int) -> tuple[list[int], list[float], bool]:
-    """As it would have been with so much room: what is longer has not come to its end there."""
+    """Cut a completion to its room: a longer one has not come to its end there."""
     return ids[:room], logprobs[:room], ended and len(ids) <= room

@@ -1,10 +1,10 @@
 """Decode steps replayed as CUDA graphs (``cuda_graphs``), and the proof that a model may be decoded so.
 
 A lean step is some thousand operations on few rows, and the host takes longer to launch them than a GPU to compute
-them. A graph holds the launches of one step: what the rows drew last is given to the model, the next tokens are drawn
-and written, and turns that an EOS or a length ends are marked. It is replayed by one call, between two looks of the
-decode loop as often as there are steps. All else stays with the host: looks, stop strings, rows that leave, join or
-read an answer, and more room for the rows' own tokens.
+them. A graph holds the launches of one step: the newest tokens are given to the model, the next ones are drawn and
+written, and turns that an EOS or a length ends are marked. It is replayed by one call, as often as there are steps
+between two looks of the decode loop. Looks, stop strings, rows that leave, join or read an answer, and growth of the
+buffer for own tokens stay with the host.
 
 A graph reads and writes the memory that it was captured with, by shapes that it was captured with. So
 
@@ -45,25 +45,26 @@ _PROVEN = 8
 
 
 class GraphedSteps(LeanSteps):
-    """Lean steps that can be captured: no shape depends on how many tokens a row has."""
+    """Lean steps that can be captured: no shape depends on the number of tokens of a row."""
 
     whole = True
 
     @property
     def room_left(self) -> int:
-        """Own tokens of each row that are written before there is new memory."""
+        """The own tokens of each row that fit before new memory is allocated."""
         layer: Any = self._cache.layers[0]
         return layer.room_left
 
     @property
     def moved(self) -> int:
-        """How often the rows' own tokens have got new memory: whenever rows leave or join, and when room grows."""
+        """The number of times that the rows' own tokens got new memory: whenever rows leave or join, and when it
+        grows."""
         layer: Any = self._cache.layers[0]
         return layer.moved
 
     @property
     def own_length(self) -> int:
-        """Columns of the rows' own tokens."""
+        """The columns of the rows' own tokens."""
         return self._cache.own_length
 
     def capture(self, step: Callable[[], None], column: Tensor) -> None:
@@ -72,15 +73,15 @@ class GraphedSteps(LeanSteps):
             step()
 
     def replayed(self) -> None:
-        """Take note that a step was replayed."""
+        """Count a replayed step."""
         self._cache.wrote()
 
 
 class StepGraphs:
-    """Takes steps one by one, or by a graph where rows and room have stayed for a few of them.
+    """Steps that are launched one by one, or replayed by a graph once rows and buffer have stayed for a few of them.
 
     Args:
-        device: Of the rows.
+        device: The device of the rows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,7 +90,7 @@ class StepGraphs:
         self._plain = 0
         self._graph: _StepGraph | None = None
         self.replays = 0
-        """Steps that were taken by a graph."""
+        """Number of replayed steps."""
 
     def __call__(
         self,
@@ -98,11 +99,11 @@ class StepGraphs:
         steps: Any,
         tokens: Tensor,
     ) -> Tensor:
-        """The next tokens of the rows, long ``(b,)``; in memory that the next call may write.
+        """Return the next tokens of the rows, long ``(b,)``; the next call may overwrite their memory.
 
         Args:
             step: Gives the rows their newest tokens, long ``(b,)``, and returns the next ones.
-            replayed: Counts what the host counts in a step beside those of the model.
+            replayed: Updates the host's counters of a step, except for those of the model.
             steps: The `GraphedSteps` that it advances.
             tokens: The newest ones.
         """
@@ -137,7 +138,7 @@ class StepGraphs:
 
 
 class _StepGraph:
-    """A captured step, which nothing has computed yet."""
+    """A captured step, not executed yet."""
 
     def __init__(
         self, step: Callable[[Tensor], Tensor], steps: GraphedSteps, tokens: Tensor, device: torch.device
@@ -172,14 +173,14 @@ class _StepGraph:
 
 @functools.cache
 def _stream(device: torch.device) -> Any:
-    """The one stream that captures: cuBLAS keeps a workspace for each."""
+    """Return the one stream of captures: cuBLAS keeps a workspace for each."""
     return torch.cuda.Stream(device)
 
 
 def proven(policy: nn.Module, *, lean: bool) -> bool:
-    """Decode a few tokens of two prompts both ways, and compare. In evaluation mode, without gradient.
+    """Decode a few tokens of two prompts both ways, and compare. Call it in evaluation mode, without gradient.
 
-    ``lean``: whether it takes lean steps.
+    ``lean``: True where it takes lean steps.
     """
     return _TRIAL.passes(policy, lambda: _both_ways(policy, lean))
 
@@ -199,7 +200,7 @@ def _both_ways(policy: nn.Module, lean: bool) -> tuple[Tensor, Tensor]:
 
 
 def _decoded(steps: GraphedSteps, batch: DecodeBatch, graphs: StepGraphs | None) -> Tensor:
-    """Logits ``(s, 4, v)`` of a few steps, each of which makes its tokens of those before."""
+    """Return logits ``(s, 4, v)`` of a few steps, each with tokens that depend on those before."""
     tokens, size, logits = batch.keys + 1, steps.logits.shape[-1], []
 
     def step(tokens: Tensor) -> Tensor:

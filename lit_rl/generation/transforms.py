@@ -1,7 +1,7 @@
 """From the logits of a step to a token, and to the end of a response.
 
-The draw, and the two parts that both in-process engines share: ``TokenSampler`` and ``EndDetector``. What temperature
-and truncation do to logits is in ``lit_rl.ops.transforms``, where the scoring of training finds it too.
+The draw, and the two parts that all in-process decoders share: ``TokenSampler`` and ``EndDetector``. Temperature and
+truncation are in ``lit_rl.ops.transforms``, where the scoring of training uses them too.
 
 Logits are float32 ``(b, v)`` everywhere. A transform returns new logits and edits nothing; a token that may not be
 drawn gets minus infinity. Order: logit bias, bans (``bans``), repetition penalty, temperature, top-k, top-p, min-p: as
@@ -30,14 +30,15 @@ _BLOCK = 512
 """Tokens of a block of larger ones."""
 
 _NAMED = 1 << 22
-"""Noise is made at once where no more numbers are asked for than this: 16 MiB of them."""
+"""Most numbers of noise that are made in advance: 16 MiB."""
 
 _AT_ONCE = 1 << 21
-"""Logits that are drawn from at once on a CPU: what is made of them stays in its caches."""
+"""Most logits of one draw on a CPU: its intermediate results stay in the caches."""
 
-_LOOK_ON_CPU, _LOOK_ON_GPU = 1, 4
-"""Tokens after which the device is asked which rows still run: to ask an accelerator is to wait for it. What is drawn
-meanwhile of rows that are over is thrown away."""
+_LOOK_ON_CPU = 1
+_LOOK_ON_GPU = 4
+"""Tokens between two queries of the device for the rows that still run: a query of an accelerator waits for it. Tokens
+that finished rows draw meanwhile are thrown away."""
 
 
 def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -63,7 +64,7 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_parts(drawn: Callable[..., tuple[Tensor, Tensor]], logits: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-    """Of few rows at a time, on a CPU."""
+    """Draw few rows at a time, on a CPU."""
     rows = max(_AT_ONCE // logits.shape[-1], 1)
     if logits.device.type != "cpu" or len(logits) <= rows:
         return drawn(logits, *others)
@@ -99,7 +100,7 @@ def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest logit of each row, and the lowest token that has it, both `(b, 1)`."""
+    """Return the highest logit of each row, and the lowest token that has it, both `(b, 1)`."""
     if logits.shape[-1] <= _FLAT:
         return logits.max(-1, keepdim=True)
     top, block = _tops(logits).max(-1, keepdim=True)
@@ -107,33 +108,34 @@ def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tops(logits: Tensor) -> Tensor:
-    """The highest logit of each block, `(b, blocks)`."""
+    """Return the highest logit of each block, `(b, blocks)`."""
     return _by_block(logits, lambda part: part.amax(-1))
 
 
 def _reaching(cdf: Tensor, mass: Tensor) -> Tensor:
-    """The first place, `(b, 1)`, where `cdf` `(b, m)` is `mass` `(b, 1)` or more, a mass in (0, total]."""
+    """Return the first index, `(b, 1)`, where `cdf` `(b, m)` is at least `mass` `(b, 1)`, a mass in (0, total]."""
     # Searching right for one in [0, total) would step past the last place wherever the mass rounds up to the total,
     # and land on a weight of zero.
     return torch.searchsorted(cdf, mass).clamp_(max=cdf.shape[-1] - 1)
 
 
 def _by_block(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """`(b, v)` to `(b, blocks)`; the last block is shorter where the vocabulary is no multiple."""
+    """Reduce `(b, v)` to `(b, blocks)`; the last block is shorter where the vocabulary is no multiple."""
     whole = values.shape[-1] // _BLOCK * _BLOCK
     reduced = reduce(values[:, :whole].unflatten(-1, (-1, _BLOCK)))
     return reduced if whole == values.shape[-1] else torch.cat([reduced, reduce(values[:, whole:])[:, None]], -1)
 
 
 def _of_block(values: Tensor, block: Tensor, fill: float) -> Tensor:
-    """The values `(b, _BLOCK)` in the block `(b, 1)` of each row, and `fill` beyond the end."""
+    """Return the values `(b, _BLOCK)` in the block `(b, 1)` of each row, and `fill` beyond the end."""
     columns = block * _BLOCK + torch.arange(_BLOCK, device=block.device)
     there = columns < values.shape[-1]
     return values.gather(-1, columns.clamp_(max=values.shape[-1] - 1)).where(there, fill)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest token (the lowest id of equals) and its log-probability under softmax(logits), both ``(b,)``."""
+    """Return the likeliest token (the lowest id of equals) and its log-probability under softmax(logits), both
+    ``(b,)``."""
     return _in_parts(_greedy, logits)
 
 
@@ -147,20 +149,20 @@ class Drawn(NamedTuple):
 
     tokens: Tensor
     logprobs: Tensor
-    """Of the distribution drawn from: after every transform, renormalised."""
+    """Log-probs of the distribution drawn from: after every transform, renormalised."""
     kept_logmass: Tensor | None
     """Log of the mass that truncation kept; None where none is in force."""
 
 
 class TokenSampler:
-    """Draws the next token of every row of a batch; holds the history that repetition penalty and bad words need.
+    """The sampler of a batch's next tokens, with the history that repetition penalty and bad words need.
 
     Args:
         sampling: How to draw.
         keys: Int64 ``(b,)`` noise keys, on the device of the logits.
         prompt_ids: Long ``(b, p)``, and ``prompt_mask``, bool ``(b, p)``: the tokens that count as seen.
-        eos_ids: What ``min_new_tokens`` holds back.
-        bad_words: What no response may contain, as token ids.
+        eos_ids: The tokens that ``min_new_tokens`` blocks.
+        bad_words: Forbidden token sequences.
     """
 
     def __init__(
@@ -184,18 +186,18 @@ class TokenSampler:
 
     @classmethod
     def of(cls, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> TokenSampler:
-        """The one for a decode batch of these prompts."""
+        """Return the sampler for a decode batch of these prompts."""
         ids, mask = batch.repeated()
         words = bad_word_ids(prompts, sampling)
         made = cls(sampling, batch.keys, prompt_ids=ids, prompt_mask=mask, eos_ids=prompts.eos_ids, bad_words=words)
         made._begun = batch.begun
-        longest = prompts.longest_response(sampling) + 1  # one column more: for what is drawn of rows that are over
+        longest = prompts.longest_response(sampling) + 1  # one column more: for tokens of finished rows
         if not sampling.greedy and batch.begun is None and len(batch.keys) * longest <= _NAMED:
             made._uniforms = noise.uniform(batch.keys[:, None], torch.arange(longest, device=batch.keys.device))
         return made
 
     def __call__(self, logits: Tensor, position: int | Tensor, rows: Tensor | None = None) -> Drawn:
-        """The next tokens of all rows, or of those in ``rows``, long ``(n,)``, each at most once.
+        """Draw the next tokens of all rows, or of those in ``rows``, long ``(n,)``, each at most once.
 
         ``position`` is their place in the turn, one for all or long ``(n,)``: 0, 1, 2, ... one after another. The noise
         goes by the place in the whole response.
@@ -213,9 +215,9 @@ class TokenSampler:
         return drawn
 
     def next_turn(self, row: int, response_ids: Sequence[int]) -> None:
-        """A row says its next turn behind this response so far, of which all counts as seen, and begins no bad word.
+        """Begin a row's next turn behind this response so far: all of it counts as seen, and begins no bad word.
 
-        What was drawn for the row since its last turn was over is forgotten.
+        Filler tokens of the row since the end of its last turn are forgotten.
         """
         if self._begun is None:
             self._begun = torch.zeros(len(self.keys), dtype=torch.long, device=self.keys.device)
@@ -228,7 +230,7 @@ class TokenSampler:
         self._bans.next_turn(row)
 
     def _noise(self, rows: Tensor | None, column: int | Tensor) -> Tensor:
-        """The uniform number ``(n,)`` of the token in a column of these rows' responses."""
+        """Return the uniform number ``(n,)`` of the token in a column of these rows' responses."""
         if self._uniforms is None:
             return noise.uniform(self.keys if rows is None else self.keys[rows], column)
         return self._uniforms[torch.arange(len(self.keys), device=self.keys.device) if rows is None else rows, column]
@@ -251,12 +253,12 @@ class TokenSampler:
 
 
 class EndDetector:
-    """Tells which rows end: by any EOS on the device, by a token that completes a stop string on the host.
+    """A detector of the ends of responses: any EOS on the device, a token that completes a stop string on the host.
 
     Args:
-        prompts: Whose ``eos_ids`` and ``decode`` to use.
-        sampling: Whose ``stop`` and ``min_new_tokens`` to use.
-        device: Where the tokens are.
+        prompts: Has ``eos_ids`` and ``decode``.
+        sampling: Has ``stop`` and ``min_new_tokens``.
+        device: The device of the tokens.
     """
 
     def __init__(self, prompts: Prompts, sampling: Sampling, device: torch.device) -> None:

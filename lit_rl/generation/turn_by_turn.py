@@ -1,4 +1,4 @@
-"""Conversations with an engine that keeps nothing between two turns: each turn reads the whole text anew."""
+"""Conversations with an engine that keeps nothing between two turns: each turn reads the whole text again."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class TurnByTurn:
     """The conversations of a request, held by an engine that decodes one turn of some rows at a time.
 
     Args:
-        decode: Decodes a batch of one turn: what is asked for, without a responder, and how to draw.
-        prompts: What is asked for; its responder answers.
+        decode: Decodes a batch of one turn, of a request without a responder.
+        prompts: The requested completions; their responder answers.
         sampling: How to draw; ``max_new_tokens`` are those of a turn.
-        places: Rows that may be decoded at a time; None: all.
-        device: Where the tokens are.
+        places: Most rows that are decoded at a time; None: all.
+        device: The device of the tokens.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TurnByTurn:
         self._responses = Responses(prompts, sampling, len(self._whole.rows), device)
 
     def run(self) -> Decoded:
-        """The responses of all rows."""
+        """Return the responses of all rows."""
         responder, device = self._prompts.responder, self._whole.keys.device
         assert responder is not None
         self._speak(decode_batches(self._prompts, self._places, device))
@@ -52,7 +52,7 @@ class TurnByTurn:
         return self._responses.decoded()
 
     def _speak(self, batches: Iterable[DecodeBatch]) -> None:
-        """Let the rows of each batch say a turn, and tell the responder."""
+        """Decode a turn for the rows of each batch, and pass it to the responder."""
         responder, device = self._prompts.responder, self._whole.keys.device
         assert responder is not None
         alone = dataclasses.replace(self._prompts, responder=None)
@@ -69,7 +69,8 @@ class TurnByTurn:
                 responder.tell(said)
 
     def _batches(self, rows: Sequence[int]) -> Iterator[DecodeBatch]:
-        """The next turn of these rows: those with as much room together, so that none leaves the model's context."""
+        """Yield the next turn of these rows: those with equal room together, so that none leaves the model's
+        context."""
         by_room: dict[int, list[int]] = {}
         for row in sorted(rows, key=lambda row: int(self._responses.lengths[row])):
             by_room.setdefault(self._responses.room(row), []).append(row)

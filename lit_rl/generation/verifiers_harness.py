@@ -22,15 +22,15 @@ class VerifiersHarness:
     """A rollout function for rows of `data=verifiers`: each completion is an episode of verifiers' own environment.
 
     The agent that is trained talks to the policy by OpenAI's API, and its conversation becomes the completion, with the
-    tokens that were drawn. It has to be one line of turns: an agent that rewrites what was said, or begins a second
-    conversation, is refused there, and its episode fails. The task is scored where verifiers scores it, with the
+    tokens that were drawn. It has to be one line of turns: an agent that rewrites earlier messages, or begins a
+    second conversation, is refused, and its episode fails. The task is scored where verifiers scores it, with the
     runtime at hand; `reward=verifiers` gives that as the reward.
 
     Args:
         env: The config of the environment, see `TaskSet.environment`. None: of one agent, `ON_THIS_MACHINE`. An agent
             without `model` and `client` is the policy; there may be one that is trained.
-        parser: Reads the policy's calls of tools: a name as of `env.parser`.
-        call_pattern: Of `parser=regex`.
+        parser: Name of the parser of the policy's tool calls, see `env.parser`.
+        call_pattern: Pattern for `parser=regex`.
         patience: See `ChatEndpoint`.
         agent_timeout: Seconds that an episode may take, see `ChatEndpoint`.
 
@@ -39,7 +39,7 @@ class VerifiersHarness:
     """
 
     columns = (SCORES,)
-    """What it returns beside the tokens."""
+    """Returned keys beside the tokens."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class VerifiersHarness:
 
 @asynccontextmanager
 async def _serving(games: Mapping[TaskSet, Any]) -> AsyncIterator[None]:
-    """What the episodes of these environments share: servers of tools, and verifiers' own way in."""
+    """Enter the shared context of these environments' episodes: servers of tools, and verifiers' own endpoint."""
     async with AsyncExitStack() as stack:
         for game in games.values():
             await stack.enter_async_context(game.serving())
@@ -92,11 +92,11 @@ def _context(url: str) -> Any:
 
 
 class EpisodeFailed(Exception):
-    """What verifiers says went wrong."""
+    """An error of an episode, as verifiers reports it."""
 
 
 def _scores(episode: Any) -> Scores:
-    """Of the agent that is trained.
+    """Return the scores of the agent that is trained.
 
     Raises:
         EpisodeFailed: there are none.

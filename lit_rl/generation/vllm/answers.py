@@ -1,7 +1,7 @@
-"""What a server answers, from JSON to records. Whoever listens at an address may answer anything: all is checked here.
+"""A server's answers, parsed from JSON. Any program may listen at an address, so every value is checked here.
 
-Every function takes a JSON value as `Answered`, and raises `calls.ServerRefused` where it is not what vLLM and our
-workers answer: with the address, the call, the place in the answer, an excerpt and the likely fix. What nobody reads
+Every function takes a JSON value as `Answered`, and raises `calls.ServerRefused` where it is no valid answer of vLLM
+and our workers: with the address, the call, the place in the answer, an excerpt and the likely fix. Unused fields
 (usage, times, ids of requests) may be anything.
 """
 
@@ -17,7 +17,7 @@ from lit_rl.generation.vllm.engine import Facts
 from lit_rl.generation.vllm.requests import Answer, Request
 
 _LOWEST = -9999.0
-"""The log-prob that vLLM answers in the place of minus infinity; where images are taken, of NaN too."""
+"""vLLM's log-prob in place of minus infinity; on the route for images, in place of NaN too."""
 _HIGHEST = 0.01
 """A log-prob is at most 0; an engine that rounds may end a little above it."""
 _MOST = 2**31 - 1
@@ -30,7 +30,7 @@ _LONGEST_WORD = 1000
 
 @dataclass(frozen=True)
 class Answered:
-    """A part of an answer, and where it stands."""
+    """A part of an answer, and its place."""
 
     url: str
     call: str
@@ -41,7 +41,7 @@ class Answered:
         raise nonsense(self.url, self.call, f"{self.place} is {excerpt(self.value)}, and has to be {wanted}")
 
     def part(self, name: str) -> Answered:
-        """What an object has under a name, which has to be there."""
+        """Return the part of an object under a name, which has to exist."""
         if not isinstance(self.value, dict) or name not in self.value:
             self.refuse(f'an object with "{name}"')
         place = name if self.place == "it" else f"{self.place}.{name}"
@@ -74,7 +74,7 @@ class Answered:
 
 
 def names_in(came: Answered) -> dict[str, int | None]:
-    """Names of the model and of adapters, each with its longest sequence in tokens; one or more."""
+    """Return the names of the model and of adapters, each with its longest sequence in tokens; one or more."""
     models, found = came.part("data"), {}
     for model in models.entries():
         name = model.part("id").word()
@@ -83,18 +83,18 @@ def names_in(came: Answered) -> dict[str, int | None]:
 
 
 def workers_in(came: Answered) -> int:
-    """Workers behind a server."""
+    """Return the number of workers behind a server."""
     return came.part("world_size").whole(high=_MOST_WORKERS)
 
 
 def results_in(came: Answered) -> list[Any]:
-    """What the workers returned, one result each; one or more."""
+    """Return the results of the workers; one or more."""
     results = came.part("results")
     return results.as_list() or results.refuse("a list with a result of every worker")
 
 
 def facts_in(came: Answered) -> Facts:
-    """What a worker says of itself, see `worker.WeightUpdates.lit_rl_facts`."""
+    """Return the facts of a worker, see `worker.WeightUpdates.lit_rl_facts`."""
     known = {field.name for field in fields(Facts)}
     if not isinstance(came.value, dict):
         came.refuse("an object")
@@ -116,7 +116,7 @@ def facts_in(came: Answered) -> Facts:
 
 
 def _model(came: Answered) -> dict[str, Any]:
-    """Architecture and sizes, see `worker.shape_of`: words and numbers. The size of the vocabulary is one of them."""
+    """Return architecture and sizes, see `worker.shape_of`: words and numbers, with the size of the vocabulary."""
     came.part("vocab_size").whole()
     for name, value in came.value.items():
         if type(value) not in (bool, int):
@@ -125,7 +125,7 @@ def _model(came: Answered) -> dict[str, Any]:
 
 
 def was_reset(came: Answered) -> bool:
-    """Whether a cache was emptied."""
+    """Tell whether a cache was emptied."""
     done = came.part("success")
     return done.value if isinstance(done.value, bool) else done.refuse("true or false")
 
@@ -134,12 +134,12 @@ def was_reset(came: Answered) -> bool:
 
 
 def completions_in(came: Answered, request: Request, vocabulary: int) -> list[Answer]:
-    """Of ``POST /v1/completions``.
+    """Parse the answer of ``POST /v1/completions``.
 
     Args:
         came: The answer.
-        request: What was asked: says how many completions there are, how long they may be, and whether the log-probs
-            of the prompt have to be there.
+        request: The request, with the number of completions, their longest length, and whether the log-probs of the
+            prompt are required.
         vocabulary: Tokens of the model; ids are below it.
     """
     found = []
@@ -154,7 +154,7 @@ def completions_in(came: Answered, request: Request, vocabulary: int) -> list[An
 
 
 def drawn_in(came: Answered, request: Request, vocabulary: int) -> list[Answer]:
-    """Of ``POST /inference/v1/generate``; see `completions_in`. A log-prob that it could not name is NaN."""
+    """Parse the answer of ``POST /inference/v1/generate``; see `completions_in`. An unrepresentable log-prob is NaN."""
     found = []
     for choice in _in_order(came, request):
         ids, ended = _tokens(choice, request, vocabulary), _ended(choice)
@@ -165,7 +165,7 @@ def drawn_in(came: Answered, request: Request, vocabulary: int) -> list[Answer]:
 
 
 def prompt_in(came: Answered) -> list[Any]:
-    """The tokens that the engine made of a prompt with images; to be compared, so of any type."""
+    """Return the engine's tokens of a prompt with images; of any type, as they are only compared."""
     return came.part("prompt_token_ids").as_list()
 
 
@@ -191,7 +191,7 @@ def _tokens(choice: Answered, request: Request, vocabulary: int) -> list[int]:
 
 
 def _ended(choice: Answered) -> bool:
-    """By an EOS or a stop string, and not by its length."""
+    """Tell whether it ended by an EOS or a stop string, and not by its length."""
     reason = choice.part("finish_reason")
     if reason.value not in ("stop", "length"):
         reason.refuse('"stop" or "length" ("abort": another program has paused the server)')
@@ -199,7 +199,7 @@ def _ended(choice: Answered) -> bool:
 
 
 def _logprobs(came: Answered, values: list[Any], count: int) -> list[float]:
-    """`values`, where they are `count` log-probs; `came` is where they stand."""
+    """Return `values` if they are `count` log-probs; `came` is their place."""
     if len(values) != count:
         came.refuse(f"a list of {count}, one for each token, not of {len(values)}")
     if set(map(type, values)) <= {int, float} and all(_LOWEST <= value <= _HIGHEST for value in values):
@@ -211,7 +211,7 @@ def _logprobs(came: Answered, values: list[Any], count: int) -> list[float]:
 
 
 def _named(content: Answered) -> list[Any]:
-    """What the entries of a list have for "logprob"."""
+    """Return the values under "logprob" of a list's entries."""
     try:
         return [entry["logprob"] for entry in content.as_list()]
     except (TypeError, KeyError):
@@ -219,7 +219,7 @@ def _named(content: Answered) -> list[Any]:
 
 
 def _prompt_logprobs(came: Answered, prompt: list[int]) -> list[float]:
-    """Of each token but the first, which has none; an entry holds other likely tokens too."""
+    """Return the log-prob of each token but the first, which has none; an entry holds other likely tokens too."""
     if len(came.as_list()) != len(prompt):
         came.refuse(f"a list of {len(prompt)}, one for each token of the prompt, not of {len(came.value)}")
     values = [came.entry(i).part(str(prompt[i])).part("logprob").value for i in range(1, len(prompt))]

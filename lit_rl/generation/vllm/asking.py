@@ -1,4 +1,4 @@
-"""The threads that wait for one server, one a request, and the one that looks after it meanwhile."""
+"""The threads of one server: one for each request that waits, and one that checks on the server meanwhile."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lit_rl.generation.vllm.dealing import Task
 from lit_rl.generation.vllm.requests import Answer
 
 THREADS = "lit_rl-server"
-"""Their name."""
+"""The name of the threads."""
 _LOOK_EVERY = 2.0
 """Seconds."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """A server has answered a task."""
+    """A task that a server has answered."""
 
     server: int
     task: Task
@@ -28,25 +28,25 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """A server did not answer a task, or was not what it was when it was looked at."""
+    """A task without an answer, or a failed check of a server."""
 
     server: int
     error: Exception
 
 
 class Asking:
-    """Asks a server what it is given, until it is stopped.
+    """Threads that send a server its tasks until they are stopped.
 
     The threads are daemons: one that waits for a server which hangs must not keep the process from ending.
 
     Args:
         server: Its number.
         ask: Returns the server's answers.
-        look: Fails where the server is not what it was. /health would not do: a process in front of the engine answers
-            it, also where the engine hangs.
-        tell: Is told what came of each task, and of a look that failed.
-        hang_up: Ends the calls of `ask` and `look` that are under way.
-        threads: Requests that wait at the same time.
+        look: Raises where the server has changed. /health would not do: a process in front of the engine answers it,
+            also where the engine hangs.
+        tell: Called with the result of each task, and with a failed check.
+        hang_up: Ends the calls of `ask` and `look` in flight.
+        threads: Most requests that wait at the same time.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Asking:
         self._tasks.put(task)
 
     def stop(self) -> None:
-        """Ask nothing more, and wait for nothing: a server that hangs would hold the threads for an hour."""
+        """Send nothing more, and wait for nothing: a server that hangs would hold the threads for an hour."""
         self._stop.set()
         for _ in range(self._threads):
             self._tasks.put(None)

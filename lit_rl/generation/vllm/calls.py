@@ -1,4 +1,4 @@
-"""JSON over HTTP with a deadline, and the three ways in which a call to a server fails."""
+"""JSON over HTTP with a deadline, and the three failures of a call to a server."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LARGEST_ANSWER = 2**28
 _DEAD = ("EngineDeadError", "EngineCore encountered")
 _ENDING = ("Server shutting down", "after shutdown")  # the second is Python's, of a pool that takes no more work
 _EXCERPT = 200
-"""Letters of an answer that a message shows."""
+"""Letters of an answer in a message."""
 
 
 class ServerError(GenerationError):
-    """A call to a server failed; `url` is the server's."""
+    """A failed call to a server; `url` is the server's."""
 
     def __init__(self, url: str, call: str, why: str) -> None:
         super().__init__(f"{url}: {call}: {why}")
@@ -36,17 +36,17 @@ class ServerError(GenerationError):
 
 
 class ServerDead(ServerError):
-    """Nobody listens there, the connection broke, or vLLM says that its engine has died."""
+    """A server that does not listen, a broken connection, or an engine that has died."""
 
 
 class ServerHung(ServerError):
-    """The answer did not come within the deadline."""
+    """An answer that did not come within the deadline."""
 
 
 class ServerRefused(ServerError):
-    """The server answered, and not with what it was asked for.
+    """An answer of the server other than the requested one.
 
-    `status` is HTTP's; 200 where the answer makes no sense.
+    `status` is HTTP's; 200 where the answer is invalid.
     """
 
     def __init__(self, url: str, call: str, why: str, status: int) -> None:
@@ -57,13 +57,13 @@ class ServerRefused(ServerError):
 class JSONCalls:
     """Calls of one server. Holds no connection, so threads may share it.
 
-    A bearer key is taken from the environment variable VLLM_API_KEY, as the server does, and from nowhere else.
-    Proxies of the environment are used, but never for this machine. A request that is given up is dropped by vLLM too,
-    since its connection closes.
+    A bearer key is read from the environment variable VLLM_API_KEY, as the server does, and from nowhere else. Proxies
+    of the environment are used, but never for this machine. vLLM drops an aborted request too, since its connection
+    closes.
 
     Args:
         url: Base address of the server, such as ``http://127.0.0.1:8000``.
-        key: Name of the setting that the address comes from, for messages.
+        key: Name of the setting with the address, for messages.
 
     Raises:
         ConfigError: no http:// or https:// address of a server, or one with a user name, a path or a query.
@@ -85,7 +85,7 @@ class JSONCalls:
         self._connections.cut()
 
     def get(self, route: str, deadline: float, **query: Any) -> Any:
-        """The JSON of an answer; None where it is empty.
+        """Return the JSON of an answer; None where it is empty.
 
         Args:
             route: Path of the server, from ``/``.
@@ -98,7 +98,7 @@ class JSONCalls:
         return self._call("GET", route, deadline, None, query)
 
     def post(self, route: str, deadline: float, body: Mapping[str, Any] | None = None, **query: Any) -> Any:
-        """As `get`, with a JSON body."""
+        """Return the JSON of an answer to a JSON body, like `get`."""
         return self._call("POST", route, deadline, body, query)
 
     def _call(self, verb: str, route: str, deadline: float, body: Mapping[str, Any] | None, query: Any) -> Any:
@@ -168,14 +168,14 @@ class JSONCalls:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would turn a POST into a GET, and hand the key to whoever it names."""
+    """A handler that follows no redirect: one would turn a POST into a GET, and send the key to another server."""
 
     def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
         return None
 
 
 def checked_url(url: str, key: str) -> str:
-    """The base address without a slash at its end, or a ConfigError; see `Client`."""
+    """Return the base address without a slash at its end. Raise a ConfigError for an invalid one; see `Client`."""
     try:
         parts = urlsplit(str(url))
         _ = parts.port
@@ -193,12 +193,12 @@ def checked_url(url: str, key: str) -> str:
 
 
 def nonsense(url: str, call: str, what: str) -> ServerRefused:
-    """The error for an answer that makes no sense.
+    """Return the error for an invalid answer.
 
     Args:
         url: The server's address.
-        call: What it was asked.
-        what: What is wrong with the answer; a sentence without its full stop.
+        call: The call.
+        what: The fault of the answer; a sentence without its full stop.
     """
     return ServerRefused(
         url,
@@ -210,13 +210,14 @@ def nonsense(url: str, call: str, what: str) -> ServerRefused:
 
 
 def excerpt(value: Any) -> str:
-    """The beginning of what came, as JSON: one line of ASCII, control characters escaped."""
+    """Return the beginning of a value as JSON: one line of ASCII, control characters escaped."""
     shown = json.dumps(_beginning(value, depth=4))
     return shown if len(shown) <= _EXCERPT else f"{shown[:_EXCERPT]} ..."
 
 
 def _beginning(value: Any, depth: int) -> Any:
-    """Little enough to be written: an answer may be long, and deeper than Python counts."""
+    """Return a part that is small enough to be written: an answer may be long, and deeper than Python's recursion
+    limit."""
     if isinstance(value, bytes):
         value = value[: 4 * _EXCERPT].decode(errors="replace")
     if isinstance(value, str):
@@ -230,7 +231,7 @@ def _beginning(value: Any, depth: int) -> Any:
 
 
 def _message(body: bytes) -> str:
-    """What an error's body says: vLLM writes JSON of several shapes."""
+    """Return the message of an error's body: vLLM writes JSON of several shapes."""
     text = body.decode(errors="replace")
     try:
         found: Any = json.loads(text)
@@ -243,6 +244,6 @@ def _message(body: bytes) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line of printable characters."""
+    """Return one line of printable characters."""
     words = " ".join(text.split())
     return "".join(c if c.isprintable() else "?" for c in words)[:_LONGEST_MESSAGE]

@@ -15,9 +15,9 @@ _AGAIN = 0.05
 
 
 class Client(JSONCalls):
-    """One server that `lit-rl serve` or `launch` started, or another one with vLLM's routes of training.
+    """A client of one server with vLLM's routes of training, started by `lit-rl serve`, by `launch` or otherwise.
 
-    Every method raises `calls.ServerDead`, `ServerHung` or `ServerRefused`; what is answered is checked in `answers`.
+    Every method raises `calls.ServerDead`, `ServerHung` or `ServerRefused`; answers are checked in `answers`.
     """
 
     def health(self, deadline: float) -> None:
@@ -34,22 +34,22 @@ class Client(JSONCalls):
             raise
 
     def models(self, deadline: float) -> dict[str, int | None]:
-        """Names that requests may ask for (the model, and adapters), each with its longest sequence in tokens."""
+        """Return the names of the model and of adapters, each with its longest sequence in tokens."""
         return answers.names_in(self._answered("GET /v1/models", self.get("/v1/models", deadline)))
 
     def world_size(self, deadline: float) -> int:
-        """Workers behind the server, of all copies of the model together."""
+        """Return the number of workers behind the server, of all copies of the model together."""
         return answers.workers_in(self._answered("GET /get_world_size", self.get("/get_world_size", deadline)))
 
     def facts(self, deadline: float) -> Facts:
-        """What the first worker says of itself; all of a server are alike."""
+        """Return the engine's facts from its first worker; all workers of a server are alike."""
         first, *_ = self.rpc("lit_rl_facts", deadline=deadline)
         return answers.facts_in(self._answered("rpc lit_rl_facts", first))
 
     def rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, deadline: float
     ) -> list[Any]:
-        """Call a method of every worker; the results, one a worker.
+        """Call a method of every worker, and return the results, one a worker.
 
         Arguments and results are JSON values; a result that is no dict, list or None comes as a string.
         """
@@ -57,25 +57,25 @@ class Client(JSONCalls):
         return answers.results_in(self._answered(f"rpc {method}", self.post("/collective_rpc", deadline, body)))
 
     def complete(self, payload: Mapping[str, Any], deadline: float) -> Answered:
-        """The answer of ``POST /v1/completions``, for `answers.completions_in`."""
+        """Return the answer of ``POST /v1/completions``, for `answers.completions_in`."""
         return self._answered("POST /v1/completions", self.post("/v1/completions", deadline, payload))
 
     def generate(self, payload: Mapping[str, Any], deadline: float) -> Answered:
-        """The answer of ``POST /inference/v1/generate``, which takes images beside token ids, for `answers.drawn_in`.
-        A server has this route where it was started with ``--enable-scale-out``."""
+        """Return the answer of ``POST /inference/v1/generate``, which takes images beside token ids, for
+        `answers.drawn_in`. A server started with ``--enable-scale-out`` has this route."""
         route = "/inference/v1/generate"
         return self._answered(f"POST {route}", self.post(route, deadline, payload))
 
     def pause(self, deadline: float, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
-        """Take no new work up. Running requests are aborted, waited for, or frozen until `resume`."""
+        """Accept no new requests. Running ones are aborted, waited for, or frozen until `resume`."""
         self.post("/pause", deadline, mode=mode)
 
     def resume(self, deadline: float) -> None:
-        """Work again after `pause`."""
+        """Accept requests again after `pause`."""
         self.post("/resume", deadline)
 
     def reset_caches(self, deadline: float) -> None:
-        """Empty every cache that holds what older weights computed: of prefixes, of images, of encoders.
+        """Empty every cache with results of older weights: of prefixes, of images, of encoders.
 
         Raises:
             ServerRefused: requests still hold parts of the prefix cache when the deadline comes.

@@ -1,4 +1,4 @@
-"""Connections of HTTP that another thread may cut: who waits for an answer on one of them then waits no longer."""
+"""HTTP connections that another thread may cut: a thread that waits for an answer on one of them then fails."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 
 class Connections:
-    """Those of some calls. Threads may share it."""
+    """The connections of some calls. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock, self._is_cut = threading.Lock(), False
         self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     def handlers(self) -> list[urllib.request.BaseHandler]:
-        """Of an opener whose connections these are."""
+        """Return the handlers of an opener with these connections."""
         opened = self._opened
 
         class Plain(http.client.HTTPConnection):
@@ -43,7 +43,7 @@ class Connections:
         return [PlainHandler(), EncryptedHandler()]
 
     def cut(self) -> None:
-        """End all calls that are under way, and any that are still made. What a server was asked, it then drops too."""
+        """End all calls in flight, and all later ones. A server then drops their requests too."""
         with self._lock:
             self._is_cut = True
             left = list(self._open)

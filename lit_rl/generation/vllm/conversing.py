@@ -21,15 +21,15 @@ from lit_rl.turns import Heard
 class Conversing(Work):
     """The conversations of all rows of a request, numbered as the completions are.
 
-    The first turns are those that the rows would have without a responder: the seed of a later one is made of the
-    prompt's key, the turn and the sample, and so depends on no other row. What stands in a row already is in the
-    engine's prefix cache, but for the last block.
+    The first turns equal those without a responder. The seed of a later one is made of the prompt's key, the turn and
+    the sample, and so depends on no other row. A row's earlier text is in the engine's prefix cache, except for the
+    last block.
 
     Args:
-        prompts: What is asked for; its responder answers.
+        prompts: The requested completions; their responder answers.
         sampling: How to draw; ``max_new_tokens`` are those of a turn.
-        version: Of the engine's weights.
-        never: Tokens that no response may have.
+        version: The version of the engine's weights.
+        never: Forbidden tokens.
         kwargs: Further fields of every request, by vLLM's names.
     """
 
@@ -80,20 +80,20 @@ class Conversing(Work):
         return self.at_once - self._open, self.at_once
 
     def completions(self, device: torch.device) -> Completions:
-        """What was said and heard, on this device. When all is done."""
+        """Return the finished conversations on this device."""
         said = replace(self._responses.decoded(), kept_logmass=None)  # the engine does not report it
         moved: dict[str, Any] = {name: None if part is None else part.to(device) for name, part in vars(said).items()}
         rows = torch.arange(self.at_once)
         return assemble(self._prompts, [(rows, Decoded(**moved))], version=self._version, device=device)
 
     def _request(self, row: int) -> Request:
-        """The next turn of a row: all of its text so far, and what it may say now."""
+        """Return the next turn of a row, with its text so far and the room for it."""
         turn, (text,), room = self._responses.turn(row), self._responses.texts([row]), self._responses.room(row)
         return turn_request(self._prompts, self._sampling, row, turn, text, room, self._kwargs)
 
 
 def _refuse_images(heard: Heard) -> None:
-    """An engine is asked with tokens, and shows images of prompts alone.
+    """Refuse an answer with an image: an engine gets tokens, and shows images of prompts alone.
 
     Raises:
         ConfigError: an answer shows one.

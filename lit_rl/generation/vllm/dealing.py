@@ -1,4 +1,4 @@
-"""Which of several servers is asked what: the least loaded one, and another in the place of one that is lost."""
+"""The distribution of requests over several servers: to the least loaded one, and away from one that is lost."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from lit_rl.generation.vllm.requests import Request
 
 @dataclass(frozen=True)
 class Task:
-    """A request that is to be answered."""
+    """A request that waits for its answer."""
 
     number: int
-    """Which of the work's."""
+    """Its number in the work."""
     request: Request
     until: float
-    """When the answer has to be there, by `time.monotonic`."""
+    """The deadline of the answer, by `time.monotonic`."""
 
 
 def rooms_of(rank: int, world_size: int, servers: Sequence[int], at_once: Sequence[int]) -> dict[int, int]:
-    """The servers in the order of a rank, each with what the rank may give it.
+    """Return the servers in the order of a rank, each with the completions that the rank may give it.
 
-    Ranks do not know what others ask. So each begins at another server, and has its part of what a server takes.
+    Ranks do not know the requests of others. So each begins at another server, and has its share of a server's
+    capacity.
 
     Args:
-        rank: Ours.
-        world_size: Ranks that ask.
+        rank: This rank.
+        world_size: Ranks that send requests.
         servers: Their numbers.
-        at_once: Of each of them, how many completions it is given at once by all ranks together.
+        at_once: Completions that each of them gets at once from all ranks together.
     """
     rooms = {server: -(-most // world_size) for server, most in zip(servers, at_once, strict=True)}
     first = rank * len(servers) // world_size
@@ -37,13 +38,13 @@ def rooms_of(rank: int, world_size: int, servers: Sequence[int], at_once: Sequen
 
 
 class Dealer:
-    """Gives each request to the server that holds the fewest tokens; of equals, to the first. Depends on no clock.
+    """A dealer that gives each request to the server with the fewest tokens; of equals, the first. Depends on no clock.
 
-    A server is given more as long as it has fewer completions than its room; what is left waits here for whoever is
-    done first. What follows from a request goes to the same server, whose cache holds its text.
+    A server gets more as long as it has fewer completions than its capacity; other requests wait here for the first
+    free server. The next turn of a request goes to the same server, whose cache holds its text.
 
     Args:
-        rooms: Of each server, by its number, how many completions it is given at once; in the order of `rooms_of`.
+        rooms: Completions that each server gets at once, by its number; in the order of `rooms_of`.
     """
 
     def __init__(self, rooms: Mapping[int, int]) -> None:
@@ -56,16 +57,16 @@ class Dealer:
 
     @property
     def servers(self) -> list[int]:
-        """Those that are asked."""
+        """The servers in use."""
         return list(self._rooms)
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is still to come."""
+        """Tell whether an answer is still to come."""
         return bool(self._waiting or self._at_home or any(self._running.values()))
 
     def add(self, task: Task) -> None:
-        """Something to be asked."""
+        """Add a request."""
         home = self._homes.get(task.number)
         if home is None:
             self._waiting.append(task)
@@ -73,7 +74,7 @@ class Dealer:
             self._at_home.append((home, task))
 
     def give(self) -> Iterator[tuple[int, Task]]:
-        """What is to be asked now, each with its server."""
+        """Yield the requests to send now, each with its server."""
         while self._at_home:
             yield self._given(*self._at_home.popleft())
         while self._waiting and (free := [s for s, room in self._rooms.items() if self._completions[s] < room]):
@@ -87,7 +88,7 @@ class Dealer:
         return server, task
 
     def done(self, server: int, number: int) -> bool:
-        """Take an answer in; False where it comes from a server that was lost, and was asked of another."""
+        """Record an answer; return False where it comes from a lost server, and its request went to another."""
         task = self._running.get(server, {}).pop(number, None)
         if task is None:
             return False
@@ -96,7 +97,7 @@ class Dealer:
         return True
 
     def lose(self, server: int) -> int:
-        """Ask the server nothing more. What it has not answered is asked of the others, first of all; how many."""
+        """Drop a server. Its open requests go to the others, before all others; return their number."""
         del self._rooms[server]
         left = [*self._running.pop(server).values(), *(task for home, task in self._at_home if home == server)]
         self._at_home = deque((home, task) for home, task in self._at_home if home != server)

@@ -22,7 +22,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Weights:
-    """What an engine is to hold, see `lit_rl.models.export.shipping`. Iterating is a collective where it is sharded."""
+    """The weights for an engine, see `lit_rl.models.export.shipping`. Iterating is a collective where it is sharded."""
 
     policy: nn.Module
     dtype: torch.dtype
@@ -39,17 +39,17 @@ class Weights:
 
 
 Heartbeat = Callable[[int, int], None]
-"""Called now and then while completions are made, with how many are done, and how many were asked for."""
+"""A function of the numbers of done and requested completions, called repeatedly while they are made."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What an engine says of itself: see `worker.WeightUpdates.lit_rl_facts`."""
+    """An engine's facts about itself: see `worker.WeightUpdates.lit_rl_facts`."""
 
     instance: str
-    """Another one after every start."""
+    """A new value after every start."""
     version: int | None
-    """Of the last finished update; None before it."""
+    """The version of the last finished update; None before it."""
     model: dict[str, Any]
     """Architecture and sizes."""
     dtype: str
@@ -64,17 +64,17 @@ class Facts:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens of the model; ids are below it."""
+        """The number of tokens of the model; ids are below it."""
         return self.model["vocab_size"]
 
 
 class Engine(Protocol):
-    """What runs vLLM, here or elsewhere. `push_weights` and `push_adapter` alone call the verbs of an update."""
+    """The interface of vLLM, here or elsewhere. `push_weights` and `push_adapter` alone call the verbs of an update."""
 
     def facts(self) -> Facts: ...
 
     def pause(self) -> None:
-        """Take no more requests, and wait for those that run."""
+        """Accept no more requests, and wait for those that run."""
         ...
 
     def begin(self, shapes: Shapes) -> None:
@@ -84,38 +84,38 @@ class Engine(Protocol):
     def load(self, weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> None: ...
 
     def load_adapter(self, folder: str) -> None:
-        """Take an adapter over in the place of the last one; every later request runs with it."""
+        """Replace the adapter; every later request runs with the new one."""
         ...
 
     def finish(self, version: int) -> None: ...
 
     def stamp(self, version: int) -> None:
-        """Say which version the weights are, where an adapter alone was renewed."""
+        """Set the version of the weights, where an adapter alone was renewed."""
         ...
 
     def reset_caches(self) -> None:
-        """Forget everything that the old weights computed."""
+        """Empty the caches with results of the old weights."""
         ...
 
     def resume(self) -> None: ...
 
     def run(self, work: Work, heartbeat: Heartbeat | None = None) -> None:
-        """Answer requests as they come, many at a time, until all is done. See `complete`."""
+        """Answer requests as they come, many at a time, until all are done. See `complete`."""
         ...
 
     def sleep(self) -> None:
-        """Give weights and cache back to the device. They are lost: an update has to follow."""
+        """Release the memory of weights and cache. They are lost: an update has to follow."""
         ...
 
     def wake(self, what: str) -> None:
-        """Take memory again: `weights` before an update, `kv_cache` after it."""
+        """Allocate memory again: `weights` before an update, `kv_cache` after it."""
         ...
 
     def close(self) -> None: ...
 
 
 def complete(engine: Engine, requests: Sequence[Request], heartbeat: Heartbeat | None = None) -> list[list[Answer]]:
-    """Completions of each request, in order."""
+    """Return the completions of each request, in order."""
     work = Completing(requests)
     engine.run(work, heartbeat)
     return work.answers
@@ -125,7 +125,7 @@ def push_weights(engine: Engine, weights: Weights, version: int) -> None:
     """Replace all weights of an engine: pause, update, finish, reset every cache, resume.
 
     To iterate `weights` may be a collective over ranks, so they are iterated to their end also where the engine fails:
-    the other ranks would wait for ever.
+    the other ranks would wait forever.
 
     Raises:
         GenerationError: the engine refused a weight, missed one, or failed. It then has no usable weights.

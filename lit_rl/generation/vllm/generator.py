@@ -1,4 +1,4 @@
-"""What generators with an engine of their own share: updates of its weights, the proof of each, and the requests."""
+"""The common base of generators with an engine of their own: weight updates, the proof of each, and the requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lit_rl.rollout import Completions, Prompts, Sampling
 
 
 def _of_installed(kwargs: Mapping[str, Any]) -> Sequence[str]:
-    """What the vLLM of this environment takes, where it is asked for something that the list of ours does not have."""
+    """Return the settings of the installed vLLM, where a requested one is not in our list."""
     if VLLM.knows(kwargs) or importlib.util.find_spec("vllm") is None:
         return ()
     from vllm import SamplingParams  # pyright: ignore
@@ -49,9 +49,9 @@ def _of_installed(kwargs: Mapping[str, Any]) -> Sequence[str]:
 class EngineGenerator(Generator):
     """Abstract: a generator whose engine holds a copy of the policy.
 
-    `sync` sends the weights, unless they are the ones that the engine has, and then proves that they arrived: see
-    `probe`. Log-probs of an engine are not the trainer's to the last bit, so the on-policy algorithms correct for it
-    (`algo/correction`), and samples are the same again only as far as the engine's arithmetic is.
+    `sync` sends the weights, unless the engine has them already, and then proves that they arrived: see `probe`.
+    Log-probs of an engine are not the trainer's to the last bit, so the on-policy algorithms correct for it
+    (`algo/correction`), and samples are reproducible only as far as the engine's arithmetic is.
 
     Args:
         dtype: Type of the engine's weights: "float32", "bfloat16" or "float16". None is the policy's own.
@@ -62,12 +62,12 @@ class EngineGenerator(Generator):
         max_num_seqs: Most sequences that run at once; more wait. None is vLLM's choice.
         max_lora_rank: Highest rank of an adapter that is sent by itself. None is the policy's own.
         enforce_eager: Compile nothing and capture no CUDA graphs. None does so on a CPU only.
-        push: How a LoRA policy is sent: "adapter" sends the adapter alone, "merged" all weights with the adapter in
-            them, "auto" the adapter alone where vLLM can run it.
-        probe: Whether the log-probs of a probe are compared after every update: "every_sync" or "off".
+        push: Content of an update of a LoRA policy: "adapter" sends the adapter alone, "merged" all weights with the
+            adapter in them, "auto" the adapter alone where vLLM can run it.
+        probe: Comparison of the log-probs of a probe after every update: "every_sync" or "off".
         probe_mean_limit: Largest mean difference of the probe, in nats. None goes by the type.
         probe_max_limit: Largest difference of one token, in nats. None goes by the type.
-        heartbeat: Seconds between two lines that say how many completions are done. None prints none.
+        heartbeat: Seconds between two lines with the number of finished completions. None prints none.
         generation_kwargs: Further fields of vLLM's `SamplingParams`, such as `presence_penalty`.
     """
 
@@ -122,23 +122,23 @@ class EngineGenerator(Generator):
         self._forget()
 
     def _forget(self) -> None:
-        """Stand as before any engine and any policy."""
+        """Reset to the state before any engine and any policy."""
         self.engine: Engine | None = None
         self._policy: nn.Module | None = None
         self._version, self._pushed = 0, None
         self._sender = Sender(self.push)
         self.facts: Facts | None = None
-        """What the engine said of itself when it was started or met."""
+        """The facts of the engine at its start or at the first contact."""
         self._probe: Probe | None = None
         self.gap: Gap | None = None
-        """What the probe of the last update saw."""
+        """The gap that the probe of the last update found."""
         self.seconds = {"sync": 0.0, "probe": 0.0}
-        """Of the last update."""
+        """Seconds of the last update."""
 
     _OF_THE_ENGINE = ("engine", "facts", "gap", "seconds", "_policy", "_version", "_pushed", "_sender", "_probe")
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no engine and no policy: it starts its own when it is synced."""
+        """Return the state without engine and policy: a copy starts its own engine when it is synced."""
         return {name: value for name, value in self.__dict__.items() if name not in self._OF_THE_ENGINE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ class EngineGenerator(Generator):
         self._forget()
 
     def prepare(self, model: LanguageModel) -> None:
-        """Told once which model the policy is: its tokenizer, and where its files are."""
+        """Receive the description of the policy: its tokenizer, and the place of its files."""
         self._model = model
         self._probe = None
 
@@ -161,15 +161,15 @@ class EngineGenerator(Generator):
 
     @property
     def _never(self) -> tuple[int, ...]:
-        """Tokens that no response may have."""
+        """The tokens that no response may have."""
         return () if self._policy is None else placeholder_ids(base_of(self._policy).config)
 
     @abstractmethod
     def _start(self, policy: nn.Module) -> Engine:
-        """An engine for this policy, on every rank; its weights are sent afterwards. A collective."""
+        """Return an engine for this policy, on every rank; its weights are sent afterwards. A collective."""
 
     sends = True
-    """Whether this rank's engine takes the weights; where not, another rank sends them to the engine they share."""
+    """True where this rank sends the weights to its engine; else another rank sends them to the shared engine."""
 
     # ------------------------------------------------------------------ sync
 
@@ -201,7 +201,7 @@ class EngineGenerator(Generator):
             self._prove(policy, version)
 
     def _is_current(self) -> bool:
-        """Whether the engine still holds what was sent last. May be a collective: every rank asks."""
+        """Tell whether the engine still holds the last update. May be a collective: every rank asks."""
         return True
 
     def _push(self, policy: nn.Module, version: int) -> None:
@@ -226,16 +226,16 @@ class EngineGenerator(Generator):
         self.seconds = {**self.seconds, "probe": time.perf_counter() - started}
 
     def dtype(self, policy: nn.Module) -> str:
-        """The engine's type: the setting, or the policy's own."""
+        """Return the engine's type: the setting, or the policy's own."""
         return self.settings.dtype or str(next(policy.parameters()).dtype).removeprefix("torch.")
 
     def settings_for(self, policy: nn.Module) -> EngineSettings:
-        """The settings with what is left open taken from the policy: its type, and the rank of its adapter."""
+        """Return the settings with open ones filled from the policy: its type, and the rank of its adapter."""
         rank = None if self.push == "merged" else self.settings.max_lora_rank or rank_of_adapter(policy)
         return replace(self.settings, dtype=self.dtype(policy), max_lora_rank=rank)
 
     def _check_model(self, engine: Engine, policy: nn.Module) -> None:
-        """Keep what the engine says of itself; refuse one of another model than the policy's."""
+        """Keep the engine's facts; refuse an engine of another model than the policy's."""
         facts = self.facts = engine.facts()
         ours: dict[str, Any] = shape_of(base_of(policy).config)
         other = {name: (facts.model.get(name), value) for name, value in ours.items() if facts.model.get(name) != value}
@@ -271,7 +271,7 @@ class EngineGenerator(Generator):
         return min(self.facts.max_model_len, context_length(self._policy) or math.inf)
 
     def check(self, sampling: Sampling, longest: int) -> None:
-        """Refuse what the engine would refuse, as far as it is known before there is one.
+        """Refuse requests that the engine would refuse, as far as that is known before it starts.
 
         Args:
             sampling: How completions will be drawn; `max_new_tokens` are those of a whole response.
@@ -289,7 +289,7 @@ class EngineGenerator(Generator):
             )
 
     def _work(self, prompts: Prompts, sampling: Sampling) -> Completing | Conversing:
-        """What the engine is to do; refuses what it cannot."""
+        """Return the engine's work; refuse a request that it cannot do."""
         assert self.facts is not None and self._policy is not None
         check_request(prompts, sampling, self._policy, structured=True)
         holds, longest = self.facts.max_model_len, max(map(len, prompts.token_ids))
@@ -312,7 +312,7 @@ class EngineGenerator(Generator):
         return Completing(requests, None if prompts.on_finished is None else tell)
 
     def _run(self, work: Work) -> None:
-        """Let the engine do it. A collective."""
+        """Let the engine do the work. A collective."""
         engine = self.engine
         assert engine is not None
         together(lambda: engine.run(work, Beat(self.heartbeat if ranks.rank() == 0 else None)))

@@ -1,4 +1,4 @@
-"""A line now and then while completions are made."""
+"""A progress line while completions are made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class Beat:
-    """Prints how many completions are done, at most once in `every` seconds; None prints nothing."""
+    """A printer of the number of finished completions, at most once in `every` seconds; None prints nothing."""
 
     def __init__(self, every: float | None) -> None:
         self._every, self._last = every, time.monotonic()

@@ -23,13 +23,13 @@ from lit_rl.vllm_package import require_vllm
 class VLLMGenerator(EngineGenerator):
     """vLLM in this process, an engine on every rank.
 
-    The engine is built at the first `sync`, which is after the strategy was set up: building it is a collective. It
-    loads no weights from the disk; the policy's are sent.
+    The engine is built at the first `sync`, after the strategy was set up: building it is a collective. It loads no
+    weights from the disk; the policy's are sent.
 
     Args:
         sleep: Give the engine's memory back to the training between rollouts: "auto" does so on a GPU (a CPU's is not
             freed by it), or "always" or "never".
-        shared: What every `EngineGenerator` takes.
+        shared: Arguments of `EngineGenerator`.
 
     Raises:
         ConfigError: a setting out of range.
@@ -76,7 +76,7 @@ class VLLMGenerator(EngineGenerator):
             )
 
     def _run(self, work: Work) -> None:
-        """Ranks that share an engine ask it for the prompts of all of them, and keep their own."""
+        """Do the work; ranks that share an engine send it the prompts of all of them, and keep their own answers."""
         size = self.settings.tensor_parallel_size
         if size == 1:
             return super()._run(work)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
-from collections.abc import Iterator, Sequence
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +20,6 @@ from lit_rl.errors import GenerationError
 from lit_rl.generation import ranks
 from lit_rl.generation.vllm import settings as vllm_settings
 from lit_rl.generation.vllm.engine import Facts, Heartbeat, Shapes
-from lit_rl.generation.vllm.host import undisturbed
 from lit_rl.generation.vllm.in_process_outputs import answer_of, prompt_of, sampling_arguments
 from lit_rl.generation.vllm.requests import Request, same_prompt
 from lit_rl.generation.vllm.settings import EngineSettings
@@ -27,8 +30,49 @@ ADAPTER = "policy"
 """The one adapter that an engine runs, under this name."""
 
 
+@contextmanager
+def undisturbed(environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Restore the process state that vLLM changes.
+
+    Those are the global random states (it seeds them when it starts, and every sampling call moves torch's), the number
+    of threads and `torch.set_num_threads` itself (replaced by a function that only warns), the default type of tensors,
+    the current GPU, and environment variables (a preloaded OpenMP, compiler threads, how processes are started).
+
+    Args:
+        environment: Variables that vLLM needs, where they are not set already. They stay set: vLLM reads them
+            repeatedly.
+    """
+    for name, value in (environment or {}).items():
+        os.environ.setdefault(name, value)
+    variables, dtype = dict(os.environ), torch.get_default_dtype()
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    python, numpy = random.getstate(), np.random.get_state()
+    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    quiet = logging.getLogger("torch._library.triton")
+    level = quiet.level
+    try:
+        quiet.setLevel(logging.ERROR)  # that there is no Triton on a CPU is no news
+        with torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        quiet.setLevel(level)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != threads:
+            set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        if device is not None:
+            torch.cuda.set_device(device)
+        for name in set(os.environ) - set(variables):
+            del os.environ[name]
+        os.environ.update({name: value for name, value in variables.items() if os.environ.get(name) != value})
+
+
 def launched(device: torch.device) -> dict[str, str]:
-    """Return what vLLM's external launcher is to tell this process, and the environment does not, or says wrongly.
+    """Return the environment variables for vLLM's external launcher that are missing or wrong in this process.
 
     vLLM takes ``LOCAL_RANK`` for the index of a GPU among those that the process sees. A launcher counts processes by
     it: of ``trainer.devices=[2,3]`` the second has 1. So it is the index of the GPU that the policy is on; of a policy
@@ -52,14 +96,14 @@ that vLLM takes down with any of them, so all are shut down with the last.
 
 
 def _step(engine: Any) -> list[Any]:
-    """Let all that runs go on by a token; the outputs of what is done then."""
+    """Advance all requests by a token, and return the outputs of those that are finished."""
     with in_one_piece(), _failing():  # vLLM takes no other step once it was left in the middle of one
         return [output for output in engine.step() if output.finished]
 
 
 @contextmanager
 def _failing() -> Iterator[None]:
-    """What vLLM raises, as an error of generation."""
+    """Raise vLLM's errors as errors of generation."""
     try:
         yield
     except Exception as error:
@@ -71,10 +115,10 @@ class InProcessEngine:
 
     Args:
         folder: Config and tokenizer of the policy.
-        settings: How vLLM holds it.
+        settings: Settings of the engine.
         device: The policy's, whose GPU the engine shares.
-        sleeps: Whether the engine gives its memory back while the policy learns.
-        trust_remote_code: Of the policy.
+        sleeps: Let the engine release its memory while the policy learns.
+        trust_remote_code: The policy's setting.
     """
 
     def __init__(
@@ -120,7 +164,7 @@ class InProcessEngine:
         return self._facts
 
     def pause(self) -> None:
-        """Nothing runs: `run` returns when everything is done."""
+        """Do nothing: nothing runs, as `run` returns when everything is done."""
 
     def begin(self, shapes: Shapes) -> None:
         self._call("lit_rl_expect", {name: list(shape) for name, shape in shapes.items()})
@@ -153,10 +197,10 @@ class InProcessEngine:
             self._llm.llm_engine.reset_encoder_cache()  # what the old weights saw in an image
 
     def resume(self) -> None:
-        """See `pause`."""
+        """Do nothing; see `pause`."""
 
     def run(self, work: Work, heartbeat: Heartbeat | None = None) -> None:
-        """Where ranks share an engine the work is done to its end: one that left would let the others wait for it."""
+        """Do the work; to its end where ranks share an engine: one that left would let the others wait for it."""
         with undisturbed():
             try:
                 with may_be_given_up(alone=self._steps_alone):
@@ -165,7 +209,7 @@ class InProcessEngine:
                 self._abort()
 
     def _complete(self, work: Work, heartbeat: Heartbeat | None) -> None:
-        """Ask for what comes and take in what is done, until nothing is left."""
+        """Send new requests and take finished answers, until nothing is left."""
         engine, running = self._llm.llm_engine, dict[str, tuple[int, Request]]()
         while True:
             given = work.requests(wait=not running)
@@ -180,7 +224,7 @@ class InProcessEngine:
                 heartbeat(*work.progress)
 
     def _enqueue(self, requests: Sequence[Request]) -> list[str]:
-        """Give vLLM requests; the names that their outputs will have."""
+        """Give vLLM requests, and return the names of their outputs."""
         from vllm import SamplingParams  # pyright: ignore
 
         if not requests:
@@ -192,7 +236,7 @@ class InProcessEngine:
         return [name.partition("-")[0] for name in names]  # vLLM adds something random, and takes it off again
 
     def _abort(self) -> None:
-        """Nothing of a rollout that was interrupted may run in the next one."""
+        """Abort what is left of an interrupted rollout: nothing of it may run in the next one."""
         engine = self._llm.llm_engine
         left = list(engine.output_processor.request_states)
         if left:

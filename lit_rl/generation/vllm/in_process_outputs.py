@@ -1,4 +1,4 @@
-"""Requests and answers as the engine in this process has them."""
+"""The in-process engine's form of requests and answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lit_rl.generation.vllm.requests import Answer, Request
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
-    """What vLLM is asked to complete.
+    """Return vLLM's form of a prompt.
 
     Raises:
         DataError: an image is gone, or has changed since the data were read.
@@ -20,7 +20,7 @@ def prompt_of(request: Request) -> dict[str, Any]:
 
 
 def sampling_arguments(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a request as arguments of `SamplingParams`, where they differ from the HTTP body's."""
+    """Return a request's fields as arguments of `SamplingParams`, with the differences from the HTTP body."""
     from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore
 
     arguments = dict(fields)

@@ -1,4 +1,4 @@
-"""A key for every route of a vLLM server: its own guards completions, and not those that replace weights."""
+"""A key for every route of a vLLM server: vLLM's own guards completions, and not the routes that replace weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 KEY = "VLLM_API_KEY"
-"""The environment variable that holds the key, where the server runs and where the training does."""
+"""The environment variable of the key, for the server and for the training."""
 OPEN = ("/health",)
-"""Routes without it: they say whether the server is there."""
+"""Routes without a key: they tell whether the server is there."""
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -19,7 +19,7 @@ App = Callable[[Scope, Any, Send], Awaitable[None]]
 
 
 def key() -> str:
-    """The key of the environment; empty where there is none."""
+    """Return the key of the environment; empty where there is none."""
     return os.environ.get(KEY, "").strip()
 
 
@@ -27,7 +27,7 @@ class Keyed:
     """ASGI middleware (`--middleware` of vLLM's server): 401 for a request without `Authorization: Bearer KEY`.
 
     Args:
-        app: What answers the others.
+        app: The guarded application.
 
     Raises:
         RuntimeError: there is no key.

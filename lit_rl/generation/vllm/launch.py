@@ -24,7 +24,8 @@ from lit_rl.generation.vllm.calls import ServerError
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.settings import SERVER, environment
 
-_POLL, _SAY_EVERY = 0.3, 10.0
+_POLL = 0.3
+_SAY_EVERY = 10.0
 _HEALTH_DEADLINE = 2.0
 _LAST_LINES = 20
 _TAIL_BYTES = 2**18
@@ -35,14 +36,15 @@ _EXCEPTION = re.compile(r"^(?:\([^)]*\) ERROR [^\]]*\] )?([\w.]*(?:Error|Excepti
 def server_arguments(
     engine: Mapping[str, Any], *, name: str, host: str, port: int, transfer: str | None = None
 ) -> list[str]:
-    """Flags of vLLM's OpenAI-compatible server. Where the environment has a key, every route asks for it.
+    """Return the flags of vLLM's OpenAI-compatible server. Where the environment has a key, every route requires it.
 
     Args:
-        engine: Engine arguments by vLLM's names, those of `settings.model_arguments` among them.
-        name: What requests call the model.
+        engine: Engine arguments by vLLM's names, with those of `settings.model_arguments`.
+        name: The model's name in requests.
         host: Address to listen on.
         port: Port to listen on.
-        transfer: vLLM's weight-transfer engine, such as "nccl"; None: weights come by file or by our worker's methods.
+        transfer: vLLM's weight-transfer engine, such as "nccl"; None: weights arrive by file or by our worker's
+            methods.
     """
     flags = {**engine, "served_model_name": name, "host": host, "port": port, "uvicorn_log_level": "warning"}
     if transfer is not None:
@@ -61,7 +63,8 @@ def server_arguments(
 
 
 def checked_port(host: str, port: int, key: str) -> int:
-    """``port``, or a free one for 0, after trying to listen there: vLLM would find out after its slow start.
+    """Return ``port``, or a free one for 0, after a test that it can be listened on: vLLM would fail after its slow
+    start.
 
     Raises:
         ConfigError: it is taken, may not be used, or ``host`` is no address of this machine.
@@ -89,9 +92,9 @@ class ServerProcess:
 
     Args:
         arguments: Flags, of `server_arguments`.
-        url: Where it will listen, from this machine.
-        cpu: Whether vLLM runs on a CPU.
-        log: File that its output is added to.
+        url: Its address, from this machine.
+        cpu: True where vLLM runs on a CPU.
+        log: File to which its output is appended.
         grace: Seconds between SIGTERM and SIGKILL when it is stopped.
     """
 
@@ -104,7 +107,7 @@ class ServerProcess:
         self._log_start = 0
 
     def start(self) -> None:
-        """Start it; see `wait_healthy`.
+        """Start the server; see `wait_healthy`.
 
         Raises:
             GenerationError: it runs already, or the log cannot be written.
@@ -131,16 +134,16 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the server process runs; not whether it answers."""
+        """Tell whether the server process runs; it may not answer yet."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def group(self) -> int | None:
-        """Id of its process group; None where it was not started, or was stopped."""
+        """The id of its process group; None where it was not started, or was stopped."""
         return None if self._process is None else self._process.pid
 
     def wait_healthy(self, deadline: float, say: Callable[[str], None] | None = None) -> None:
-        """Return once it answers; stop it and raise otherwise.
+        """Wait until the server answers; stop it and raise otherwise.
 
         Args:
             deadline: Seconds.
@@ -184,11 +187,11 @@ class ServerProcess:
             time.sleep(_POLL / 6)
 
     def tail(self, lines: int = _LAST_LINES) -> list[str]:
-        """The last lines of its output since it started."""
+        """Return the last lines of its output since it started."""
         return self._lines()[-lines:]
 
     def death(self, what: str) -> GenerationError:
-        """An error with the first exception of the log, which the last lines often only follow from, and these."""
+        """Return an error with the log's first exception, the usual cause of the last lines, and these."""
         found = self._lines()
         last = found[-_LAST_LINES:]
         cause = next((match.group(1) for line in found if (match := _EXCEPTION.match(line))), None)
@@ -212,7 +215,8 @@ class ServerProcess:
 
 
 def server_environment(cpu: bool) -> dict[str, str]:
-    """This process's environment with what a server needs: vLLM's switches, and our worker extension on its path."""
+    """Return this process's environment with the variables of a server: vLLM's switches, and our worker extension on
+    its path."""
     ours = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(part for part in (ours, os.environ.get("PYTHONPATH")) if part)
     own = {name: value for name, value in os.environ.items() if name not in _OF_THIS_RUN}
@@ -223,11 +227,11 @@ _OF_THIS_RUN = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "VLLM_ENABLE_V1_MULTIPROCESSING",
 )
-"""What a launcher told this process about its own group, and what an engine in this process needs."""
+"""Variables of this process's own group, and of an engine in this process."""
 
 
 def group_members(group: int) -> list[int]:
-    """Processes of a group that still run. (One that has ended and that nobody waits for is none.)"""
+    """Return the running processes of a group, without those that have ended and that nothing waits for."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -240,7 +244,7 @@ def group_members(group: int) -> list[int]:
 
 
 def temporary_log() -> Path:
-    """A new file for a server's output, where no run directory is there to hold it."""
+    """Return a new file for a server's output, where there is no run directory."""
     handle, path = tempfile.mkstemp(prefix="lit_rl_vllm_", suffix=".log")
     os.close(handle)
     return Path(path)

@@ -1,4 +1,4 @@
-"""What vLLM reads before any weight: config, tokenizer and processor of the policy, in a folder."""
+"""The files that vLLM reads before any weight: config, tokenizer and processor of the policy, in a folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lit_rl.models.policy.trunk import base_of
 
 
 def write_model_files(policy: nn.Module, model: LanguageModel, folder: str | Path) -> None:
-    """Write config, tokenizer and processor of the plain model that the policy stands for; the weights are sent.
+    """Write config, tokenizer and processor of the plain model behind the policy; the weights are sent.
 
-    They are the policy's own, not its files': a vocabulary that was resized, or a config that was overridden, is there.
+    They are the policy's own, not its files': with a resized vocabulary and config overrides.
     """
     base: Any = base_of(policy)
     config = copy.deepcopy(base.config)

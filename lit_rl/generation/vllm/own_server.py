@@ -1,4 +1,4 @@
-"""The server that a run starts for itself; and which servers answer, where somebody else starts them again."""
+"""The server that a run starts for itself, and the search for servers that others start again."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class OwnServer:
     """A server for a policy, on this machine and a free port. It begins without weights: they are sent.
 
     Args:
-        policy: Whose config it has.
-        model: Whose tokenizer and processor it has.
-        settings: How vLLM holds the policy.
+        policy: The model with the config.
+        model: The description with tokenizer and processor.
+        settings: Settings of the engine.
         log: File for its output; None is a temporary one.
     """
 
@@ -58,7 +58,7 @@ class OwnServer:
 
     @property
     def group(self) -> int | None:
-        """Id of its process group; None where it does not run."""
+        """The id of its process group; None where it does not run."""
         return self._process.group
 
     def start(self, deadline: float, say: Callable[[str], None]) -> None:
@@ -73,7 +73,7 @@ class OwnServer:
         self._process.wait_healthy(deadline, say)
 
     def death(self, what: str) -> GenerationError:
-        """An error with the last lines of its log."""
+        """Return an error with the last lines of its log."""
         return self._process.death(what)
 
     def stop(self) -> None:
@@ -82,7 +82,7 @@ class OwnServer:
 
 
 def places(policy: torch.device, settings: EngineSettings) -> str:
-    """The GPUs that vLLM takes, which are the first that it sees, and who else is there."""
+    """Return a description of vLLM's GPUs, the first visible ones, and of their other users."""
     size = settings.tensor_parallel_size
     taken = "the first visible GPU" if size == 1 else f"the first {size} visible GPUs"
     if policy.type != "cuda" or (policy.index or 0) >= size:
@@ -95,15 +95,15 @@ def places(policy: torch.device, settings: EngineSettings) -> str:
 
 
 def answering(urls: Sequence[str], deadline: float) -> list[str]:
-    """Those of the servers that answer, all asked at the same time, for at most `deadline` seconds."""
+    """Return the servers that answer, all asked at the same time, for at most `deadline` seconds."""
     return [url for url, error in _knocked(urls, deadline).items() if error is None]
 
 
 def wait_for(urls: Sequence[str], deadline: float, answer_deadline: float) -> list[str]:
-    """Those that answer, as soon as one does, at most `deadline` seconds from now.
+    """Return the servers that answer, as soon as one does, at most `deadline` seconds from now.
 
     Raises:
-        ServerError: what the last try of the first of them said.
+        ServerError: the error of the first server's last try.
     """
     until = time.monotonic() + deadline
     while True:

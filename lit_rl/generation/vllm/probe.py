@@ -1,10 +1,10 @@
 """Proof that the engine holds the policy: the log-probs of a probe under both, after every update.
 
-Two requests, and a third where the policy sees. A fixed text is scored, so that its log-probs can be compared over
-time: where the policy's have moved and the engine's have not, the update went nowhere (a stale adapter, a head that was
-not packed anew). A prompt of more than one block of the engine's cache is continued, which reads the prefix cache: one
-that an update left standing shows. And a prompt with an image is continued: an engine remembers what it saw in it, and
-what older weights saw shows.
+The probe has two requests, and a third where the policy takes images. A fixed text is scored, so that its log-probs can
+be compared over time: where the policy's have moved and the engine's have not, the update had no effect (a stale
+adapter, an output head that was not packed again). A prompt of more than one block of the engine's cache is continued
+through the prefix cache: one that an update did not reset shows. And a prompt with an image is continued: an engine
+caches its encoding, and one from older weights shows.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _WRITTEN = 8
 
 @dataclass(frozen=True)
 class Limit:
-    """How far apart two log-probs of one token may be, in nats."""
+    """The largest allowed difference of two log-probs of one token, in nats."""
 
     mean: float
     max: float
 
 
 LIMITS = {"float32": Limit(1e-3, 1e-2), "bfloat16": Limit(0.1, 1.0), "float16": Limit(0.03, 0.3)}
-"""By the coarser type of the two sides. Equal weights differ by 1e-5 in float32, and by 0.02 (mean) and 0.16 (max) in
-bfloat16; a single missed update of a trained model by far more (`docs/generators.md`)."""
+"""Limits by the coarser type of the two sides. Equal weights differ by 1e-5 in float32, and by 0.02 (mean) and 0.16
+(max) in bfloat16; a single missed update of a trained model by far more (`docs/generators.md`)."""
 
 VISIBLE = {"float32": 1e-4, "bfloat16": 0.2, "float16": 0.06}
-"""By the same type: how far the policy's log-prob of a scored token has to have moved, in nats, since the engine's last
-changed, before an engine that answers the same to the last bit is taken to have got no update: rounding to a coarse
-type may swallow a small step. Steps add up until then."""
+"""Smallest change of the policy's log-prob of a scored token, in nats and by the same type, after which an engine that
+answers the same to the last bit counts as one without an update: rounding to a coarse type may swallow a small step.
+Steps add up until then."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class Asked:
 
 
 class Probe:
-    """Compares an engine with the policy, and remembers what both said last.
+    """A comparison of an engine with the policy, with the last log-probs of both.
 
     Args:
-        tokenizer: Of the policy: spells the probe's text.
+        tokenizer: The policy's: encodes the probe's text.
         picture: One prompt with an image. None for a policy over text.
-        never: Tokens that no response may have.
+        never: Forbidden tokens.
         mean_limit: Largest mean difference, in nats. None takes that of the type in `LIMITS`.
         max_limit: Largest difference of a token, in nats. None takes that of the type in `LIMITS`.
     """
@@ -97,7 +97,7 @@ class Probe:
         self._ours = torch.zeros(0)
 
     def ask(self, engine: Engine) -> Asked:
-        """What the engine says of the probe."""
+        """Return the engine's answers to the probe."""
         facts = engine.facts()
         ids = self._prompt(facts)
         requests = _requests(ids)
@@ -107,7 +107,8 @@ class Probe:
         return Asked(ids, torch.tensor(scored[0].prompt_logprobs), written, facts.dtype)
 
     def compare(self, asked: Asked, policy: nn.Module) -> Gap:
-        """The policy's side, under the precision that is in force here. A collective where the policy is sharded."""
+        """Score the policy's side, under the current precision, and return the gap. A collective where the policy is
+        sharded."""
         with rollout_mode(policy):
             self._ours = _logprobs(policy, _as_completions(asked.ids[:1], asked.ids[1 : _SCORED + 1], policy))
             long = Prompts(token_ids=[asked.ids], keys=[0], group_size=1, eos_ids=(), pad_id=0)
@@ -117,14 +118,14 @@ class Probe:
         return Gap(differences.mean().item(), differences.max().item(), len(differences), dtype)
 
     def _apart(self, policy: nn.Module, prompts: Prompts | None, answers: list[Answer]) -> Tensor:
-        """Differences of the log-probs of what the engine wrote, ``(t,)``."""
+        """Return the differences of the log-probs of the engine's continuation, ``(t,)``."""
         assert prompts is not None
         device = device_of(policy)
         written = completions_of(prompts, [answers], version=0, device=device, never=self._never)
         return _logprobs(policy, written) - written.sampler_logprobs[0].cpu()
 
     def judge(self, asked: Asked, gap: Gap, version: int) -> None:
-        """Compare what the engine says of the text with what the policy says.
+        """Refuse an engine whose log-probs differ too much from the policy's, or did not change with them.
 
         Raises:
             GenerationError: the two differ by more than the limit, or the policy has moved and the engine has not.
@@ -133,12 +134,12 @@ class Probe:
         self._moved(self._ours, asked.scored, gap, version)
 
     def _prompt(self, facts: Facts) -> list[int]:
-        """Text of more than a block of the cache, as far as the context goes."""
+        """Return text of more than a block of the cache, as far as the context allows."""
         wanted = min(facts.block_size + _SCORED + 1, facts.max_model_len - _WRITTEN)
         return (self._text * (wanted // len(self._text) + 1))[: max(wanted, 2)]
 
     def limit(self, dtype: str) -> Limit:
-        """What is allowed between two sides of which the coarser computes in `dtype`."""
+        """Return the limit for two sides, the coarser of which computes in `dtype`."""
         usual = LIMITS[dtype]
         mean, largest = self._limits
         return Limit(usual.mean if mean is None else mean, usual.max if largest is None else largest)
@@ -158,7 +159,7 @@ class Probe:
         )
 
     def _moved(self, ours: Tensor, theirs: Tensor, gap: Gap, version: int) -> None:
-        """An engine that answers the same to the last bit, while the policy has changed, got no update."""
+        """Refuse an engine that answers the same to the last bit while the policy has changed: it got no update."""
         if self._then is not None and torch.equal(theirs, self._then[1]):
             moved = (ours - self._then[0]).abs().max().item()
             if moved > VISIBLE[gap.dtype]:
@@ -171,7 +172,7 @@ class Probe:
 
 
 def coarser(dtype: str, policy: nn.Module) -> str:
-    """The coarser of the engine's type, the policy's and autocast's, by mantissa."""
+    """Return the coarser of the engine's type, the policy's and autocast's, by mantissa."""
     first = next(policy.parameters())
     kinds = [dtype, str(first.dtype).removeprefix("torch.")]
     kind = device_of(policy).type

@@ -1,4 +1,4 @@
-"""The prompt with an image that a probe asks: made of nothing but the policy's own processor and chat template."""
+"""The probe's prompt with an image, made by the policy's own processor and chat template alone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ASKED = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text
 
 
 def picture_prompt(model: LanguageModel) -> Prompts | None:
-    """One prompt with an image, for one completion that nothing ends; None where the model takes none.
+    """Return one prompt with an image, for one completion that nothing ends; None where the model takes none.
 
-    That is a model over text, and one whose chat template shows no images: no data with images can be read for it.
+    Those are a model over text, and one whose chat template shows no images: no data with images can be read for it.
     """
     if model.processor is None:
         return None
@@ -40,7 +40,7 @@ def picture_prompt(model: LanguageModel) -> Prompts | None:
 
 
 def _picture() -> ImageRef:
-    """Bands and a slope: whatever a tower looks at, it finds something."""
+    """Return an image of bands and a slope, in which any vision tower finds a signal."""
     places = ((x, y) for y in range(_SIDE) for x in range(_SIDE))
     pixels = bytes(value for x, y in places for value in (x * 4, y * 4, 255 * (x // 8 + y // 16 & 1)))
     return image_of(as_png(pillow().frombytes("RGB", (_SIDE, _SIDE), pixels)), _WHERE)

@@ -1,7 +1,7 @@
-"""From prompts and settings to what vLLM is asked, and from its answers to completions.
+"""Requests to vLLM, made of prompts and settings, and completions, made of its answers.
 
 The fields have the same names in vLLM's `SamplingParams` and in the body of `/v1/completions`, and each is sent, so
-that no default of the engine, of the server or of the model's generation config has a say.
+that no default of the engine, of the server or of the model's generation config applies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lit_rl.videos import VideoRef
 from lit_rl.vision import Picture
 
 _TEMPERATURES = 0.01, 2.0
-"""vLLM refuses higher ones, and raises lower ones without a word that a program would hear."""
+"""vLLM refuses higher ones, and raises lower ones without an error."""
 
 _SEED_BITS = 62
 """vLLM counts a prompt's seed up by one for each further completion, in a signed 64-bit integer."""
@@ -29,13 +29,13 @@ _SEED_BITS = 62
 
 @dataclass(frozen=True)
 class Pictured:
-    """What vLLM is given of a prompt with images: it expands the placeholders and makes the pixels itself.
+    """vLLM's form of a prompt with images: it expands the placeholders and makes the pixels itself.
 
-    Expanded once already, they would be expanded again, without a word.
+    Expanded placeholders would be expanded again, without an error.
     """
 
     token_ids: list[int]
-    """One placeholder an image."""
+    """Tokens with one placeholder an image."""
     images: Sequence[Picture]
     row: int
     """Number of the prompt in its data set; -1: in none."""
@@ -43,14 +43,14 @@ class Pictured:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, and how it is completed."""
+    """One prompt, and the settings of its completions."""
 
     token_ids: list[int]
-    """As the policy reads them: placeholders of images expanded."""
+    """The policy's tokens: placeholders of images expanded."""
     fields: dict[str, Any]
-    """By vLLM's names; plain JSON values."""
+    """Settings by vLLM's names; plain JSON values."""
     pictured: Pictured | None = None
-    """What is sent in the place of `token_ids`. None: a prompt without images."""
+    """The prompt that is sent in place of `token_ids`. None: a prompt without images."""
 
     @property
     def completions(self) -> int:
@@ -58,7 +58,7 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
-        """Of the prompt and all completions, should each run to its full length."""
+        """The tokens of the prompt and all completions at their full length."""
         return len(self.token_ids) + self.completions * self.fields["max_tokens"]
 
 
@@ -69,24 +69,24 @@ class Answer:
     token_ids: list[int]
     """EOS included, and the token that completed a stop string."""
     logprobs: list[float]
-    """Of each token, of the distribution that it was drawn from."""
+    """Log-probs of the tokens, under the distribution that they were drawn from."""
     ended: bool
-    """By an EOS or a stop string; False where the length ran out."""
+    """True where an EOS or a stop string ended it; False where it reached its length."""
     prompt_logprobs: list[float] | None = None
     """Log-softmax of each prompt token but the first, at temperature 1. None where the request did not ask."""
 
 
 def requests_of(prompts: Prompts, sampling: Sampling, kwargs: Mapping[str, Any] | None = None) -> list[Request]:
-    """One request a prompt, for `prompts.group_size` completions each, seeded with the prompt's noise key.
+    """Return one request a prompt, for `prompts.group_size` completions each, seeded with the prompt's noise key.
 
     Args:
-        prompts: What is asked for.
+        prompts: The requested completions.
         sampling: How to draw.
         kwargs: Further fields, by vLLM's names.
 
     Raises:
         ConfigError: a temperature that vLLM does not take as it is.
-        GenerationError: a prompt has pixels, and nobody said of which images.
+        GenerationError: a prompt has pixels, and its images are not given.
     """
     check_temperature(sampling)
     fields = _fields(sampling, prompts) | dict(kwargs or {})
@@ -105,15 +105,15 @@ def turn_request(
     room: int,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Request:
-    """One turn of one row.
+    """Return the request for one turn of one row.
 
     Args:
-        prompts: What was asked for.
+        prompts: The requested completions.
         sampling: How to draw.
-        row: Of the completions.
-        turn: 0, 1, 2, ... in the row. The first is what `requests_of` would have drawn.
-        text: What stands in the row already.
-        room: Tokens that it may say.
+        row: Row of the completions.
+        turn: 0, 1, 2, ... in the row. The first equals that of `requests_of`.
+        text: The row's text so far.
+        room: Most tokens of the turn.
         kwargs: Further fields, by vLLM's names.
     """
     number, sample = divmod(row, prompts.group_size)
@@ -184,7 +184,7 @@ def _fields(sampling: Sampling, prompts: Prompts) -> dict[str, Any]:
         "min_tokens": sampling.min_new_tokens,
         "stop": list(sampling.stop),
         "include_stop_str_in_output": True,
-        # The engine knows some of the ids that end a response; we know all, and it must end at no other.
+        # The engine knows some of the ids that end a response; all are given here, and no other may end it.
         "ignore_eos": True,
         "stop_token_ids": list(prompts.eos_ids),
         "bad_words": list(sampling.bad_words),
@@ -199,7 +199,7 @@ def _fields(sampling: Sampling, prompts: Prompts) -> dict[str, Any]:
 
 
 def structured_fields(sampling: Sampling) -> dict[str, Any]:
-    """The constraint on the response's text, by vLLM's names."""
+    """Return the constraint on the response's text, by vLLM's names."""
     constraint = sampling.structured
     assert constraint is not None
     if constraint.choice is not None:
@@ -212,9 +212,9 @@ def same_prompt(request: Request, number: int, ids: Sequence[int] | None) -> Non
     """Refuse an answer to another prompt with images than the policy will be trained on.
 
     Args:
-        request: What was asked.
-        number: Which of the requests it was.
-        ids: The prompt's tokens as the engine made them.
+        request: The request.
+        number: Its number.
+        ids: The engine's tokens of the prompt.
 
     Raises:
         GenerationError: they are not the policy's.
@@ -232,13 +232,13 @@ def same_prompt(request: Request, number: int, ids: Sequence[int] | None) -> Non
 
 
 def checked(answer: Answer, row: int, version: int, never: Sequence[int] = ()) -> None:
-    """Refuse what no engine may answer.
+    """Refuse an invalid answer.
 
     Args:
         answer: The engine's.
-        row: Of the completions.
-        version: Of the engine's weights.
-        never: Tokens that no response may have: placeholders of images.
+        row: Row of the completions.
+        version: Version of the engine's weights.
+        never: Forbidden tokens: placeholders of images.
 
     Raises:
         GenerationError: tokens or log-probs are missing, or a token stands for an image that is not there.
@@ -271,7 +271,7 @@ def completions_of(
     device: torch.device,
     never: Sequence[int] = (),
 ) -> Completions:
-    """Answers, one list a prompt, as completions on `device`.
+    """Return answers, one list a prompt, as completions on `device`.
 
     Raises:
         GenerationError: completions are missing, or one is refused by `checked`, which says what `never` is.

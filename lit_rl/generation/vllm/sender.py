@@ -1,4 +1,4 @@
-"""What of a policy an engine is sent: all weights, or its adapter alone once the base is there."""
+"""The content of an update of an engine: all weights, or the adapter alone once the base is there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PUSHES = ("auto", "adapter", "merged")
 
 
 class Sender:
-    """Sends a policy's weights to an engine.
+    """A sender of a policy's weights to an engine.
 
     Args:
         push: "adapter", "merged", or "auto": the adapter alone where the engine can run it.
@@ -30,11 +30,11 @@ class Sender:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def forget(self) -> None:
-        """The engine has lost what it held."""
+        """Forget what the engine holds: it has lost its weights."""
         self._base_is_there = False
 
     def __call__(self, engine: Engine, facts: Facts, weights: Weights, version: int, *, sends: bool) -> None:
-        """Send them; `sends` is False on ranks whose engine another rank sends to. A collective.
+        """Send the weights; `sends` is False on ranks whose engine another rank sends to. A collective.
 
         Raises:
             GenerationError: the engine did not take them.
@@ -70,7 +70,7 @@ class Sender:
             before.cleanup()
 
     def by_adapter(self, policy: nn.Module, facts: Facts) -> bool:
-        """Whether the adapter travels by itself."""
+        """Tell whether the adapter is sent by itself."""
         why = adapter_only(policy)
         rank, room = rank_of_adapter(policy), facts.max_lora_rank or 0
         if why is None and rank is not None and rank > room:
@@ -81,7 +81,7 @@ class Sender:
 
 
 def rank_of_adapter(policy: nn.Module) -> int | None:
-    """The highest rank of an adapter that an engine can run by itself; None where the policy has none."""
+    """Return the highest rank of an adapter that an engine can run by itself; None where the policy has none."""
     if adapter_only(policy) is not None:
         return None
     lora: Any = policy
@@ -90,5 +90,5 @@ def rank_of_adapter(policy: nn.Module) -> int | None:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """``torch.float32`` of "float32"."""
+    """Return ``torch.float32`` for "float32"."""
     return getattr(torch, name)

@@ -25,17 +25,18 @@ from lit_rl.models.policy.device import device_of
 from lit_rl.vllm_package import require_vllm
 
 _KNOCK = 2.0
-"""Seconds that a server which was lost is waited for at an update."""
+"""Deadline in seconds for a lost server to answer at an update."""
 
 
 class VLLMServerGenerator(EngineGenerator):
-    """vLLM's servers, started by `lit-rl serve` or by the trainer. Every rank asks them for its own prompts.
+    """A generator with vLLM's servers, started by `lit-rl serve` or by the trainer. Every rank asks them for its own
+    prompts.
 
-    A server that dies, hangs or was restarted is found out within the deadlines. Where others are left, they are asked
-    what it owes, and it is tried again at every update of the weights. The last one is started again, or waited for,
+    A server that dies, hangs or was restarted is detected within the deadlines. Where others are left, they get its
+    open requests, and it is tried again at every update of the weights. The last one is started again, or waited for,
     once, synced and asked again. Else the run ends with exit code 5, a checkpoint and the server's last lines.
 
-    Who does what about the servers:
+    The life of the servers:
 
     ============================  ===================================================================================
     at the first sync             `_start`: `_launch` one where that is asked for, then `_connect_first`
@@ -49,13 +50,13 @@ class VLLMServerGenerator(EngineGenerator):
         urls: Addresses of the servers, such as ``[http://127.0.0.1:8000]``. A request goes to the least loaded one.
         launch: Start a server for the run, on this machine and a free port, and stop it with the run.
         log: File for the output of a server that was launched. None is a temporary one.
-        transport: How weights travel: "shared_memory" (servers on this machine), "gloo", "nccl"; "auto" takes shared
-            memory where it can, else NCCL where this process has a GPU, else gloo.
-        deadline: Seconds for a completion from when it is asked for: of a rollout without `env=`, all are at once.
-        answer_deadline: Seconds for any other call, and for how long a server may be silent.
+        transport: Transport of the weights: "shared_memory" (servers on this machine), "gloo", "nccl"; "auto" takes
+            shared memory where it can, else NCCL where this process has a GPU, else gloo.
+        deadline: Seconds for a completion from its request: a rollout without `env=` requests all at once.
+        answer_deadline: Seconds for any other call, and the longest silence of a server.
         start_deadline: Seconds for a server to start, or to come back.
         lag: Rollouts that are drawn ahead with older weights while the policy learns. From 2 on, of one process.
-        shared: What every `EngineGenerator` takes; of the engine, what a server is launched with.
+        shared: Arguments of `EngineGenerator`; those of the engine apply to a launched server.
 
     Raises:
         ConfigError: a setting out of range, or neither `urls` nor `launch`.
@@ -112,7 +113,7 @@ class VLLMServerGenerator(EngineGenerator):
 
     @property
     def sends(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """One rank sends for all: they share the servers."""
+        """True on one rank, which sends for all: they share the servers."""
         return ranks.rank() == 0
 
     # ------------------------------------------------------------------ servers
@@ -151,7 +152,7 @@ class VLLMServerGenerator(EngineGenerator):
         )
 
     def _launch(self, policy: nn.Module) -> list[str]:
-        """Start a server on rank 0; the addresses that every rank will ask."""
+        """Start a server on rank 0, and return the addresses that every rank will use."""
         if ranks.rank() != 0:
             return []
         if self._process is not None:  # of a start that came to nothing
@@ -171,7 +172,7 @@ class VLLMServerGenerator(EngineGenerator):
         self._with_recovery(synced, policy)
 
     def _revise_servers(self, policy: nn.Module) -> None:
-        """Leave out the servers that a rank has lost, and take in those that are there again. A collective.
+        """Drop the servers that a rank has lost, and add those that are there again. A collective.
 
         Raises:
             EngineLost: none is left.
@@ -211,7 +212,7 @@ class VLLMServerGenerator(EngineGenerator):
         ranks.together(lambda: self._unchanged(engine))
 
     def _unchanged(self, engine: Engine) -> None:
-        """A server that was restarted, or updated by somebody else, has answered with other weights."""
+        """Refuse answers of a server that was restarted, or updated by another program: they have other weights."""
         version = engine.facts().version
         if version != self._version:
             raise EngineLost(f"The servers hold version {version}, not {self._version}: another program updates them.")
@@ -232,14 +233,14 @@ class VLLMServerGenerator(EngineGenerator):
             raise self._last_words(f"The server was lost again, right after it was brought back: {lost}") from lost
 
     def _restart_own(self, error: EngineLost) -> None:
-        """Start our own server again; nobody may look for it before it is gone."""
+        """Restart our own server; no rank may look for it before it is gone."""
         self._say(f"{error} Trying once to get it back.")
         if self._process is not None:
             self._say(str(self._last_words("It is stopped and started again.")))
             self._process.start(self.start_deadline, self._say)
 
     def _wait_for_servers(self, lost: EngineLost) -> list[str]:
-        """On rank 0: the servers that answer, once one does."""
+        """Return, on rank 0, the servers that answer, once one does."""
         engine = self.engine
         if not isinstance(engine, ServerEngine):
             raise lost  # there never was one
@@ -263,7 +264,7 @@ class VLLMServerGenerator(EngineGenerator):
             self._say("It is back.")
 
     def _switch_to(self, urls: Sequence[str], policy: nn.Module) -> None:
-        """Go on with these servers; all weights have to be sent to them."""
+        """Continue with these servers; all weights have to be sent to them."""
         assert self.engine is not None
         self.engine.close()
         self._pushed = None
@@ -278,7 +279,7 @@ class VLLMServerGenerator(EngineGenerator):
             self._say(f"Servers that take the weights: {len(urls)} of {len(self.urls)}{tried}.")
 
     def _last_words(self, what: str) -> GenerationError:
-        """An error with the last lines of the server's log, where it is ours."""
+        """Return an error with the last lines of the server's log, where it is ours."""
         if self._process is not None:
             return self._process.death(what)
         return GenerationError(f"{what} Its log is where it was started.")
@@ -296,7 +297,7 @@ class VLLMServerGenerator(EngineGenerator):
 
 
 def _addresses(urls: Sequence[str]) -> list[str]:
-    """The addresses as they are used; refuses what is none."""
+    """Return the addresses in their normal form; refuse invalid ones."""
     if isinstance(urls, str):
         raise ConfigError(f"generator.urls={urls!r} is a string; it takes a list of addresses: [{urls}].")
     return [Client(url).url for url in urls]

@@ -1,4 +1,4 @@
-"""vLLM's servers, one or several, under the verbs of `Engine`."""
+"""One or several vLLM servers under the verbs of `Engine`."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from lit_rl.interruption import may_be_given_up
 
 ADAPTER = "lit_rl_policy"
 _NEXT = 0.02
-"""Seconds until requests that follow from others are looked for again."""
+"""Seconds between two polls for requests that follow from others."""
 _AT_ONCE = 256
-"""Requests that wait on one server at the same time."""
+"""Most requests that wait on one server at the same time."""
 _STOCK = 2
-"""Times as many completions as a server runs at once are given to it: as many as run may wait there, so that it never
-idles, and the rest goes to whoever is done first."""
+"""Completions that a server gets, as a multiple of those that it runs at once: the surplus waits there, so that it
+never idles, and the rest goes to the first free server."""
 
 
 class ServerEngine:
-    """Every server holds the same weights; requests are dealt out to them by their load.
+    """An engine of servers with the same weights; requests are distributed by their load.
 
-    A server that is lost while others are left is asked nothing more, and what it owes is asked of the others.
+    A server that is lost while others are left gets no more requests, and its open ones go to the others.
 
     Args:
         clients: The servers.
-        transport: How weights reach them.
-        say: Is told in a sentence of a server that is lost.
-        deadline: Seconds for a request, from when it is there to be asked: of a rollout without turns, all are at once.
-        answer_deadline: Seconds for any other call; while completions are made, how long a server may be silent.
-        after_loss: Requests of ours may still run there that nobody waits for: the first pause aborts them.
+        transport: Transport of the weights.
+        say: Called with a sentence about a server that is lost.
+        deadline: Seconds for a request from its start: a rollout without turns starts all at once.
+        answer_deadline: Seconds for any other call, and the longest silence of a server while completions are made.
+        after_loss: Abandoned requests of ours may still run there: the first pause aborts them.
 
     All methods raise `EngineLost` where a server died, hangs or was restarted, and `GenerationError` where it refuses.
     """
@@ -67,7 +67,7 @@ class ServerEngine:
         self._adapter: str | None = None
         self._leftovers = after_loss
         self._asked = list(range(len(self.clients)))
-        """The servers that are not lost."""
+        """The numbers of the servers that are not lost."""
         self._names = [self._name(client) for client in self.clients]
         facts = self._all_facts()
         self._instances = [each.instance for each in facts]
@@ -76,7 +76,7 @@ class ServerEngine:
 
     @property
     def lost(self) -> list[str]:
-        """Addresses of the servers that were lost while others answered. What they hold is not known any more."""
+        """Addresses of the servers that were lost while others answered. Their weights are unknown."""
         return [client.url for number, client in enumerate(self.clients) if number not in self._asked]
 
     def _name(self, client: Client) -> str:
@@ -84,7 +84,7 @@ class ServerEngine:
             return next(iter(client.models(self.answer_deadline)))
 
     def _all_facts(self) -> list[Facts]:
-        """Of the servers that are not lost."""
+        """Return the facts of the servers that are not lost."""
         with server_errors():
             return at_once([self.clients[server] for server in self._asked], self._facts_of)
 
@@ -104,7 +104,8 @@ class ServerEngine:
             raise EngineLost(f"{self.clients[server].url} was restarted: it has lost the policy's weights.")
 
     def facts(self) -> Facts:
-        """Of the first server; all have to be alike. The version is None where they hold different ones.
+        """Return the facts of the first server; all have to be alike. The version is None where they hold different
+        ones.
 
         Raises:
             EngineLost: a server was restarted since this engine was made, so it has no weights of ours.
@@ -159,10 +160,10 @@ class ServerEngine:
             self.transport.everywhere(call)
 
     def sleep(self) -> None:
-        """A server keeps its memory: it shares none with the training."""
+        """Do nothing: a server keeps its memory, and shares none with the training."""
 
     def wake(self, what: str) -> None:
-        """See `sleep`."""
+        """Do nothing; see `sleep`."""
 
     def close(self) -> None:
         self.transport.close()
@@ -170,8 +171,7 @@ class ServerEngine:
     # ------------------------------------------------------------------ completions
 
     def run(self, work: Work, heartbeat: Heartbeat | None = None) -> None:
-        """See `Dealer` for which server is asked what. The servers are looked after meanwhile: one that is silent is
-        found out."""
+        """Do the work on the servers, as `Dealer` distributes it. A server that is silent meanwhile is detected."""
         events = queue.SimpleQueue[Done | Failed]()
         asking = {server: self._asking(server, min(_AT_ONCE, work.at_once), events) for server in self._asked}
         try:
@@ -205,7 +205,7 @@ class ServerEngine:
         events: queue.SimpleQueue[Done | Failed],
         heartbeat: Heartbeat | None,
     ) -> None:
-        """Give out what comes and take in what is done, until nothing is left."""
+        """Send new requests and take finished answers, until nothing is left."""
         servers = list(asking)
         at_once = [self._rooms[server] for server in servers]
         dealer = Dealer(rooms_of(ranks.rank(), ranks.world_size(), servers, at_once))
@@ -227,9 +227,9 @@ class ServerEngine:
                 heartbeat(*work.progress)
 
     def _lose(self, dealer: Dealer, server: int, error: Exception) -> None:
-        """Go on without a server that is lost, where another is left; else raise what happened.
+        """Continue without a lost server, where another is left; else raise its error.
 
-        An answer that is late is the rollout's own deadline, which no other server could keep.
+        A late answer means the rollout's own deadline, which no other server could keep.
         """
         if server not in dealer.servers:
             return
@@ -241,7 +241,7 @@ class ServerEngine:
 
 
 class server_errors:
-    """Errors of calls as those of engines: lost, or a refusal."""
+    """A context that turns errors of calls into those of engines: lost, or a refusal."""
 
     def __enter__(self) -> None:
         return None

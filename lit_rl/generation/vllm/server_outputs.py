@@ -1,4 +1,4 @@
-"""Requests as a server has them: to a route of completions, and to another one that takes images too."""
+"""The HTTP form of requests: for the route of completions, and for the one that takes images too."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lit_rl.vision import Picture
 def ask_server(
     client: Client, model: str, number: int, request: Request, until: float, vocabulary: int
 ) -> list[Answer]:
-    """The server's completions of a prompt.
+    """Return the server's completions of a prompt.
 
     Args:
         client: The server.
-        model: What it calls the policy.
-        number: Which of the requests it is.
-        request: What is asked.
-        until: When the answer has to be there, by `time.monotonic`.
+        model: Its name of the policy.
+        number: Number of the request.
+        request: The request.
+        until: The deadline of the answer, by `time.monotonic`.
         vocabulary: Tokens of the model.
 
     Raises:
@@ -41,7 +41,7 @@ def ask_server(
 
 
 def body_with_images(pictured: Pictured, fields: dict[str, Any], model: str) -> dict[str, Any]:
-    """Of ``POST /inference/v1/generate``."""
+    """Return the body of ``POST /inference/v1/generate``."""
     parts = [{"type": "image_url", "url": _address(image)} for image in pictured.images]
     return {
         "model": model,
@@ -53,6 +53,6 @@ def body_with_images(pictured: Pictured, fields: dict[str, Any], model: str) -> 
 
 
 def _address(image: Picture) -> str:
-    """A ``data:`` URI of the very pixels that the policy sees: PNG loses none, and how an image of another mode becomes
-    RGB is for us to say."""
+    """Return a ``data:`` URI of the very pixels of the policy: PNG loses none, and the conversion of other modes to RGB
+    stays ours."""
     return f"data:image/png;base64,{base64.b64encode(as_png(image.open(), compress_level=1)).decode()}"

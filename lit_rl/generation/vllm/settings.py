@@ -1,4 +1,4 @@
-"""How vLLM holds the policy: one set of settings for the engine in this process and for a server."""
+"""vLLM's settings for the policy: one set for the engine in this process and for a server."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lit_rl.models.policy.loaded import LoadedModel
 from lit_rl.models.policy.loading import check_causal
 
 WORKER_EXTENSION = "lit_rl.generation.vllm.worker.WeightUpdates"
-"""What vLLM's workers learn from us: taking over the weights of the policy."""
+"""Our extension of vLLM's workers: it takes over the weights of the policy."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM reserves room for; it runs an adapter of any rank up to that."""
+"""The ranks for which vLLM reserves memory; it runs an adapter of any lower rank."""
 
 _CPU_CACHE_GIB = 1.0
 _GIB = 2**30
@@ -37,7 +37,7 @@ SERVER: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What is set when an engine starts and stays for its life.
+    """Settings of an engine's start, which stay for its life.
 
     Args:
         dtype: Type of the weights and of the computation: "float32", "bfloat16" or "float16". None is `model.dtype`:
@@ -85,14 +85,15 @@ class EngineSettings:
             in_range("generator.max_lora_rank", self.max_lora_rank, low=1, high=LORA_RANKS[-1])
 
     def engine_arguments(self, *, model_dtype: str, cpu: bool) -> dict[str, Any]:
-        """vLLM's engine arguments, by vLLM's names: keywords of ``vllm.LLM``, and with dashes the server's flags.
+        """Return vLLM's engine arguments, by vLLM's names: keywords of ``vllm.LLM``, and with dashes the server's
+        flags.
 
         Log-probs are those of the distribution that was drawn from, of any number of tokens; the model's own generation
         config has no say; prompts that begin alike share their cache.
 
         Args:
-            model_dtype: The policy's type, taken where ``dtype`` is None.
-            cpu: Whether vLLM runs on a CPU.
+            model_dtype: The policy's type, used where ``dtype`` is None.
+            cpu: True where vLLM runs on a CPU.
         """
         cache = _CPU_CACHE_GIB if self.kv_cache_gib is None and cpu else self.kv_cache_gib
         arguments: dict[str, Any] = {
@@ -122,7 +123,7 @@ class EngineSettings:
 
 
 def model_arguments(model: LanguageModel) -> dict[str, Any]:
-    """Arguments of a vLLM server for the files that a model is described by, by vLLM's names. Reads the config, no
+    """Return a vLLM server's arguments for the files of a model's description, by vLLM's names. Reads the config, no
     weights.
 
     Raises:
@@ -158,21 +159,20 @@ def model_arguments(model: LanguageModel) -> dict[str, Any]:
 
 
 def route_of_images(model: LanguageModel) -> dict[str, Any]:
-    """Flags of a server by which it takes images beside token ids; none for a policy over text."""
+    """Return the flags by which a server takes images beside token ids; none for a policy over text."""
     return {"enable_scale_out": True} if model.sees else {}
 
 
 def model_dtype(model: LanguageModel) -> str:
-    """Type of a model's weights: `model.dtype`, or for "auto" that of its files as its config says."""
+    """Return the type of a model's weights: `model.dtype`, or for "auto" that of its files by their config."""
     if model.dtype != "auto":
         return model.dtype
     return str(getattr(model.config, "dtype", None) or "float32").removeprefix("torch.")
 
 
 def adapter_rank(model: LanguageModel) -> int | None:
-    """Highest rank of the policy's LoRA adapter where vLLM can run it beside the base, by the description alone; else
-    None. What the policy itself says is `lit_rl.models.export.adapter_folder.adapter_only`.
-    """
+    """Return the highest rank of the policy's LoRA adapter where vLLM can run it beside the base, by the description
+    alone; else None. `lit_rl.models.export.adapter_folder.adapter_only` asks the policy itself."""
     if model.lora is not None:
         return None if model.new_tokens else model.lora.engine_rank
     if model.adapter is None:
@@ -188,17 +188,17 @@ def adapter_rank(model: LanguageModel) -> int | None:
 
 
 def environment(cpu: bool) -> dict[str, str]:
-    """Environment variables of every process that runs vLLM, beside `IN_PROCESS` or `SERVER`.
+    """Return the environment variables of every process that runs vLLM, beside `IN_PROCESS` or `SERVER`.
 
-    Nothing is sent home. On a CPU nothing is compiled: what asks for log-probs would start a C++ compiler, which takes
-    longer than most rollouts.
+    Usage statistics are off. On a CPU nothing is compiled: a request for log-probs would start a C++ compiler, which
+    takes longer than most rollouts.
     """
     always = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     return always | ({"TORCHDYNAMO_DISABLE": "1"} if cpu else {})
 
 
 def runs_on_cpu() -> bool:
-    """Whether the vLLM that is installed is a build for the CPU, as vLLM itself tells: by the name of its package."""
+    """Tell whether the installed vLLM is a build for the CPU, as vLLM itself does: by the name of its package."""
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         return True
     try:

@@ -24,11 +24,11 @@ from lit_rl.loopback import is_loopback
 Result = TypeVar("Result")
 
 CHUNK_BYTES = 2**28
-"""What is in flight at once, beside the policy itself: 256 MiB, or one tensor that is larger."""
+"""Bytes of weights in flight, beside the policy itself: 256 MiB, or one larger tensor."""
 
 
 class Transport(ABC):
-    """Abstract: how an open update gets its tensors.
+    """Abstract: a way for an open update's tensors to reach the servers.
 
     Args:
         clients: The servers.
@@ -39,7 +39,7 @@ class Transport(ABC):
         self.clients, self.deadline = list(clients), deadline
 
     def begin(self, shapes: Shapes) -> None:
-        """Open an update on every server, once it has agreed to the names and shapes that will come."""
+        """Open an update on every server, once it has agreed to the names and shapes of the weights."""
         self.everywhere(lambda client: client.rpc("lit_rl_expect", [as_lists(shapes)], deadline=self.deadline))
         self.everywhere(lambda client: client.rpc("lit_rl_begin", deadline=self.deadline))
 
@@ -52,15 +52,15 @@ class Transport(ABC):
         self.everywhere(lambda client: client.rpc("lit_rl_finish", [version], deadline=self.deadline))
 
     def everywhere(self, call: Callable[[Client], Any]) -> list[Any]:
-        """`at_once`, of every server."""
+        """Call every server at the same time, by `at_once`."""
         return at_once(self.clients, call)
 
     def close(self) -> None:  # noqa: B027 (most have nothing to give back)
-        """Give back what `send` opened."""
+        """Release the resources of `send`."""
 
 
 class SharedMemory(Transport):
-    """Files of this machine's memory: the quickest way on one host, and the simplest."""
+    """A transport by files in this machine's memory: the fastest way on one host, and the simplest."""
 
     def send(self, weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> None:
         from safetensors import SafetensorError
@@ -81,7 +81,7 @@ class SharedMemory(Transport):
 
 
 class Gloo(Transport):
-    """A process group of its own over TCP, the trainer being rank 0: for servers on other hosts without NCCL."""
+    """A transport by a process group of its own over TCP, with the trainer as rank 0: for other hosts without NCCL."""
 
     def __init__(self, clients: Sequence[Client], deadline: float) -> None:
         super().__init__(clients, deadline)
@@ -109,7 +109,7 @@ class Gloo(Transport):
                     )
                 except RuntimeError as error:  # of the store too, whose connection one of them may break
                     self.close()
-                    joined.result()  # what a server says of it, if it does
+                    joined.result()  # raises the server's error, if there is one
                     call = "gloo transport: its workers did not join"
                     raise ServerDead(self.clients[0].url, call, str(error).partition("\n")[0]) from error
                 joined.result()
@@ -130,7 +130,7 @@ class Gloo(Transport):
                         group.broadcast(tensor.cpu().contiguous(), 0).wait()
                 except RuntimeError as error:
                     self.close()  # a group that has lost a member is of no use
-                    received.result()  # what that member says of it, if it can
+                    received.result()  # raises that member's error, if there is one
                     raise ServerDead(self.clients[0].url, "broadcast of weights", str(error)) from error
                 received.result()
 
@@ -139,7 +139,7 @@ class Gloo(Transport):
 
 
 class NCCL(Transport):
-    """vLLM's own weight-transfer engine, from GPU to GPU. Not tested: it needs a GPU on both sides, and vLLM here."""
+    """A transport by vLLM's own weight-transfer engine, from GPU to GPU. Not tested: it needs a GPU on both sides."""
 
     def __init__(self, clients: Sequence[Client], deadline: float) -> None:
         super().__init__(clients, deadline)
@@ -200,7 +200,7 @@ def _source(weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.
 
 
 def chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Neighbours of together at most `CHUNK_BYTES`, or a single larger one."""
+    """Yield neighbouring tensors of at most `CHUNK_BYTES` together, or a single larger one."""
     chunk: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
@@ -214,12 +214,12 @@ def chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Te
 
 
 def as_lists(shapes: Shapes) -> dict[str, list[int]]:
-    """Shapes as JSON has them."""
+    """Return shapes in the form for JSON."""
     return {name: list(shape) for name, shape in shapes.items()}
 
 
 def own_address(url: str) -> str:
-    """The address under which the host of `url` reaches this one."""
+    """Return this host's address as seen from the host of `url`."""
     host = urlsplit(url).hostname or "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # chooses a route, and sends nothing
         try:
@@ -240,7 +240,7 @@ def _free_port() -> int:
 
 
 def here(urls: Sequence[str]) -> bool:
-    """Whether every server runs on this machine."""
+    """Tell whether every server runs on this machine."""
     names, hosts = (socket.gethostname(), os.uname().nodename), [urlsplit(url).hostname for url in urls]
     return all(is_loopback(host) or host in names for host in hosts)
 

@@ -1,4 +1,4 @@
-"""What an engine is given to do: requests that may follow from each other, while others run."""
+"""The work of an engine: requests that may follow from each other, while others run."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from lit_rl.generation.vllm.requests import Answer, Request
 
 
 class Work(ABC):
-    """Abstract: requests, and what becomes of their answers. Used by one thread."""
+    """Abstract: requests, and the use of their answers. Used by one thread."""
 
     at_once: int
-    """Requests that are there at the same time, at most."""
+    """Most requests at the same time."""
 
     @abstractmethod
     def requests(self, *, wait: bool) -> list[tuple[int, Request]]:
-        """What is there to be asked and was not given out yet, each with its number.
+        """Return the requests that are ready and were not returned yet, each with its number.
 
         A number comes again once its last request is done: then both texts begin alike.
 
         Args:
-            wait: Until there is one or more. Only where no request runs; none then means that all is done.
+            wait: Wait until there is one or more. Only where no request runs; none then means that all is done.
         """
 
     @abstractmethod
     def done(self, number: int, answers: list[Answer]) -> None:
-        """The answers of the request that was given out last with this number."""
+        """Take the answers of the last request with this number."""
 
     @abstractmethod
     def again(self) -> None:
-        """The engine was lost and is back: begin anew.
+        """Begin again: the engine was lost and is back.
 
         Raises:
             ConversationsLost: others have to do that.
@@ -39,7 +39,7 @@ class Work(ABC):
     @property
     @abstractmethod
     def progress(self) -> tuple[int, int]:
-        """Completions that are done, and those that were asked for."""
+        """The numbers of done and of requested completions."""
 
 
 class Completing(Work):
@@ -47,7 +47,7 @@ class Completing(Work):
 
     Args:
         requests: All of them.
-        on_finished: Is told of the answers of a request, by its number, as they come.
+        on_finished: Called with the number of a request and its answers, as they arrive.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Completing(Work):
 
     @property
     def answers(self) -> list[list[Answer]]:
-        """Of each request, in order. When all is done."""
+        """The answers to each request, in order, when all is done."""
         return [self._answers[number] for number in range(self.at_once)]
 
     def requests(self, *, wait: bool) -> list[tuple[int, Request]]:
