@@ -1,4 +1,4 @@
-"""The methods, one LightningModule a file, none derived from another; what they are made of stands beside them."""
+"""The methods, one LightningModule each, none derived from another, and the settings that they take."""
 
 from lit_rl.algorithms.bco import BCO as BCO
 from lit_rl.algorithms.cpo import CPO as CPO

@@ -1,4 +1,4 @@
-"""CPO: preferences without a reference, beside the likelihood of what was chosen, arXiv:2401.08417.
+"""CPO: preferences without a reference, with the likelihood of the chosen completions, arXiv:2401.08417.
 
 For a prompt with a chosen completion c and a rejected one r, and y either of them:
 
@@ -32,7 +32,7 @@ from lit_rl.ops.preference.reference_free import alphapo, simpo
 from lit_rl.ops.step import Metrics
 
 PER_TOKEN = (ipo, sigmoid_norm, simpo, alphapo)
-"""Losses whose reward is of the log-prob per token."""
+"""Losses whose reward is a function of the log-prob per token."""
 
 
 class CPO(PairModule):
@@ -40,12 +40,12 @@ class CPO(PairModule):
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
-        beta: Scale of the reward beta log pi, above 0. Losses of the log-prob per token want a larger one.
-        preference: The loss of a pair, or several by name, whose weighted sum is learned.
-        preference_weights: Weight of each of them by name (1 where not given).
+        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
+        beta: Scale of the reward beta log pi, above 0. Losses of the log-prob per token need a larger one.
+        preference: The loss of a pair, or several by name, which are added with their weights.
+        preference_weights: Weight of each of them by name (1 by default).
         nll_coef: Weight of the negative log-likelihood of the chosen completions, at least 0.
-        shared: What every `OfflinePolicyModule` takes.
+        shared: Arguments of every `OfflinePolicyModule`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class CPO(PairModule):
         return loss, metrics | {"nll_loss": (nll.detach(), tokens)} | aux
 
     def _rewards_and_logps(self, columns: Columns) -> tuple[Sides, Sides]:
-        """As TRL logs them: per token where every loss is of log-probs per token."""
+        """Return rewards and log-probs as TRL logs them: per token if every loss is of log-probs per token."""
         logps = Sides(columns["chosen"], columns["rejected"])
         if self.reward_of is None:
             return Sides(*(self.beta * logp for logp in logps)), logps
@@ -93,7 +93,7 @@ class CPO(PairModule):
 
 
 def _reward_of(preferences: list[Callable]) -> Callable[[Tensor], Tensor] | None:
-    """What these losses make of a log-prob per token, without beta; None where one is of the sum over tokens."""
+    """Return the reward of a log-prob per token, without beta; None if one of the losses reads sums over tokens."""
     functions = [unwrapped(function) for function in preferences]
     if not all(function in PER_TOKEN for function in functions):
         return None

@@ -1,4 +1,4 @@
-"""DPO: direct preference optimisation, arXiv:2305.18290, with every loss over log ratios that followed it.
+"""DPO: direct preference optimisation, arXiv:2305.18290, and the losses over log ratios of later papers.
 
 For a prompt with a chosen completion c and a rejected one r, and y either of them:
 
@@ -6,8 +6,8 @@ For a prompt with a chosen completion c and a rejected one r, and y either of th
     score          s_y = f(rho_y), f the divergence's (2309.16240); rho_y itself for the reverse KL
     objective      mean over pairs of sum_k weight_k preference_k(c, r); sigmoid is - log sigma(beta (s_c - s_r))
 
-Off by default: tokens beyond the shorter completion count less (LD-DPO, 2409.06411), pairs count by how likely the
-policy itself is to write them (WPO, 2406.11827), and a reference that follows (`reference=mixing`: TR-DPO, 2404.09656).
+Off by default: a lower weight for tokens beyond the shorter completion (LD-DPO, 2409.06411), weights of pairs by their
+likelihood under the policy (WPO, 2406.11827), and a moving reference (`reference=mixing`: TR-DPO, 2404.09656).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class DPO(PairModule):
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
         beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
-        preference: The loss of a pair, or several by name, whose weighted sum is learned (MPO, 2411.10442).
-        preference_weights: Weight of each of them by name (1 where not given).
-        divergence: What keeps the policy near the reference: turns a log ratio into a score.
+        preference: The loss of a pair, or several by name, which are added with their weights (MPO, 2411.10442).
+        preference_weights: Weight of each of them by name (1 by default).
+        divergence: The divergence from the reference, as a function from a log ratio to a score.
         tail_weight: Weight of the tokens beyond the shorter completion of a pair, in [0, 1] (LD-DPO). 1 is off.
         likelihood_weights: Weigh a pair by the policy's own likelihood of both completions (WPO, 2406.11827, eq. 2).
         precompute_reference: Compute the reference's log-probs of all rows once, before the first step, keep them on
             disk, and train without the reference in memory. Batches of `data.val_batch_size` rows; the same numbers.
         reference_cache: Folder for them; runs with the same data and reference share them. null: `cache` in `run_dir`.
-        shared: What every `OfflinePolicyModule` takes.
+        shared: Arguments of every `OfflinePolicyModule`.
     """
 
     proven_with_zero = True
@@ -105,7 +105,7 @@ class DPO(PairModule):
 
     @torch.no_grad()
     def _likelihoods(self, batch: PairBatch, scores: TextScores) -> Tensor:
-        """`(b,)`: exp of the mean of log pi(y_t) - log sum_v pi(v)^2 over each completion, both multiplied."""
+        """Return `(b,)`: exp of the mean of log pi(y_t) - log sum_v pi(v)^2 over a completion, for both multiplied."""
         assert scores.stats is not None
         aligned = scores.logprobs.detach() - scores.stats.log_sum_sq
         chosen, rejected = masked_mean(aligned, batch.tokens.learned, 1).exp().chunk(2)

@@ -6,7 +6,7 @@ For a prompt, y is a completion of the policy and y' one of the geometric mixtur
     preference     P, the judge's probability that y beats y'
     objective      mean over judged y of sum_t [beta k_t - (P - 1/2)] log pi(y_t),  k_t = log pi(y_t) - log pi_ref(y_t)
 
-k_t has no gradient: the first part is the policy gradient of the KL, each token answering for its own, and the second
+k_t has no gradient: the first part is the policy gradient of the KL, with each token's own KL as its cost, the second
 that of the preference, with the advantage P - 1/2. A tie still has its KL; a pair without a verdict is in neither the
 sum nor the mean.
 """
@@ -36,16 +36,16 @@ from lit_rl.rollout import Completions, PromptBatch, Rollout, select
 
 
 class NashMD(JudgedModule):
-    """Nash mirror descent. Of each prompt's two completions the second is the mixture's; the first is learned from.
+    """Nash mirror descent. Each prompt has a completion of the policy, which is learned from, and one of the mixture.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function. What the default judge compares.
-        judge: Says which of two completions is better. None compares the summed rewards, and says so with certainty;
-            `RewardJudge(soft=True)` gives the Bradley-Terry probability.
+        reward: Reward functions and weights, or one function, whose sum the default judge compares.
+        judge: Judge of which of two completions is better. None compares the summed rewards, with probabilities 0 and
+            1; `RewardJudge(soft=True)` gives the Bradley-Terry probability.
         beta: Weight of the KL to the reference, above 0; or a list, one for each epoch.
         mixture_coef: `c`, in [0, 1]: 0 is the policy itself, 1 the reference; or a list, one for each epoch.
-        shared: What every `JudgedModule` takes.
+        shared: Arguments of every `JudgedModule`.
     """
 
     needs_reference = True
@@ -70,7 +70,7 @@ class NashMD(JudgedModule):
     # ------------------------------------------------------------------ generate -> judge
 
     def draw_now(self, batch: PromptBatch) -> Completions:
-        """Duels: of each prompt a completion of the policy, and one of the mixture."""
+        """Generate a completion of the policy and one of the mixture for each prompt."""
         scoring = partial(self.reference.scoring, self.policy, self.reference_policy)
         mixture = GeometricMixture(self.policy, scoring, self.at_epoch(self.mixture_coef))
         own = self.own_completions(batch)
@@ -94,7 +94,7 @@ class NashMD(JudgedModule):
         return self.reference_in(policy_rows(scored.completions), scored.completions)
 
     def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
-        """The policy's own completions: the opponent's are not learned from."""
+        """Keep the policy's own completions: the opponent's are not learned from."""
         return select(rollout, policy_rows(rollout.completions)), {}
 
     # ------------------------------------------------------------------ loss
@@ -118,7 +118,7 @@ class NashMD(JudgedModule):
 
     @torch.no_grad()
     def _metrics(self, rollout: Rollout, logprobs: Tensor, kl: Tensor, beta: float) -> Metrics:
-        """TRL's names, of the policy's completions, without padding."""
+        """Return metrics of the policy's completions under TRL's names, without padding."""
         mask, rewards = rollout.completions.response_mask, rollout.rewards
         every, scored = torch.ones_like(rewards, dtype=torch.bool), ~rewards.isnan()
         kl_of_rows = masked_sum(kl, mask, 1)
@@ -134,7 +134,7 @@ class NashMD(JudgedModule):
 
 
 def _of_duels(rollout: Rollout, wins: Tensor) -> Metrics:
-    """What the judge and the rewards said of policy and opponent."""
+    """Return metrics of the judge's verdicts and of the rewards of policy and opponent."""
     judged, ended = ~wins.isnan(), rollout.completions.ended.float()
     ours, theirs = rollout.rewards[0::2], rollout.rewards[1::2]
     every = torch.ones_like(judged)

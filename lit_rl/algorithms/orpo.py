@@ -7,7 +7,7 @@ For a prompt x with a chosen completion c and a rejected one r, and y either of 
     likelihood     - sum over the tokens of x and c of log pi / number of them, of the whole optimizer step
     objective      likelihood + beta * mean over pairs of - log sigma(log odds(c) - log odds(r)), eq. 6 and 7
 
-The likelihood is of prompt and completion, as in the authors' code and in TRL; only a text's first token has none.
+The likelihood covers prompt and completion, as in the authors' code and in TRL, without a text's first token.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ORPO(OfflinePolicyModule):
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
         beta: Weight of the odds ratio, the paper's lambda, above 0.
-        shared: What every `OfflinePolicyModule` takes.
+        shared: Arguments of every `OfflinePolicyModule`.
     """
 
     learns_from = "pairs"
@@ -71,7 +71,7 @@ class ORPO(OfflinePolicyModule):
 
 
 def _all_of_chosen(batch: PairBatch) -> TokenBatch:
-    """The batch's tokens with every token of the chosen texts learned that has one before it."""
+    """Return the batch's tokens with all tokens of the chosen texts learned, but for the first."""
     tokens = batch.tokens
     mask = tokens.loss_mask | (tokens.attention_mask & _first_half(tokens))
     mask[:, 0] = False
@@ -79,6 +79,6 @@ def _all_of_chosen(batch: PairBatch) -> TokenBatch:
 
 
 def _first_half(tokens: TokenBatch) -> Tensor:
-    """`(2 b, 1)`: True on chosen rows."""
+    """Return a mask `(2 b, 1)`, True on chosen rows."""
     places = torch.arange(len(tokens), device=tokens.input_ids.device)
     return (places < len(tokens) // 2).unsqueeze(1)

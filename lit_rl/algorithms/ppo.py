@@ -9,7 +9,7 @@ For every response token t of a row, with values V_t of the critic when the roll
     critic         max((V - G)^2, (clip(V, V_old - value_clip, V_old + value_clip) - G)^2) / 2
     objective      policy + vf_coef critic + ptx_coef cross-entropy of supervised text, each averaged over its tokens
 
-One optimizer trains both, in two parameter groups. Every further term of the policy, off by default, stands in
+One optimizer trains both, in two parameter groups. All further terms of the policy, off by default, are in
 `lit_rl.algorithms.families.policy_gradient`.
 """
 
@@ -61,22 +61,22 @@ class PPO(PolicyGradient):
     Args:
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
-        critic: What predicts returns. None is a model of its own that starts as a copy of the policy.
+        critic: The value function. None is a separate model that starts as a copy of the policy.
         critic_lr: Learning rate of the critic. None: the optimizer's.
         critic_scheduler: Schedule of the critic's learning rate. None: the policy's.
-        critic_warmup: Optimizer steps in which only the critic learns.
+        critic_warmup: Optimizer steps at the start in which only the critic learns.
         advantage: `(token_rewards, values, mask) -> (advantages, returns)`, all `(b, t)`.
-        value_clip: How far a value may move from the rollout's in one step. None: as far as it likes.
+        value_clip: Largest change of a value from the rollout's in its loss. None: no bound.
         vf_coef: Weight of the critic's loss.
-        ptx: Supervised text that is learned beside the rollouts. None: none.
+        ptx: Supervised text that is learned together with the rollouts. None: none.
         ptx_coef: Weight of the supervised loss.
         reward_adapter: A reward model that is an adapter on the policy's base, by folder or hub id. Its score is added
-            to the rewards as the function `reward_adapter`. None: there is none.
+            to the rewards as the function `reward_adapter`. None: no such model.
         reward_beta: Weight of the KL in the reward.
         group_size: Completions a prompt, 1 or more.
         iterations: Passes over a rollout.
-        whitening: Brings the advantages to mean 0 and variance 1 over the tokens of every rank. None: it does not.
-        terms: Everything else that a `PolicyGradient` takes.
+        whitening: Normalisation of the advantages to mean 0 and variance 1 over the tokens of all ranks. None: none.
+        terms: All other arguments of `PolicyGradient`.
     """
 
     proven_with_zero = True
@@ -172,7 +172,7 @@ class PPO(PolicyGradient):
 
     @torch.no_grad()
     def values(self, completions: Completions) -> Tensor:
-        """`(b, t)`: the critic now, without gradient: to be asked when the rollout is taken."""
+        """Return the critic's values `(b, t)` without gradient. Called when the rollout is taken."""
 
         def of_rows(part: Completions) -> Tensor:
             return self.value_function.values(self.policy, self.critic, part)
@@ -180,7 +180,7 @@ class PPO(PolicyGradient):
         return without_gradient(self.policy, completions, of_rows, rows_at_once=self.rows_at_once(completions))
 
     def compares_completions(self) -> bool:
-        """The critic is what an advantage is compared with."""
+        """Return False: the critic is the baseline."""
         return False
 
     @property
@@ -224,10 +224,10 @@ class PPO(PolicyGradient):
         return loss + self.ptx_coef * share
 
     def supervised_share(self, slot: int) -> tuple[Tensor, Metrics]:
-        """This micro-batch's share of the cross-entropy of the step's supervised text, times the number of shares.
+        """Return this micro-batch's share of the step's supervised cross-entropy, times the number of shares.
 
-        The text of an optimizer step is fixed by the step's number, and its rows are dealt out over micro-batches and
-        ranks, so the gradient does not depend on how the step is cut.
+        The text of an optimizer step is fixed by the step's number, and its rows are distributed over micro-batches and
+        ranks, so the gradient does not depend on how the step is split.
         """
         assert self.ptx is not None and self.plan is not None
         shares = self.plan.accumulate * self.plan.world_size
@@ -244,7 +244,7 @@ class PPO(PolicyGradient):
 
     @property
     def _encoder(self) -> Encoder:
-        """Makes tokens of the supervised text, rendered as the prompts of the run are."""
+        """The tokeniser of the supervised text, with the chat template settings of the run's prompts."""
         options = getattr(getattr(self.trainer_or_none, "datamodule", None), "options", None)  # a data module of yours
         kwargs = getattr(options, "chat_template_kwargs", {})
         return Encoder(self.tokenizer, kwargs, eos_ids=self.model.eos_ids)
@@ -259,7 +259,7 @@ class PPO(PolicyGradient):
 
     @property
     def shares_prompts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A head on the policy's own trunk reads the hidden states of whole rows."""
+        """True if prompts may be shared: not with a head on the policy's trunk, which reads whole rows."""
         return super().shares_prompts and not isinstance(self.value_function, SharedTrunk)
 
     def beside(self) -> Beside | None:
@@ -280,7 +280,7 @@ class PPO(PolicyGradient):
         critic = self.critic_scheduler or policy
         return [After(self.critic_warmup, policy) if self.critic_warmup else policy, critic]
 
-    # ------------------------------------------------------------------ what is refused
+    # ------------------------------------------------------------------ checks
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -315,7 +315,7 @@ class PPO(PolicyGradient):
 
 
 def with_function(scores: Scores, name: str, values: Tensor) -> Scores:
-    """The scores with one more function of weight 1, which applies to every completion whose value is a number."""
+    """Add a reward function of weight 1 to the scores; it applies to every completion whose value is not NaN."""
     column = values.detach().float().cpu()
     return replace(
         scores,
@@ -327,7 +327,7 @@ def with_function(scores: Scores, name: str, values: Tensor) -> Scores:
 
 
 def _of_rollout(scored: Scored, credit: Credit, old: Tensor | None, ref: Tensor | None, world_size: int) -> Metrics:
-    """`objective/*` of the rollout: rows without a reward are left out, and what needs log-probs nobody took."""
+    """Return `objective/*` of the rollout, without rows that have no reward and metrics whose log-probs are missing."""
     device, mask = credit.rewards.device, scored.completions.response_mask
     has_reward = ~credit.rewards.isnan()
     count, total = has_reward.sum().double(), to_device(scored.scores.total, device)
@@ -346,14 +346,14 @@ def _of_rollout(scored: Scored, credit: Credit, old: Tensor | None, ref: Tensor 
 
 
 def _ratio_moments(logprobs: Tensor, rollout: Rollout) -> Tensor:
-    """`masked_moments` of the ratios of this micro-batch's loss tokens to the policy that took the rollout."""
+    """Return `masked_moments` of the ratios to the policy that took the rollout, over the micro-batch's loss tokens."""
     mask, now = rollout.loss_mask, logprobs.detach()
     old = now if rollout.old_logprobs is None else rollout.old_logprobs
     return masked_moments(token_ratio(now, old, mask).clamp(max=MAX_LOG_RATIO).exp(), mask)
 
 
 def _under_trls_names(metrics: Metrics) -> Metrics:
-    """The policy's metrics under the names of TRL's PPO."""
+    """Return the policy's metrics under the names of TRL's PPO."""
     names = {
         "policy/approxkl_avg": "approx_kl",
         "policy/clipfrac_avg": "clip_ratio/region_mean",

@@ -1,4 +1,4 @@
-"""Process reward modelling: a model that says of every step of a solution whether it is right (2305.20050, 2211.14275).
+"""Process reward modelling: a model that predicts for each step of a solution whether it is right (2305.20050).
 
     x             logit of "right" less that of "wrong" at the last token of a step's separator
     objective     sum over labelled steps of  -y ls(x) - (1 - y) ls(-x)  / number of labelled steps, of the whole step
@@ -23,14 +23,14 @@ from lit_rl.ops.step import Metrics, mean_of
 
 
 class ProcessRewardModeling(ScalarModule):
-    """Training of a process reward model, which is exported as a token classifier with the labels "wrong" and "right".
+    """Training of a process reward model, exported as a token classifier with the labels "wrong" and "right".
 
     `lit_rl.rewards.ProcessRewardModel` loads the export, and scores the steps of completions with it.
 
     Args:
-        model: The language model whose trunk it starts from, or a process reward model to go on with: a description, or
-            its name, folder or hub id.
-        shared: What every `ScalarModule` takes.
+        model: The language model whose trunk it starts from, or a process reward model to train further: a description,
+            or its name, folder or hub id.
+        shared: Arguments of every `ScalarModule`.
     """
 
     learns_from = "stepwise"
@@ -45,7 +45,7 @@ class ProcessRewardModeling(ScalarModule):
         return max(1, totals.tokens)
 
     def step_logits(self, batch: StepwiseBatch) -> Tensor:
-        """`(b, s)`, with gradient: how much more likely right than wrong a step that ends here is, as a logit."""
+        """Return logits `(b, s)`, with gradient, of "right" against "wrong" for a step that ends at each token."""
         return _rightness(self.logits(batch.tokens))
 
     def loss(self, batch: StepwiseBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
@@ -67,6 +67,6 @@ class ProcessRewardModeling(ScalarModule):
 
 
 def _rightness(logits: Tensor) -> Tensor:
-    """`(b, s, 2)` to `(b, s)`."""
+    """Return the difference `(b, s)` of the two logits `(b, s, 2)`."""
     wrong, right = logits.unbind(-1)
     return right - wrong

@@ -1,4 +1,4 @@
-"""The processes of a run, and functions of rows applied to the rows of all of them."""
+"""The data-parallel ranks of a run: collectives over rows, and functions applied to the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from lit_rl.transfers import to_host
 
 
 def sharing_rows(trainer: Any) -> int:
-    """How many neighbouring processes of a run have the same rows: under tensor parallelism several, else 1."""
+    """Return the number of neighbouring processes with the same rows: 1 without tensor parallelism."""
     return getattr(trainer.strategy, "tp_size", 1)
 
 
 def data_ranks(trainer: Any) -> int:
-    """How many parts the rows of a run are dealt out in; known before its processes are started."""
+    """Return the number of ranks with rows of their own; known before the processes are started."""
     return trainer.world_size // sharing_rows(trainer)
 
 
 def data_rank(trainer: Any) -> int:
-    """Which of these parts this process has."""
+    """Return the index of this process among the ranks with rows of their own."""
     return trainer.global_rank // sharing_rows(trainer)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who has rows of a run, as one of them sees it. Processes that share their rows count as one.
+    """The data-parallel ranks of a run, from the view of one of them. Processes with the same rows count as one.
 
-    Every method is a collective over `group`, and `any` is one over all processes: all of them call it, or none.
+    Every method is a collective over `group`, and `any` over all processes: all of them call it, or none.
     """
 
     device: torch.device | str = "cpu"
-    """Where this process computes."""
+    """The device of this process."""
     rank: int = 0
-    """Ours among those that have rows of their own."""
+    """Index of this process among the ranks with rows of their own."""
     world_size: int = 1
-    """How many have rows of their own."""
+    """Number of ranks with rows of their own."""
     group: Any = None
-    """The process group of those; None is that of all processes."""
+    """The process group of these ranks; None is that of all processes."""
     same_rows: Any = None
-    """The process group of those that have the rows that we have; None where nobody else does."""
+    """The process group of the processes with the same rows; None if there are no others."""
 
     @classmethod
     def of(cls, trainer: Any, device: torch.device | str) -> Ranks:
-        """The ranks of a Trainer's run that have rows of their own, as this process sees them."""
+        """Return the ranks of a Trainer's run that have rows of their own."""
         groups = getattr(trainer.strategy, "data_group", None), getattr(trainer.strategy, "tensor_group", None)
         return cls(device, data_rank(trainer), data_ranks(trainer), *groups)
 
     def gather(self, column: Tensor) -> Tensor:
-        """`(n, ...)`: the rows of every rank, in the order of ranks, from our `(b, ...)`.
+        """Return the rows `(n, ...)` of all ranks, in the order of ranks, from our `(b, ...)`.
 
-        Responses are of other lengths on other ranks: a second dimension is padded with 0 to the widest.
+        Widths may differ between ranks: a second dimension is padded with 0 to the widest.
         """
         column = column.to(self.device)
         if self.world_size == 1:
@@ -69,12 +69,12 @@ class Ranks:
         return torch.cat(self._gather(column))
 
     def gather_to_host(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The rows of every rank, as `gather` returns them, of all columns in the host's memory; waits once."""
+        """Return all columns gathered as by `gather`, in host memory. Waits for the device once."""
         found = columns.values() if self.world_size == 1 else map(self.gather, columns.values())
         return dict(zip(columns, to_host(list(found))))
 
     def gather_tokens(self, flat: Tensor) -> Tensor:
-        """`(n,)`: the flat tokens of every rank, from our `(m,)`; every rank may have another number of them."""
+        """Return the flat tokens `(n,)` of all ranks, from our `(m,)`. Their number may differ between ranks."""
         if self.world_size == 1:
             return flat
         counts = [int(count) for count in self._gather(torch.tensor(len(flat), device=flat.device))]
@@ -82,32 +82,32 @@ class Ranks:
         return torch.cat([row[:count] for row, count in zip(padded, counts)])
 
     def total(self, mine: Tensor) -> Tensor:
-        """The sum of a tensor of one shape over the ranks."""
+        """Return the sum over the ranks of a tensor of the same shape on each."""
         return self.gather(mine[None]).sum(0)
 
     def counts(self, count: int) -> list[int]:
-        """The numbers that every rank gives, in the order of ranks."""
+        """Return the number of every rank, in the order of ranks."""
         return [count] if self.world_size == 1 else self.gather(torch.tensor([count])).tolist()
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any process, also of those that share their rows."""
+        """Tell whether the flag is set on any process, including those with the same rows."""
         if self.group is None:
             return any(self.counts(int(flag)))
         return any(gather_objects(flag))
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other process."""
+        """True if this is the only process."""
         return self.world_size == 1 and self.group is None
 
     def apply(self, function: Callable[..., Tensor], columns: Mapping[str, Tensor]) -> Tensor:
-        """Apply `function(rewards, group_id, ...)` to the rows of every rank, and return ours: `(b,)` or `(b, t)`.
+        """Apply `function(rewards, group_id, ...)` to the rows of all ranks, and return our part: `(b,)` or `(b, t)`.
 
-        `rewards` and `group_id` go by position, whatever the function calls them, and the others where it names them.
+        `rewards` and `group_id` are passed by position, the other columns by name if the function has such a parameter.
 
         Args:
-            function: Of columns.
-            columns: Of our rows, by name; `mask` too where the function may return `(b, t)`.
+            function: A function of columns.
+            columns: The columns of our rows, by name; with `mask` if the function may return `(b, t)`.
         """
         first = [columns["rewards"], columns["group_id"]]
         others = {name: column for name, column in columns.items() if name not in ("rewards", "group_id")}
@@ -119,18 +119,18 @@ class Ranks:
         mine = rows[self.rank * len(first[0]) :][: len(first[0])]
         return mine if mine.ndim == 1 else mine[:, : columns["mask"].shape[1]]
 
-    # ------------------------------------------------------------------ what is no tensor
+    # ------------------------------------------------------------------ Python objects
 
     def objects(self, mine: Any) -> list[Any]:
-        """What every rank gives, in the order of ranks; anything that can be pickled."""
+        """Return the object of every rank, in the order of ranks; anything that can be pickled."""
         return gather_objects(mine, self.group) if self.world_size > 1 else [mine]
 
     def names(self, mine: Iterable[str]) -> list[str]:
-        """The names that any rank has, in one order for all: what one rank logs, another may not know."""
+        """Return the sorted union of the names of all ranks: a metric may be logged on one rank only."""
         return sorted({name for theirs in self.objects(list(mine)) for name in theirs})
 
     def broadcast(self, mine: Any) -> Any:
-        """What rank 0 gives."""
+        """Return the object of rank 0."""
         if self.world_size == 1:
             return mine
         held = [mine]
@@ -138,9 +138,9 @@ class Ranks:
         return held[0]
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Tensor:
-        """The tensor of one shape, reduced in place; `operation` is one of `torch.distributed.ReduceOp`, by name.
+        """Reduce a tensor in place and return it; `operation` is the name of a `torch.distributed.ReduceOp`.
 
-        Where ranks share their rows, all get what the first of them got: seconds, for one, are each process's own.
+        Processes with the same rows all get the result of the first of them, because seconds, for example, differ.
         """
         if self.world_size > 1:
             torch.distributed.all_reduce(tensor, getattr(torch.distributed.ReduceOp, operation), group=self.group)

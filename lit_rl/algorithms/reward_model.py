@@ -26,16 +26,16 @@ from lit_rl.ops.step import Highest, Lowest, Metrics, mean_of
 
 
 class RewardModeling(ScalarModule):
-    """Training of a reward model, which is exported as a sequence classifier with one label.
+    """Training of a reward model, exported as a sequence classifier with one label.
 
     `lit_rl.rewards.RewardModel` loads the export, and gives the scores that were trained.
 
     Args:
-        model: The language model whose trunk it starts from, or a reward model to go on with: a description, or its
+        model: The language model whose trunk it starts from, or a reward model to train further: a description, or its
             name, folder or hub id.
-        center_coef: At least 0: weight of the term that pulls the two rewards of a pair to a sum of 0, which a choice
-            leaves open. TRL recommends 0.01.
-        shared: What every `ScalarModule` takes.
+        center_coef: Weight, at least 0, of the term that pulls the sum of a pair's two rewards to 0, which preferences
+            leave open. TRL recommends 0.01.
+        shared: Arguments of every `ScalarModule`.
     """
 
     learns_from = "pairs"
@@ -50,7 +50,7 @@ class RewardModeling(ScalarModule):
         self.center_coef = center_coef
 
     def rewards(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
-        """`(b,)` each, with gradient: of the chosen and of the rejected completions."""
+        """Return the rewards of the chosen and of the rejected completions, `(b,)` each, with gradient."""
         return _sides(self.logits(batch.tokens))
 
     def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
@@ -78,6 +78,6 @@ class RewardModeling(ScalarModule):
 
 
 def _sides(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`(2 b, 1)` of pairs to `(b,)` of the chosen and of the rejected completions."""
+    """Split logits `(2 b, 1)` of pairs into `(b,)` of the chosen and `(b,)` of the rejected completions."""
     chosen, rejected = logits.squeeze(-1).chunk(2)
     return chosen, rejected

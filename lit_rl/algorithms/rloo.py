@@ -7,8 +7,8 @@ For G completions of one prompt, each with a reward:
     ratio       r_i = exp(sum_t (logprobs_it - old_logprobs_it))                     of the whole sequence
     objective   - min(r_i A_i, clip(r_i, 1 - clip_low, 1 + clip_high) A_i), averaged over sequences
 
-With one optimizer step a rollout the ratio is 1 and this is the paper's estimator. Every further term, off by default,
-stands in `lit_rl.algorithms.families.policy_gradient`.
+With one optimizer step a rollout the ratio is 1 and this is the paper's estimator. All further terms, off by default,
+are in `lit_rl.algorithms.families.policy_gradient`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class RLOO(PolicyGradient):
         reward: Reward functions and weights, or one function.
         advantage: Estimator of advantages from rewards.
         loss: The loss of each token.
-        reduction: Which tokens and sequences the loss is averaged over.
+        reduction: The average of the loss over tokens and sequences.
         reward_beta: Weight of the KL in the reward.
         group_size: Completions a prompt, 2 or more.
-        terms: Everything else that a `PolicyGradient` takes.
+        terms: All other arguments of `PolicyGradient`.
     """
 
     proven_with_zero = True

@@ -1,13 +1,13 @@
 """XPO: exploratory preference optimisation, arXiv:2405.21046 (algorithm 1).
 
-For a prompt, y is a completion of the policy and y' one of the reference; the judge finds c of them better than r:
+For a prompt, y is a completion of the policy and y' one of the reference; the judge prefers c of them to r:
 
     log ratio      rho_y = sum_t log pi(y_t) - log pi_ref(y_t)
     objective      mean over judged pairs of preference(c, r) + alpha sum_t log pi(y'_t)
                    preference is - log sigma(beta (rho_c - rho_r))
 
-The second term, the exploration bonus, takes probability from what the reference writes and so gives it to what has not
-been seen. A tie, and a pair without a verdict, is in neither the sum nor the mean, with its bonus.
+The second term, the exploration bonus, takes probability from completions of the reference, and so gives it to unseen
+ones. A tie, and a pair without a verdict, is in neither the sum nor the mean, with its bonus.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 
 class XPO(JudgedPairs):
-    """Exploratory preference optimisation. Of each prompt's two completions the second is the reference's.
+    """Exploratory preference optimisation. Each prompt has a completion of the policy and one of the reference.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function. What the default judge compares.
-        judge: Says which of two completions is better. None compares the summed rewards.
+        reward: Reward functions and weights, or one function, whose sum the default judge compares.
+        judge: Judge of which of two completions is better. None compares the summed rewards.
         beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0; or a list, one for each epoch.
         alpha: Weight of the exploration bonus, at least 0; or a list, one for each epoch, the last for all after it.
-        preference: The loss of a pair, or several by name, whose weighted sum is learned.
-        shared: What every `JudgedPairs` and `JudgedModule` takes.
+        preference: The loss of a pair, or several by name, which are added with their weights.
+        shared: Arguments of every `JudgedPairs` and `JudgedModule`.
     """
 
     opponent_writes = True
@@ -63,7 +63,7 @@ class XPO(JudgedPairs):
         preflight.for_each_epoch("algo.alpha", alpha, open_low=False)
 
     def draw_now(self, batch: PromptBatch) -> Completions:
-        """Duels: of each prompt a completion of the policy, and one of the reference."""
+        """Generate a completion of the policy and one of the reference for each prompt."""
         own = self.own_completions(batch)
         with self.reference.scoring(self.policy, self.reference_policy) as reference:
             return duels(self.source, self.request(batch, group_size=1), own, reference, self.reference_policy)

@@ -1,6 +1,6 @@
-"""What the methods share that write completions, have them judged in pairs, and learn from the verdicts.
+"""The base of the online methods whose completions a judge compares.
 
-generate -> reward -> judge -> which completions are learned from -> loss. No term of an objective is here.
+generate -> reward -> judge -> choice of completions -> loss. No term of an objective is here.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from lit_rl.rewards.judges.base import Judge, ask, check_verdicts
 from lit_rl.rollout import Completions, PromptBatch, Rollout, select
 
 WIN_RATE = "judge/win_rate"
-"""Column of the samples: how often each completion wins against the others of its prompt, None where unjudged."""
+"""The samples' column of the win rate of each completion against the others of its prompt, None if unjudged."""
 
 
 class JudgedModule(OnPolicyModule, ABC):
-    """Abstract: subclasses say which completions are learned from, and how.
+    """Abstract base of online methods with a judge: subclasses define the completions to learn from, and the loss.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function. What the default judge compares; None where the judge
+        reward: Reward functions and weights, or one function, whose sum the default judge compares; None if the judge
             needs no rewards.
-        judge: Says which of two completions is better: a judge of `lit_rl.rewards`, or a function. None compares
-            the summed rewards. Of more than two completions a prompt it is asked about every pair. Win rates of
-            validation (`eval.win_rate_against`) are by the same one.
+        judge: Judge of which of two completions is better: a judge of `lit_rl.rewards`, or a function. None compares
+            the summed rewards. With more than two completions a prompt it compares every pair. It also gives the win
+            rates of validation (`eval.win_rate_against`).
         beta: Strength of the KL to the reference, above 0; or a list, one for each epoch, the last for all after it.
-        missing_eos_penalty: Taken off the reward of a completion that `max_new_tokens` cut, before it is judged. None:
-            nothing is.
+        missing_eos_penalty: Penalty on the reward of a completion that `max_new_tokens` truncated, before it is judged.
+            None: no penalty.
         group_size: Completions a prompt.
-        shared: What every `OnPolicyModule` takes.
+        shared: Arguments of every `OnPolicyModule`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class JudgedModule(OnPolicyModule, ABC):
     compares_in_step = True
 
     opponent_writes = False
-    """Whether an opponent writes the second completion of each prompt. Samples and the logged reward leave it out."""
+    """True if the second completion of each prompt is an opponent's. Samples and the logged reward leave it out."""
 
     # ------------------------------------------------------------------ generate -> reward -> judge
 
@@ -91,13 +91,13 @@ class JudgedModule(OnPolicyModule, ABC):
         return self.data_ranks > 1 and (shards(self.trainer.strategy) or not self.generator.exact)
 
     def own_completions(self, batch: PromptBatch) -> Completions:
-        """The policy's completion of each prompt, to which an opponent's comes next."""
-        # The opponent's weights are gathered by all ranks, or none. Ranks that draw alone may not be waited for here.
+        """Generate the policy's completion of each prompt, before the opponent's."""
+        # All ranks gather the opponent's weights, or none does. Ranks that generate alone must not be waited for here.
         with failing_together(self.ranks) if self._ranks_draw_together else nullcontext():
             return self.generate(batch, group_size=1)
 
     def judged(self, scored: Scored) -> Scored:
-        """The rollout with a win rate for each completion: the judge compares those of a prompt, each with each."""
+        """Return the rollout with win rates: the judge compares every pair of completions of a prompt."""
         with given_up_together(self.ranks), self.stopwatch.measure("reward"), may_be_given_up():
             group = scored.group_size
             texts = texts_of(scored.completions, self.tokenizer)
@@ -112,7 +112,7 @@ class JudgedModule(OnPolicyModule, ABC):
     def _ask(
         self, scored: Scored, texts: list[str], duels: Sequence[tuple[int, int]], logged: dict[str, tuple[float, int]]
     ) -> list[float | None]:
-        """The judge's verdict on each duel. What it logs is added to `logged`."""
+        """Return the judge's verdict on each duel, and add what it logs to `logged`."""
         prompts, answers, columns = as_reward_input(scored.batch, texts, scored.group_size)
         penalised = self.penalised(scored.completions, scored.scores.total).tolist()
         rewards = [None if math.isnan(value) else value for value in penalised]
@@ -136,20 +136,20 @@ class JudgedModule(OnPolicyModule, ABC):
         return list(check_verdicts(type(self.judge).__name__, verdicts, len(duels)))
 
     def penalised(self, completions: Completions, rewards: Tensor) -> Tensor:
-        """`(b,)`: the rewards, less the penalty where a completion did not end."""
+        """Return the rewards `(b,)` less the penalty for truncated completions."""
         if self.missing_eos_penalty is None:
             return rewards
         return rewards - self.missing_eos_penalty * (~completions.ended).to(rewards)
 
     def logged_rewards(self, scored: Scored) -> Tensor:
-        """`(b,)`: the summed rewards. Without a reward function the win rates, so that the log tells of progress."""
+        """Return the summed rewards `(b,)`, or the win rates if there is no reward function."""
         if self.reward_functions.names:
             return scored.scores.total
         assert scored.win_rates is not None
         return scored.win_rates.float()
 
     def shown(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
-        """With the win rates as a column of the samples; of duels the policy's completions alone."""
+        """Return the rollout with win rates as a column of the samples, without an opponent's completions."""
         assert scored.win_rates is not None
         rates = [None if math.isnan(rate) else rate for rate in scored.win_rates.tolist()]
         extras = scored.scores.extras | {WIN_RATE: rates}
@@ -161,7 +161,7 @@ class JudgedModule(OnPolicyModule, ABC):
     # ------------------------------------------------------------------ what losses are made with
 
     def wins(self, scored: Scored) -> Tensor:
-        """Float `(n, g)` of `n` prompts: win rates; NaN where a completion was not judged, or is left out."""
+        """Return win rates, float `(n, g)` of `n` prompts; NaN if a completion was not judged, or is left out."""
         assert scored.win_rates is not None
         rates = scored.win_rates.float().to(scored.completions.response_ids.device)
         if scored.kept is not None:
@@ -169,20 +169,20 @@ class JudgedModule(OnPolicyModule, ABC):
         return rates.view(-1, scored.group_size)
 
     def as_rollout(self, scored: Scored, *, advantages: Tensor | None = None, **columns: Tensor | None) -> Rollout:
-        """A rollout with the rewards that were judged."""
+        """Return a rollout with the rewards that the judge was given."""
         completions = scored.completions
         rewards = self.penalised(completions, self.logged_rewards(scored)).to(completions.response_ids.device)
         rewards = rewards if scored.kept is None else rewards.masked_fill(~scored.kept, torch.nan)
         return Rollout(completions, rewards, advantages, **columns)  # pyright: ignore[reportArgumentType]
 
     def reference_in(self, rows: Tensor, completions: Completions) -> Tensor:
-        """`(b, t)`: log-probs under the reference in the given rows, and 0 in the others, which are not scored."""
+        """Return log-probs `(b, t)` under the reference in the given rows, and 0 in the others, which are unscored."""
         out = torch.zeros(completions.response_ids.shape, device=completions.response_ids.device)
         out[rows] = self.ref_logprobs(select(completions, rows))
         return out
 
     def at_epoch(self, value: float | Sequence[float]) -> float:
-        """A number, or that of the epoch."""
+        """Return a number, or the current epoch's number of a list."""
         if not isinstance(value, Sequence):
             return float(value)
         epoch = self.trainer_or_none.current_epoch if self.trainer_or_none else 0
@@ -193,7 +193,7 @@ class JudgedModule(OnPolicyModule, ABC):
 
 
 def _win_rates(rows: int, duels: Sequence[tuple[int, int]], verdicts: Sequence[float | None]) -> list[float | None]:
-    """The mean probability of each row to win over the pairs of it that have a verdict."""
+    """Return each row's mean probability to win, over its pairs with a verdict."""
     won, judged = [0.0] * rows, [0] * rows
     for (first, second), verdict in zip(duels, verdicts, strict=True):
         if verdict is not None:
@@ -204,7 +204,7 @@ def _win_rates(rows: int, duels: Sequence[tuple[int, int]], verdicts: Sequence[f
 
 
 def _ties(wins: Sequence[float | None], group: int) -> tuple[float, int]:
-    """How many prompts have completions that all win equally often, and how many prompts there are."""
+    """Return the number of prompts whose completions all have the same win rate, and the number of prompts."""
     starts = range(0, len(wins), group)
     equal = [len({rate for rate in wins[i : i + group] if rate is not None}) == 1 for i in starts]
     return float(sum(equal)), len(equal)

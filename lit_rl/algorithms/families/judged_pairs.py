@@ -1,4 +1,4 @@
-"""What the online methods share that learn by a loss of pairs: a better completion and a worse one of each prompt."""
+"""The base of the online methods with a loss of pairs: a better completion and a worse one of each prompt."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from lit_rl.rollout import Rollout, select
 
 
 class JudgedPairs(JudgedModule, ABC):
-    """Abstract: subclasses say what the completions are compared with.
+    """Abstract base of online methods with a loss of pairs: subclasses define the opponent and further terms.
 
-    A rollout's `verdicts` say what the judge found: 1 for the better completion of a prompt, -1 for the worse one, 0
-    for all others; a prompt of a tie or without a verdict has none but 0. The objective is a mean over the pairs of the
-    optimizer step that have a verdict and are no tie, on all ranks: cutting a step changes nothing.
+    A rollout's `verdicts` are 1 for the better completion of a prompt, -1 for the worse one, and 0 for all others; a
+    prompt with a tie or without a verdict has 0 only. The objective is a mean over the pairs of the optimizer step that
+    have a verdict and are no tie, on all ranks, so it does not depend on how the step is split.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
-        preference: The loss of a pair, or several by name, whose weighted sum is learned (MPO, 2411.10442).
-        preference_weights: Weight of each of them by name (1 where not given).
-        per_token: Losses that divide by the length (ipo, sigmoid_norm, simpo) do so. Off, a completion counts as one
-            token for them: they read sums, as in TRL's online DPO. Refused where no loss is one of these.
-        shared: What every `JudgedModule` takes.
+        preference: The loss of a pair, or several by name, which are added with their weights (MPO, 2411.10442).
+        preference_weights: Weight of each of them by name (1 by default).
+        per_token: Divide by the length in the losses that do so (ipo, sigmoid_norm, simpo). Off, a completion counts as
+            one token for them: they read sums, as in TRL's online DPO. An error if no loss is one of these.
+        shared: Arguments of every `JudgedModule`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class JudgedPairs(JudgedModule, ABC):
     def needs_reference(self) -> bool:
         return not isinstance(self.reference, ReferenceFree)
 
-    # ------------------------------------------------------------------ which completions are learned from
+    # ------------------------------------------------------------------ choice of completions
 
     def advantages(
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
@@ -77,22 +77,22 @@ class JudgedPairs(JudgedModule, ABC):
         ), {}
 
     def verdicts(self, scored: Scored) -> Tensor:
-        """Float `(b,)`: 1 for the better completion of a prompt, -1 for the worse one, 0 for all others."""
+        """Return verdicts, float `(b,)`: 1 for the better completion of a prompt, -1 for the worse, 0 for others."""
         return best_and_worst(self.wins(scored)).flatten()
 
     def reference_of(self, scored: Scored) -> Tensor:
-        """Of the completions that are compared: the others have nothing to teach."""
+        """Return the reference's log-probs of the completions that are compared, 0 for the others."""
         return self.reference_in(compared(self.verdicts(scored), scored.completions.group_id), scored.completions)
 
     def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
-        """Two completions of each prompt: the others have nothing to teach, and are not run again."""
+        """Keep the two compared completions of each prompt: the others are not learned from, and not run again."""
         assert rollout.verdicts is not None
         return select(rollout, compared(rollout.verdicts, rollout.completions.group_id)), {}
 
     # ------------------------------------------------------------------ loss
 
     def preference_loss(self, rollout: Rollout, scores: TokenScores, totals: StepTotals) -> tuple[Tensor, Metrics]:
-        """The weighted sum of the preference losses, this micro-batch's share, and TRL's metrics."""
+        """Return this micro-batch's share of the weighted sum of the preference losses, and TRL's metrics."""
         beta, judged = self.at_epoch(self.beta), PairScores.of(rollout, scores, totals)
         count = pairs_of(totals).to(scores.logprobs.device)
         pairs = judged.pairs(self.per_token, count)
@@ -103,7 +103,7 @@ class JudgedPairs(JudgedModule, ABC):
 
 
 def pairs_of(totals: StepTotals) -> Tensor:
-    """Pairs of the optimizer step that are learned from, at least 1: two rows with loss tokens each."""
+    """Return the number of pairs of the optimizer step that are learned from, at least 1: each has two rows."""
     return (torch.as_tensor(totals.unmasked_sequences) / 2).clamp(min=1)
 
 
@@ -115,7 +115,7 @@ class PairScores:
     logprobs: Tensor
     """Float `(2 n,)`: log-probs of the completions under the policy, with gradient."""
     ref: Tensor
-    """The same under the reference."""
+    """Float `(2 n,)`: log-probs of the completions under the reference."""
     nll: Tensor
     """Float `(2 n,)`: minus the log-probs over the better completion's tokens in the step, 0 of the worse one."""
 
@@ -123,7 +123,7 @@ class PairScores:
     def of(cls, rollout: Rollout, scores: TokenScores, totals: StepTotals) -> PairScores:
         mask, verdicts = rollout.completions.response_mask, rollout.verdicts
         assert rollout.ref_logprobs is not None and verdicts is not None
-        # A sum over the better completions' tokens is then a mean over those of the step.
+        # With these weights a sum over the better completions' tokens is a mean over those of the step.
         tokens = torch.as_tensor(totals.better_tokens).float().clamp(min=1)
         weights = (rollout.loss_mask & (verdicts > 0)[:, None]).float() / tokens
         weighted = masked_sum(scores.logprobs * weights, rollout.loss_mask, 1)
@@ -132,13 +132,13 @@ class PairScores:
 
     @property
     def better(self) -> Tensor:
-        """Long `(m,)`: the rows of the better completions, `m` pairs with a verdict."""
+        """The rows of the better completions, long `(m,)`, of `m` pairs with a verdict."""
         assert self.rollout.verdicts is not None
         return (self.rollout.verdicts > 0).nonzero().flatten()
 
     @property
     def worse(self) -> Tensor:
-        """Long `(m,)`: the other row of each."""
+        """The rows of the worse completions, long `(m,)`."""
         return self.better ^ 1
 
     def pairs(self, per_token: bool, step_pairs: Tensor) -> Pairs:
@@ -159,7 +159,7 @@ class PairScores:
 
     @torch.no_grad()
     def metrics(self, beta: float, scores: TokenScores) -> Metrics:
-        """TRL's names. Padding is in none of them; `rewards/*` and `logps/*` are of the pairs that are learned from."""
+        """Return metrics under TRL's names, without padding; `rewards/*` and `logps/*` over the pairs learned from."""
         completions, rewards = self.rollout.completions, self.rollout.rewards
         every, scored = torch.ones_like(rewards, dtype=torch.bool), ~rewards.isnan()
         kl = self.logprobs - self.ref
@@ -185,10 +185,10 @@ class PairScores:
 
 
 def best_and_worst(wins: Tensor) -> Tensor:
-    """Float `(n, g)`: 1 for the highest of each row, -1 for the lowest; 0 for the others, and where they are equal.
+    """Mark the highest of each row with 1 and the lowest with -1, float `(n, g)`; 0 for the others, and for ties.
 
     Args:
-        wins: `(n, g)`; NaN takes no part. Of equal ones the first is the highest, and the lowest.
+        wins: `(n, g)`; NaN is ignored. The first of equal values is the highest, and the lowest.
     """
     missing = wins.isnan()
     high = wins.masked_fill(missing, -torch.inf).max(1, keepdim=True)
@@ -198,14 +198,14 @@ def best_and_worst(wins: Tensor) -> Tensor:
 
 
 def compared(better: Tensor, group_id: Tensor) -> Tensor:
-    """Long `(2 n,)`: the two rows of each prompt that were compared; of a prompt without a better one, the first two.
+    """Return the two compared rows of each prompt, long `(2 n,)`; the first two if no completion is better.
 
     Args:
-        better: `(b,)`: 1, -1 and 0 as `best_and_worst` gives them.
-        group_id: `(b,)`, groups of one size as neighbours.
+        better: `(b,)`: 1, -1 and 0 as returned by `best_and_worst`.
+        group_id: `(b,)`, contiguous groups of the same size.
     """
     size = int((group_id == group_id[0]).sum())
-    # Stable, so that what is 0 keeps its order, and so do the two rows in the end.
+    # A stable sort keeps the order of rows with 0; the two rows are sorted by their place in the end.
     order = better.view(-1, size).abs().sort(dim=1, descending=True, stable=True).indices
     starts = torch.arange(0, len(better), size, device=better.device)
     return (starts[:, None] + order[:, :2].sort(dim=1).values).flatten()

@@ -1,4 +1,4 @@
-"""What the methods share that learn from pairs by the log-probs of their completions."""
+"""The base of the methods that learn from pairs by the log-probs of their completions."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from lit_rl.ops.preference.pairs import Pairs, sums_of_pairs
 from lit_rl.ops.step import Metrics, mean_entropy, mean_of
 
 Preference = Callable[..., Tensor]
-"""A function of `lit_rl.ops.preference`: `(pairs, beta)` to one loss a pair."""
+"""A function of `lit_rl.ops.preference`: `(pairs, beta)` to the loss of each pair."""
 
 Columns = dict[str, Tensor]
 """Columns `(b,)` by their name in `Pairs`."""
 
 
 class PairModule(OfflinePolicyModule, ABC):
-    """Abstract: subclasses say what the log-probs are compared with.
+    """Abstract base of methods that learn from pairs: subclasses define what the log-probs are compared with.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
         beta: Scale of the implicit reward, above 0.
-        preference: The loss of a pair, or several by name, whose weighted sum is learned (MPO, 2411.10442).
-        preference_weights: Weight of each of them by name (1 where not given).
-        shared: What every `OfflinePolicyModule` takes.
+        preference: The loss of a pair, or several by name, which are added with their weights (MPO, 2411.10442).
+        preference_weights: Weight of each of them by name (1 by default).
+        shared: Arguments of every `OfflinePolicyModule`.
     """
 
     learns_from = "pairs"
@@ -66,17 +66,17 @@ class PairModule(OfflinePolicyModule, ABC):
 
     @abstractmethod
     def columns(self, batch: PairBatch, scores: TextScores) -> Columns:
-        """The columns of `Pairs`, with gradient where the policy is in them."""
+        """Return the columns of `Pairs`, with the gradient of the policy."""
 
     divergence: Callable[[Tensor], Tensor] = staticmethod(reverse_kl)
-    """What turns a log ratio into a score."""
+    """The function from a log ratio to a score."""
 
     def pairs(self, columns: Columns, batch: PairBatch) -> Pairs:
-        """The columns as what a loss reads."""
+        """Return the argument of a preference loss, made of the columns."""
         return Pairs(**columns, **self._constants(batch))  # pyright: ignore[reportArgumentType]
 
     def _constants(self, batch: PairBatch) -> dict[str, Any]:
-        """What a loss reads beside the columns: what the step counts, and the divergence."""
+        """Return the arguments of a loss that are no columns: totals of the step, and the divergence."""
         totals = batch.totals
         return {
             "nll_tokens": float(totals.tokens),
@@ -90,13 +90,13 @@ class PairModule(OfflinePolicyModule, ABC):
     def preference_loss(
         self, batch: PairBatch, columns: Columns, whole: WholeStep | None, weights: Tensor | None = None
     ) -> Tensor:
-        """The weighted sum of the preference losses, this micro-batch's share.
+        """Return this micro-batch's share of the weighted sum of the preference losses.
 
         Args:
             batch: The micro-batch, of `b` pairs.
-            columns: Its columns.
-            whole: Those of the whole step, where a loss couples rows.
-            weights: `(b,)`: what each pair's loss is multiplied by. None: 1.
+            columns: The columns of the micro-batch.
+            whole: The columns of the whole step, if a loss couples rows.
+            weights: `(b,)`: a factor for each pair's loss. None: 1.
         """
         total, constants = torch.zeros((), device=self.device), self._constants(batch)
         for name, function in self.preference.items():
@@ -116,7 +116,7 @@ def _losses_of_pairs(function: Preference, beta: float, constants: dict[str, Any
 
 
 class Sides(NamedTuple):
-    """One value `(b,)` of the chosen completions, and one of the rejected ones."""
+    """Values `(b,)` of the chosen and of the rejected completions."""
 
     chosen: Tensor
     rejected: Tensor
@@ -124,13 +124,13 @@ class Sides(NamedTuple):
 
 @torch.no_grad()
 def pair_metrics(rewards: Sides, logps: Sides, batch: PairBatch, scores: TextScores) -> Metrics:
-    """TRL's metrics of a micro-batch.
+    """Return TRL's metrics of a micro-batch.
 
     Args:
-        rewards: What the method takes for the reward of a completion.
+        rewards: The method's implicit rewards of the completions.
         logps: Log-probs of the completions.
         batch: The micro-batch.
-        scores: Of its texts, with their statistics.
+        scores: Log-probs of its texts, with statistics.
     """
     assert scores.stats is not None
     mask, every = batch.tokens.learned, torch.ones_like(rewards.chosen, dtype=torch.bool)
@@ -150,7 +150,7 @@ def pair_metrics(rewards: Sides, logps: Sides, batch: PairBatch, scores: TextSco
 
 
 def policy_columns(batch: PairBatch, scores: TextScores, *, tail_weight: float = 1.0) -> Columns:
-    """The columns of `Pairs` that the policy is in, and the lengths."""
+    """Return the columns of `Pairs` that depend on the policy, and the lengths."""
     mask = batch.tokens.learned
     chosen, rejected = sums_of_pairs(scores.logprobs, mask, tail_weight=tail_weight).chunk(2)
     lengths = mask.sum(1).float().chunk(2)

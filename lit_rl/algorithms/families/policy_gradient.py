@@ -1,4 +1,4 @@
-"""The objective that the critic-free methods and PPO's actor share, each of its terms a choice of its own.
+"""The objective that the critic-free methods and PPO's actor share, with each term a separate choice.
 
 With rewards R_i of rows i, log-probs lp_it of tokens under the policy now, old_it when the rollout was taken, ref_it
 under the reference, sampler_it as the engine reported them, and the loss mask m_it:
@@ -9,8 +9,8 @@ under the reference, sampler_it as the engine reported them, and the loss mask m
     tokens       l_it = loss(lp_it, old_it, A) off_policy_mask_i selection_it u_it + beta kl(lp_it, ref_it, old_it)
     objective    reduction(l, m) - entropy coefficient * mean entropy + router_aux_loss_coef * router loss
 
-Of the last three lines `loss` and `reduction` are on by default, and `correction` for an engine of its own (vLLM).
-`PolicyGradient.advantages` is the first three lines, and `PolicyGradient.loss` the others.
+In the last three lines `loss` and `reduction` are on by default, and `correction` for a separate engine (vLLM).
+`PolicyGradient.advantages` computes the first three lines, and `PolicyGradient.loss` the others.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from lit_rl.rollout import Completions, Rollout
 
 
 class PolicyGradient(OnPolicyModule, ABC):
-    """Abstract: its subclasses say which terms are on by default, and what more they need.
+    """Abstract base of policy-gradient methods: subclasses set the terms that are on by default, and add their own.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
@@ -63,36 +63,36 @@ class PolicyGradient(OnPolicyModule, ABC):
         advantage: `(rewards (n,), group_id (n,), ...) -> (n,) or (n, t)`; it may also name `values`, `weights`,
             `lengths`, `greedy_rewards`, `token_rewards`, `mask`, `step_ends`, `turn`, `state`.
         loss: `(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`: the loss of each token.
-        reduction: `(per_token, mask, totals) -> scalar`: which tokens and sequences the loss is averaged over.
+        reduction: `(per_token, mask, totals) -> scalar`: the average of the loss over tokens and sequences.
         beta: Weight of the KL in the loss.
         kl: `(logprobs, ref_logprobs, old_logprobs) -> (b, t)`: the estimator of the KL in the loss.
         reward_beta: Weight of the KL in the reward.
-        reward_kl: The estimator of the KL in the reward, taken when the rollout is.
-        kl_control: What changes the weights of the KL during the run. None keeps them.
-        whitening: `(advantages, ...) -> advantages`, to mean 0 and variance 1 over the rows or tokens of every rank; it
-            names `scored` (rows) or `mask` (tokens; an advantage of a row then counts at each). None: no whitening.
-        shaping: `(rewards, group_id, ...) -> rewards`: what is done to the rewards of rows first; it may also name
-            `lengths` and `ended`.
+        reward_kl: The estimator of the KL in the reward, computed when the rollout is taken.
+        kl_control: Controller of the weights of the KL during the run. None keeps them.
+        whitening: `(advantages, ...) -> advantages`, to mean 0 and variance 1 over the rows or tokens of all ranks; it
+            names `scored` (rows) or `mask` (tokens; a row's advantage then counts once a token). None: no whitening.
+        shaping: `(rewards, group_id, ...) -> rewards`: the first transformation of the rewards of rows; it may also
+            name `lengths` and `ended`.
         reward_norm: Running normalisation of the rewards, after the shaping.
-        reward_clip: Lowest and highest reward of a row, after the normalisation, before the KL is taken off.
+        reward_clip: Lowest and highest reward of a row, after the normalisation, before the KL is subtracted.
         advantage_clip: Largest size of an advantage.
-        correction: `(old_logprobs, sampler_logprobs, mask) -> (b, t)`: weights against an engine that samples from a
-            slightly other policy. `auto_correction` is truncated importance sampling by tokens where the generator is
-            such an engine, and none where it decodes with the policy itself. None: no weights.
+        correction: `(old_logprobs, sampler_logprobs, mask) -> (b, t)`: importance weights for an engine that samples
+            from a slightly different policy. `auto_correction` is truncated importance sampling by tokens for such an
+            engine, and none for a generator that decodes with the policy itself. None: no weights.
         rejection: `(old_logprobs, sampler_logprobs, mask) -> bool (b, t)`: tokens that stay in the loss.
-        weight_norm: `(weights, totals) -> (b, t)`: the weights brought to mean 1 over the optimizer step.
+        weight_norm: `(weights, totals) -> (b, t)`: normalisation of the weights to mean 1 over the optimizer step.
         selection: `(entropy, mask, step) -> bool (b, t)`: tokens that the policy loss acts on.
         off_policy_threshold: Rows with a negative advantage that have moved further than this from the policy that
             sampled them, in nats a token, take no part in the policy loss (2512.02556, eq. 9). None: all do.
         entropy: Coefficient of the entropy bonus. None: no bonus.
         router_aux_loss_coef: Weight of the router's load-balancing loss of a mixture-of-experts model.
-        mask_truncated: Leave completions that `max_new_tokens` cut out of the loss.
-        replay: Groups without spread are replaced by good ones of earlier rollouts. None: they are not.
-        env: What answers the policy between its turns, tools and environments, or a function that makes whole
-            rollouts. None: a completion is one turn.
-        skip_zero_advantages: Leave rows whose advantages are all 0 out of the training's forward pass, where that
-            changes no gradient: where no other term learns from them, and loss and reduction are lit_rl's own.
-        shared: What every `OnPolicyModule` takes.
+        mask_truncated: Leave completions that `max_new_tokens` truncated out of the loss.
+        replay: Buffer of good groups of earlier rollouts, which replace groups without spread. None: no buffer.
+        env: Tools or an environment that answer the policy between its turns, or a function that makes whole rollouts.
+            None: a completion is one turn.
+        skip_zero_advantages: Leave rows whose advantages are all 0 out of the training's forward pass, if that changes
+            no gradient: if no other term learns from them, and loss and reduction are lit_rl's own.
+        shared: Arguments of every `OnPolicyModule`.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         return rollout, distances | weighing
 
     def loss_mask(self, scored: Scored) -> Tensor:
-        """Bool `(b, t)`: the sampled tokens, less those of rows that were left out, or cut where these are masked."""
+        """Return the sampled tokens, bool `(b, t)`, without rows that are left out, or masked as truncated."""
         mask = scored.completions.response_mask
         if self.mask_truncated:
             mask = mask & scored.completions.ended[:, None]
@@ -204,15 +204,15 @@ class PolicyGradient(OnPolicyModule, ABC):
         return (rollout, {}) if self.replay is None else self.replay(rollout, seed=self.seed, ranks=self.ranks)
 
     def compares_completions(self) -> bool:
-        """Whether an advantage needs several completions of one prompt."""
+        """Tell whether the advantage needs several completions of one prompt."""
         return estimators.compares_within_groups(self.advantage)
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Taken anew only where the ratio can differ from 1, or a term is made of them.
+        """True if old log-probs are computed: where the ratio can differ from 1, or a term reads them.
 
-        For weights against an engine alone the training's own forward pass will do, unless it has dropout: then it is
-        of another policy than the one that sampled.
+        The engine correction alone can use the training's own forward pass, unless that has dropout: then it is of
+        another policy than the one that sampled.
         """
         engine_meets_dropout = self.engine.measures_mismatch and self.policy is not None and drops_out(self.policy)
         return self._reads_old_logprobs or engine_meets_dropout
@@ -252,7 +252,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             objective = objective - self.entropy(entropy, selected, self.selection.count(selected, totals, step))
         if self.router_aux_loss_coef:
             assert scores.aux_loss is not None
-            # Balance is a property of a batch: the router's loss is of a micro-batch, and averaged over them.
+            # Balance is a property of a batch: the router's loss is computed and averaged by micro-batches.
             objective = objective + self.router_aux_loss_coef * scores.aux_loss / totals.micro_batches
             metrics |= {"aux_loss": (scores.aux_loss.detach(), one)}
         losses.check_gradient(objective, logprobs)
@@ -260,7 +260,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     @property
     def shares_prompts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A router's loss is over the tokens of prompts, too, row by row."""
+        """True if prompts may be shared: not with a router's loss, which reads the tokens of prompts row by row."""
         return self.router_aux_loss_coef == 0
 
     def token_scores(self, completions: Completions) -> TokenScores:
@@ -268,7 +268,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     @property
     def score_terms(self) -> dict[str, Any]:
-        """What the objective needs of the policy's forward pass beside log-probs, and how it is computed."""
+        """Arguments of `score`: the outputs that the objective needs besides log-probs, and the forward options."""
         wanted = {
             "entropy": self.log_entropy or self.selection.choose is not None,
             "entropy_gradient": self.entropy is not None,
@@ -281,10 +281,10 @@ class PolicyGradient(OnPolicyModule, ABC):
         return step_tokens(self.policy, micro_batches, self.sampling, options, self.selection, self.ranks)
 
     def rows_that_teach(self, rollout: Rollout) -> Tensor | None:
-        """All but those without an advantage at any loss token, where no term but the policy loss is learned.
+        """Return the rows with a nonzero advantage at some loss token, if only the policy loss is learned; else None.
 
-        A subclass with a loss of its own may learn from every row: there all are computed. So they are where the loss
-        is what measures how far an engine is from the policy.
+        A subclass with its own loss may learn from every row, so all are computed. So are they if the loss measures the
+        mismatch between engine and policy.
         """
         measured_in_loss = self.engine.measures_mismatch and rollout.old_logprobs is None
         others = self.beta, self.entropy, self.router_aux_loss_coef, self.selection.choose, self.needs_step
@@ -326,7 +326,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             self.replay.see(self.seen_rows(), self.processor)
 
     def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        terms = dict(saved[0]["terms"])  # what they hold is of all ranks, but for the groups that each keeps
+        terms = dict(saved[0]["terms"])  # states are equal on all ranks, but for the replay buffers
         if self.replay is not None and "replay" in terms:
             kept = [each["terms"]["replay"] for each in saved]
             terms["replay"] = self.replay.dealt_out(kept, self.data_rank, self.data_ranks)
@@ -342,10 +342,10 @@ class PolicyGradient(OnPolicyModule, ABC):
         }
         return {name: term for name, term in terms.items() if term is not None}
 
-    # ------------------------------------------------------------------ what is refused
+    # ------------------------------------------------------------------ checks
 
     def _check_terms(self) -> None:
-        """Refuse terms that do not go together, before anything is loaded; each has checked itself."""
+        """Refuse incompatible terms before anything is loaded; each term has already checked its own settings."""
         name, weighted = type(self).__name__, self.engine.correction is not None
         preflight.rewards_are_there(name, self.reward_functions.names)
         sampling_teaches(self.sampling, self.generator, weighted=weighted)
@@ -364,7 +364,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         preflight.weights_fit(self.engine, multiplied_by_loss=multiplies_weights(self.policy_loss))
 
     def check_advantage(self) -> None:
-        """Refuse an estimator that `advantages` cannot call, or that does not read what is done to the rewards."""
+        """Refuse an estimator that `advantages` cannot call, or that ignores a transformation of the rewards."""
         estimators.is_there(self.advantage, such_as="group_normalized")
         estimators.check_of_rows(self.advantage, type(self).__name__)
         estimators.check_what_it_reads(self.advantage, self.credit, self.reward_beta, self.whitening)

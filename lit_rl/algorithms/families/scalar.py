@@ -1,4 +1,4 @@
-"""What the methods share that train a model to score texts: the head, what it says of them, and its export."""
+"""The base of the methods that train a model to score texts: the head, its scores, and its export."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lit_rl.models.scoring.export import export_scoring
 from lit_rl.models.scoring.forward import scoring_logits
 from lit_rl.models.scoring.model import Scoring, check_scoring, load_scoring
 
-# transformers has no classifiers over images for most families, so the card says how this package asks them.
+# transformers has no classifiers over images for most model families, so the card shows how lit_rl calls the model.
 _HOW_TO_ASK = """from pathlib import Path
 
 from lit_rl.data.images import image_of
@@ -33,21 +33,21 @@ score([asked], [[{"role": "assistant", "content": "a reply"}]], images=[[photo]]
 
 
 class ScalarModule(OfflineModule, ABC):
-    """Abstract: subclasses say what is scored, and what the scores should be.
+    """Abstract base of scoring models: subclasses define what is scored, and the loss of the scores.
 
-    The policy of the base classes is the scoring model here.
+    Here the `policy` of the base classes is the scoring model.
 
     Args:
-        model: The language model whose trunk it starts from, or a scoring model of the same kind to go on with: a
-            description, or its name, folder or hub id. In Python also a classifier that is loaded already.
-        tokenizer: Of a classifier that is loaded already.
-        optimizer: Makes the optimizer. None is AdamW at a learning rate of 1e-6.
+        model: The language model whose trunk it starts from, or a scoring model of the same kind to train further: a
+            description, or its name, folder or hub id. In Python also a classifier that is already loaded.
+        tokenizer: The tokenizer of a classifier that is already loaded.
+        optimizer: Factory of the optimizer. None is AdamW at a learning rate of 1e-6.
         scheduler: The learning-rate schedule, or a function from an optimizer to a scheduler of torch, which steps once
             an optimizer step. None is linear to zero.
-        seed: Of the fresh head.
+        seed: Seed of the fresh head.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), which
             is defined over a micro-batch.
-        micro_batch_size: Rows of a forward pass on each rank, in place of `trainer.accumulate_grad_batches`; "auto"
+        micro_batch_size: Rows of a forward pass on each rank, instead of `trainer.accumulate_grad_batches`; "auto"
             takes as many as fit into memory.
     """
 
@@ -81,7 +81,7 @@ class ScalarModule(OfflineModule, ABC):
         super().setup(stage)
 
     def logits(self, tokens: TokenBatch) -> Tensor:
-        """What the model itself says, in float32, with gradient: `(b, labels)`, or `(b, s, labels)` for tokens."""
+        """Return the logits in float32, with gradient: `(b, labels)`, or `(b, s, labels)` for tokens."""
         most = self.forward_options.most_rows
         if most is None or torch.is_grad_enabled():
             return scoring_logits(self.policy, tokens)[0]
@@ -89,20 +89,20 @@ class ScalarModule(OfflineModule, ABC):
         return torch.cat([scoring_logits(self.policy, tokens.take(rows))[0] for rows in parts])
 
     def logits_and_aux(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
-        """The same with the router's load-balancing loss, where that has a weight."""
+        """Return the logits, and the router's load-balancing loss if that has a weight."""
         if self.router_aux_loss_coef == 0:
             return self.logits(tokens), None
         return scoring_logits(self.policy, tokens, router_aux=True)
 
     @abstractmethod
     def scores(self, batch: Any) -> dict[str, list[Any]]:
-        """What the model says of a batch, as columns for `predict`."""
+        """Return the scores of a batch, as columns for `predict`."""
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
         return {"row": list(batch.rows), **self.scores(batch)}
 
     def reads(self) -> dict[str, Any]:
-        """How a text must be prepared to be read as in training, for the exported config."""
+        """Return settings of the exported config that make texts be read as in training."""
         return {}
 
     def export(self, weights: Mapping[str, Tensor], folder: str | Path, facts: Mapping[str, Any]) -> ExportReport:

@@ -1,6 +1,6 @@
-"""What every algorithm with a policy shares: loading, sharding, optimizer, clipping, what a checkpoint holds.
+"""The base of all algorithms: loading, sharding, optimizer, clipping, memory plan, checkpoints.
 
-Mechanics only: no advantage, no loss and no reward formula stands here.
+Mechanics only: no advantage, no loss and no reward formula is here.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ _GROUPS = {
     **{name: name for name in ("reward", "sampling", "generator", "env", "judge", "reference", "scheduler")},
     "evaluation": "eval",
 }
-"""Arguments that are a group of the command line; all others are settings of `algo`."""
+"""Arguments that are config groups of their own; all others are settings of `algo`."""
 _OF_THE_MODEL = (
     *(
         "dtype",
@@ -119,7 +119,7 @@ _OF_THE_TRAINER = (
 )
 
 _WORDS_OF_THE_MODEL = ("dtype", "attn_implementation", "quantization")
-"""Strings that are no secret, and are noted as they are."""
+"""Strings that are no secrets, and are recorded in plain text."""
 
 IN_BAR = {
     "train/reward": "reward",
@@ -128,7 +128,7 @@ IN_BAR = {
     "train/mean_token_accuracy": "token_accuracy",
     "train/loss": "loss",
 }
-"""What Lightning's progress bar shows of the metrics of a training, and under which name."""
+"""Training metrics in Lightning's progress bar, with their short names."""
 
 
 def _word(value: Any) -> Any:
@@ -136,29 +136,30 @@ def _word(value: Any) -> Any:
 
 
 class _Resumed(NamedTuple):
-    """Notes of a checkpoint on the run that wrote it."""
+    """A checkpoint's record of the run that wrote it."""
 
     optimizer: dict[str, Any] | None
-    """`going_on.as_made`; None of an earlier version of lit_rl."""
+    """`going_on.as_made`; None in checkpoints of earlier versions of lit_rl."""
     groups: list[dict[str, Any]]
-    """Of its optimizer."""
+    """Parameter groups of its optimizer."""
     said: list[str]
-    """What that run had otherwise, in words."""
+    """Descriptions of settings that differ from this run's."""
 
 
 class PolicyModule(L.LightningModule, given.Arguments):
-    """A LightningModule with a policy that is described at once and loaded in `configure_model`.
+    """A LightningModule with a policy, which is described in the constructor and loaded in `configure_model`.
 
     Args:
         model: The policy: a description, or its name, folder or hub id. In Python also a model of transformers or PEFT
-            that is loaded already: it is trained in place.
-        tokenizer: Of a model that is loaded already.
-        reference: What the KL is measured against, loaded only where a term needs it. None chooses by the policy.
-        optimizer: Makes the optimizer. None is AdamW at a learning rate of 1e-6.
+            that is already loaded: it is trained in place.
+        tokenizer: The tokenizer of a model that is already loaded.
+        reference: The model against which the KL is measured, loaded only if a term needs it. None chooses by the
+            policy.
+        optimizer: Factory of the optimizer. None is AdamW at a learning rate of 1e-6.
         scheduler: The learning-rate schedule, or a function from an optimizer to a scheduler of torch, which steps once
             an optimizer step. None is linear to zero.
-        seed: Of the samples and of the order of groups.
-        micro_batch_size: Rows of a forward pass on each rank, in place of `trainer.accumulate_grad_batches`:
+        seed: Seed of the samples and of the order of groups.
+        micro_batch_size: Rows of a forward pass on each rank, instead of `trainer.accumulate_grad_batches`:
             completions of whole groups or their slices, or rows of a data set. "auto" takes as many as fit into memory;
             None leaves it to the Trainer.
     """
@@ -186,7 +187,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self.seed = seed
         self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
         self.command = ""
-        """What was typed to train it, for the cards of exports; empty where nothing was."""
+        """The command line of the training, for the cards of exports; empty if there was none."""
         self.memory_gb: float | None = None
         self.precision_by_device = False
         self.cut: Cut | None = None
@@ -200,40 +201,40 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self.phase_memory = PhaseMemory()
         self.speed = Speed()
         self._flops: list[ModelFlops] | None = None
-        """Of the policy and of what is trained beside it, once a step has asked; none where they cannot be counted."""
+        """FLOPs of the policy and of other trained models, once a step needed them; empty if they cannot be counted."""
         self._resumed_rng: dict[str, Any] | None = None
         self._stands_on: identity.Record = {}
-        """What the weights stand on, see `identity.model_record`; empty until the policy is loaded."""
+        """The record of the base weights, see `identity.model_record`; empty until the policy is loaded."""
         self._began_with: identity.Record = {}
-        """`_settings` as they were when the fit began: files of functions may be edited while it runs."""
+        """`_settings` at the start of the fit: files of functions may be edited while it runs."""
         self._optimizer_as_made: identity.Record = {}
         self._resumed: _Resumed | None = None
         self._other_world = False
         self.in_a_step = False
-        """Whether a step has begun and not ended: what is counted then is in no checkpoint."""
+        """True if a step has begun and not ended: its counts are in no checkpoint."""
         self.moves_weights = False
-        """Whether the optimizer is at work: an error in it may leave weights half moved."""
+        """True if the optimizer is stepping: an error in it may leave weights partly updated."""
         self.told_at: int | None = None
-        """The optimizer step that the metrics of the training are of, as callbacks see them."""
-        self.strict_loading = False  # a checkpoint holds what is trained; state.check_weights refuses anything else
+        """The optimizer step of the training metrics that callbacks see."""
+        self.strict_loading = False  # checkpoints contain trained tensors only; state.check_weights is the strict check
 
     takes_images = True
-    """Whether prompts may show images."""
+    """True if prompts may contain images."""
 
     needs_reference = False
-    """Whether a term of the objective reads the reference; without one no reference is loaded."""
+    """True if a term of the objective reads the reference; otherwise no reference is loaded."""
 
     proven_with_zero = False
-    """Whether tests hold the method against one process under DeepSpeed's ZeRO; others are refused there."""
+    """True if tests compare the method under DeepSpeed's ZeRO with one process; others are refused there."""
 
     proven_with_tensor_parallel = False
-    """Whether tests hold the method against one process under strategy=fsdp_tp; others are refused there."""
+    """True if tests compare the method under strategy=fsdp_tp with one process; others are refused there."""
 
     hub_tags: tuple[str, ...] = ("reinforcement-learning",)
-    """The hub's words for how it trains, for model cards."""
+    """The hub's tags for the way of training, for model cards."""
 
     trained_beside: tuple[str, ...] = ()
-    """Attribute names of `companions`: modules whose weights belong into a checkpoint too."""
+    """Attribute names of the `companions` that are trained: their weights are in checkpoints too."""
 
     @property
     def tokenizer(self) -> Any:
@@ -245,33 +246,36 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @trainer.setter
     def trainer(self, trainer: L.Trainer | None) -> None:
-        """Lightning attaches the data just before, and asks nothing of them. A list it cannot attach, and says so."""
+        """Check the Trainer and its data module. Lightning attaches the data just before, unchecked."""
         if isinstance(trainer, L.Trainer):
             given.trainer(type(self).__name__, trainer, compiled=self._compiler_ctx is not None)
             came, trainer.datamodule = trainer.datamodule, None  # pyright: ignore
-            given.data_module(type(self), came)  # Lightning would ask it for hooks as it handles the error
+            given.data_module(type(self), came)  # detached: Lightning would call its hooks while it handles the error
             trainer.datamodule = came  # pyright: ignore
         L.LightningModule.trainer.fset(self, trainer)  # pyright: ignore
 
     @property
     def trainer_or_none(self) -> L.Trainer | None:
-        """The Trainer, or None where the module is used by hand (a notebook's cells)."""
+        """The Trainer, or None if the module is used by hand (a notebook's cells)."""
         return getattr(self, "_trainer", None)
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks have rows of their own; under tensor parallelism fewer than there are processes."""
+        """The number of ranks with rows of their own; under tensor parallelism fewer than there are processes."""
         return data_ranks(self.trainer_or_none) if self.trainer_or_none else 1
 
     @property
     def data_rank(self) -> int:
-        """Which of these we are."""
+        """The index of this process among them."""
         return data_rank(self.trainer_or_none) if self.trainer_or_none else 0
 
     @property
     def forward_options(self) -> ForwardOptions:
-        """How log-probs are computed. Where ranks hold parts of the weights, each has to call the model as often as the
-        others, so all rows go into one call, without gradient too: nothing makes ranks agree on how many fit."""
+        """Options of the forward pass of log-probs.
+
+        With sharded weights each rank must call the model as often as the others, so all rows go into one call, without
+        gradient too: ranks do not agree on how many fit.
+        """
         trainer, options = self.trainer_or_none, self.model.forward_options
         if trainer is not None and shards(trainer.strategy):
             return options.in_one_call
@@ -279,31 +283,31 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @property
     def most_texts(self) -> int | None:
-        """Texts of a call of the model without gradient, at most: what is validated, or asked of a reference, is as
-        large as the data say, and what fits is in the memory plan. None: all."""
+        """The most texts in a forward pass without gradient, from the memory plan: in validation or of a reference a
+        batch is as large as the data module makes it. None: all."""
         return None
 
     @property
     def ranks(self) -> Ranks:
-        """The processes of the run that have rows of their own; this one alone where the module is used by hand."""
+        """The data-parallel ranks of the run; this process alone if the module is used by hand."""
         trainer = self.trainer_or_none
         return Ranks.of(trainer, self.device) if trainer else Ranks(self.device)
 
     @property
     def reward_mesh(self) -> Any:
-        """The ranks over which FSDP2 spreads reward models; None where each has whole ones."""
+        """The mesh over which FSDP2 shards reward models; None if each rank has whole ones."""
         return getattr(self.trainer_or_none and self.trainer_or_none.strategy, "reward_mesh", None)
 
     def of_tensor_group(self, mine: Any) -> Any:
-        """What the first rank of our tensor-parallel group gives; ours where there is none. A collective."""
+        """Return the object of the first rank of our tensor-parallel group, or `mine` without one. A collective."""
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         return strategy.first_of_group(mine) if isinstance(strategy, FSDPTPStrategy) else mine
 
     def check_processes(self, data: Any, trainer: Any) -> None:
-        """Refuse what the run's processes cannot do together, before any of them is started.
+        """Refuse settings that do not fit the number of processes, before any of them is started.
 
-        The command lines ask it. In Python nothing of a module is asked before `trainer.fit` has started them: there
-        `setup` refuses the same on every rank, before weights are read.
+        The command lines call this. In Python Lightning calls no method before `trainer.fit` has started the processes:
+        there `setup` refuses the same on every rank, before weights are read.
 
         Args:
             data: The run's data module; its rows need not be read yet.
@@ -314,7 +318,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         """
 
     def setup(self, stage: str) -> None:
-        """`trainer.precision=bf16-true` decides the type of the weights, and of nothing else."""
+        """Check the strategy and the precision. `trainer.precision=bf16-true` sets the dtype of the weights only."""
         strategy = self.trainer.strategy
         trainer_settings(self.trainer)
         given.whole_checkpoints(strategy)
@@ -360,15 +364,15 @@ class PolicyModule(L.LightningModule, given.Arguments):
             self.model = self.model.held_in("bfloat16")
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Bring along what saves a run that an error ends, where the Trainer has nothing of that kind. It comes first:
-        a callback that raises in `on_exception` keeps those behind it from being told."""
+        """Add `SaveOnError` unless the Trainer has one. It comes first: a callback that raises in `on_exception` keeps
+        later ones from being called."""
         callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if not any(isinstance(each, SaveOnError) for each in callbacks):
             callbacks.insert(0, SaveOnError())
         return []
 
     def check_length(self, data: Any) -> None:
-        """Refuse what does not fit the length of the run, once the batches are planned and before weights are loaded.
+        """Refuse settings that do not fit the length of the run, after batches are planned and before weights load.
 
         Args:
             data: The run's data module.
@@ -377,7 +381,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             ConfigError: see `run_fits` and `fits_run`.
         """
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not dist.is_initialized():
-            return  # `lit-rl plan` stands for processes that have not met: how they share batches is not known yet
+            return  # `lit-rl plan` stands in for processes without a rendezvous: their batches are not known yet
         val_batches = [len(loader) for loader in data.val_dataloader()]
         run_fits(self.trainer, len(data.train_dataloader()), self.total_steps, val_batches)
         for schedule in self.schedules():
@@ -385,7 +389,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @property
     def unproven_with_zero(self) -> Mapping[str, Any]:
-        """Parts that no test holds against one process under DeepSpeed's ZeRO, by key; None and 0 where it has none."""
+        """Features, by key, that no test compares under DeepSpeed's ZeRO with one process; falsy values are unused."""
         win_rate_against = getattr(getattr(self, "evaluation", None), "win_rate_against", None)
         groups, replay = getattr(self, "groups", None), getattr(self, "replay", None)
         parts = {"algo/groups": groups, "algo/replay": replay, "eval.win_rate_against": win_rate_against}
@@ -394,30 +398,30 @@ class PolicyModule(L.LightningModule, given.Arguments):
     # ------------------------------------------------------------------ memory
 
     def lengths(self) -> Lengths | None:
-        """The tokens of a row that is learned from, at most; None where they are not known."""
+        """Return the most tokens of a row that is learned from; None if unknown."""
         return None
 
     def decoding(self) -> Lengths | None:
-        """The tokens of a sequence, where the policy itself decodes; None where it does not."""
+        """Return the most tokens of a decoded sequence; None if the policy itself does not decode."""
         return None
 
     head: Head = "fused"
-    """What stands behind the last layer; a fused head where the model's options allow one."""
+    """The kind of head for the memory plan; a fused head only if the model's options allow one."""
 
     def critic_network(self, policy: Network, numbers: Numbers) -> Network | None:
-        """A model that learns beside the policy."""
+        """Return the sizes of a critic that is trained with the policy."""
         return None
 
     def beside(self) -> Beside | None:
-        """Texts that the policy learns from beside the rows of a step."""
+        """Return the sizes of further texts that the policy learns from in a step."""
         return None
 
     def read_only(self) -> dict[str, int]:
-        """Bytes of the weights of models that are only read, by name, beside those of a reference."""
+        """Return the bytes of the weights of frozen models besides the reference, by name."""
         return {}
 
     def memory(self) -> Memory | None:
-        """What the run needs on each rank, by how a step is cut; None where model or rows are unknown, and
+        """Return the memory model of a rank, as a function of the micro-batch; None if model or rows are unknown, and
         under DeepSpeed."""
         trainer: Any = self.trainer
         shape, lengths = shape_of(self.model), self.lengths()
@@ -460,16 +464,16 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return sizes.recomputing(self.cut.offload) if self.cut is not None and self.cut.recompute else sizes
 
     def _buckets(self, networks: Sequence[Network], numbers: Numbers) -> Buckets | None:
-        """DDP's, where that is the strategy."""
+        """Return the gradient buckets of DDP; None under other strategies."""
         strategy: Any = self.trainer.strategy
         if not isinstance(strategy, DDPStrategy):
             return None
         return buckets(networks, numbers, viewed=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view")))
 
     def room(self) -> int | None:
-        """Bytes that a plan may give out on every rank, as they were before the policy was loaded; None if unknown.
+        """Return the bytes that a plan may use on every rank, as before the policy was loaded; None if unknown.
 
-        Of this process alone where no other was started (`lit-rl plan`).
+        For this process alone if no other was started (`lit-rl plan`).
         """
         if self._room is None:
             trainer: Any = self.trainer
@@ -480,7 +484,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return self._room or None
 
     def host_room(self) -> int | None:
-        """Bytes of main memory that every rank may fill from its GPU; None without one, and where it is not known."""
+        """Return the bytes of host memory that every rank may offload to; None without a GPU, or if unknown."""
         trainer: Any = self.trainer
         device = trainer.strategy.root_device
         if device.type != "cuda" or self.memory_gb is not None:
@@ -490,10 +494,10 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return self._host_room or None
 
     def cut_step(self, step: Step) -> tuple[int, str]:
-        """Cut the optimizer step: set the Trainer's micro-batches, and return their number, and why it is that.
+        """Split the optimizer step: set the Trainer's micro-batches, and return their number, and the reason for it.
 
         Raises:
-            ConfigError: nothing fits, or the user's cut does not divide the step.
+            ConfigError: nothing fits, or the user's micro-batches do not divide the step.
         """
         trainer: Any = self.trainer
         if self.model.gradient_checkpointing == "offload" and trainer.strategy.root_device.type != "cuda":
@@ -515,47 +519,47 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @property
     def accumulation_by_hand(self) -> int:
-        """What the user gave the Trainer: 1 where `cut_step` set its micro-batches, as in an earlier `setup`."""
+        """The user's `accumulate_grad_batches`: 1 if `cut_step` set the Trainer's, as in an earlier `setup`."""
         trainer: Any = self.trainer
         ours = self.cut is not None and self.cut.micro_batches == trainer.accumulate_grad_batches
         return 1 if ours else trainer.accumulate_grad_batches
 
     @property
     def parts_of_step(self) -> int:
-        """What a rank's rows of a step are a multiple of, as the user cuts a step."""
+        """The divisor that the user's micro-batches require of a rank's rows of a step."""
         size = self.micro_batch_size
         return max(1, size) if isinstance(size, int) else self.accumulation_by_hand
 
     def teardown(self, stage: str) -> None:
-        """The Trainer gets its micro-batches back, so that it may train another module."""
+        """Restore the Trainer's micro-batches, so that it may train another module."""
         if stage == "fit":
             self.trainer.accumulate_grad_batches = self.accumulation_by_hand
 
     def fit_decoding(self) -> None:
-        """Bound what is decoded where nothing is learned."""
+        """Bound the sequences decoded at once in a validation without training."""
         if self.micro_batch_size == "auto" and self.cut is None:
             memory, room = self.memory(), self.room()
             if memory is not None and room is not None:
                 self.bound_decoding(max(1, most_decoded(memory, room)))
 
     def decoded_at_once(self, step: Step) -> int:
-        """Sequences that are decoded together."""
+        """Return the number of sequences that are decoded together."""
         at_once = getattr(getattr(self, "generator", None), "rows_a_batch", None)
         return step.sequences if at_once is None else min(at_once, step.sequences)
 
     def _take_cut(self) -> None:
-        """Samples and gradients do not depend on it."""
+        """Apply the micro-batch plan to the Trainer and the generator. Samples and gradients do not depend on it."""
         if self.cut is not None:
             self.trainer.accumulate_grad_batches = self.cut.micro_batches
             self.bound_decoding(self.cut.decoded)
 
     def bound_decoding(self, sequences: int | None) -> None:
-        """Tell a generator that decodes in this process how many sequences may run at once."""
+        """Bound the number of sequences that an in-process generator decodes at once."""
 
     # ------------------------------------------------------------------ loading
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Refuse: a module is trained by a Trainer, and what answers is its policy."""
+        """Raise a ConfigError: a Trainer trains the module, and its policy is what can be called."""
         raise ConfigError(
             f"{type(self).__name__} is not called. Train it with trainer.fit(module, datamodule=...); of tokens call "
             "module.policy(input_ids) after module.configure_model()."
@@ -570,7 +574,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if self.model.sees:
             self._check_sees()
         with generators_kept():
-            torch.manual_seed(self.seed)  # fresh adapters are random: the same ones on every rank and in every run
+            torch.manual_seed(self.seed)  # fresh adapters are random: equal on every rank and in every run
             policy = self.load_policy()
             if self._fitting:
                 something_is_trained(policy)
@@ -594,8 +598,10 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self._recompute_as_cut()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's. Processes that are made of this one (`ddp_notebook`, `ddp_spawn`) send back what they learned
-        while no policy is loaded here: then it is loaded first."""
+        """Load weights as torch does, and load the policy first if it is not.
+
+        Processes spawned from this one (`ddp_notebook`, `ddp_spawn`) send back weights while no policy is loaded here.
+        """
         if self.policy is None and any(name.startswith("policy.") for name in state_dict):
             self.configure_model()
             if isinstance(self.model, LoadedModel):
@@ -603,7 +609,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _check_sees(self) -> None:
-        """Refuse what a model over images cannot do yet, before any weight is loaded."""
+        """Refuse settings that do not support a model over images, before any weight is loaded."""
         what = f"model.name={self.model.name!r} is a model over images, and"
         if not self.takes_images:
             raise ConfigError(f"{what} {type(self).__name__} reads prompts as text alone.")
@@ -613,10 +619,10 @@ class PolicyModule(L.LightningModule, given.Arguments):
             raise ConfigError(f"{what} {name} is not there for it. Use strategy=ddp or strategy=fsdp.")
 
     def with_blind_rows(self, loss: Tensor) -> Tensor:
-        """The loss, with a gradient of 0 for what only rows with images train.
+        """Add a gradient of 0 for weights that only rows with images train.
 
-        Where the rows of one rank show nothing, the others would wait for its gradient; and without one an optimizer
-        would leave these weights out of a step that shows nothing, on one rank and not on several.
+        If the rows of one rank have no images, the others would wait for its gradient; and without a gradient an
+        optimizer would skip these weights in a step without images, on one rank and not on several.
         """
         if not self.model.sees:
             return loss
@@ -624,23 +630,23 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return loss + sum(0 * parameter.sum() for module in modules for parameter in trained_by_images(module))
 
     def _recompute_as_cut(self) -> None:
-        """Gradient checkpointing is on where the model's description says so, or where the plan chose it."""
+        """Turn on gradient checkpointing if the memory plan chose it."""
         if self.model.gradient_checkpointing == "auto" and self.cut is not None:
             how = "offload" if self.cut.offload else self.cut.recompute
             for name in ("policy", *self.trained_beside):
                 set_checkpointing(getattr(self, name), how)
 
     def load_policy(self) -> nn.Module:
-        """What is trained, made from the description: a language model, unless a method trains another head."""
+        """Load the trained model from its description: a language model, unless a method trains another head."""
         return self.model.load()
 
     def export(self, weights: Mapping[str, Tensor], folder: str | Path, facts: Mapping[str, Any]) -> ExportReport:
-        """Write what was trained as a Hugging Face folder, and verify it.
+        """Write the trained model as a Hugging Face folder, and verify it.
 
         Args:
-            weights: Every tensor of the policy, whole, under the policy's own names.
+            weights: Every tensor of the policy, unsharded, under the policy's own names.
             folder: A new folder, or an earlier export, which is replaced.
-            facts: Of the model card, see `model_card`.
+            facts: Facts for the model card, see `model_card`.
         """
         from peft import PeftModel
 
@@ -650,7 +656,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return export_policy(self.model, weights, self.policy, folder, card=card, prompts=facts.get("prompts"))
 
     def save_pretrained(self, folder: str | Path) -> ExportReport | None:
-        """`export` the weights as they are now, with a card that says of which model and method they are.
+        """Call `export` with the current weights, and a card that names model and method.
 
         Called on all ranks; rank 0 writes.
 
@@ -658,7 +664,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             folder: A new folder, or an earlier export, which is replaced.
 
         Returns:
-            What the verification saw; None on other ranks.
+            The report of the verification; None on other ranks.
 
         Raises:
             ConfigError: the policy is not loaded yet.
@@ -672,19 +678,19 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @property
     def loaded_by(self) -> str:
-        """The class of transformers that loads what `export` writes."""
+        """The class of transformers that loads an export."""
         return "AutoModelForImageTextToText" if self.model.sees else "AutoModelForCausalLM"
 
     def companions(self, policy: nn.Module) -> dict[str, nn.Module]:
-        """What is trained beside the policy, made from the policy as it is loaded, by attribute name."""
+        """Return further modules, trained or frozen, made from the loaded policy, by attribute name."""
         return {}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """What the optimizer trains, the policy's group first."""
+        """Return the optimizer's parameter groups, the policy's first."""
         return [{"params": [p for p in self.policy.parameters() if p.requires_grad], "name": "policy"}]
 
     def schedules(self) -> list[Schedule | FromTorch]:
-        """One for each parameter group."""
+        """Return one schedule for each parameter group."""
         return [self.scheduler]
 
     def configure_optimizers(self) -> Any:
@@ -702,7 +708,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if isinstance(self.trainer.strategy, FSDPTPStrategy):
             optimizer_fits_tensor_parallel(optimizer)
             step_one_by_one(optimizer)
-        # Fused optimizers say that they unscale fp16 gradients themselves; then these would be clipped while scaled.
+        # Fused optimizers declare that they unscale fp16 gradients; these would then be clipped while still scaled.
         optimizer._step_supports_amp_scaling = False  # pyright: ignore
         schedule = by_group(optimizer, self.total_steps, self.schedules())
         self._optimizer_as_made = going_on.as_made(optimizer, schedule)
@@ -710,16 +716,16 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _averages_gradients(self, optimizer: Any) -> bool:
-        """Whether gradients are averaged over ranks here: DDP would send, and sum up, those of the weights' type."""
+        """Tell whether gradients are averaged over ranks here: DDP would reduce them in the narrow dtype of weights."""
         narrow = any(is_narrow(weight) for group in optimizer.param_groups for weight in group["params"])
         return narrow and isinstance(self.trainer.strategy, DDPStrategy)
 
     @property
     def total_steps(self) -> float:
-        """Optimizer steps of the whole run; infinite where nothing ends it.
+        """Optimizer steps of the whole run; infinite if nothing ends it.
 
-        Not `Trainer.estimated_stepping_batches`: read before a checkpoint is restored, that makes Lightning set up the
-        training data at once, and the restored position of the loader is never used.
+        `Trainer.estimated_stepping_batches` will not do: read before a checkpoint is restored, it makes Lightning set
+        up the training data at once, and the restored position of the loader is never used.
         """
         trainer: Any = self.trainer
         steps = math.inf if trainer.max_steps in (None, -1) else trainer.max_steps
@@ -728,7 +734,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return min(steps, math.ceil(self._epoch_batches() / trainer.accumulate_grad_batches) * trainer.max_epochs)
 
     def _epoch_batches(self) -> int:
-        """Batches that Lightning's loop takes in an epoch, on this rank."""
+        """Return the number of batches of an epoch in Lightning's loop, on this rank."""
         trainer: Any = self.trainer
         batches, limit = len(trainer.datamodule.train_dataloader()), trainer.limit_train_batches
         return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
@@ -739,14 +745,14 @@ class PolicyModule(L.LightningModule, given.Arguments):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip, and keep the norm from before the clipping. Without a limit the norm is measured all the same.
+        """Clip, and keep the norm from before the clipping. Without a limit the norm is measured too.
 
-        It is the last that is asked before the optimizer moves weights.
+        It is the last hook before the optimizer updates weights.
         """
         self.moves_weights = True
         strategy = self.trainer.strategy
         if isinstance(strategy, DeepSpeedStrategy):
-            return  # its engine clips in its step, with the Trainer's setting: see `optimizer_step`
+            return  # the engine clips in its step, with the Trainer's setting: see `optimizer_step`
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         if self._averages_gradients(optimizer):
             average_over_ranks(trained, self.data_ranks)
@@ -772,7 +778,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             super().backward(loss, *args, **kwargs)
 
     def drop_gradients(self, optimizer: Any) -> None:
-        """After a backward pass: without gradients an optimizer moves neither a weight nor a moment."""
+        """Drop the gradients of a backward pass, so that the optimizer changes neither weights nor moments."""
         strategy = self.trainer.strategy
         if isinstance(strategy, ZeROStrategy):
             strategy.leave_out_step()
@@ -782,7 +788,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """One optimizer step. That of DeepSpeed's engine clips by itself and leaves out what is not finite."""
+        """Take an optimizer step. DeepSpeed's engine clips by itself and skips a step that is not finite."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.moves_weights = self.in_a_step = False
         strategy = self.trainer.strategy
@@ -799,7 +805,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             self._report_broken()
 
     def _report_broken(self) -> None:
-        """Keep the batch of a step that is left out, and say so."""
+        """Save the batch of a skipped step, and report it."""
         norm, kept = float(self.grad_norm), ""
         if not self.trainer.fast_dev_run:  # pyright: ignore
             batch = {"step": self.global_step + 1, "grad_norm": norm, **self.step_batch()}
@@ -807,11 +813,11 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self.broken_steps.report(self.global_step + 1, norm, kept)
 
     def step_batch(self) -> dict[str, Any]:
-        """What the optimizer step at hand learns from, to be looked at where it broke: tensors, numbers and strings."""
+        """Return the data of the current optimizer step, saved if it is broken: tensors, numbers and strings."""
         return {}
 
     def on_fit_start(self) -> None:
-        self.policy.train()  # from_pretrained gives evaluation mode, where gradient checkpointing is silently off
+        self.policy.train()  # from_pretrained returns evaluation mode, which silently turns gradient checkpointing off
 
     # ------------------------------------------------------------------ validate, test
 
@@ -827,19 +833,19 @@ class PolicyModule(L.LightningModule, given.Arguments):
             monitors(self.trainer, logged, may_come=self.may_log)
 
     def log_evaluation(self, stage: str) -> set[str]:
-        """Log what was measured on every validation set; returns the names."""
+        """Log the metrics of every validation set, and return their names."""
         return set()
 
     def may_log(self, name: str) -> bool:
-        """Tell whether a metric that no step has logged so far may still come."""
+        """Tell whether a metric that no step has logged so far may be logged later."""
         return False
 
     def flops_of_update(self, spans: Sequence[Span], own: Sequence[Span], scored: int, *, reads: int = 0) -> float:
-        """Return the operations of forward and backward passes of what is trained; 0 where they cannot be counted.
+        """Return the FLOPs of forward and backward passes of the trained models; 0 if they cannot be counted.
 
         Args:
-            spans: That the policy computes.
-            own: That a model beside it computes: each row by itself.
+            spans: Spans that the policy computes.
+            own: Spans that another trained model computes: each row by itself.
             scored: Positions whose log-probs are computed.
             reads: Forward passes without gradient of models as large as the policy.
         """
@@ -854,11 +860,11 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return float(sum(cost.training for cost in costs) + reads * sum(cost.forward for cost in costs[:1]))
 
     def speed_of(self, seconds: Mapping[str, float], sampled: float = 0.0) -> dict[str, float]:
-        """Return what `Speed.line` says since the last line of the log. A collective.
+        """Return the metrics of `Speed.line` since the last log line. A collective.
 
         Args:
-            seconds: Of each phase.
-            sampled: Tokens that all ranks have drawn.
+            seconds: Seconds of each phase.
+            sampled: Tokens that all ranks sampled.
         """
         trainer: Any = self.trainer
         half = "16" in str(trainer.precision) or getattr(self.model, "dtype", "") in ("bfloat16", "float16")
@@ -872,15 +878,14 @@ class PolicyModule(L.LightningModule, given.Arguments):
         )
 
     def tell_callbacks(self, metrics: dict[str, float], step: int) -> None:
-        """Let callbacks, and Lightning's own progress bar, read metrics of the training that are reduced over ranks
-        already, as `log` would.
+        """Publish reduced training metrics to callbacks and Lightning's progress bar, as `log` would.
 
-        Lightning makes a metric object of each number that is logged, moves it to the device, and goes through all of
-        them again at every batch: thirty cost the host some ten milliseconds, and each waits for the device.
+        Lightning makes a metric object of each logged number, moves it to the device, and visits all of them again at
+        every batch: thirty cost the host some ten milliseconds, and each waits for the device.
 
         Args:
-            metrics: By name.
-            step: The optimizer step that they are of.
+            metrics: Metrics by name, already reduced over ranks.
+            step: The optimizer step of the metrics.
         """
         in_bar = {short: metrics[name] for name, short in IN_BAR.items() if name in metrics}
         told = metrics | in_bar
@@ -891,19 +896,19 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self.told_at = step
 
     def on_train_epoch_end(self) -> None:
-        """Log what has no line yet where the run ends, before callbacks see its end."""
+        """Log the remaining metrics at the end of the run, before callbacks see the end."""
         trainer, last = self.trainer, self.trainer.current_epoch + 1 == self.trainer.max_epochs
         if last or trainer.should_stop or 0 <= trainer.max_steps <= self.global_step:
             self.log_rest()
 
     def log_rest(self) -> None:
-        """Log the optimizer steps since the last line of the log. A checkpoint of now is as if that line were not."""
+        """Log the optimizer steps since the last log line. A checkpoint taken now does not depend on that line."""
 
     def log_validation(self, metrics: dict[str, float]) -> set[str]:
-        """Log under the number of the step; returns the names."""
+        """Log under the number of the step, and return the names."""
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         if fitting and not self.trainer.sanity_checking:
-            for logger in self.trainer.loggers:  # Lightning's own way counts a step less at an epoch's end
+            for logger in self.trainer.loggers:  # `log_dict` counts a step less at an epoch's end
                 logger.log_metrics(metrics, step=self.global_step)
         self.log_dict(metrics, logger=not fitting, batch_size=1)
         return set(metrics)
@@ -911,33 +916,35 @@ class PolicyModule(L.LightningModule, given.Arguments):
     # ------------------------------------------------------------------ checkpoints
 
     def rank_state(self) -> dict[str, Any]:
-        """What this rank needs beyond weights to go on exactly; tensors, numbers and strings only."""
+        """Return this rank's state besides weights for an exact resume; tensors, numbers and strings only."""
         return {}
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
-        """The counterpart of `rank_state`."""
+        """Restore what `rank_state` returned."""
 
     def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """What `load_rank_state` is given where another number of ranks wrote the checkpoint.
+        """Return the argument of `load_rank_state` for a checkpoint of another number of ranks.
 
         Args:
-            saved: The `rank_state` of each of them.
+            saved: The `rank_state` of each of these ranks.
         """
         return {}
 
     def stays(self) -> dict[str, Any]:
-        """What of `rank_state` is not taken from an earlier checkpoint when a run goes back to one."""
+        """Return the part of `rank_state` that a rollback to an earlier checkpoint does not change."""
         return {}
 
     def go_back_to(self, checkpoint: dict[str, Any]) -> None:
-        """Take the weights, the reference and the controllers of an earlier checkpoint of this run, and go on with the
-        data and the counts of now. Between two rollouts, or two lines of the log; the optimizer is not the module's.
+        """Roll back to the weights, the reference and the controllers of an earlier checkpoint of this run.
+
+        Data and counts go on from where they are. Called between two rollouts, or two log lines; the optimizer is not
+        restored here.
 
         Raises:
             StorageError: the checkpoint is of another model.
         """
         state.check_weights(checkpoint["state_dict"], self._trained_names())
-        self.load_state_dict(checkpoint["state_dict"], strict=False)  # what is not trained is in no checkpoint
+        self.load_state_dict(checkpoint["state_dict"], strict=False)  # checkpoints contain trained tensors only
         if self.needs_reference and self.reference.moves:
             self._load_reference(checkpoint)
         saved = [each["module"] for each in checkpoint["lit_rl"]]
@@ -946,20 +953,20 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @property
     def slots(self) -> int:
-        """Batches of Lightning's loop that are one step of the data's order, on this rank."""
+        """Batches of Lightning's loop for one step of the data's order, on this rank."""
         return self.trainer.accumulate_grad_batches  # pyright: ignore
 
     def dropped(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
-        """What does not go over to another number of ranks, and where the run goes on, in sentences.
+        """Describe the state that is dropped on a resume with another number of ranks, and the next step of the run.
 
         Args:
-            saved: The `rank_state` of each of them.
-            slots: What `slots` was.
+            saved: The `rank_state` of each rank that wrote the checkpoint.
+            slots: The value of `slots` in that run.
         """
         return "Nothing is dropped."
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep trained tensors only (no reference, no frozen base), every rank's own state, algorithm and precision."""
+        """Save trained tensors only (no reference, no frozen base), every rank's own state, algorithm and precision."""
         if checkpoint.get("state_dict"):
             trained = self._trained_names()
             weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
@@ -978,7 +985,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **settings: Any) -> Any:  # pyright: ignore
-        """As Lightning's, with the constructor's arguments: a checkpoint holds weights and state, and builds nothing.
+        """Load as in Lightning, with the constructor's arguments: a checkpoint contains weights and state only.
 
         Raises:
             ConfigError: the file or the arguments are missing.
@@ -1028,12 +1035,12 @@ class PolicyModule(L.LightningModule, given.Arguments):
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
 
     def _identity(self) -> dict[str, identity.Record]:
-        """Return what a checkpoint notes of the run, see `lit_rl.algorithms.rollouts.identity`."""
+        """Return a checkpoint's record of the run, see `lit_rl.algorithms.rollouts.identity`."""
         found = {"model": self._stands_on, "settings": self._began_with or self._settings()}
         return found | ({"optimizer": self._optimizer_as_made} if self._optimizer_as_made else {})
 
     def _settings(self) -> identity.Record:
-        """Those of constructors and of the Trainer that change what a run learns or logs, but for the optimizer's."""
+        """Return the settings that change what a run learns or logs, without the optimizer's."""
         held = {name: getattr(self.model, name) for name in _OF_THE_MODEL}
         given: dict[str, Any] = {"model": held | {name: _word(held[name]) for name in _WORDS_OF_THE_MODEL}}
         given["model"]["chat_template"] = getattr(self.model.tokenizer, "chat_template", None)
@@ -1054,10 +1061,10 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return identity.settings_record(given)
 
     def _check_identity(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse weights of another model, and an optimizer that cannot read the state; say what else changed.
+        """Refuse weights of another model, and an optimizer that cannot read the state; report other changes.
 
         Raises:
-            StorageError: names what differs.
+            StorageError: names the difference.
         """
         noted: dict[str, Any] = checkpoint.get("run", {})
         said = []
@@ -1079,13 +1086,13 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self._check_optimizer()
 
     def _check_optimizer(self) -> list[str]:
-        """Refuse one that cannot read the checkpoint's; which is known before the other depends on the strategy."""
+        """Refuse an optimizer that cannot read the checkpoint's state. Waits until both are known, in either order."""
         if self._resumed is None or not self._optimizer_as_made:
             return []
         return going_on.check(self._resumed.optimizer, self._optimizer_as_made, self._resumed.groups)
 
     def _take_settings(self, resumed: _Resumed) -> None:
-        """Go on with the optimizer's settings of this run, and say what the run of the checkpoint had otherwise."""
+        """Continue with the optimizer's settings of this run, and report the differences from the checkpoint's run."""
         config, optimizer = self.trainer.lr_scheduler_configs[0], self.trainer.optimizers[0]
         config.scheduler = going_on.take_settings(
             optimizer,
@@ -1102,9 +1109,9 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self._resumed = None
 
     def _load_other_world(self, ranks: Sequence[dict[str, Any]], loops: dict[str, Any]) -> None:
-        """Go on at the rollout or step after the last one, where another number of ranks wrote the checkpoint.
+        """Resume at the next rollout or step from a checkpoint of another number of ranks.
 
-        How steps are cut is planned anew: a process has another share of them.
+        Micro-batches are planned anew: a process has another share of a step.
         """
         before = worlds.slots_before(loops, len(ranks), self.data_ranks)
         worlds.move_on(loops, before, self.slots, self._epoch_batches())
@@ -1123,13 +1130,13 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return self.trainer_or_none is not None and self.trainer_or_none.state.fn == TrainerFn.FITTING
 
     def resume_cut(self, cut: Cut) -> None:
-        """Cut steps as the run did that is gone on with, whatever memory is free today: last bits depend on it."""
+        """Split steps as the resumed run did, whatever memory is free now: last bits depend on it."""
         self.cut = cut
         self._take_cut()
         self._recompute_as_cut()
 
     def _check_precision(self, before: str) -> None:
-        """A run goes on in the precision that it had; the user may say another one."""
+        """Refuse `trainer.precision=auto` if it is another precision than the checkpoint's."""
         now = str(self.trainer.precision)
         if self.precision_by_device and now != before:
             raise StorageError(
@@ -1148,7 +1155,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             )
 
     def _check_reference_began(self) -> None:
-        """Refuse to resume on an object that an earlier run has trained, where the reference is what it was before."""
+        """Refuse to resume with a model object that was trained in place, if the reference would be a copy of it."""
         trained = isinstance(self.model, LoadedModel) and self.model.began_trained
         if trained and isinstance(self.reference, Copy | Auto):
             raise StorageError(
@@ -1166,11 +1173,11 @@ class PolicyModule(L.LightningModule, given.Arguments):
             self._resumed_rng = None
         elif self._other_world:
             torch.manual_seed(mix(self.seed, self.data_rank, self.global_step))
-        else:  # dropout and Clip-Cov draw from torch's own generator: the same in every run, another on every rank
+        else:  # dropout and Clip-Cov draw from torch's global generator: equal in every run, different on every rank
             torch.manual_seed(mix(self.seed, self.data_rank))
 
     def _trained_names(self) -> dict[str, Tensor]:
-        """Names and tensors of what training changes: parameters with gradient, and buffers that are saved."""
+        """Return the tensors that training changes, by name: parameters with gradient, and saved buffers."""
         modules = {name: getattr(self, name) for name in ("policy", *self.trained_beside)}
         return {
             f"{prefix}.{name}": tensor

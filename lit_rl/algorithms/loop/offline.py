@@ -1,4 +1,4 @@
-"""What every method shares that learns from a data set: the steps, their metrics, and validation by the loss.
+"""The loop of the methods that learn from a data set: optimizer steps, their metrics, and validation by the loss.
 
 The data module cuts an optimizer step of `data.batch_size` rows into micro-batches, and tells each what the whole step
 counts; so a loss has the step's denominator, however the step is cut. No term of an objective is here, and nothing is
@@ -36,22 +36,22 @@ from lit_rl.ops.step import Metrics
 
 
 class OfflineModule(PolicyModule, ABC):
-    """Abstract: subclasses say what a loss is. Validation measures it.
+    """Abstract base of methods that learn from a data set: subclasses define the loss. Validation measures it.
 
     Args:
-        model: What is trained: a description, or its name, folder or hub id.
+        model: The model to train: a description, or its name, folder or hub id.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), which
             is defined over a micro-batch.
-        shared: What every `PolicyModule` takes.
+        shared: Arguments of every `PolicyModule`.
     """
 
     learns_from: ClassVar[Kind]
-    """The kind of examples that the data module has to make."""
+    """The kind of examples that the data module must provide."""
 
     hub_tags = ()
 
     headline: ClassVar[tuple[str, ...]] = ("loss",)
-    """Validation metrics that a run shows before and after."""
+    """Validation metrics that a run shows before and after training."""
 
     def __init__(self, model: Any, *, router_aux_loss_coef: float = 0.0, **shared: Any) -> None:
         super().__init__(model, **shared)
@@ -66,49 +66,49 @@ class OfflineModule(PolicyModule, ABC):
         self._whole: WholeStep | None = None
         self._scored: int | None = None
 
-    # ------------------------------------------------------------------ what a method is
+    # ------------------------------------------------------------------ interface of a method
 
     @abstractmethod
     def loss(self, batch: Any, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
-        """This micro-batch's share of the objective (shares of a step sum to it), and its metrics. Changes no state.
+        """Return this micro-batch's share of the objective (shares of a step sum to it), and metrics. Changes no state.
 
         Args:
-            batch: The micro-batch; `batch.totals` is what its step counts.
-            whole: What `look` said of the whole step, where `couples_rows`. None: this micro-batch is all of it.
+            batch: The micro-batch; `batch.totals` are the totals of its step.
+            whole: The columns of `look` of the whole step, if `couples_rows`. None: this micro-batch is the whole step.
         """
 
     def training_loss(self, batch: Any, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
-        """The loss in a training step. A method that keeps something of it until `after_step` does that here."""
+        """Return the loss in a training step. A method that keeps values until `after_step` overrides this."""
         return self.loss(batch, whole)
 
     couples_rows = False
-    """Whether a row's loss depends on the other rows of its optimizer step: `look` is then asked before the step."""
+    """True if a row's loss depends on the other rows of its optimizer step: then `look` is called before the step."""
 
     def look(self, batch: Any) -> dict[str, Tensor]:
-        """Columns `(b,)` of a micro-batch, without gradient, that the losses of other rows depend on."""
+        """Return columns `(b,)` of a micro-batch, without gradient, that the losses of other rows depend on."""
         return {}
 
     def denominator(self, totals: Totals) -> int:
-        """What the objective of a step is averaged over: its rows, unless a method says otherwise."""
+        """Return the denominator of a step's objective: its rows, unless a method overrides this."""
         return max(1, totals.rows)
 
     def reads_all_rows(self) -> Iterator[AllRows]:
-        """Terms in force that look at every row before the first step, so that a stream will not do."""
+        """Return the active terms that read every row before the first step, so that streams are refused."""
         return iter(())
 
     def after_step(self) -> None:
-        """Called after each optimizer step: what changes between steps changes here."""
+        """Update what changes between optimizer steps. Called after each of them."""
 
     def coefficients(self) -> dict[str, float]:
-        """Numbers in force that are no constants of the run, for the log."""
+        """Return current values of coefficients that change during the run, for the log."""
         return {}
 
     def take_generation_seconds(self) -> float:
-        """Seconds since the last line of the log in which a model wrote what was learned from."""
+        """Return the seconds since the last log line of generating texts to learn from."""
         return 0.0
 
     def with_aux(self, loss: Tensor, aux_loss: Tensor | None, totals: Totals) -> tuple[Tensor, Metrics]:
-        """The loss with the micro-batch's part of the router's load-balancing term, and that term's metric."""
+        """Add the micro-batch's part of the router's load-balancing term to the loss, and return it with its metric."""
         if aux_loss is None:
             return loss, {}
         one = torch.ones((), device=loss.device)
@@ -117,10 +117,11 @@ class OfflineModule(PolicyModule, ABC):
     # ------------------------------------------------------------------ the steps
 
     def setup(self, stage: str) -> None:
-        """Check everything that can be known before weights are loaded, and work out the batches.
+        """Check everything that can be known before weights are loaded, and plan the batches.
 
         Raises:
-            ConfigError: the Trainer has no data module of the right kind, lengths do not fit, or batches do not divide.
+            ConfigError: the Trainer has no data module of the right kind, lengths do not fit, or batch sizes do not
+                divide.
         """
         super().setup(stage)
         trainer: Any = self.trainer
@@ -148,16 +149,16 @@ class OfflineModule(PolicyModule, ABC):
             self.fit_scoring()
 
     reads_margins = False
-    """Whether the loss of pairs reads the column `margin`."""
+    """True if the loss of pairs reads the column `margin`."""
 
     def columns_read(self, columns: Sequence[str]) -> set[str]:
-        """Those of the columns that are read beside what is learned from."""
+        """Return the columns that are read besides the learned texts."""
         return set()
 
     def check_processes(self, data: Any, trainer: Any) -> None:
         examples = example_data(data, self.learns_from, type(self).__name__)
         if not examples.size_is_given:
-            return  # known, and checked, once the rows are read
+            return  # checked once the rows are read
         OfflinePlan(
             batch_size=examples.batch_size,
             accumulate=trainer.accumulate_grad_batches,
@@ -175,7 +176,7 @@ class OfflineModule(PolicyModule, ABC):
         return None if rows is None else rows * (2 if self.learns_from == "pairs" else 1)
 
     def fit_scoring(self) -> None:
-        """Bound what is scored where nothing is learned."""
+        """Bound the rows scored at once in a validation without training."""
         if self.micro_batch_size != "auto":
             return
         memory, room = self.memory(), self.room()
@@ -184,12 +185,12 @@ class OfflineModule(PolicyModule, ABC):
             self._scored = rows_scored_at_once(replace(memory, numbers=unlearned, masters=0), room)
 
     def longest_text(self) -> int:
-        """Tokens of the longest text that a step reads."""
+        """Return the number of tokens of the longest text of a step."""
         data: Any = self.trainer.datamodule  # pyright: ignore
         return data.longest_text
 
     def most_scored_tokens(self) -> int:
-        """Tokens of a text whose log-probs a step computes, at most. Without a fused head rows have one width."""
+        """Return the most tokens of a text that a step scores. Without a fused head all rows have the same width."""
         data: Any = self.trainer.datamodule  # pyright: ignore
         return data.most_learned if self.model.forward_options.fused_head else self.longest_text()
 
@@ -206,7 +207,7 @@ class OfflineModule(PolicyModule, ABC):
             self.phase_memory.begin()
             self._whole = None
             if self.couples_rows and batch.totals.shares > 1:
-                with self.trainer.precision_plugin.forward_context():  # open in `training_step`, and not out here
+                with self.trainer.precision_plugin.forward_context():  # Lightning opens it in `training_step` only
                     self._whole = WholeStep.of(self.look, batch, self.ranks)
 
     def training_step(self, batch: ExampleBatch, batch_idx: int) -> Tensor:
@@ -221,7 +222,7 @@ class OfflineModule(PolicyModule, ABC):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """One optimizer step, after which its metrics are logged, before any callback can save."""
+        """Take an optimizer step, and log its metrics before any callback can save."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.after_step()
         self.speed.add(self._work())
@@ -237,7 +238,7 @@ class OfflineModule(PolicyModule, ABC):
             self._log_steps(self.global_step, kept=True)
 
     def _log_steps(self, step: int, *, kept: bool = False) -> None:
-        """One line of metrics for the optimizer steps since the last one."""
+        """Log one line of metrics for the optimizer steps since the last line."""
         seconds = self.take_generation_seconds()
         metrics = self._records.line(self.ranks, self.coefficients(), self._rates, seconds, kept=kept)
         metrics |= self.speed_of({"generate": seconds, "update": metrics["time/update"]})
@@ -246,8 +247,7 @@ class OfflineModule(PolicyModule, ABC):
         self.tell_callbacks(metrics, step)
 
     def _work(self) -> Work:
-        """This rank's share of what the optimizer step had to compute. Of KTO and GKD it is less than that: what they
-        ask of mismatched texts, and of a teacher, is left out."""
+        """Return this rank's share of the optimizer step's work, without KTO's mismatched texts and GKD's teacher."""
         assert self._micro is not None
         totals, ref = self._micro.totals, self._micro.ref_logprobs
         spans, reads = [Span(0, tokens) for tokens in totals.texts], int(self.needs_reference and ref is None)
@@ -269,7 +269,7 @@ class OfflineModule(PolicyModule, ABC):
         self._records.load_state(saved, self.trainer.strategy.root_device)
 
     def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Without averages: what every rank counts alike, such as a step's norm, would weigh otherwise than here."""
+        """Return the counts without averages, whose weights depend on the number of ranks."""
         kept = {"tokens_seen": saved[0]["tokens_seen"], "averages": Averages().state()}
         return super().of_other_ranks(saved) | kept
 
@@ -285,7 +285,7 @@ class OfflineModule(PolicyModule, ABC):
     # ------------------------------------------------------------------ validate, test
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]] | None:
-        """Measure the loss of a batch of examples; no table comes of it."""
+        """Measure the loss of a batch of examples; return no table."""
         while len(self._val_averages) <= dataloader_idx:
             self._val_averages.append(Averages())
         with torch.no_grad():
@@ -302,7 +302,7 @@ class OfflineModule(PolicyModule, ABC):
     on_test_epoch_start = on_validation_epoch_start
 
     def log_evaluation(self, stage: str) -> set[str]:
-        """Log the loss on every validation set; returns the names."""
+        """Log the loss on every validation set, and return the metric names."""
         logged: set[str] = set()
         for name, averages in zip(self.trainer.datamodule.loss_names, self._val_averages):  # pyright: ignore
             logged |= self.log_validation(prefixed(averages.reduce(self.ranks), stage, name))

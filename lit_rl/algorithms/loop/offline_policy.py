@@ -1,4 +1,4 @@
-"""What the methods share that train a policy from a data set: log-probs of texts, and validation by generating too.
+"""The base of the methods that train a policy from a data set: log-probs of texts, and validation that also generates.
 
 The steps are those of every method that learns from a data set (`offline.py`); completions are written and scored as
 those of every policy are (`generating.py`). The log-probs of a reference may be computed before the training.
@@ -29,27 +29,29 @@ from lit_rl.rollout import PromptBatch
 
 
 class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
-    """Abstract: subclasses say what a loss is. Validation measures it, and writes to the validation prompts.
+    """Abstract base of methods that train a policy from a data set: subclasses define the loss.
+
+    Validation measures the loss, and generates completions of the validation prompts.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function, for the completions that validation writes; None only
-            writes them. Nothing is learned from it.
-        shared: What every `OfflineModule` and every `GeneratingModule` takes.
+        reward: Reward functions and weights, or one function, for the completions that validation generates; None only
+            generates them. Nothing is learned from it.
+        shared: Arguments of every `OfflineModule` and every `GeneratingModule`.
     """
 
     def __init__(self, model: Any, reward: Any = None, **shared: Any) -> None:
-        super().__init__(model, reward=reward, **shared)  # by name: `OfflineModule` hands it on to `GeneratingModule`
+        super().__init__(model, reward=reward, **shared)  # by name: `OfflineModule` passes it to `GeneratingModule`
 
     precomputed: PrecomputedReference | None = None
-    """Log-probs of the reference that were computed before the training, by the methods that can do with them."""
+    """Log-probs of the reference that are computed before the training, in the methods that support it."""
 
     def texts_beside(self) -> Iterable[tuple[str, ExampleSet]]:
-        """Sets of texts, each with a name, whose reference log-probs losses read beside those of the rows."""
+        """Return named sets of further texts, besides the rows, whose reference log-probs the loss reads."""
         return ()
 
     def before_release(self) -> None:
-        """Called before a precomputed reference is let go: what else is to be asked of it, is asked here."""
+        """Compute whatever else needs the reference, before a precomputed one is released."""
 
     def reads_all_rows(self) -> Iterator[AllRows]:
         if self.precomputed is not None:
@@ -62,23 +64,23 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
     def take_generation_seconds(self) -> float:
         return self.stopwatch.take("generate")
 
-    # ------------------------------------------------------------------ what losses are made with
+    # ------------------------------------------------------------------ log-probs for losses
 
     def text_scores(self, tokens: TokenBatch, *, stats: bool = False) -> TextScores:
-        """Log-probs `(b, s - 1)` of the learned tokens under the policy, with gradient.
+        """Return log-probs `(b, s - 1)` of the learned tokens under the policy, with gradient.
 
         Args:
             tokens: `b` rows.
-            stats: Whether to compute also what metrics are made of: statistics, and entropies with `log_entropy`.
+            stats: Whether to compute statistics for metrics too, and entropies with `log_entropy`.
         """
         wanted = {"entropy": stats and self.log_entropy, "stats": stats, "router_aux": self.router_aux_loss_coef > 0}
         return score_texts(self.policy, tokens, **wanted, options=self.forward_options)
 
     @torch.no_grad()
     def ref_logprobs(self, batch: ExampleBatch, tokens: TokenBatch | None = None) -> Tensor:
-        """`(b, s - 1)` under the reference, without gradient: of the batch's texts, or of these.
+        """Return log-probs `(b, s - 1)` under the reference, without gradient, of the batch's texts or of `tokens`.
 
-        Precomputed ones are taken where there are any.
+        Precomputed log-probs are used if there are any.
         """
         if tokens is None and batch.ref_logprobs is not None:
             return batch.ref_logprobs
@@ -93,11 +95,11 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
     # ------------------------------------------------------------------ the steps
 
     def setup(self, stage: str) -> None:
-        """Check what validation is going to write, too.
+        """Check the settings of validation by generating, too.
 
         Raises:
-            ConfigError: as every `OfflineModule`, or validation prompts do not fit.
-            RewardError: a reward needs what is no column.
+            ConfigError: as in `OfflineModule`, or validation prompts do not fit.
+            RewardError: a reward needs a column that is missing.
         """
         super().setup(stage)
         data: Any = self.trainer.datamodule  # pyright: ignore
@@ -130,15 +132,15 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
             self._precompute(self.precomputed, data)
 
     def refuse_leaks(self) -> None:
-        """Refuse models in which packed texts see each other, before the first step.
+        """Refuse a model in which packed texts attend to each other, before the first step.
 
         Raises:
-            ConfigError: one does.
+            ConfigError: they do.
         """
         refuse_leaks(self.policy)
 
     def _precompute(self, precomputed: PrecomputedReference, data: Any) -> None:
-        """Ask the reference for all that the run will read of it, and let it go. A collective."""
+        """Precompute all reference log-probs of the run, and release the reference. A collective."""
         corpus = data.corpus
         sets = {"train": corpus.train} | {f"val/{name}".removesuffix("/"): held for name, held in corpus.val.items()}
         if precomputed.released:
@@ -171,7 +173,7 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
     # ------------------------------------------------------------------ validate, test, predict
 
     def _example_set(self, dataloader_idx: int) -> int:
-        """Which validation set the examples of a loader are of: loaders of prompts stand before those of examples."""
+        """Return the index of a loader's set of examples: loaders of prompts come before those of examples."""
         return dataloader_idx - len(self.trainer.datamodule.val_names)  # pyright: ignore
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -182,7 +184,7 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
     on_test_batch_start = on_validation_batch_start
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]] | None:
-        """A batch of prompts is written to, as in `predict_step`; of a batch of examples the loss is measured."""
+        """Generate for a batch of prompts, as in `predict_step`; measure the loss of a batch of examples."""
         if isinstance(batch, PromptBatch):
             return self.predict_step(batch, batch_idx, dataloader_idx)
         if self.second_decoding:

@@ -1,4 +1,4 @@
-"""What is done to advantages after they are estimated: whitened over the rows or tokens of every rank, and clipped."""
+"""Transformations of estimated advantages: whitening over the rows or tokens of all ranks, and clipping."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from lit_rl.rollout import Completions
 
 
 class Whitening:
-    """Brings advantages to mean 0 and variance 1; what has no reward takes no part.
+    """Normalisation of advantages to mean 0 and variance 1, without rows that have no reward.
 
-    Where tokens are whitened and an advantage is a row's, each of the row's tokens has it: a long row counts for more.
+    If tokens are whitened and there is one advantage a row, each of the row's tokens gets it: long rows weigh more.
 
     Args:
         function: `(advantages, ...) -> advantages`; it names `scored` (rows) or `mask` (tokens). None: no whitening.
-        of: The estimator's name, for messages.
+        of: Name of the estimator, for messages.
     """
 
     def __init__(self, function: Callable[..., Tensor] | None, of: str) -> None:
         self.function, self.of = function, of
 
     def __call__(self, advantages: Tensor, rewards: Tensor, completions: Completions, ranks: Ranks) -> Tensor:
-        """`(b,)` or `(b, t)`.
+        """Return the whitened advantages, `(b,)` or `(b, t)`.
 
         Args:
             advantages: `(b,)` or `(b, t)`.
-            rewards: `(b,)`, NaN where a row has none.
-            completions: `b` of them.
-            ranks: The mean and the variance are over the rows of all of them.
+            rewards: `(b,)`, NaN for rows without a reward.
+            completions: `b` completions.
+            ranks: The ranks over whose rows mean and variance are taken.
 
         Raises:
             ConfigError: rows are to be whitened, and the advantages are of tokens.
@@ -54,7 +54,7 @@ class Whitening:
         return ranks.apply(over_all, columns)
 
     def fits(self, *, of_tokens: bool) -> None:
-        """Refuse to whiten by rows what has one advantage a token. (The other way round every token counts.)
+        """Refuse to whiten one advantage a token by rows. (The other way round every token counts.)
 
         Raises:
             ConfigError: names the whitening and the estimator.
@@ -70,7 +70,7 @@ class Whitening:
 
 
 class AdvantageClip:
-    """Bounds the size of advantages.
+    """A bound on the size of advantages.
 
     Args:
         limit: Largest size, above 0. None: no bound.

@@ -1,4 +1,4 @@
-"""What sets the weight of a term from what a step was like. A controller holds state: each module has its own."""
+"""Controllers of the weights of the KL and of the entropy bonus. They hold state, so each module has its own."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from lit_rl.errors import ConfigError, NumericError, StorageError, in_range
 
 
 class KLControl(Protocol):
-    """Says what `algo.beta` and `algo.reward_beta` are multiplied by."""
+    """A controller of the factor of `algo.beta` and `algo.reward_beta`."""
 
     @property
     def adapts(self) -> bool:
-        """Whether `update` changes the factor. Only such a controller is updated, and the KL measured for it."""
+        """True if `update` changes the factor. Only then is it called, and the KL measured for it."""
         ...
 
     @property
     def factor(self) -> float:
-        """1 at the start, never negative."""
+        """The current factor: 1 at the start, never negative."""
         ...
 
     def update(self, kl: float, sequences: int) -> None:
-        """After a rollout: its mean KL to the reference, in nats a token, and its sequences, both over all ranks."""
+        """Update with a rollout's mean KL to the reference, in nats a token, and its sequences, both over all ranks."""
         ...
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         ...
 
     def load_state(self, saved: Mapping[str, float]) -> None:
-        """The counterpart of `state`. Raises StorageError where another controller wrote it."""
+        """Restore what `state` returned. Raises StorageError if another controller wrote it."""
         ...
 
 
 class FixedKL:
-    """The weight of the KL stays what it is."""
+    """A constant weight of the KL."""
 
     factor: float = 1.0
     adapts: bool = False
@@ -52,8 +52,10 @@ class FixedKL:
 
 
 class AdaptiveKL:
-    """Steers the KL towards a target (1909.08593, section 2.2): the weight is multiplied by ``1 + e n / horizon`` after
-    a rollout of n sequences, with ``e = clip(KL / target - 1, -0.2, 0.2)``.
+    """A weight that steers the KL towards a target (1909.08593, section 2.2).
+
+    After a rollout of n sequences the weight is multiplied by ``1 + e n / horizon``, with ``e = clip(KL / target - 1,
+    -0.2, 0.2)``.
 
     A rollout counts at most as a whole horizon, so the weight stays positive.
 
@@ -75,7 +77,7 @@ class AdaptiveKL:
         return self._factor
 
     def update(self, kl: float, sequences: int) -> None:
-        """Raises NumericError: the KL is no number, and the weight would be none from here on."""
+        """Update the factor. Raises NumericError if the KL is not finite, as the weight would not be either."""
         _check_number("KL to the reference", kl)
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self._factor *= 1 + error * min(sequences / self.horizon, 1.0)
@@ -88,28 +90,28 @@ class AdaptiveKL:
 
 
 class EntropyControl(Protocol):
-    """Says what the entropy bonus is multiplied by."""
+    """A controller of the coefficient of the entropy bonus."""
 
     @property
     def coefficient(self) -> float:
-        """What is in force in the next optimizer step, at least 0."""
+        """The coefficient of the next optimizer step, at least 0."""
         ...
 
     def update(self, entropy: float) -> None:
-        """After an optimizer step: its mean entropy over loss tokens of all ranks, in nats."""
+        """Update with the mean entropy of an optimizer step over the loss tokens of all ranks, in nats."""
         ...
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         ...
 
     def load_state(self, saved: Mapping[str, float]) -> None:
-        """The counterpart of `state`. Raises StorageError where another controller wrote it."""
+        """Restore what `state` returned. Raises StorageError if another controller wrote it."""
         ...
 
 
 class FixedEntropy:
-    """An entropy bonus of constant weight.
+    """A constant coefficient of the entropy bonus.
 
     Args:
         coef: Weight of the mean entropy of the tokens, at least 0.
@@ -130,18 +132,18 @@ class FixedEntropy:
 
 
 class AdaptiveEntropy:
-    """An entropy bonus that is in force while the entropy is low (Skywork-OR1, 2505.22312, section 4).
+    """A coefficient of the entropy bonus that is active while the entropy is low (Skywork-OR1, 2505.22312, section 4).
 
-    After each optimizer step the weight goes up by ``delta`` where the step's entropy was at most ``target``, else down
-    by as much, within ``[low, high]``. It is in force only if the last step's entropy was at most ``target``; in the
-    first step, when no entropy is known, it is not.
+    After each optimizer step the weight increases by ``delta`` if the step's entropy was at most ``target``, else it
+    decreases by as much, within ``[low, high]``. It is active only if the last step's entropy was at most ``target``;
+    in the first step, when no entropy is known, it is not.
 
     Args:
         coef: Weight of the mean entropy of the tokens at the start, within low and high.
         low: Lowest weight, at least 0.
         high: Highest weight.
-        delta: What one optimizer step adds or takes, at least 0.
-        target: Mean entropy of the tokens to hold, in nats, at least 0.
+        delta: Change of the weight in one optimizer step, at least 0.
+        target: Target of the mean entropy of the tokens, in nats, at least 0.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class AdaptiveEntropy:
         return self._coef if self._entropy <= self.target else 0.0
 
     def update(self, entropy: float) -> None:
-        """Raises NumericError: the entropy is no number."""
+        """Update the coefficient. Raises NumericError if the entropy is not finite."""
         _check_number("entropy", entropy)
         step = self.delta if entropy <= self.target else -self.delta
         self._coef = min(max(self._coef + step, self.low), self.high)

@@ -1,4 +1,4 @@
-"""How much more often a prompt occurs with desirable completions than with undesirable ones: BCO, arXiv:2404.04656."""
+"""BCO's density ratio of prompts between desirable and undesirable completions (2404.04656)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lit_rl.errors import ConfigError, NumericError, in_range
 from lit_rl.examples import TokenBatch
 
 EMBEDDED = 32
-"""Prompts embedded at once."""
+"""The number of prompts in an embedding batch."""
 
 Embed = Callable[[TokenBatch, Tensor], Tensor]
-"""From texts and a mask of their prompts `(b, s)` to embeddings `(b, h)` of the prompts."""
+"""A function from texts and a mask of their prompts `(b, s)` to embeddings `(b, h)` of the prompts."""
 
 
 class DensityRatio:
-    """Weighs the undesirable rows so that their prompts come as they do among the desirable ones (UDM).
+    """Weights of undesirable rows that match their prompts to those of the desirable rows (UDM).
 
-    Where the two kinds of completions answer other kinds of prompts, a reward could tell prompts apart instead of
+    If the two classes of completions answer different prompts, a reward could distinguish prompts instead of
     completions. A logistic regression on embeddings of prompts gives p, the probability that a prompt is of the
-    desirable kind were both kinds equally many; p / (1 - p) is the ratio of the two densities of prompts.
+    desirable class if both classes are equally frequent; p / (1 - p) is the ratio of the two densities of prompts.
 
     Args:
         sample_rows: Training rows that the regression is fitted to, drawn once, at least 2.
@@ -50,14 +50,14 @@ class DensityRatio:
         return self._fitted is not None
 
     def fit(self, embeddings: Tensor, desirable: Tensor) -> None:
-        """Find the regression. The two kinds weigh the same, however many there are of each.
+        """Fit the regression. The two classes have the same total weight.
 
         Args:
             embeddings: `(n, h)` of prompts.
-            desirable: Bool `(n,)`, both kinds.
+            desirable: Bool `(n,)`, with both classes.
 
         Raises:
-            ConfigError: all rows are of one kind.
+            ConfigError: all rows are of one class.
             NumericError: an embedding is not finite.
         """
         good = int(desirable.sum())
@@ -74,16 +74,16 @@ class DensityRatio:
         scale = torch.where(scale > 0, scale, 1.0)
         each = torch.where(desirable.cpu(), len(y) / (2 * good), len(y) / (2 * (len(y) - good)))
         coefficients = _logistic((x - mean) / scale, y, each, self.penalty)
-        with torch.inference_mode(False):  # validation may be what asks first, and training goes on with these
+        with torch.inference_mode(False):  # the first call may be in validation, and training uses these later
             self._fitted = {"mean": mean.clone(), "scale": scale.clone(), "coefficients": coefficients}
 
     @torch.no_grad()
     def weights(self, embeddings: Tensor) -> Tensor:
-        """`(b,)` float32: p / (1 - p) of each prompt, within `[low, high]`."""
+        """Return p / (1 - p) of each prompt, float32 `(b,)` within `[low, high]`."""
         assert self._fitted is not None
         found = {name: part.to(embeddings.device) for name, part in self._fitted.items()}
         standard = (embeddings.double() - found["mean"]) / found["scale"]
-        # p / (1 - p) of a logistic function is the exponential of what it is given.
+        # p / (1 - p) of a logistic function is the exponential of its argument.
         log_odds = standard @ found["coefficients"][:-1] + found["coefficients"][-1]
         return log_odds.exp().clamp(self.low, self.high).float()
 
@@ -95,29 +95,29 @@ class DensityRatio:
 
 
 class PromptWeights:
-    """The weights of prompts in a run: by the ratio of embeddings, or as they were computed before the reference went.
+    """The weights of prompts in a run: by their embeddings, or computed before the reference was released.
 
     Args:
-        ratio: Of the densities.
+        ratio: The density ratio.
     """
 
     def __init__(self, ratio: DensityRatio) -> None:
         self.ratio = ratio
         self.known: dict[bytes, float] = {}
-        """By the prompt's `text_key`."""
+        """Weights by the prompt's `text_key`."""
 
     def fit(self, examples: Sequence[Example], embed: Embed, *, seed: int, pad_id: int, ranks: Ranks) -> None:
         """Fit the ratio to a sample of the training rows, the same on every rank. A collective.
 
         Args:
             examples: All training rows.
-            embed: Their prompts.
-            seed: Of the sample.
-            pad_id: Of the tokenizer.
-            ranks: Rank 0's regression is everyone's: a last digit may differ between machines.
+            embed: Embeds prompts.
+            seed: Seed of the sample.
+            pad_id: The tokenizer's padding token.
+            ranks: The ranks of the run. All take rank 0's regression, as last digits may differ between machines.
 
         Raises:
-            ConfigError: the sample has one kind of completions only.
+            ConfigError: the sample has completions of one class only.
             NumericError: an embedding is not finite.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -133,7 +133,7 @@ class PromptWeights:
     def compute(
         self, examples: Iterable[Example], embed: Embed, *, pad_id: int, device: torch.device | str = "cpu"
     ) -> None:
-        """The weight of every prompt of these rows, for when nothing can be embedded any more."""
+        """Compute the weights of all prompts of these rows, for use after the reference is released."""
         prompts = {text_key(text.ids, []): text for text in map(_before_learned, examples)}
         weights: list[float] = []
         for tokens in _batches(list(prompts.values()), pad_id):
@@ -142,7 +142,7 @@ class PromptWeights:
         self.known |= dict(zip(prompts, weights, strict=True))
 
     def of(self, tokens: TokenBatch, embed: Embed) -> Tensor:
-        """`(b,)` float32: of the prompts of a batch, the tokens before the first that is learned."""
+        """Return the weights, float32 `(b,)`, of a batch's prompts: the tokens before the first learned one."""
         prompts = tokens.attention_mask & (tokens.loss_mask.long().cumsum(1) == 0)
         if not self.known:
             return self.ratio.weights(embed(tokens, prompts))
@@ -162,7 +162,7 @@ def _prompt(example: Example) -> Encoded:
 
 
 def _before_learned(example: Example) -> Encoded:
-    """What `PromptWeights.of` takes for the prompt of a batch's row."""
+    """Return the tokens before the first learned one, which `PromptWeights.of` takes for the prompt."""
     text = example.texts[0]
     count = text.learned.index(True) if any(text.learned) else len(text)
     return Encoded(text.ids[:count], [False] * count, count)
@@ -170,12 +170,12 @@ def _before_learned(example: Example) -> Encoded:
 
 @torch.no_grad()
 def prompt_embeddings(scorer: nn.Module | Callable[..., Any], ids: Tensor, attended: Tensor) -> Tensor:
-    """`(b, h)` float32: the last hidden states of a model, averaged over the tokens of each prompt.
+    """Return a model's last hidden states averaged over the tokens of each prompt, float32 `(b, h)`.
 
     Args:
         scorer: A causal language model.
         ids: `(b, s)`, padded on the right.
-        attended: Bool `(b, s)`: True on tokens of the prompt. A prompt of no tokens is 0.
+        attended: Bool `(b, s)`: True on tokens of the prompt. The embedding of an empty prompt is 0.
     """
     width = max(1, int(attended.sum(1).max()))
     ids, attended = ids[:, :width], attended[:, :width]
@@ -194,7 +194,7 @@ def prompt_embeddings(scorer: nn.Module | Callable[..., Any], ids: Tensor, atten
 
 
 def _logistic(x: Tensor, y: Tensor, each: Tensor, penalty: float) -> Tensor:
-    """`(h + 1,)`, the intercept last: the minimum of the weighted cross-entropy and the penalty, which is convex."""
+    """Minimise the weighted cross-entropy plus penalty, which is convex; return `(h + 1,)`, the intercept last."""
     with torch.enable_grad(), torch.inference_mode(False):
         x, y, each = x.clone(), y.clone(), each.clone()
         coefficients = torch.zeros(x.shape[1] + 1, dtype=x.dtype, requires_grad=True)

@@ -1,9 +1,9 @@
-"""Weights against an engine that samples from a slightly other policy.
+"""Importance weights for an engine that samples from a slightly different policy.
 
-They compare the engine with the policy that took the rollout. Where another term needs that policy's log-probs, weights
-are made once, with the rollout. Where nothing else does and a rollout is one optimizer step, the policy that took it is
-the one that learns: the training's own forward pass knows its log-probs, the weights are made in the loss, and no pass
-is spent on them.
+They compare the engine with the policy that took the rollout. If another term needs that policy's log-probs, weights
+are made once, with the rollout. If no term does and a rollout is one optimizer step, the policy that took it is the one
+that learns: the training's own forward pass computes its log-probs, the weights are made in the loss, and no extra pass
+is needed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lit_rl.rollout import Rollout
 
 
 class EngineCorrection:
-    """Weighs, and rejects, tokens by how much likelier the policy finds them than the engine did.
+    """Weights and rejection of tokens by the ratio of the policy's to the engine's probability.
 
     Args:
-        correction: `(old_logprobs, sampler_logprobs, mask) -> (b, t)`: the weights. None: there are none.
+        correction: `(old_logprobs, sampler_logprobs, mask) -> (b, t)`: the weights. None: no weights.
         rejection: `(old_logprobs, sampler_logprobs, mask) -> bool (b, t)`: the tokens that stay. None: all.
-        normalisation: `(weights, totals) -> (b, t)`: the weights brought to mean 1 over the step. None: as they are.
-        exact: Whether the generator draws from the very policy that learns, so that there is nothing to correct:
-            `auto_correction` is none then.
+        normalisation: `(weights, totals) -> (b, t)`: the weights scaled to mean 1 over the step. None: unscaled.
+        exact: Whether the generator samples from the very policy that learns, so that there is nothing to correct:
+            `auto_correction` is off then.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class EngineCorrection:
         self.correction = None if automatic and exact else correction
         self.rejection, self.normalisation = rejection, normalisation
         self.measures_mismatch = self.correction is not None or rejection is not None or not exact
-        """Whether the engine's log-probs are compared with the policy's: always where the engine is not the policy."""
+        """True if the engine's log-probs are compared with the policy's: always if the generator is not exact."""
         self.needs_old_logprobs = bool(rejection or normalisation)
-        """Whether a term needs the weights before the loss is computed."""
+        """True if a term needs the weights before the loss is computed."""
 
     def at_rollout(self, rollout: Rollout, version: int) -> tuple[Rollout, Metrics]:
-        """The rollout with weights, and without the tokens that are rejected, where its old log-probs are known.
+        """Add weights to the rollout and remove rejected tokens, if its old log-probs are known.
 
         Args:
-            rollout: As it was drawn.
-            version: Of the policy now.
+            rollout: The rollout as it was drawn.
+            version: The version of the policy now.
         """
         if not self.measures_mismatch:
             return rollout, {}
@@ -69,12 +69,12 @@ class EngineCorrection:
         return rollout, staleness | metrics
 
     def in_loss(self, rollout: Rollout, logprobs: Tensor, totals: StepTotals) -> tuple[Tensor | None, Metrics]:
-        """`(b, t)`: the weights of a micro-batch, None for 1 everywhere; made here where the rollout came without.
+        """Return the weights `(b, t)` of a micro-batch, made here if the rollout has none; None for 1 everywhere.
 
         Args:
             rollout: The micro-batch.
             logprobs: `(b, t)` under the policy now.
-            totals: Of the optimizer step.
+            totals: Totals of the optimizer step.
         """
         if rollout.old_logprobs is not None or not self.measures_mismatch:
             weights = rollout.weights
@@ -94,7 +94,7 @@ class EngineCorrection:
 
 
 def _staleness(rollout: Rollout, version: int) -> Metrics:
-    """How many optimizer steps the weights of now are ahead of those that drew the completions."""
+    """Return the number of optimizer steps since the weights that drew the completions, as metrics."""
     rows = torch.tensor(float(len(rollout)), device=rollout.rewards.device)
     age = torch.full_like(rows, version - rollout.completions.version)
     return {"sampling/staleness/mean": (age * rows, rows), "sampling/staleness/max": Highest(age)}

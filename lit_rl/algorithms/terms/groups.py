@@ -1,4 +1,4 @@
-"""Which groups, and which members of groups, are learned from: dynamic sampling, GFPO, RAFT."""
+"""Selection of the groups, and of the members of groups, to learn from: dynamic sampling, GFPO, RAFT."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lit_rl.rollout import Completions
 
 
 class SpareGroups(Protocol):
-    """Prompts beyond those of the epochs, completed and scored when they are asked for."""
+    """A source of prompts beyond those of the epochs, completed and scored on demand."""
 
     def draw(self, positions: range, *, rollout: int, first: int) -> Scored:
         """Complete and score the prompts at `positions` of the spare order.
@@ -34,69 +34,68 @@ class SpareGroups(Protocol):
         Args:
             positions: One or more.
             rollout: The number of the rollout that they are for.
-            first: How many were drawn for it before, over all ranks.
+            first: The number drawn for it before, over all ranks.
         """
         ...
 
     def keep_pace(self, position: int, *, rollout: int, first: int) -> None:
-        """Other ranks draw, and this one needs nothing: take part where asking the engine is a collective."""
+        """Join the engine calls of other ranks, if these are collectives, when this rank needs no prompts."""
         ...
 
 
 class GroupSelection(ABC):
-    """Takes a scored rollout of this rank, and gives one of the same number of rows back."""
+    """A selection from this rank's scored rollout, which keeps the number of rows."""
 
     @abstractmethod
     def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
-        """The rollout, with `kept` where some of its rows are not learned from, and what is logged of the choice."""
+        """Return the rollout, with `kept` if some of its rows are not learned from, and metrics."""
 
     def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:  # noqa: B027 (any run may fit)
-        """Refuse a run in which there is nothing to choose.
+        """Refuse a run in which there is nothing to select.
 
         Args:
             group_size: Completions of a prompt.
-            compares_completions: Says whether the advantage needs several completions of one prompt. To be asked only
-                where it matters: the estimator is tried out, and a user's own may hold a state.
+            compares_completions: Tells whether the advantage needs several completions of one prompt. Called only if
+                the answer matters: it runs the estimator, and a user's estimator may have state.
 
         Raises:
-            ConfigError: says what fits.
+            ConfigError: names settings that fit.
         """
 
     def check_rewards(self, names: Sequence[str]) -> None:  # noqa: B027 (most read the sum)
-        """Refuse a choice by a reward function that is not there.
+        """Refuse a selection by a reward function that does not exist.
 
         Args:
-            names: Of the reward functions.
+            names: Names of the reward functions.
 
         Raises:
-            ConfigError: says which there are.
+            ConfigError: names the existing ones.
         """
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on exactly."""
+        """Return the state for an exact resume."""
         return {}
 
     def load_state(self, saved: dict[str, Any]) -> None:  # noqa: B027 (most have no state)
-        """The counterpart of `state`."""
+        """Restore what `state` returned."""
 
 
 class DynamicSampling(GroupSelection):
-    """Replace groups whose completions all have the same reward, which teach nothing: DAPO (2503.14476, section 3.2).
+    """Dynamic sampling: groups whose rewards are all equal are replaced, as in DAPO (2503.14476, section 3.2).
 
     Fresh prompts are drawn, completed and scored until every place is taken by a group with some spread, or the cap is
-    reached; a group that is left over then takes no part in the loss, and its tokens are in no denominator. A group
-    without two scored rows counts as one without spread. Wrong answers may differ in the summed reward, where a penalty
-    for length is a part of it: `metric` names the functions whose values decide then. Spare prompts come from an order
-    of their own over the training rows, so the epochs, and with them the number of optimizer steps, are what they would
-    be without.
+    reached; a remaining group without spread takes no part in the loss, and its tokens are in no denominator. A group
+    with fewer than two scored rows counts as one without spread. If the summed reward includes a length penalty, wrong
+    answers may differ in it: then `metric` names the functions whose values decide. Spare prompts have a separate order
+    over the training rows, so the epochs, and with them the number of optimizer steps, do not change.
 
     Logged: `groups/dropped` (groups without spread in the first draw), `groups/drawn` (spare prompts completed) and
     `groups/empty` (places that the cap left without a group), each a count over all ranks.
 
     Args:
         max_draws: Spare prompts completed for one rollout, all ranks together; 0 only drops.
-        metric: Names of reward functions, one or several: a group has spread where the values of one of them, before
-            their weight, differ. None: where the summed rewards do.
+        metric: Names of reward functions, one or several: a group has spread if the values of one of them, before their
+            weight, differ. None: if the summed rewards do.
     """
 
     def __init__(self, max_draws: int = 256, metric: str | list[str] | None = None) -> None:
@@ -128,7 +127,7 @@ class DynamicSampling(GroupSelection):
             completed += sum(shares)
             position += sum(shares)
             wanted = ranks.counts(len(places))
-        self._position = position  # only now: where the generator fails, the rollout is drawn again from its beginning
+        self._position = position  # only now: if the generator fails, the rollout is drawn again from its beginning
         counts = {"groups/dropped": dropped, "groups/drawn": completed, "groups/empty": sum(wanted)}
         scored = dataclasses.replace(scored, kept=_rows_outside(places, scored.completions, len(scored.batch)))
         return scored, {name: _count(count, ranks) for name, count in counts.items()}
@@ -145,7 +144,7 @@ class DynamicSampling(GroupSelection):
                 )
 
     def _without_spread(self, scored: Scored) -> list[int]:
-        """Places (indices of prompts) of the groups in which every scored row has the same reward."""
+        """Return the places (indices of prompts) of the groups in which every scored row has the same reward."""
         scores, group_id = scored.scores, scored.completions.group_id.cpu()
         columns = [scores.total]
         if self.metric is not None:
@@ -163,14 +162,14 @@ class DynamicSampling(GroupSelection):
 
 @dataclass(frozen=True)
 class TopOfGroup(GroupSelection):
-    """Learn from the `keep` best completions of each group by a score of their own: GFPO (2508.09726).
+    """Selection of the `keep` best completions of each group by a separate score: GFPO (2508.09726).
 
-    Statistics of the advantages are taken inside the kept ones; the others take no part in the loss or its denominator.
+    Statistics of the advantages are taken over the kept ones; the others take no part in the loss or its denominator.
 
     Args:
         keep: Completions of a group that are learned from, from 2 to `algo.group_size`.
-        score: `f(prompts, completions, rewards, lengths, **columns) -> list[float]`, highest kept; it may name any of
-            them. Built in are `shortest` and `reward_per_token`.
+        score: `f(prompts, completions, rewards, lengths, **columns) -> list[float]`, the highest are kept; it may name
+            any of them. Built in are `shortest` and `reward_per_token`.
     """
 
     keep: int
@@ -188,7 +187,7 @@ class TopOfGroup(GroupSelection):
     def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         values = self._scores(scored, tokenizer).reshape(len(scored.batch), -1)
         values = values.masked_fill(scored.scores.total.reshape(values.shape).isnan(), -torch.inf)
-        # A stable sort: of equal scores the earlier completion is kept, the same one on every machine.
+        # A stable sort: the first of equal scores is kept, the same one on every machine.
         best = values.sort(dim=1, descending=True, stable=True).indices[:, : self.keep]
         kept = torch.zeros(values.shape, dtype=torch.bool).scatter_(1, best, True).flatten()
         length = _mean(scored.completions.lengths.cpu(), kept)
@@ -228,12 +227,12 @@ class TopOfGroup(GroupSelection):
 
 @dataclass(frozen=True)
 class BestOfGroup(GroupSelection):
-    """Learn from the completion with the highest reward of each group alone: RAFT (2304.06767, algorithm 1).
+    """Selection of the completion with the highest reward of each group: RAFT (2304.06767, algorithm 1).
 
-    The others take no part in the loss or in its denominator. Of several best ones the first is taken: the order of the
-    samples of a prompt says nothing about them, so it is a fair draw, and the same one on every machine. A group in
-    which all rewards are equal gives one too. A completion without a reward is never the best; a group without any
-    scored one takes no part.
+    The others take no part in the loss or in its denominator. The first of several best ones is taken: samples of a
+    prompt are exchangeable, so this is a fair draw, and the same on every machine. A group in which all rewards are
+    equal has a best one too. A completion without a reward is never the best; a group without any scored one takes no
+    part.
 
     Logged: `groups/best_reward` (mean reward of the chosen ones), `groups/tied` (share of groups with several best) and
     `groups/unscored` (groups without a scored completion, over all ranks).
@@ -269,7 +268,7 @@ class BestOfGroup(GroupSelection):
 
 
 def needs_spread(key: str, group_size: int) -> None:
-    """What chooses groups by their spread finds none in a group of one completion, and the run would learn nothing.
+    """Refuse a selection of groups by their spread if groups have one completion: the run would learn nothing.
 
     Raises:
         ConfigError: the group has one completion.
@@ -282,17 +281,17 @@ def needs_spread(key: str, group_size: int) -> None:
 
 
 def shortest(lengths: list[int]) -> list[float]:
-    """The shorter the better (GFPO's first metric)."""
+    """Score completions by negative length (GFPO's first metric)."""
     return [-float(length) for length in lengths]
 
 
 def reward_per_token(rewards: list[float], lengths: list[int]) -> list[float]:
-    """Reward divided by length (GFPO's token efficiency); an unscored completion comes last anyway."""
+    """Score completions by reward divided by length (GFPO's token efficiency); unscored ones come last anyway."""
     return [0.0 if reward != reward else reward / max(1, length) for reward, length in zip(rewards, lengths)]
 
 
 def _shares(wanted: list[int], left: int) -> list[int]:
-    """How many prompts each rank draws next: what it wants, in the order of ranks, as long as there are any left."""
+    """Return the number of prompts that each rank draws next: what it wants, in the order of ranks, up to `left`."""
     shares = []
     for count in wanted:
         shares.append(min(count, left))
@@ -301,7 +300,7 @@ def _shares(wanted: list[int], left: int) -> list[int]:
 
 
 def _fill(scored: Scored, places: list[int], extra: Scored, flat: set[int]) -> tuple[Scored, list[int]]:
-    """Put fresh groups into the empty places, those of `flat` aside; what is left of both is given back or dropped."""
+    """Put fresh groups, without those of `flat`, into the empty places; return the rollout and the remaining places."""
     good = [i for i in range(len(extra.batch)) if i not in flat][: len(places)]
     count = len(scored.batch)
     source = list(range(count))
@@ -322,7 +321,7 @@ def _rows_outside(places: list[int], completions: Completions, prompts: int) -> 
 
 
 def _count(count: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """A count over all ranks: each adds the same number, so that the average over ranks is the count."""
+    """Return a metric of a count over all ranks: each adds the same number, so the average is the count."""
     one = torch.ones((), device=ranks.device)
     return one * count, one
 

@@ -34,16 +34,16 @@ class KLPenalty:
     def __call__(
         self, logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, factor: float
     ) -> tuple[Tensor, Metrics]:
-        """`(b, t)`: the penalty of each token, 0 outside the mask, and the mean KL over the mask as `kl`.
+        """Return the penalty `(b, t)` of each token, 0 outside the mask, and the mean KL over the mask as `kl`.
 
         Args:
             logprobs: `(b, t)` of the policy; in the reward, those when the rollout was taken.
             ref_logprobs: `(b, t)` of the reference.
             old_logprobs: `(b, t)` of the policy that took the rollout.
             mask: Bool `(b, t)`.
-            factor: What the weight is multiplied by.
+            factor: Factor of the weight.
         """
-        # Filled before the estimator and not behind it: 0 times its slope at a NaN would be NaN.
+        # Filled before the estimator and not after it: 0 times its slope at a NaN would be NaN.
         there = (part.masked_fill(~mask, 0.0) for part in (logprobs, ref_logprobs, old_logprobs))
         kl = self.estimator(*there, **arguments_for(self.estimator, {"mask": mask}))
         return self.weight * factor * kl, {"kl": (masked_sum(kl.detach(), mask), mask.sum())}
@@ -52,14 +52,14 @@ class KLPenalty:
 class ReferenceKL:
     """The KL to the reference in an objective: a penalty in the reward, a penalty in the loss, and their controller.
 
-    The controller's factor at the time when a rollout is taken is in force for all of that rollout. The penalty in the
-    reward is taken at that time, and `Rollout.kl_factor` keeps the factor for the losses of the rollout. `update` then
-    sets the factor of the next rollout.
+    The controller's factor when a rollout is taken applies to all of that rollout. The penalty in the reward is
+    computed then, and `Rollout.kl_factor` keeps the factor for the losses of the rollout. `update` then sets the factor
+    of the next rollout.
 
     Args:
-        in_reward: Taken off the rewards when the rollout is taken.
-        in_loss: Added to the losses of tokens.
-        control: Its factor multiplies both weights.
+        in_reward: Penalty subtracted from the rewards when the rollout is taken.
+        in_loss: Penalty added to the losses of tokens.
+        control: Controller of the factor of both weights.
     """
 
     def __init__(self, in_reward: KLPenalty, in_loss: KLPenalty, control: KLControl) -> None:
@@ -67,22 +67,22 @@ class ReferenceKL:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there is a penalty at all."""
+        """True if one of the penalties is on."""
         return bool(self.in_reward.weight or self.in_loss.weight)
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether something is computed from the log-probs of the policy that took the rollout, when it is taken."""
+        """True if a penalty or the controller reads the log-probs of the policy that took the rollout."""
         return bool(self.in_reward.weight) or self.control.adapts
 
     def take_off_rewards(
         self, credit: Credit, old: Tensor | None, ref: Tensor | None, mask: Tensor
     ) -> tuple[Credit, Metrics]:
-        """The credit less the penalty in the reward, and the mean KL where the loss has no KL that reports it.
+        """Subtract the penalty from the credit; return it with the mean KL, unless the loss reports that.
 
         Args:
-            credit: Of `b` completions.
-            old: `(b, t)`: log-probs of the policy that took the rollout, None where nobody asked for them.
+            credit: Credit of `b` completions.
+            old: `(b, t)`: log-probs of the policy that took the rollout, None if not needed.
             ref: `(b, t)`: those of the reference, likewise.
             mask: Bool `(b, t)`: the sampled tokens.
         """
@@ -92,20 +92,20 @@ class ReferenceKL:
         return credit.less(penalty, mask), {} if self.in_loss.weight else metrics
 
     def update(self, old: Tensor | None, ref: Tensor | None, mask: Tensor, ranks: Ranks) -> None:
-        """Give the controller the distance of this rollout's policy from the reference. A collective, if it adapts.
+        """Update the controller with the KL of this rollout's policy to the reference. A collective, if it adapts.
 
         Args:
             old: `(b, t)`: log-probs of the policy that took the rollout.
             ref: `(b, t)`: those of the reference.
             mask: Bool `(b, t)`: the sampled tokens.
-            ranks: The rollout is of all of them.
+            ranks: The ranks that share the rollout.
         """
         if self.control.adapts:
-            assert old is not None and ref is not None  # `needs_old_logprobs` and `needs_reference` ask for them
+            assert old is not None and ref is not None  # see `needs_old_logprobs` and `needs_reference`
             self.control.update(*distance(old, ref, mask, ranks))
 
     def add_to_loss(self, per_token: Tensor, rollout: Rollout, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
-        """The losses `(b, t)` with the penalty in the loss added, and the mean KL.
+        """Add the penalty to the losses `(b, t)`, and return them with the mean KL.
 
         Args:
             per_token: Losses of a micro-batch.
@@ -119,7 +119,7 @@ class ReferenceKL:
         return per_token + penalty, metrics
 
     def coefficients(self) -> dict[str, float]:
-        """The weights that the controller changes, as they are in the next rollout, for the log."""
+        """Return the weights that the controller changes, as in the next rollout, for the log."""
         if not self.control.adapts:
             return {}
         weights = {"kl_coef": self.in_loss.weight, "reward_kl_coef": self.in_reward.weight}
@@ -127,9 +127,9 @@ class ReferenceKL:
 
 
 def distance(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks) -> tuple[float, int]:
-    """How far the policy of a rollout is from the reference, and the rows of all ranks that say so.
+    """Return the mean KL of a rollout's policy to the reference, and the number of rows of all ranks.
 
-    The mean over rows of the mean k1 of their tokens, in nats: what a KL controller steers.
+    The mean over rows of the mean k1 of their tokens, in nats: the quantity that a KL controller steers.
     """
     per_row = masked_mean(k1(old_logprobs, ref_logprobs, old_logprobs), mask, dim=1)
     total, rows = ranks.total(torch.stack([per_row.sum(), mask.any(1).sum().float()])).tolist()

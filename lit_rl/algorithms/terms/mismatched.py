@@ -1,4 +1,4 @@
-"""The completions that KTO's baseline is taken from, of a whole run: who is beside whom follows from the order of rows.
+"""The mismatched completions of KTO's baseline, for a whole run: the order of rows determines the pairs.
 
 `ExampleSet.before` pairs the rows of a step, so every epoch has other pairs, all of them known before the first step.
 """
@@ -15,12 +15,12 @@ from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.errors import ConfigError
 
 Steps = Iterable[Sequence[int]]
-"""The rows of every optimizer step, over all ranks."""
+"""The row indices of every optimizer step, over all ranks."""
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """What ends a run, as the Trainer counts it; -1 is no limit."""
+    """The Trainer's limits on the length of a run; -1 is no limit."""
 
     max_steps: int
     max_epochs: int | None
@@ -34,7 +34,7 @@ class RunLength:
         """Refuse a run without an end.
 
         Raises:
-            ConfigError: nobody says when the run ends, so that not all its steps can be looked at before the first.
+            ConfigError: no limit ends the run, so that its steps cannot all be computed before the first.
         """
         if self.max_steps < 0 and (self.max_epochs or -1) < 0:
             raise ConfigError(
@@ -44,7 +44,7 @@ class RunLength:
             )
 
     def epochs(self, loader: Any) -> Iterator[tuple[int, list[list[int]]]]:
-        """Number and `Steps` of every epoch that the run will reach, of an `ExampleLoader`."""
+        """Yield number and `Steps` of every epoch that the run will reach, of an `ExampleLoader`."""
         limit, size = self.limit_train_batches, loader.order.prompts_per_rollout
         batches = int(len(loader) * limit) if isinstance(limit, float) else min(limit, len(loader))
         each, left = -(-batches // loader.slots), self.max_steps
@@ -59,9 +59,9 @@ class RunLength:
 def mismatched_texts(
     train: ExampleSet, epochs: Iterable[tuple[int, Steps]], val: Mapping[str, ExampleSet]
 ) -> Iterator[tuple[str, ExampleSet]]:
-    """Each epoch's prompts with the completions that they are compared with, as texts; then those of validation.
+    """Yield each epoch's prompts with their mismatched completions, as texts; then those of validation.
 
-    An epoch is a set of its own, so that a run that goes on longer finds those it had.
+    Each epoch is a separate set, so that a longer run finds the files of a shorter one.
     """
     for epoch, steps in epochs:
         yield f"the mismatched completions of epoch {epoch}", _texts_of(train, steps)
@@ -70,7 +70,7 @@ def mismatched_texts(
 
 
 def _texts_of(data: ExampleSet, steps: Steps) -> ExampleSet:
-    """What the set itself puts into the batches of these steps."""
+    """Return the mismatched texts that the set puts into the batches of these steps."""
     texts = [text for rows in steps for text in _mismatched(data, rows)]
     return ExampleSet("texts", [Example((text,), "") for text in texts], data.pad_id)
 

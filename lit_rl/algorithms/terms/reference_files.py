@@ -1,4 +1,4 @@
-"""Files of precomputed log-probs, named by a hash of all that the numbers depend on."""
+"""Files of precomputed log-probs, named by a hash of all that they depend on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lit_rl.models.policy.trunk import base_of
 from lit_rl.models.reference.base import OnCPU, Scorer
 
 FORMAT = 1
-"""Part of the hash: raise it when the same settings would give other numbers, or another layout."""
+"""Format version, a part of the hash: raise it when the same settings would give other numbers, or another layout."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class ReferenceFiles:
 
     folder: Path
     weights: str
-    """What `hash_of_weights` said of the reference."""
+    """The `hash_of_weights` of the reference."""
     precision: str
-    """Of the Trainer: another one gives other numbers."""
+    """The Trainer's precision, on which the numbers depend."""
     ranks: Ranks
     writes: bool = True
-    """Whether new files are written; a dry run writes none."""
+    """True if new files are written; a dry run writes none."""
 
     def check(self) -> None:
         """Refuse a folder that cannot be written, before anything is computed for it. A collective.
@@ -59,13 +59,13 @@ class ReferenceFiles:
             )
 
     def path(self, data: ExampleSet) -> Path:
-        """Where the log-probs of a set are kept."""
+        """Return the file of a set's log-probs."""
         key = json.dumps([FORMAT, data.fingerprint, self.weights, self.precision])
         name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
         return self.folder / f"reference_logprobs_{name}.safetensors"
 
     def read(self, data: ExampleSet, count: int) -> Tensor | None:
-        """`(count,)` of a set, as rank 0 reads them; None where there is no file. A collective.
+        """Return the log-probs `(count,)` of a set, as rank 0 reads them; None without a file. A collective.
 
         Raises:
             StorageError: the file is damaged.
@@ -83,7 +83,7 @@ class ReferenceFiles:
         return found
 
     def write(self, data: ExampleSet, flat: Tensor) -> None:
-        """The numbers of a set, whole or not at all."""
+        """Write the log-probs of a set, atomically."""
         if self.ranks.rank != 0 or not self.writes:
             return
         path = self.path(data)
@@ -98,12 +98,12 @@ class ReferenceFiles:
 
 
 def hash_of_weights(reference: Scorer | None, policy: nn.Module, ranks: Ranks) -> str:
-    """A hash of the reference: its architecture and its weights, wherever they are, equal on all ranks. A collective.
+    """Return a hash of the reference's architecture and weights, equal on all ranks. A collective.
 
     Args:
-        reference: The module that it is. None: it is the policy less what is trained.
+        reference: The reference's module. None: it is the policy without its trained weights.
         policy: The policy.
-        ranks: Who holds a part of the weights.
+        ranks: The ranks that may each hold a part of the weights.
     """
     scorer: Any = policy if reference is None else reference.model if isinstance(reference, OnCPU) else reference
     digest = hashlib.blake2b(str(base_of(scorer).config.to_json_string()).encode(), digest_size=16)
@@ -115,5 +115,5 @@ def hash_of_weights(reference: Scorer | None, policy: nn.Module, ranks: Ranks) -
             digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
     mine = torch.tensor(list(digest.digest()), dtype=torch.int64)
     of_ranks = ranks.gather(mine.unsqueeze(0)).tolist()
-    # Whole copies are the same everywhere, and then the number of ranks is no part of the name.
+    # Unsharded copies have equal hashes, and then the name does not depend on the number of ranks.
     return bytes(of_ranks[0]).hex() if all(rank == of_ranks[0] for rank in of_ranks) else json.dumps(of_ranks)

@@ -1,4 +1,4 @@
-"""Good groups of earlier rollouts in the place of groups that teach nothing."""
+"""A replay buffer of good groups of earlier rollouts, which replace groups without spread."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from lit_rl.vision import PromptVision
 
 
 class GroupReplay:
-    """A buffer of groups with spread. Where every completion of a group has the same advantage, one of these steps in.
+    """A buffer of groups with spread, which replace groups whose completions all have the same advantage.
 
     A group's score is the sum of the sizes of its advantages times the standard deviation of its rewards; the buffer
     keeps the highest scores, and draws in proportion to them. A drawn group keeps the log-probs of the policy that
-    sampled it, so its importance ratio is right; its KL is to the reference of its own day. Each rank has its own.
+    sampled it, so its importance ratio is right; its KL is to the reference of that time. Each rank has its own buffer.
 
-    Logged: `replay/groups`, how many groups of the rollout came from the buffer, and `replay/age`, how many policy
-    versions old they are on average.
+    Logged: `replay/groups`, the number of groups of the rollout from the buffer, and `replay/age`, their mean age in
+    policy versions.
 
     Args:
-        size: Groups that are kept, on each rank.
+        size: Number of groups to keep, on each rank.
     """
 
     def __init__(self, size: int = 64) -> None:
@@ -40,7 +40,7 @@ class GroupReplay:
         self._rollouts = 0
 
     def __call__(self, rollout: Rollout, *, seed: int, ranks: Ranks) -> tuple[Rollout, Metrics]:
-        """The rollout with flat groups replaced; its own good groups enter the buffer afterwards."""
+        """Replace the groups without spread; afterwards add the rollout's own good groups to the buffer."""
         ids = rollout.completions.group_id
         rows = {int(group): (ids == group).nonzero().flatten() for group in ids.unique()}
         scores = {group: _score(rollout, at) for group, at in rows.items()}
@@ -59,7 +59,7 @@ class GroupReplay:
         }
 
     def _draw(self, count: int, *, seed: int) -> list[Rollout]:
-        """Distinct groups of the same shape, in proportion to their scores."""
+        """Draw distinct groups in proportion to their scores."""
         count = min(count, len(self._groups))
         if not count:
             return []
@@ -74,17 +74,18 @@ class GroupReplay:
         }
 
     def dealt_out(self, saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-        """What rank `rank` of `world_size` keeps of the buffers of another number of ranks: each the next best group in
-        turn, up to its size.
+        """Return the state of rank `rank` of `world_size`, from the buffers of another number of ranks.
+
+        Ranks take the groups in turn, from the highest score down, up to their size.
 
         Args:
-            saved: The `state` of each of them.
+            saved: The `state` of each rank that wrote the checkpoint.
         """
         groups = sorted((group for kept in saved for group in kept["groups"]), key=lambda group: -group["score"])
         return {"groups": groups[rank::world_size][: self.size], "rollouts": saved[0]["rollouts"]}
 
     def see(self, see: Callable[[int], PromptVision | None], processor: Callable[[], Processor | None]) -> None:
-        """Make what the groups of a checkpoint saw: it names rows of the data, or holds encoded images, and no pixels.
+        """Restore the pixels of a checkpoint's groups, which names rows of the data, or contains encoded images.
 
         The arguments are those of `state.made`.
         """
@@ -98,7 +99,7 @@ class GroupReplay:
 
 
 def _alone(rollout: Rollout, rows: Tensor) -> Rollout:
-    """One group, without padding and without what other groups saw."""
+    """Return one group, without padding and without the images of other groups."""
     group = trim_rollout(select(rollout, rows))
     if group.completions.vision is None:
         return group
@@ -115,7 +116,7 @@ def _score(rollout: Rollout, rows: Tensor) -> float:
 
 
 def _replaced(rollout: Rollout, rows: Tensor, stored: Rollout) -> Rollout:
-    """The rollout with `stored` in the place of `rows`, under their group id."""
+    """Return the rollout with `stored` in the place of `rows`, under their group id."""
     device, count = rollout.rewards.device, len(rollout)
     both = join_rollouts(rollout, state.to_device_dataclass(stored, device))
     source = torch.arange(count, device=device)

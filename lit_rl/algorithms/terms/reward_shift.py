@@ -1,4 +1,4 @@
-"""The mean of the steps' mean rewards: what BCO compares a reward with, arXiv:2404.04656."""
+"""BCO's reward shift (2404.04656): the mean of the steps' mean rewards."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from torch import Tensor
 
 
 class RewardShift:
-    """The mean so far, which changes between steps only."""
+    """The mean of the mean rewards of all steps so far, which changes only between steps."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.value = 0.0
 
     def with_step(self, mean: Tensor) -> Tensor:
-        """0-dim: the mean with one further step of this mean reward taken in. Changes nothing."""
+        """Return the mean with one further step of this mean reward, 0-dim. Changes no state."""
         return (self.steps * self.value + mean) / (self.steps + 1)
 
     def add(self, mean: float) -> None:
-        """A step of this mean reward was taken."""
+        """Add a step with this mean reward."""
         self.value += (mean - self.value) / (self.steps + 1)
         self.steps += 1
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"steps": self.steps, "shift": self.value}
 
     def load_state(self, saved: dict[str, Any]) -> None:
-        """The counterpart of `state`."""
+        """Restore what `state` returned."""
         self.steps, self.value = saved["steps"], saved["shift"]

@@ -10,10 +10,10 @@ from lit_rl.errors import in_range
 
 
 class RunningNorm:
-    """Divide rewards by their standard deviation since the start of the run, after taking off their mean.
+    """Running normalisation: rewards less their mean, divided by their standard deviation, since the start of the run.
 
-    Welford's algorithm over every scored reward of every rank. The first rollouts are divided by what has been seen so
-    far, themselves included; rewards that are all equal become 0.
+    Welford's algorithm over every scored reward of every rank. The current rollout is included; rewards that are all
+    equal become 0.
 
     Args:
         eps: Added to the deviation.
@@ -25,7 +25,7 @@ class RunningNorm:
         self._count, self._mean, self._squares = 0, 0.0, 0.0
 
     def __call__(self, rewards: Tensor) -> Tensor:
-        """Take in the rewards `(n,)` of all ranks, NaN for unscored ones, and return them normalised."""
+        """Update with the rewards `(n,)` of all ranks, NaN for unscored ones, and return them normalised."""
         scored = rewards[~rewards.isnan()].double()
         if len(scored):
             count = self._count + len(scored)
@@ -37,7 +37,7 @@ class RunningNorm:
         return self.scaled(rewards)
 
     def scaled(self, rewards: Tensor) -> Tensor:
-        """Rewards normalised by what has been seen, without taking them in."""
+        """Return rewards normalised by the current statistics, without an update."""
         std = math.sqrt(self._squares / max(1, self._count - 1))
         return (rewards - self._mean) / (std + self.eps) if std else rewards - self._mean
 

@@ -1,4 +1,4 @@
-"""Which tokens and rows the policy loss acts on."""
+"""Selection of the tokens and rows that the policy loss acts on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lit_rl.ops.step import Metrics, StepTokens
 
 
 class TokenSelection:
-    """The loss tokens that the policy loss acts on; the KL and the denominator have all of them.
+    """A selection of the loss tokens that the policy loss acts on; the KL and the denominator have all of them.
 
     Args:
         choose: `(entropy, mask, ...) -> bool (b, t)`; it may also name `step`. It may be called several times for a
-            micro-batch, and has to answer alike: it holds no state and draws nothing. None: all loss tokens.
+            micro-batch with the same result, so it has no state and is not random. None: all loss tokens.
     """
 
     def __init__(self, choose: Callable[..., Tensor] | None) -> None:
@@ -28,16 +28,16 @@ class TokenSelection:
 
     @property
     def needs_step(self) -> bool:
-        """Whether the choice is made over all tokens of an optimizer step."""
+        """True if the selection depends on all tokens of an optimizer step."""
         return self.choose is not None and reads(self.choose, "step")
 
     def __call__(self, entropy: Tensor | None, mask: Tensor, step: StepTokens | None) -> Tensor:
-        """Bool `(b, t)`, a subset of `mask`.
+        """Return the selected tokens, bool `(b, t)`, a subset of `mask`.
 
         Args:
-            entropy: `(b, t)` in nats. None will do where all loss tokens are chosen.
+            entropy: `(b, t)` in nats. May be None if all loss tokens are chosen.
             mask: Loss mask.
-            step: The loss tokens of the whole step. None: this micro-batch is all of it.
+            step: The loss tokens of the whole step. None: this micro-batch is the whole step.
         """
         if self.choose is None:
             return mask
@@ -47,17 +47,17 @@ class TokenSelection:
         )
 
     def count(self, selected: Tensor, totals: StepTotals, step: StepTokens | None) -> Tensor:
-        """How many tokens the loss acts on in the whole step."""
+        """Return the number of tokens of the whole step that the loss acts on."""
         if self.choose is None:
             return torch.as_tensor(totals.tokens)
         return selected.sum() if step is None or step.selected is None else step.selected
 
 
 class OffPolicyMask:
-    """Leaves rows with a negative advantage out of the policy loss that moved too far from what sampled them.
+    """A mask that drops rows with a negative advantage whose policy moved too far from the one that sampled them.
 
     Args:
-        threshold: In nats a token, above 0 (2512.02556, eq. 9). None leaves out nothing.
+        threshold: Distance in nats a token, above 0 (2512.02556, eq. 9). None masks nothing.
     """
 
     def __init__(self, threshold: float | None) -> None:
@@ -68,7 +68,7 @@ class OffPolicyMask:
     def __call__(
         self, per_token: Tensor, logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, mask: Tensor
     ) -> tuple[Tensor, Metrics]:
-        """The losses `(b, t)` of the rows that are near enough, 0 elsewhere, and the share of tokens that stay.
+        """Return the losses `(b, t)` with 0 in masked rows, and the share of tokens that stay.
 
         Args:
             per_token: Losses.

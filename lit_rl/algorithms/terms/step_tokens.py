@@ -1,4 +1,4 @@
-"""What the tokens of an optimizer step are like, before its first micro-batch is learned from."""
+"""The loss tokens of a whole optimizer step, computed before its first micro-batch is learned from."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def step_tokens(
     selection: TokenSelection,
     ranks: Ranks,
 ) -> StepTokens:
-    """The loss tokens of all micro-batches of a step, over all ranks, as the policy sees them now: one more forward.
+    """Return the loss tokens of all micro-batches of a step, over all ranks, under the policy now: one more forward.
 
-    Quantiles and shares that a term takes over a step come from here, so they do not depend on how it is cut.
+    Terms take quantiles and shares over a step from these, so they do not depend on how the step is split.
 
     Args:
-        policy: Scored in evaluation mode.
-        micro_batches: Of this rank's step.
-        sampling: What drew the tokens.
-        options: How the forward pass is computed.
-        selection: Which of them the policy loss acts on.
-        ranks: The step is of all of them.
+        policy: The policy, scored in evaluation mode.
+        micro_batches: The micro-batches of this rank's step.
+        sampling: The sampling settings of the tokens.
+        options: Options of the forward pass.
+        selection: The selection of tokens that the policy loss acts on.
+        ranks: The ranks that share the step.
     """
     with evaluation_mode(policy):
         scores = [score(policy, micro.completions, sampling, entropy=True, options=options) for micro in micro_batches]

@@ -1,4 +1,4 @@
-"""Rewards of turns in an estimator that normalises rewards of steps: going on is worth nothing there."""
+"""A warning for per-turn rewards with `process_supervised`, which gives no credit for longer episodes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lit_rl.rewards.functions.contract import of_a_turn
 
 
 class TurnRewards:
-    """Warns once where rewards of turns meet `process_supervised`.
+    """A warning, given once, if rewards of turns are used with `process_supervised`.
 
-    It compares a step with the mean over all steps of the group. Four episodes that earn 1 a turn over one to three
-    turns then have advantage 0 at every token, though each turn more is worth 1 more: what a turn earned is compared,
-    and never that there was one.
+    That estimator compares a step with the mean over all steps of the group. Four episodes that earn 1 a turn over one
+    to three turns then have advantage 0 at every token, though each further turn adds 1: it compares the rewards of
+    turns, and not their number.
 
     Args:
-        estimator: Of the advantages.
+        estimator: The estimator of the advantages.
     """
 
     def __init__(self, estimator: Callable[..., Any]) -> None:
         self._normalises_steps, self._warned = unwrapped(estimator) is process_supervised, False
 
     def look(self, scored: Scored) -> None:
-        """At the rewards of a rollout, as they are about to be credited."""
+        """Warn if the rollout has rewards of turns. Called before they are credited."""
         if not self._normalises_steps or self._warned or scored.completions.turn is None:
             return
         if any(of_a_turn(part) for parts in scored.scores.span_rewards or () for part in parts):
