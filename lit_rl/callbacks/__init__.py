@@ -1,7 +1,7 @@
-"""They watch and save, and never steer: remove them all and the trained weights are the same. An alarm alone may end a
-run, or take it back, where the user says so (`then`).
+"""Callbacks: they watch and save, and never steer. Without them the trained weights are the same.
 
-Each name is imported when it is first asked for: what reads the files of a run needs no torch.
+An alarm alone may end a run, or roll it back, where the user says so (`then`). Each name is imported at its first use:
+readers of a run's files need no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_rl.lazy_names import LazyNames
 
-if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` says the same to Python, and a test compares the two
+if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` is the same for Python, and a test compares the two
     from lit_rl.callbacks.alarms import Alarm as Alarm
     from lit_rl.callbacks.alarms import ClippedShare as ClippedShare
     from lit_rl.callbacks.alarms import DeadGroups as DeadGroups
@@ -65,7 +65,7 @@ _PLACES = {
     "unwritten": "let_loggers_fail not_written",
     "watchdog": "Watchdog",
 }
-"""Public names, by the module of this package that has them."""
+"""Public names by the module of this package that defines them."""
 
 _NAMES = LazyNames(__name__, _PLACES)
 

@@ -1,8 +1,8 @@
-"""An average of the policy's weights, kept beside the run and exported at its end: what every kind of average does.
+"""The base of callbacks that keep an average of the policy's weights beside the run and export it at its end.
 
 Lightning's `EMAWeightAveraging` does not fit: it copies the whole module, frozen base and reference included, and puts
 it into every checkpoint; its average cannot be restored from a checkpoint of trained tensors only, as those of adapter
-runs are; and it leaves the average in the policy, so that a run could not go on from its last checkpoint.
+runs are; and it leaves the average in the policy, so that a run could not be resumed from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from lit_rl.models.policy.shards import laid_out, local, stored_parameters
 
 
 class AveragedWeights(L.Callback, ABC):
-    """Abstract: float32 tensors beside each weight that the policy trains, moved after every optimizer step.
+    """The abstract base: float32 tensors beside each trained weight, moved after every optimizer step.
 
-    The run, its checkpoints' weights and its export in `hf/` are those without it; a checkpoint holds the tensors too.
+    The run, its checkpoints' weights and its export in `hf/` do not depend on it; a checkpoint holds the tensors too.
 
     Args:
         folder: Where the averaged policy is exported when the training ends; null exports nothing.
     """
 
     choice: ClassVar[str]
-    """The choice of the group `callbacks`, for messages."""
+    """The option of the config group `callbacks`, for messages."""
     kinds: ClassVar[tuple[str, ...]]
-    """What is kept of each weight, which begins as the weight; the first is exported, unless `exported` says other."""
+    """Kinds of tensors kept for each weight, initially equal to it; the first is exported unless `exported` is
+    overridden."""
 
     def __init__(self, folder: str | None = None) -> None:
         self.folder = folder
@@ -49,18 +50,18 @@ class AveragedWeights(L.Callback, ABC):
 
     @abstractmethod
     def move(self, kept: Mapping[str, Tensor], weight: Tensor, step: int) -> None:
-        """Change what is kept of one weight.
+        """Update the tensors kept for one weight.
 
         Args:
-            kept: By kind, float32; under sharding this rank's part.
-            weight: As it is now, of the same shape, float32.
+            kept: Float32 tensors by kind; under sharding this rank's part.
+            weight: The current weight, of the same shape, float32.
             step: Optimizer steps taken.
         """
 
     @property
     @abstractmethod
     def told(self) -> str:
-        """What the average is, for the card of the export."""
+        """A description of the average, for the card of the export."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, FSDPTPStrategy)):
@@ -72,7 +73,7 @@ class AveragedWeights(L.Callback, ABC):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         weights = self._weights(pl_module)
         if self._saved is not None:
-            # Placed only now: when a checkpoint is read, the weights are not on their devices yet.
+            # Placed only now: the weights were not on their devices yet when the checkpoint was read.
             saved, self._saved = self._saved, None
             self._kept = {
                 kind: {name: laid_out(saved[kind][name], weight) for name, weight in weights.items()}
@@ -108,7 +109,7 @@ class AveragedWeights(L.Callback, ABC):
             self._export(trainer, pl_module, Path(self.folder))
 
     def averaged(self, pl_module: Any) -> dict[str, Tensor]:
-        """The policy's whole state dict with the average in place of what is trained. Collective; rank 0 gets it."""
+        """Return the policy's state dict with the average in place of trained weights, on rank 0. A collective."""
         state, average = full_state_dict(pl_module.policy), self.exported(pl_module)
         names = {id(weight): name for name, weight in self._weights(pl_module).items()}
         tied = {alias: names.get(id(t)) for alias, t in pl_module.policy.state_dict(keep_vars=True).items()}
@@ -118,7 +119,7 @@ class AveragedWeights(L.Callback, ABC):
         }
 
     def exported(self, pl_module: Any) -> dict[str, Tensor]:
-        """What stands in the place of each trained weight, whole, on the CPU. A collective where it is sharded."""
+        """Return the replacement of each trained weight, whole, on the CPU. A collective where it is sharded."""
         return self._whole(self.kinds[0])
 
     def _weights(self, pl_module: Any) -> dict[str, Tensor]:
@@ -135,7 +136,7 @@ class AveragedWeights(L.Callback, ABC):
             self.move(kept, local(weight).float(), self._step)
 
     def _whole(self, kind: str) -> dict[str, Tensor]:
-        """What is kept, as whole tensors on the CPU: a collective where it is sharded."""
+        """Return the kept tensors of a kind, whole, on the CPU. A collective where they are sharded."""
         return self._on_cpu(self._kept[kind])
 
     @staticmethod

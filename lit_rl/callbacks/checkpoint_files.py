@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: whether one holds what was written, what it is if not, and which is the newest whole one."""
+"""Checkpoints on the disk: verification, descriptions of damage, and the search for the newest whole one."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from lit_rl.durable import MANIFEST, is_as_noted
 from lit_rl.errors import StorageError
 
 _DEEPSPEED, _FSDP = "latest", "meta.pt"
-"""One of them is in each folder of pieces. We write DeepSpeed's (`lit_rl.algorithms.optim.zero`), with a manifest, and
-Lightning the other kind, where a user asks its own FSDP for `state_dict_type="sharded"`."""
+"""Marker files of checkpoints that are folders. We write DeepSpeed's (`lit_rl.algorithms.optim.zero`), with a manifest;
+Lightning writes the other kind, where a user asks its own FSDP for `state_dict_type="sharded"`."""
 _INDEX = ".metadata"
-"""Of the pieces of `torch.distributed.checkpoint`, which FSDP's are; it is written when all of them are."""
+"""The index of the pieces of `torch.distributed.checkpoint`, which FSDP's are; it is written after all of them."""
 _found_whole: set[tuple[str, int, int, int]] = set()
-"""Files that this process has read, and that were whole: gigabytes are not read twice to say it twice."""
+"""Files that this process has read and found whole: gigabytes are not read twice."""
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a checkpoint holds what was written: a file has a checksum of each part, and a folder of pieces has a
-    manifest (one of Lightning's FSDP, which knows no checksums, an index). Reads every byte."""
+    """Tell whether a checkpoint holds what was written. Reads every byte.
+
+    A file has a checksum of each part, and a folder has a manifest (one of Lightning's FSDP, without checksums, an
+    index).
+    """
     whole = path.exists() and _fault(path) is None
     if path.is_file():
         (_found_whole.add if whole else _found_whole.discard)(_version(path))
@@ -33,7 +36,7 @@ def is_whole(path: Path) -> bool:
 
 
 def verify(path: Path) -> None:
-    """Refuse a checkpoint that does not hold what was written, before anything is taken from it.
+    """Refuse a checkpoint that does not hold what was written, before anything is read from it.
 
     Raises:
         StorageError: says what is wrong with it, and names the newest whole one beside it.
@@ -43,16 +46,16 @@ def verify(path: Path) -> None:
 
 
 def verify_once(path: Path) -> None:
-    """`verify`, unless this process has found the same file whole before."""
+    """Call `verify`, unless this process has found the same file whole before."""
     if not (path.is_file() and _version(path) in _found_whole):
         verify(path)
 
 
 def unusable(path: Path, fault: str) -> StorageError:
-    """What is said of a checkpoint that cannot be gone on from.
+    """Return the error for a checkpoint that a run cannot be resumed from.
 
     Args:
-        path: Of the checkpoint.
+        path: The checkpoint.
         fault: A sentence without its end, such as "it is empty".
     """
     others = [other for other in path.parent.glob("*.ckpt") if other != path]
@@ -67,8 +70,10 @@ def unusable(path: Path, fault: str) -> StorageError:
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """What a checkpoint says, before anything is loaded: its tensors are not read from the disk until they are asked
-    for. Empty of what cannot be read, as loading will say, and of DeepSpeed's folders."""
+    """Return the contents of a checkpoint before anything is loaded; tensors are read from the disk at their first use.
+
+    Empty where it cannot be read, as loading will report, and for DeepSpeed's folders.
+    """
     file = path / _FSDP if path.is_dir() else path
     try:
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -78,7 +83,7 @@ def contents(path: Path) -> dict[str, Any]:
 
 
 def fault_of_contents(error: BaseException) -> str:
-    """What is wrong with a whole file that PyTorch's reader of plain values refuses, in words for `unusable`."""
+    """Describe, for `unusable`, why PyTorch's reader of plain values refuses a whole file."""
     if found := re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error)):
         return (
             f"it holds a Python object ({found[1]}), and reading one runs code of whoever wrote it. Nothing was "
@@ -88,7 +93,7 @@ def fault_of_contents(error: BaseException) -> str:
 
 
 def newest_whole(paths: list[Path]) -> tuple[Path | None, list[Path]]:
-    """The newest checkpoint that is whole, None where there is none; and the damaged ones that are newer."""
+    """Return the newest whole checkpoint, None where there is none, and the damaged ones that are newer."""
     damaged: list[Path] = []
     for path in sorted(paths, key=_age, reverse=True):
         if is_whole(path):
@@ -98,7 +103,7 @@ def newest_whole(paths: list[Path]) -> tuple[Path | None, list[Path]]:
 
 
 def step_of(path: Path) -> int:
-    """The optimizer step in the name of a checkpoint, or else the last number in it; -1 where none is."""
+    """Return the optimizer step in the name of a checkpoint, or else the last number in it; -1 where none is."""
     numbers = re.findall(r"step[_=](\d+)", path.stem) or re.findall(r"\d+", path.stem)
     return int(numbers[-1]) if numbers else -1
 
@@ -113,11 +118,11 @@ def _version(path: Path) -> tuple[str, int, int, int]:
 
 
 def _fault(path: Path) -> str | None:
-    """What is wrong with a file or a folder; None where it is whole."""
+    """Describe the fault of a file or a folder; None where it is whole."""
     if path.is_dir():
         return _fault_of_folder(path)
     try:
-        torch._C.PyTorchFileReader(os.fspath(path))  # it asks more of an archive's index than Python's own reader
+        torch._C.PyTorchFileReader(os.fspath(path))  # it is stricter with an archive's index than Python's own reader
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         return None if damaged is None else f"it is damaged: {damaged} in it does not have its checksum"
@@ -136,7 +141,7 @@ def _fault_of_folder(path: Path) -> str | None:
 
 
 def _kind(path: Path) -> str:
-    """What a file is that PyTorch's reader of archives refuses."""
+    """Describe a file that PyTorch's reader of archives refuses."""
     try:
         with path.open("rb") as file:
             head = file.read(512)
@@ -163,7 +168,7 @@ def _kind(path: Path) -> str:
 
 
 def _has_an_index(path: Path) -> bool:
-    """Whether an archive's index is at the end of a file, sound or not."""
+    """Tell whether an archive's index is at the end of a file, sound or not."""
     try:
         return zipfile.is_zipfile(path)
     except zipfile.BadZipFile:

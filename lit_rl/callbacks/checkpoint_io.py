@@ -1,4 +1,4 @@
-"""Checkpoints that are there whole or not at all, whenever the process dies."""
+"""Checkpoints that exist whole or not at all, whenever the process dies."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from lit_rl.errors import StorageError
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, flushes to the disk, then renames: a rename within a folder is atomic."""
+    """A checkpoint plugin that writes beside the target, flushes, then renames: a rename within a folder is atomic."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
-        """As Lightning's.
+        """Write a checkpoint as Lightning does, but atomically.
 
         Raises:
-            StorageError: it cannot be written; of a full disk, after it was tried again. What was saved before is
-                as it was.
+            StorageError: it cannot be written; with a full disk, after a retry. Earlier checkpoints are unchanged.
         """
         target = os.fspath(path)
         try:
@@ -35,7 +34,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ) from error
 
     def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What Lightning reads, of a file that holds what was written.
+        """Read a checkpoint as Lightning does, once it is verified.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -55,7 +54,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _what_is_left(target: str) -> str:
-    """How to go on after a checkpoint that could not be written."""
+    """Return the hint how to go on after a checkpoint that could not be written."""
     if newest_whole(list(Path(target).parent.glob("*.ckpt")))[0] is None:
         return "No checkpoint of this run was saved before: mend this, and start it anew."
     return "What was saved before is as it was: mend this, and go on from there with ckpt_path=last."
@@ -78,6 +77,6 @@ def _write(checkpoint: dict[str, Any], target: str) -> None:
 
 
 def size_of(checkpoint: Any) -> int:
-    """Bytes of the tensors in it; what two of them share counts once."""
+    """Return the bytes of the tensors in a checkpoint; shared storage counts once."""
     tensors = [each for each in tree_leaves(checkpoint) if isinstance(each, torch.Tensor)]
     return sum({(each.data_ptr() or id(each), each.nbytes): each.nbytes for each in tensors}.values())

@@ -1,4 +1,4 @@
-"""An episode as a table shows it: who said what, and what of it is learned from."""
+"""Episodes as tables show them: the messages with their authors, and which turns are in the loss."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from lit_rl.episodes import transcript_of, words_of
 
 MOST = 12
-"""Messages of an episode that are shown: the first and the last half of them."""
+"""Most messages of an episode that are shown, the first and the last half of them."""
 
 STYLES = {"assistant": "cyan", "tool": "magenta", "user": "yellow"}
-"""Colour of an author; others have none."""
+"""Colours by author; others have none."""
 
 
 class Line(NamedTuple):
-    """A message: its author, its words, and how they are coloured."""
+    """A message with its author, its text, and the colour of both."""
 
     author: str
     words: str
@@ -26,17 +26,17 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of an episode, and which of its turns are in the loss."""
+    """The messages of an episode, with a flag for each turn in the loss."""
 
     messages: Sequence[Mapping[str, Any]]
     learned: Sequence[bool]
-    """One a turn of the policy."""
+    """Whether each turn of the policy is in the loss."""
 
     def __str__(self) -> str:
         return transcript_of(self.messages)
 
     def lines(self) -> list[Line]:
-        """One a message. What is not learned from is dim, and where the policy wrote it, says so."""
+        """Return a line for each message, dim where it is not learned from, and marked so where the policy wrote it."""
         lines = list(self._lines())
         if len(lines) <= MOST:
             return lines
@@ -56,7 +56,7 @@ class Conversation:
 
 
 def conversation_of(table: Mapping[str, Sequence[Any]], row: int) -> Conversation:
-    """The episode in a row of a table of samples, with the tokens that were learned from."""
+    """Return the episode in a row of a table of samples, with its turns in the loss."""
     turn, learned = table["tokens/turn"][row], table["tokens/learned"][row]
     return Conversation(
         json.loads(table["messages"][row]), [bool(learned[turn == i].any()) for i in range(table["turns"][row])]

@@ -1,4 +1,4 @@
-"""When something that is counted in optimizer steps is due, where one looks at the start of each rollout only."""
+"""An every-N-steps trigger for code that runs once per rollout."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from lit_rl.errors import in_range
 
 
 class Due:
-    """Is due at step 0, and then at the first rollout that begins at or after each multiple of a number of steps.
+    """A trigger, due at step 0, then at the first rollout that begins at or after each multiple of `every` steps.
 
     Args:
-        key: What the error calls the number.
+        key: Name of the setting, for the error.
         every: Optimizer steps, 1 or more.
 
     Raises:
-        ConfigError: it is below 1.
+        ConfigError: `every` is below 1.
     """
 
     def __init__(self, key: str, every: int) -> None:
@@ -23,7 +23,8 @@ class Due:
         """The step at which the last rollout began; None before the first, where one step a rollout is assumed."""
 
     def at(self, step: int) -> bool:
-        """Whether it is due at the rollout that begins after ``step`` optimizer steps. To be asked once a rollout."""
+        """Tell whether it is due at the rollout that begins after ``step`` optimizer steps. To be called once a
+        rollout."""
         before = step - 1 if self.last is None else self.last
         self.last = step
         return step // self.every > before // self.every

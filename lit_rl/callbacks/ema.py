@@ -1,4 +1,4 @@
-"""Moving averages of the policy's weights: the exponential one, and the one without its lag."""
+"""Moving averages of the policy's weights: exponential, and bias-corrected."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from lit_rl.errors import in_range
 
 
 class EMAWeights(AveragedWeights):
-    """After every optimizer step ``average <- decay average + (1 - decay) weights``, in float32, of what the policy
+    """An exponential moving average of the trained weights, exported at the end of the training.
+
+    After every optimizer step ``average <- decay average + (1 - decay) weights``, in float32, over what the policy
     trains (adapters only, where there are adapters). It begins with the initial weights.
 
-    The run, its checkpoints' weights and its export in `hf/` are those without it; a checkpoint holds the average too.
+    The run, its checkpoints' weights and its export in `hf/` do not depend on it; a checkpoint holds the average too.
 
     Args:
         folder: Where the averaged policy is exported when the training ends; null exports nothing.
@@ -39,23 +41,23 @@ class EMAWeights(AveragedWeights):
 
 
 class BEMAWeights(AveragedWeights):
-    """The bias-corrected moving average of what the policy trains (2508.00180), which lags behind it less than an EMA.
+    """A bias-corrected moving average of the trained weights (2508.00180), with less lag than an EMA.
 
     With the weights theta_t after t optimizer steps, at every ``every``-th step after ``burn_in``::
 
         average   <- (1 - beta_t) average + beta_t theta_t      beta_t  = max((lag + multiplier t)^-ema_power, min_beta)
         corrected <- average + alpha_t (theta_t - theta_0)      alpha_t = (lag + multiplier t)^-bias_power
 
-    theta_0, and the average's first value, are the weights after ``burn_in`` steps. What is exported is ``corrected``
-    of the last update: before the first one, the initial weights. Three float32 copies of what is trained are kept.
+    theta_0, and the average's first value, are the weights after ``burn_in`` steps. ``corrected`` of the last update is
+    exported: before the first one, the initial weights. Three float32 copies of the trained weights are kept.
 
     Args:
         folder: Where the averaged policy is exported when the training ends; null exports nothing.
-        ema_power: How fast the weight beta of new weights falls; 0 makes the average the weights themselves.
-        bias_power: How fast the weight alpha of the correction falls; a large one is a plain average.
-        lag: Steps that the averaging pretends to have behind it at step 0, at least 1.
-        multiplier: How much a step counts against the lag, at least 0.
-        min_beta: What beta never falls below, in [0, 1].
+        ema_power: Exponent by which the weight beta of new weights falls; 0 makes the average the weights themselves.
+        bias_power: Exponent by which the weight alpha of the correction falls; a large one gives a plain average.
+        lag: Offset of the step count in both weights, in steps, at least 1.
+        multiplier: Factor of the step count beside the lag, at least 0.
+        min_beta: Lower bound of beta, in [0, 1].
         every: Optimizer steps between two updates, at least 1.
         burn_in: Optimizer steps before the averaging begins.
     """

@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face folder, while the run goes on."""
+"""Exports of the policy as a Hugging Face folder, while the run goes on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lit_rl.models.policy.sharding import full_state_dict
 
 
 class Export(L.Callback):
-    """Writes the policy of a step as the end of a run writes `hf/`: a folder that transformers and vLLM load, verified.
+    """Exports of the policy every N steps, as the end of a run writes `hf/`: for transformers and vLLM, verified.
 
     An export that cannot be written is warned of, and the run goes on (`unwritten`).
 
     Args:
-        folder: Where they go, one folder each: `step_00000100`.
+        folder: The folder of the exports, one subfolder each: `step_00000100`.
         every: Optimizer steps between two of them, at least 1. null writes none.
 
     Raises:
@@ -41,7 +41,7 @@ class Export(L.Callback):
         due = self.every is not None and stepped and self._step % self.every == 0
         if not due or trainer.fast_dev_run:  # pyright: ignore
             return
-        weights = full_state_dict(pl_module.policy)  # of all ranks
+        weights = full_state_dict(pl_module.policy)  # a collective
         if trainer.is_global_zero:
             name = f"step_{self._step:08d}"
             with self.unwritten.spared(f"an export of {name}"):
@@ -52,10 +52,10 @@ class Export(L.Callback):
 
 
 def unfinished_card(trainer: L.Trainer, pl_module: Any, what: str) -> dict[str, Any]:
-    """What a model card says before the run is over.
+    """Return the facts for a model card before the run is over.
 
     Args:
-        what: The end of its title, behind the model and the algorithm.
+        what: The end of its title, after the model and the algorithm.
     """
     base, algorithm = pl_module.model.name, type(pl_module).__name__.lower()
     title = f"{ModelName.of(base)} trained with {algorithm}{what}"
@@ -67,7 +67,7 @@ def unfinished_card(trainer: L.Trainer, pl_module: Any, what: str) -> dict[str, 
 
 
 def _named(data: Any) -> str:
-    """What the rows are called: their paths, or the task that made them; empty where they have no name."""
+    """Return the name of the rows: their paths, or the task that made them; empty where they have none."""
     task = getattr(data, "task", None)
     paths = [str(source.path) for source in getattr(data, "sources", ())]
     return ", ".join(paths) or (type(task).__name__.lower() if task is not None else "")

@@ -1,7 +1,7 @@
-"""Names of files in a run's folder, for who writes them and for who reads them without torch."""
+"""Names of files in a run's folder, for writers, and for readers without torch."""
 
 ALARMS = "alarms.jsonl"
-"""One line for each time that an alarm rang."""
+"""The file with a line for each ring of an alarm."""
 
 PROFILE = "profile"
-"""The folder of `callbacks.Profile` in a run's folder."""
+"""The folder of `callbacks.Profile`, in a run's folder."""

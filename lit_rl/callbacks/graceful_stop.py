@@ -1,9 +1,8 @@
-"""Ctrl-C, SIGTERM, a terminal that is gone, Slurm's word: save and stop, within seconds. A second signal ends the
-process at once.
+"""Graceful stop: on Ctrl-C, SIGTERM, SIGHUP or Slurm's signal, save and stop within seconds.
 
-An optimizer step that has begun is finished. A rollout, its rewards and a validation are given up: nothing was learned
-from them, and the run that goes on makes them anew (`lit_rl.interruption`). A signal to one rank reaches the others by
-`SignalWatch`.
+A second signal ends the process at once. An optimizer step that has begun is finished. A rollout, its rewards and a
+validation are abandoned: nothing was learned from them, and the resumed run makes them anew (`lit_rl.interruption`). A
+signal to one rank reaches the others by `SignalWatch`.
 
 An error ends the run too: see `algorithms.loop.save_on_error`.
 """
@@ -33,30 +32,35 @@ from lit_rl.callbacks.timed_checkpoint import save_step
 
 
 def _say(text: str) -> None:
-    """From a handler, which may have come in the middle of a write: a second write to the same stream is refused from
-    the same thread, and waits from another. Of `_thread`, whose start needs no lock that the main thread might hold."""
+    """Print from a signal handler, in a thread of its own.
+
+    The handler may have interrupted a write: a second write to the same stream is refused in the same thread, and waits
+    in another. `_thread` starts one without a lock that the main thread might hold.
+    """
     _thread.start_new_thread(rank_zero_info, (text,))
 
 
 class GracefulStop(SaveOnError):
-    """Replaces Lightning's handler, which broadcasts inside the signal handler: with one rank generating and another
-    waiting, that hangs. Here the handler sets a flag, on which all ranks agree between two optimizer steps; where it
-    comes in work that may be given up, it ends that work, on which they agree behind it.
+    """A stop at the next optimizer step, on which all ranks agree, in place of Lightning's signal handler.
+
+    Lightning broadcasts inside the handler: with one rank generating and another waiting, that hangs. Here the handler
+    sets a flag, on which all ranks agree between two optimizer steps. Where a signal comes in work that may be
+    abandoned, the handler ends that work, and the ranks agree after it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.signum: int | None = None
-        """The signal that came; None while none has."""
+        """The received signal; None before any."""
         self._before: dict[int, Any] = {}
         self.gave_up = False
-        """Whether it came in work that was given up."""
+        """Whether the signal came in work that was abandoned."""
         self.saved: Path | None = None
         """The checkpoint of the step that the run stopped at; None while there is none."""
         self._watch: SignalWatch | None = None
         self._twice: tuple[int | None, ...] = (signal.SIGHUP,)
-        """Signals that one cause may send twice: a shell that ends and the kernel; Slurm and torchrun, which passes it
-        on."""
+        """Signals that one cause may send twice: an ending shell and the kernel; Slurm and torchrun, which forwards
+        it."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -76,14 +80,14 @@ class GracefulStop(SaveOnError):
             return interruption.ask()
         if self.signum is not None:
             self._restore(leaves=number)
-            signal.raise_signal(number)  # for whoever was there before us
+            signal.raise_signal(number)  # for the previous handler
             return
         self.signum = number
         if number == signal.SIGHUP:
             let_go_of_the_terminal()
         self._watch.begin()
         what = "stopping and saving" if folder_of(trainer) else "stopping; nothing is saved, as checkpoints are off"
-        with contextlib.suppress(RuntimeError):  # no thread is to be had: it stops without a word
+        with contextlib.suppress(RuntimeError):  # no thread can be started: it stops silently
             _say(f"{signal.Signals(number).name}: {what}. Once more to stop at once.")
         interruption.ask()
 
@@ -93,7 +97,7 @@ class GracefulStop(SaveOnError):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if trainer.fit_loop._should_accumulate():
             return
-        # Where a validation is due it is begun, and ends before its first batch: the next start makes it then.
+        # A validation that is due is begun, and ends before its first batch: the next start makes it.
         if self._is_to_end(trainer) and not validates_next(trainer):
             folder = folder_of(trainer)
             if folder is not None:
@@ -104,7 +108,7 @@ class GracefulStop(SaveOnError):
             self._requeue(trainer)
 
     def _is_to_end(self, trainer: L.Trainer) -> bool:
-        """Whether a signal ends the run, the same on every rank: `signum` is that signal then."""
+        """Tell whether a signal ends the run, the same on every rank, and set `signum` to it. A collective."""
         if trainer.world_size > 1:
             mine = torch.tensor(float(self.signum or 0), device=trainer.strategy.root_device)
             self.signum = int(trainer.strategy.reduce(mine, reduce_op="max")) or None  # pyright: ignore
@@ -120,12 +124,12 @@ class GracefulStop(SaveOnError):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
-        # Every rank has as many batches, so all of them ask. Half a validation is none: the next start makes it anew.
+        # Every rank has as many batches, so all get here. Half a validation is dropped: the next start makes it anew.
         if self._place is not None and self._is_to_end(trainer):
             self._give_up(trainer)
 
     def _give_up(self, trainer: L.Trainer) -> NoReturn:
-        """End the run in the middle of a rollout or a validation, as it was before. Every rank comes here."""
+        """End the run in the middle of a rollout or a validation, in the state before it. Every rank gets here."""
         self._is_to_end(trainer)
         self.gave_up, in_validation = True, trainer.validating
         self.saved = self._save_place(trainer, in_validation=in_validation, anew=in_validation)
@@ -133,7 +137,7 @@ class GracefulStop(SaveOnError):
         trainer.training = True
         call._call_callback_hooks(trainer, "on_train_end")
         call._call_lightning_module_hook(trainer, "on_train_end")
-        raise _TunerExitException  # the one way out of a loop that Lightning takes for a good end
+        raise _TunerExitException  # the only exception that Lightning takes for a regular end of a loop
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
@@ -168,11 +172,11 @@ class GracefulStop(SaveOnError):
             said = signum == self.signum and signum in self._twice  # and the run is about to end
             signal.signal(signum, signal.SIG_IGN if said else handler)
         self._before = {}
-        self._watch = None  # with its store: the next job of a sweep is to find nothing of this one
+        self._watch = None  # with its store: the next job of a sweep must find nothing of this one
 
 
 def signals_of(trainer: L.Trainer) -> list[int]:
-    """Those that end a run, which is saved. `nohup` has the end of a terminal ignored: then it is none."""
+    """Return the signals that save and end a run. SIGHUP is none of them where it is ignored, as under `nohup`."""
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     asked = requeue_signal(trainer)
     return [signal.SIGINT, signal.SIGTERM, *hangup, *([] if asked is None else [asked])]

@@ -11,14 +11,14 @@ from lit_rl.callbacks.due import Due
 
 
 class Histograms(L.Callback):
-    """Writes `histograms/reward`, `histograms/advantage` and `histograms/length` of this rank's rollouts.
+    """Histograms `histograms/reward`, `histograms/advantage` and `histograms/length` of this rank's rollouts.
 
     Args:
         every: Optimizer steps between two of them: they are written at step 0, and for the first rollout that begins
             at or after each multiple of it.
 
     Raises:
-        ConfigError: it is below 1.
+        ConfigError: `every` is below 1.
     """
 
     def __init__(self, every: int = 10) -> None:

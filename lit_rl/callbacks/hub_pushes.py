@@ -1,4 +1,4 @@
-"""Sending to the Hugging Face hub beside a training: one push at a time, in a thread that no exit waits for."""
+"""Uploads to the Hugging Face hub during a training: one push at a time, in a thread that no exit waits for."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lit_rl.long_waits import counted
 
 
 class HubPushes:
-    """The pushes of one callback, of which no two overlap.
+    """The pushes of one callback, one at a time.
 
-    `HfApi.run_as_future` is not used: Python waits at its exit, without a bound, for the pool that this fills, and the
-    hub's client waits for an answer without a bound.
+    `HfApi.run_as_future` is not used: at its exit Python waits for that pool without a timeout, and the hub's client
+    waits for an answer without one.
 
     Args:
-        what: That is done, as a warning and a bar call it: "sending samples to user/name".
-        unwritten: What notes failures, in the thread of the training.
+        what: The activity, for a warning and a progress bar: "sending samples to user/name".
+        unwritten: Recorder of failures, called in the thread of the training.
     """
 
     def __init__(self, what: str, unwritten: Unwritten) -> None:
@@ -29,11 +29,11 @@ class HubPushes:
         self._then: Callable[[bool], None] = lambda done: None
 
     def start(self, push: Callable[[], object], then: Callable[[bool], None]) -> None:
-        """Begin a push; none may be going on.
+        """Begin a push; none may be in progress.
 
         Args:
-            push: Runs in a thread of its own, and reads only what nobody else writes.
-            then: Called by `busy` or `wait` when it is over, with whether it was done.
+            push: Function for a thread of its own; it reads only what nobody else writes.
+            then: Callback that `busy` or `wait` calls when the push is over, with whether it succeeded.
         """
         assert self._thread is None
 
@@ -48,7 +48,7 @@ class HubPushes:
         self._thread.start()
 
     def busy(self) -> bool:
-        """Whether a push is going on. One that has ended is taken note of."""
+        """Tell whether a push is in progress, and record one that has ended."""
         if self._thread is None:
             return False
         if self._thread.is_alive():
@@ -60,10 +60,10 @@ class HubPushes:
         return False
 
     def wait(self, until: float) -> bool:
-        """Wait for the push that is going on, under a bar; returns whether it is over.
+        """Wait for the push in progress, under a progress bar; return whether it is over.
 
         Args:
-            until: The end of the wait, of the clock `time.monotonic`.
+            until: The end of the wait, by the clock `time.monotonic`.
         """
         seconds = max(0.0, until - time.monotonic())
         if self._thread is not None:

@@ -1,4 +1,4 @@
-"""The files of `samples/` in a data set of the Hugging Face hub, while the run goes on and at its end."""
+"""Uploads of `samples/` to a data set of the Hugging Face hub, during the run and at its end."""
 
 from __future__ import annotations
 
@@ -33,31 +33,33 @@ configs:
 
 What language models wrote while lit_rl trained them: a folder for each run, with the files of its `samples/`.
 """
-"""README.md of a data set that has none."""
+"""The README.md for a data set that has none."""
 
 Files = dict[str, tuple[int, int]]
-"""Size and time of each file, by its name."""
+"""Size and modification time of files by name."""
 
 
 class HubSamples(L.Callback):
-    """Sends the parquet files of `samples/` in the Trainer's `default_root_dir` to a data set of the Hugging Face hub,
-    into a folder `<parent>_<name>` of the run's: every few minutes, and when a training or a validation ends.
+    """Uploads of the parquet files of `samples/` in the Trainer's `default_root_dir` to the Hugging Face hub.
 
-    Rank 0 copies what is new and sends the copy beside the training, one push at a time. It removes what is no longer
-    there, such as files that were joined; files of others stay. The end of a training or a validation waits for its
-    last push, `wait` seconds at most; a run that a signal ends waits for none, and its next part sends what is missing.
-    A hub that cannot be reached is found out within seconds, and not waited for.
-    A push that fails is warned of, and the run goes on (`unwritten`); the next one sends what it did not. Where waits
-    that ended with nothing sent have cost more than 30 seconds, no more is sent. The hub's client takes `HF_TOKEN`.
+    They go to a data set, into a folder `<parent>_<name>` named after the run's: every few minutes, and when a training
+    or a validation ends.
+
+    Rank 0 copies new files and uploads the copy during the training, one push at a time. It removes files that no
+    longer exist, such as those that were joined; files of others stay. The end of a training or a validation waits for
+    its last push, `wait` seconds at most; a run that a signal ends waits for none, and the resumed run uploads what is
+    missing. An unreachable hub is noticed within seconds, and not waited for. A push that fails is warned of, and the
+    run goes on (`unwritten`); the next one uploads the rest. Once waits without an upload have cost more than 30
+    seconds, nothing more is sent. The hub's client takes `HF_TOKEN`.
 
     Args:
-        repo: The data set, `user/name`; it is made where it is not there. null sends nothing.
-        private: Whether a data set that is made new is private.
-        minutes: Between two pushes while the run trains, above 0; they are looked for after each optimizer step.
+        repo: The data set, `user/name`, created if missing. null sends nothing.
+        private: Whether a newly created data set is private.
+        minutes: Minutes between two pushes while the run trains, above 0; checked after each optimizer step.
         wait: Seconds that the end of a training or a validation waits for its last push, above 0.
 
     Raises:
-        ConfigError: `minutes` or `wait` is not above 0, or the hub has no such names as `repo`.
+        ConfigError: `minutes` or `wait` is not above 0, or `repo` is no valid name on the hub.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class HubSamples(L.Callback):
         self.unwritten = Unwritten("HubSamples")
         self._pushes = HubPushes(f"sending samples to {repo}", self.unwritten)
         self._sent: Files | None = None
-        """What the hub has; None where that is not known: before the first push, and after one that failed."""
+        """Files on the hub; None where that is not known: before the first push, and after one that failed."""
         self._last = time.monotonic()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -95,7 +97,7 @@ class HubSamples(L.Callback):
         return wanted and not self.unwritten.left_out
 
     def _push_the_last(self, trainer: L.Trainer) -> None:
-        """Send what is new behind the push that is going on, and wait for both."""
+        """Send new files after the push in progress, and wait for both."""
         until = time.monotonic() + self.wait
         if self._pushes.wait(until):
             self._push(trainer)
@@ -105,7 +107,7 @@ class HubSamples(L.Callback):
         self.unwritten.note(self._pushes.what, late, self.wait)
 
     def _push(self, trainer: L.Trainer) -> None:
-        """Copy what is new, and begin to send it; none may be going on."""
+        """Copy new files, and begin to send them; no push may be in progress."""
         self._last = time.monotonic()
         with self.unwritten.spared(self._pushes.what):
             run_dir = Path(trainer.default_root_dir).resolve()
@@ -119,14 +121,14 @@ class HubSamples(L.Callback):
             push = partial(self._send, copy, folder, f"lit_rl, {folder}, step {trainer.global_step}", there, self._sent)
 
             def over(done: bool) -> None:
-                self._sent = there if done else None  # what a commit that fails left there is asked for again
+                self._sent = there if done else None  # after a failed commit the hub is asked again for its files
 
             self._pushes.start(push, over)
 
     def _send(
         self, copy: tempfile.TemporaryDirectory[str], folder: str, message: str, there: Files, sent: Files | None
     ) -> None:
-        """In a thread of its own: one commit with the files of the copy, which is removed."""
+        """Commit the files of the copy, then remove it. Runs in a thread of its own."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
         assert self.repo is not None
@@ -147,7 +149,7 @@ class HubSamples(L.Callback):
 
 
 def _files(run_dir: Path) -> Files:
-    """The files of samples that a run has written up to now."""
+    """Return the sample files that a run has written up to now."""
     files = [path for pattern in SAMPLE_FILES for path in (run_dir / "samples").glob(pattern)]
     return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
@@ -171,6 +173,6 @@ def _check_name(repo: str) -> None:
 
 
 def _of_the_run(held: Sequence[str], run: str) -> list[str]:
-    """The names of the files of samples in the folder of a run."""
+    """Return the names of the sample files in the folder of a run."""
     names = [path.removeprefix(f"{run}/") for path in held if path.startswith(f"{run}/")]
     return [name for name in names if any(fnmatch(name, pattern) for pattern in SAMPLE_FILES)]

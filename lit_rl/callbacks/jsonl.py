@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line a rollout and one a validation, appended, never rewritten."""
+"""A logger to metrics.jsonl: one line for each rollout and validation, appended, never rewritten."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lit_rl.errors import ConfigError
 
 
 class JsonlLogger(Logger):
-    """Writes every metric that is logged as JSON lines `{"step": ..., name: value, ...}`.
+    """A logger of metrics as JSON lines `{"step": ..., name: value, ...}`.
 
-    Lines that cannot be written wait in memory for the next call; the file never ends within one.
+    Lines that cannot be written wait in memory for the next call; the file never ends within a line.
 
     Args:
-        path: The file. It is appended to, so a resumed run goes on in it. None, for `lit-rl fit` alone: `metrics.jsonl`
-            in the folder of the Trainer's first logger.
+        path: The file to append to, which a resumed run continues. None, for `lit-rl fit` only: `metrics.jsonl` in the
+            folder of the Trainer's first logger.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -47,11 +47,11 @@ class JsonlLogger(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Append what waits.
+        """Append the waiting lines.
 
         Raises:
-            OSError: the file cannot be written. It is as it was.
-            ConfigError: nobody has said which file.
+            OSError: the file cannot be written. It is unchanged.
+            ConfigError: there is no path.
         """
         if not self._waiting:
             return
@@ -69,11 +69,11 @@ class JsonlLogger(Logger):
         self._waiting.clear()
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Nothing: config.yaml holds them."""
+        """Do nothing: config.yaml holds them."""
 
 
 def _plain(value: Any) -> float | int | None:
-    """A number as JSON has it; NaN and infinity, which it has not, as null."""
+    """Return a number for JSON, with null for NaN and infinity."""
     number = float(value)
     if not math.isfinite(number):
         return None

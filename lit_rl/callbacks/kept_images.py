@@ -1,4 +1,4 @@
-"""Images and frames of rows in the files that a run writes: columns of a parquet file, and names in JSON Lines.
+"""Images and frames of rows in a run's output files: columns of a parquet file, and names in JSON Lines.
 
 An image that is a file stays where it is, and its absolute path is written. One that was held as bytes is written once.
 """
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     import pyarrow
 
 FOLDER = "images"
-"""Beside a file of JSON Lines: the images that its rows held as bytes."""
+"""The folder beside a file of JSON Lines for images that its rows held as bytes."""
 
 
 # ---------------------------------------------------------------------- parquet
 
 
 def arrow_images(values: Sequence[Any]) -> pyarrow.Array | None:
-    """A column of images as `datasets.Image` has it: a struct of bytes and path, or lists of them. None: no images.
+    """Return a column of images as in `datasets.Image`: structs of bytes and path, or lists of them. None: no images.
 
     An image that is a file has its absolute path and no bytes. A video is the list of its frames.
     """
@@ -57,7 +57,7 @@ def _stored(ref: Visual) -> Any:
 
 
 def image_features(table: pyarrow.Table, names: Sequence[str]) -> pyarrow.Table:
-    """The table with a note by which `datasets.load_dataset("parquet", ...)` gives the named columns back as images."""
+    """Return the table with metadata by which `datasets.load_dataset("parquet", ...)` reads the columns as images."""
     import pyarrow
 
     def feature(kind: pyarrow.DataType) -> Any:
@@ -71,21 +71,21 @@ def image_features(table: pyarrow.Table, names: Sequence[str]) -> pyarrow.Table:
 
 
 class KeptImages:
-    """Gives images the names by which rows of JSON Lines in a folder have them, and writes those that are no files.
+    """A writer of the images of rows in a file of JSON Lines, which refers to them by path.
 
     Args:
-        folder: Of the file of JSON Lines; images are written to `images/` in it, each once, named by what it holds.
+        folder: The folder of the file; images that are no files go to `images/` in it, each once, named by content.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def named(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row with paths in place of images, as a data module reads them again. Nothing is written."""
+        """Return the row with paths in place of images, as a data module reads them again. Nothing is written."""
         return {name: _named(value) for name, value in row.items()}
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Write the images of a row that are no files, where they are not there yet.
+        """Write the images of a row that are no files, unless they exist.
 
         Raises:
             StorageError: one could not be written.
@@ -106,7 +106,7 @@ def _named(value: Any) -> Any:
 
 
 def _write(path: Path, data: bytes) -> None:
-    if path.exists():  # named by what it holds
+    if path.exists():  # named by content
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

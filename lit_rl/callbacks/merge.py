@@ -1,4 +1,4 @@
-"""The trained weights merged with those that the run began with, exported when the training ends."""
+"""An export of the trained weights merged with the initial ones, when the training ends."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from lit_rl.errors import ConfigError, in_range
 
 
 class MergedWeights(AveragedWeights):
-    """Exports ``start + share (trained - start)`` of every weight that the policy trains (WiSE-FT, 2109.01903): in
-    float32, a point on the line between the initial policy and the trained one.
+    """An export of ``start + share (trained - start)`` of every trained weight (WiSE-FT, 2109.01903).
 
-    It holds a float32 copy of the initial weights, and so do checkpoints. The run and its export in `hf/` are those
-    without it.
+    It is a point on the line between the initial policy and the trained one, computed in float32. The callback holds a
+    float32 copy of the initial weights, and so do checkpoints. The run and its export in `hf/` do not depend on it.
 
     Args:
         folder: Where the merged policy is exported when the training ends; null exports nothing.
-        share: 1 is the trained policy, 0 the initial one; above 1 goes on beyond the trained one. In [0, 2].
+        share: 1 is the trained policy, 0 the initial one; above 1 extrapolates beyond the trained one. In [0, 2].
     """
 
     choice: ClassVar[str] = "merge"
@@ -47,7 +46,7 @@ class MergedWeights(AveragedWeights):
             )
 
     def move(self, kept: Mapping[str, Tensor], weight: Tensor, step: int) -> None:
-        """The start stays where it is."""
+        """Do nothing: the initial weights are kept as they are."""
 
     def exported(self, pl_module: Any) -> dict[str, Tensor]:
         now = {name: weight.detach().float() for name, weight in self._weights(pl_module).items()}

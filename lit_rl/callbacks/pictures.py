@@ -1,4 +1,4 @@
-"""Images of rows for people: their names where there is text alone, small pictures where there is more."""
+"""Images of rows for people: names for text outputs, thumbnails elsewhere."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pictures:
-    """What a row shows: images, then videos, as their first frames. Nothing is opened before it is asked for."""
+    """The images of a row, then its videos as their first frames. Files are opened at first use."""
 
     refs: tuple[Visual, ...]
 
     @classmethod
     def of(cls, table: Mapping[str, Sequence[Any]], row: int) -> Pictures:
-        """Those in a row of a table of samples."""
+        """Return the pictures in a row of a table of samples."""
         return cls(shown_in(table, row))
 
     def __str__(self) -> str:
-        """A line each: the file, or where the bytes came from and how their digest begins."""
+        """Return a line for each: the file, or the origin of the bytes and the start of their digest."""
         return "\n".join(ref.name if ref.path is not None else f"{ref.name} {ref.digest[:8]}" for ref in self.refs)
 
     def strip(self) -> Image | None:
-        """Thumbnails side by side on white, mode RGB; None where there are none.
+        """Return thumbnails side by side on white, mode RGB; None where there are none.
 
         Raises:
             DataError: an image cannot be read.

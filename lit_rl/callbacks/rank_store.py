@@ -1,4 +1,4 @@
-"""A key-value store of one callback's own, over the one by which the ranks have found each other."""
+"""A key-value store for one callback, on top of the process group's rendezvous store."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 
 def own_store(name: str, rank: int) -> Any | None:
-    """The same store on every rank that asks for it as often; None where there is no process group.
+    """Return a store that is the same on all ranks, by the count of calls; None without a process group.
 
-    It has a connection of its own: the training may wait on the one that it found the others by. The connection lasts
-    as long as somebody holds the store.
+    It has a connection of its own: the training may block on that of the rendezvous store. The connection lasts as long
+    as the store is referenced.
 
     Args:
-        name: Whose it is.
-        rank: Ours.
+        name: Name of the callback.
+        rank: This rank.
     """
     distributed: Any = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     store = distributed.distributed_c10d._get_default_store().clone()
-    # Counted in the store: in the second job of a sweep rank 0 has counted one already, and others have not.
+    # Counted in the store: in the second job of a sweep rank 0 has already counted one call, and others have not.
     turn = store.add(f"lit_rl/{name}/turns/{rank}", 1)
     return distributed.PrefixStore(f"lit_rl/{name}/{turn}", store)

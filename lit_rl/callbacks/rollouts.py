@@ -20,43 +20,43 @@ from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions
 
 STEP_FILES = f"step_{'[0-9]' * 8}.pt"
-"""Names of the files that `Rollouts` writes, and removes; another file beside them is the user's."""
+"""Pattern of the files that `Rollouts` writes and removes; other files beside them are the user's."""
 
 
 @dataclass(frozen=True)
 class SavedRollout:
-    """A scored rollout of one rank, with everything that an objective is computed of but the policy. On the CPU."""
+    """A scored rollout of one rank, on the CPU, with all inputs of an objective but the policy."""
 
     step: int
-    """Optimizer steps that the policy had taken when it drew the completions."""
+    """Optimizer steps of the policy that sampled the completions."""
     number: int
-    """Of the rollout since the start of the run."""
+    """Number of the rollout since the start of the run."""
     rows: list[int]
     """Index of each prompt in its data set."""
     completions: Completions
     scores: Scores
-    """Each function's own values, their weights and weighted sum, and spans; what rewards logged is in `samples/`."""
+    """Values of each reward function, weights, weighted sums, and spans; logged extras are in `samples/`."""
     micro_batches: int
-    """Into how many the run cut one pass over the rollout."""
+    """Micro-batches of one pass over the rollout in the run."""
     split_groups: int
-    """Slices that a group was cut into."""
+    """Slices of each group."""
     world_size: int
-    """Ranks of the run; the rows are those of rank 0."""
+    """World size of the run; the rows are those of rank 0."""
     old_logprobs: Tensor | None = None
-    """Float32 `(b, t)`: the policy that drew them, as training scores them. None where the run had no use for it."""
+    """Float32 `(b, t)`: the sampling policy, as training scores it. None where the run did not compute it."""
     ref_logprobs: Tensor | None = None
     """Float32 `(b, t)`: the reference. None where the run's loss had no KL."""
     greedy_rewards: Tensor | None = None
-    """Float32 `(b,)`: reward of the greedy completion of each row's prompt. None where the run had no use for it."""
+    """Float32 `(b,)`: reward of the greedy completion of each row's prompt. None where the run did not compute it."""
     data: str | None = None
-    """Fingerprint of the data whose rows show images, from which pixels are made again. None: no completion sees any,
-    or the prompts came from elsewhere than a `RolloutDataModule`."""
+    """Fingerprint of the data whose images pixels are made from again. None: no completion sees any, or the prompts did
+    not come from a `RolloutDataModule`."""
 
     @classmethod
     def of(cls, module: Any) -> SavedRollout:
-        """The last rollout of an `OnPolicyModule`, as it was scored."""
+        """Return the last rollout of an `OnPolicyModule`, as it was scored."""
         scored, rollout, plan = module.scored, module.rollout, module.plan
-        # Where a replay buffer stepped in, the log-probs are of other rows than were scored.
+        # With a replay buffer the log-probs may be of other rows than those that were scored.
         known = rollout if rollout.completions.response_ids is scored.completions.response_ids else None
         return cls(
             step=scored.completions.version,
@@ -75,7 +75,7 @@ class SavedRollout:
 
     @classmethod
     def read(cls, path: Path) -> SavedRollout:
-        """The file that `write` wrote.
+        """Read a file that `write` wrote.
 
         Raises:
             StorageError: the file is damaged, or is something else.
@@ -91,7 +91,7 @@ class SavedRollout:
             ) from error
 
     def write(self, path: Path) -> None:
-        """Tensors, numbers and strings only. Beside the target first, then renamed: it is there whole or not at all."""
+        """Write tensors, numbers and strings only, beside the target first: the file exists whole or not at all."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # One name for all rollouts, so that a killed run leaves no more than one of them.
@@ -105,12 +105,12 @@ class SavedRollout:
 
 
 class Rollouts(L.Callback):
-    """Writes every rollout of rank 0 to `rollouts/` in the Trainer's `default_root_dir`, and removes the older ones.
+    """Files of the newest rollouts of rank 0, in `rollouts/` of the Trainer's `default_root_dir`.
 
-    No run needs them to go on: one that cannot be written is warned of, and the training goes on (`unwritten`).
+    No resume needs them: one that cannot be written is warned of, and the training goes on (`unwritten`).
 
     Args:
-        keep: Rollouts that stay on the disk, the newest ones; 1 or more.
+        keep: Rollouts kept on the disk, the newest ones; 1 or more.
     """
 
     def __init__(self, keep: int = 1) -> None:
@@ -130,7 +130,7 @@ class Rollouts(L.Callback):
             there = saved_rollouts(folder)
             up_to_now = [path for path in there if path.name <= target.name]
             for path in there:
-                if path not in up_to_now[-self.keep :]:  # those of a later step are another run's
+                if path not in up_to_now[-self.keep :]:  # those of a later step are of another run
                     path.unlink(missing_ok=True)
 
 
@@ -140,5 +140,5 @@ def _fingerprint_of(trainer: L.Trainer) -> str | None:
 
 
 def saved_rollouts(folder: Path) -> list[Path]:
-    """The files of a folder that hold rollouts, oldest first."""
+    """Return the rollout files of a folder, oldest first."""
     return sorted(folder.glob(STEP_FILES))

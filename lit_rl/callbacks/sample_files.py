@@ -1,4 +1,5 @@
-"""The files of `samples/`: one a rollout or a validation at first, and a hundred of them in one later on."""
+"""The files of `samples/`: one for each rollout or validation at first, and a hundred of them joined in one later
+on."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 JOINED = 100
-"""Files that are made one, once there is a newer one of their kind."""
+"""Number of files that are joined, once there is a newer one of their kind."""
 
 _STEP = "[0-9]" * 8
 SAMPLE_FILES = (
@@ -29,39 +30,39 @@ SAMPLE_FILES = (
     f"val_{_STEP}_t*.parquet",
     f"val_{_STEP}-{_STEP}_t*.parquet",
 )
-"""Names that a run gives to them; another file beside them is the user's."""
+"""Patterns of the names that a run gives to sample files; other files beside them are the user's."""
 
 _TABLES = b"lit_rl.tables"
-"""Of a joined file's metadata: the name of each row group as a file of its own, and the columns that this lacked."""
+"""Metadata key of a joined file: each row group's name as a file of its own, and the columns that this lacked."""
 
 _HUGGINGFACE = b"huggingface"
 
 
 @dataclass(frozen=True)
 class SampleTable:
-    """The completions of one rollout, validation or replay, in a file of its own or in a joined one."""
+    """The completions of one rollout, validation or replay, in a file of their own or in a joined one."""
 
     name: str
-    """As a file of its own is called, without the ending: `step_00000042`, `tokens_00000040`, `val_00000010_t0`."""
+    """The stem of its own file: `step_00000042`, `tokens_00000040`, `val_00000010_t0`."""
     path: Path
     """The file."""
     place: int | None = None
-    """The row group of a joined file."""
+    """The row group in a joined file; None in a file of its own."""
     lacks: frozenset[str] = frozenset()
-    """Columns of a joined file that are those of other tables."""
+    """Columns of a joined file that only other tables have."""
 
     def columns(self) -> list[str]:
-        """Names.
+        """Return the names of the columns.
 
         Raises:
-            OSError, pyarrow.ArrowException: the file cannot be read, or is none of parquet.
+            OSError, pyarrow.ArrowException: the file cannot be read, or is not parquet.
         """
         import pyarrow.parquet
 
         return [name for name in pyarrow.parquet.read_schema(self.path).names if name not in self.lacks]
 
     def read(self, columns: Sequence[str] | None = None) -> pyarrow.Table:
-        """All columns, or those that are named.
+        """Read all columns, or those that are named.
 
         Raises:
             OSError, pyarrow.ArrowException: likewise.
@@ -75,7 +76,7 @@ class SampleTable:
 
 
 def tables_in(folder: Path) -> list[SampleTable]:
-    """All that a folder holds, by name. What is in two files, because a run was killed between them, is there once."""
+    """Return the tables of a folder, by name; one that is in two files, as a run was killed while joining, once."""
     found: dict[str, SampleTable] = {}
     for path in sorted(folder.glob("*.parquet"), key=lambda path: "-" not in path.stem):  # joined ones first
         if path.is_file():
@@ -91,7 +92,7 @@ def _tables_of(path: Path) -> Iterator[SampleTable]:
     try:
         noted = pyarrow.parquet.read_schema(path).metadata[_TABLES] if kind is not None and kind.joined else None
     except (OSError, pyarrow.ArrowException, KeyError, TypeError):
-        noted = None  # damaged, or the user's: whoever reads it is told
+        noted = None  # damaged, or the user's: reading it raises
     if noted is None:
         yield SampleTable(path.stem, path)
         return
@@ -100,10 +101,10 @@ def _tables_of(path: Path) -> Iterator[SampleTable]:
 
 
 class _Kind(NamedTuple):
-    """What the name of a file says."""
+    """The parts of a sample file's name."""
 
     series: tuple[str, str]
-    """Rollouts, their tokens, or the validations of one set and decoding."""
+    """The series: rollouts, their tokens, or the validations of one set and decoding."""
     first: int
     last: int
     joined: bool
@@ -118,7 +119,7 @@ class _Kind(NamedTuple):
 
 
 def _ours(folder: Path) -> Iterator[tuple[Path, _Kind]]:
-    """The files that a run wrote, in the order of their steps."""
+    """Yield the files that a run wrote, in the order of their steps."""
     for path in sorted(path for pattern in SAMPLE_FILES for path in folder.glob(pattern)):
         kind = _Kind.of(path.stem)
         if kind is not None and path.is_file():
@@ -129,8 +130,7 @@ def _ours(folder: Path) -> Iterator[tuple[Path, _Kind]]:
 
 
 def write_table(table: dict[str, list[Any]], path: Path) -> None:
-    """Write a table of samples so that its file is there whole or not at all; then join the older ones of its kind,
-    where there are more than `JOINED` of them.
+    """Write a table of samples, whole or not at all; then join the older ones of its kind beyond `JOINED`.
 
     Raises:
         OSError, pyarrow.ArrowException: it cannot be written.
@@ -144,7 +144,7 @@ def write_table(table: dict[str, list[Any]], path: Path) -> None:
 
 
 def write_parquet(table: dict[str, list[Any]], path: Path) -> None:
-    """Write a table of samples. Equal bytes of images are in the file once."""
+    """Write a table of samples. Equal bytes of images are stored once."""
     import pyarrow
 
     images = {key: found for key, values in table.items() if (found := arrow_images(values)) is not None}
@@ -163,28 +163,28 @@ def _store(table: pyarrow.Table, images: Sequence[str], path: Path) -> None:
 
 
 def _options(images: Sequence[str]) -> dict[str, Any]:
-    """By default a dictionary of values ends at 1 MiB, and what follows is written out row by row."""
+    """Return writer options: by default a dictionary of values ends at 1 MiB, and later values are written in full."""
     return {"dictionary_pagesize_limit": 1 << 30} if images else {}
 
 
 def _storable(values: list[Any], *, lists: bool = False) -> list[Any]:
-    """A column of one type: numbers as they are, everything else as text (messages as JSON), or as `lists`."""
+    """Return a column of one type: numbers as they are, everything else as text (messages as JSON), or as `lists`."""
     import pyarrow
 
     try:
         kind = pyarrow.array(values).type
     except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError):
-        kind = None  # mixed kinds, a number of more than 64 bits, half a surrogate pair
+        kind = None  # mixed types, a number of more than 64 bits, half a surrogate pair
     if kind is None or (pyarrow.types.is_nested(kind) and not lists):
         return [json.dumps(value, default=str) for value in values]
     return values
 
 
-# ---------------------------------------------------------------------- joining, and taking apart again
+# ---------------------------------------------------------------------- joining and splitting
 
 
 def _join(paths: Sequence[Path]) -> None:
-    """Write the tables of some files as row groups of one, which has all their columns, and remove them."""
+    """Write the tables of some files as row groups of one file with all their columns, and remove the files."""
     import pyarrow
     import pyarrow.parquet
 
@@ -225,7 +225,7 @@ def _images_of(schema: pyarrow.Schema) -> list[str]:
 
 
 def _one_kind(kinds: Sequence[pyarrow.DataType]) -> pyarrow.DataType:
-    """A type that holds them all: of whole numbers and others the others; text where nothing else does."""
+    """Return a type that holds all values: floats for integers and floats; text where nothing else fits."""
     import pyarrow
 
     try:
@@ -236,7 +236,7 @@ def _one_kind(kinds: Sequence[pyarrow.DataType]) -> pyarrow.DataType:
 
 
 def _as(whole: pyarrow.Schema, table: pyarrow.Table) -> pyarrow.Table:
-    """The table with the columns of a joined file; what becomes text and was none is JSON."""
+    """Return the table with the columns of a joined file; other values that become text are JSON."""
     import pyarrow
 
     columns = []
@@ -255,8 +255,9 @@ def _as(whole: pyarrow.Schema, table: pyarrow.Table) -> pyarrow.Table:
 
 
 def cut_back(folder: Path, noted: Collection[str]) -> None:
-    """Leave the tables that were there when a checkpoint noted these names of files. What was joined since then is
-    taken apart again, so that a resumed run joins the files that one joins that was never stopped.
+    """Restore the tables that existed when a checkpoint noted these file names.
+
+    Files that were joined since are split again, so that a resumed run joins the same files as an uninterrupted one.
 
     Raises:
         StorageError: a joined file is damaged, or cannot be written.
@@ -278,7 +279,7 @@ def cut_back(folder: Path, noted: Collection[str]) -> None:
 
 
 def _take_apart(path: Path, last: int) -> None:
-    """Write the tables of a joined file up to a step as files of their own, and remove it.
+    """Split a joined file into files of its tables up to a step, and remove it.
 
     Raises:
         StorageError: it is damaged, or cannot be written.

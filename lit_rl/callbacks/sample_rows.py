@@ -1,4 +1,4 @@
-"""The tables of all ranks as one, which rank 0 has."""
+"""The tables of all ranks, joined on rank 0."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ Table = dict[str, list[Any]]
 
 
 def of_all_ranks(trainer: L.Trainer, mine: Any, unwritten: Unwritten) -> list[Any]:
-    """What every rank with rows of its own gives, in the order of ranks; on other ranks than 0 an empty list. All
-    ranks call it.
+    """Gather a value of every rank with rows of its own on rank 0, in the order of ranks; elsewhere an empty list.
 
-    None stands for what could not be sent, such as a value of a reward's that cannot be pickled.
+    A collective. None stands for a value that could not be sent, such as a reward's extra that cannot be pickled.
     """
     if trainer.world_size == 1:
         return [mine]
@@ -38,9 +37,9 @@ def _received(part: bytes, unwritten: Unwritten) -> Any:
 
 
 def stacked(tables: Sequence[Mapping[str, list[Any]] | None]) -> Table:
-    """The rows of every rank, in the order of ranks; `rank` is a column behind `step`, unless the data has one.
+    """Join the rows of every rank, in the order of ranks, with a column `rank` after `step` unless the data has one.
 
-    A column that a rank has not, such as what its rewards did not log, is None there.
+    A column that a rank lacks, such as an extra that its rewards did not log, is None there.
     """
     there = [(rank, table) for rank, table in enumerate(tables) if table]
     names = dict.fromkeys(name for _, table in there for name in table)
@@ -53,11 +52,12 @@ def stacked(tables: Sequence[Mapping[str, list[Any]] | None]) -> Table:
 
 
 def of_a_set(parts: Sequence[tuple[Table, Sequence[int | None]] | None]) -> Table:
-    """The validation of one data set, each of its rows once and in its order: where it does not divide over the ranks,
-    some of them complete a row that another has.
+    """Join the validation of one data set over the ranks, each of its rows once and in its order.
+
+    Where the set does not divide over the ranks, some of them complete a row that another has.
 
     Args:
-        parts: Of every rank its table, and of each row of that the row of the data set; None where nobody knows.
+        parts: For every rank its table, with the data set's row of each table row; None where that is unknown.
     """
     whole = stacked([part and part[0] for part in parts])
     found = [(row, rank) for rank, part in enumerate(parts) if part for row in part[1]]

@@ -1,4 +1,4 @@
-"""What the policy writes, for people: a table on the console, parquet files, tables in loggers."""
+"""Samples of the policy's completions for people: a table on the console, parquet files, tables in loggers."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from lit_rl.callbacks.unwritten import Unwritten
 from lit_rl.errors import in_range
 
 _IN_LOGGERS = 50
-"""Optimizer steps between two tables in loggers, where nothing else is said."""
+"""Optimizer steps between two tables in loggers, by default."""
 
 
 class Samples(L.Callback):
-    """Writes rollouts and validations to `samples/` in the Trainer's `default_root_dir`, gives loggers whole tables of
-    them at times, and shows a few rows on the console.
+    """Samples of rollouts and validations: files in `samples/`, tables in loggers, and a few rows on the console.
 
-    The rows of all ranks are in. A file is one rollout, or one validation of a set, and is there as soon as that was
-    scored; once there are more than a hundred of a kind, the oldest hundred become one file, a row group each.
+    The files go to `samples/` in the Trainer's `default_root_dir`, with the rows of all ranks. A file is one rollout,
+    or one validation of a set, and is written as soon as that is scored; once there are more than a hundred of a kind,
+    the oldest hundred become one file, a row group each.
 
-    Images are shown small, on the console by their names. In the files they are columns of `datasets.Image`.
+    Images are shown as thumbnails, on the console by their names. In the files they are columns of `datasets.Image`.
     A file or a table that cannot be written is warned of, and the run goes on (`unwritten`).
 
     Args:
-        print: Rows shown on the console at a time, and of which TensorBoard has the images; 0 shows none.
+        print: Rows shown on the console at a time, whose images TensorBoard gets; 0 shows none.
         unique: Show at most one completion of a prompt.
         every: Optimizer steps between two tables on the console and in loggers: there is one for step 0, and for the
-            first rollout that begins at or after each multiple of it. None is 50 in loggers, and the last rollout; on
-            the console the first, the first of the second half, and the last. Loggers get all rows, and every
-            validation; the parquet files are written for every rollout.
+            first rollout that begins at or after each multiple of it. None means 50 and the last rollout in loggers;
+            on the console the first rollout, the first of the second half, and the last. Loggers get all rows, and
+            every validation; the parquet files are written for every rollout.
     """
 
     def __init__(self, print: int = 4, unique: bool = True, every: int | None = None) -> None:
@@ -46,12 +46,12 @@ class Samples(L.Callback):
         self.print, self.unique, self.every = print, unique, every
         self._due = Due("callbacks.samples.every", _IN_LOGGERS if every is None else every)
         self._unshown: tuple[int, Table] | None = None
-        """The newest rollout, with its step, where the end is to show it."""
+        """The newest rollout with its step, if it is to be shown at the end."""
         self._untracked: tuple[int, Table] | None = None
-        """Likewise for loggers."""
+        """The same for loggers."""
         self._evaluated: dict[int, Table] = {}
         self._rows: dict[int, list[int | None]] = {}
-        """Of each row of these tables the row of its data set."""
+        """The data set's row for each row of these tables."""
         self.unwritten = Unwritten("Samples")
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,12 +100,12 @@ class Samples(L.Callback):
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if not outputs:
-            return  # a loss was measured, nothing was written
+            return  # a loss was measured, nothing was generated
         kept = self._evaluated.setdefault(dataloader_idx, {})
         before, size = len(kept.get("prompt", ())), len(outputs["prompt"])
         rows = getattr(batch, "rows", None) or [None] * size
         self._rows.setdefault(dataloader_idx, []).extend(row for row in rows for _ in range(size // len(rows)))
-        for name in dict.fromkeys([*kept, *outputs]):  # what an episode shows is a column of the batches that show any
+        for name in dict.fromkeys([*kept, *outputs]):  # a batch may lack columns of images that episodes show
             kept.setdefault(name, [None] * before).extend(outputs.get(name, [None] * size))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:

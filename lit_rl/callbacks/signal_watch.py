@@ -1,4 +1,4 @@
-"""A thread that tells the main thread of a signal again, or of one that has come to another rank."""
+"""A thread that repeats a signal to the main thread, and forwards one that another rank received."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from lit_rl import interruption
 from lit_rl.callbacks.rank_store import own_store
 
 EVERY = 0.5
-"""Seconds between two looks: so long does a signal take to the other ranks."""
+"""Seconds between two polls, after which a signal reaches the other ranks."""
 
 AGAIN = 2.0
-"""Seconds after which work that is still not given up is told again: it may have caught what it was told."""
+"""Seconds after which a signal is sent again to work that still runs: it may have caught the exception."""
 
 _WORD = "signal"
-"""Of the signal's number in the store."""
+"""Key of the signal's number in the store."""
 
 _AT_ONCE = "at once"
-"""Of the number of a second signal there, with which a rank leaves at once."""
+"""Key of the number of a second signal, with which a rank exits at once."""
 
 
 class SignalWatch:
-    """Sends this process the signal that it has to know of; its handler asks `was_sent_here` which ones these are.
+    """A thread that sends this process the signals it has to know of; the handler recognises them by `was_sent_here`.
 
-    Any rank may be the one that a signal comes to, and while they decode or score they meet in no collective. So the
-    number of the signal goes through the key-value store by which the ranks have found each other, and so does that of
-    a second one. Only this thread uses the store: a handler must not wait for it.
+    Any rank may receive a signal, and while the ranks decode or score they meet in no collective. So the number of the
+    signal goes through the rendezvous store of the process group, and so does that of a second one. Only this thread
+    uses the store: a handler must not wait for it.
 
     Args:
-        came: The signal that this process knows of; None while it knows of none.
-        ranks: How many there are.
-        rank: Ours.
+        came: Getter of the signal that this process has received; None before any.
+        ranks: World size.
+        rank: This rank.
     """
 
     def __init__(self, came: Callable[[], int | None], ranks: int, rank: int = 0) -> None:
@@ -49,25 +49,27 @@ class SignalWatch:
             self.begin()
 
     def begin(self) -> None:
-        """Where there is one rank, once a signal has come. Of `_thread`, whose start needs no lock that the main thread
-        might hold while its handler runs."""
+        """Start the thread; with one rank, once a signal was received.
+
+        `_thread` starts it without a lock that the main thread might hold while its handler runs.
+        """
         if not self._began:
             self._began = True
             _thread.start_new_thread(self._run, ())
 
     def end(self, leaves: int | None = None) -> None:
-        """Send nothing any more.
+        """Stop the thread; it sends nothing any more.
 
         Args:
-            leaves: The second signal, with which this rank leaves at once. The others are told, and leave too.
+            leaves: The second signal, with which this rank exits at once. It is forwarded, and the others exit too.
         """
         self._leaves, self._over = leaves, True
-        until = time.monotonic() + 4 * EVERY  # a look at the store may take a moment
+        until = time.monotonic() + 4 * EVERY  # a poll of the store may take a moment
         while self._began and not self._ended and time.monotonic() < until:
-            time.sleep(EVERY / 50)  # no lock: a handler may come in between, and wait here itself
+            time.sleep(EVERY / 50)  # no lock: a handler may run in between, and wait here itself
 
     def was_sent_here(self) -> bool:
-        """Whether the signal that the handler runs for is one that this thread has sent."""
+        """Tell whether the handler runs for a signal that this thread has sent."""
         sent, self._sent = self._sent, 0
         return sent > 0
 
@@ -81,18 +83,18 @@ class SignalWatch:
                     asked_at, number = time.monotonic(), self._heard()
                     self._send(number)
                     continue
-                if not known:  # the handler has run, for what was sent or for the user's own of the same moment
+                if not known:  # the handler has run, for the signal sent here or for the user's own at the same moment
                     known, self._sent = True, 0
                 self._tell(number)
                 if (last := self._asked(_AT_ONCE)) is not None:
-                    if self._rank == 0:  # whose process holds the store: the others look first
+                    if self._rank == 0:  # it holds the store: the others poll first
                         time.sleep(1.5 * EVERY)
                     return self._send(last, mine=False)
                 if interruption.is_working() and time.monotonic() - asked_at > AGAIN:
                     asked_at = time.monotonic()
                     self._send(number)
             self._tell_that_it_leaves()
-        except Exception:  # the rank that holds the store is gone: the others end of that
+        except Exception:  # the rank that holds the store is gone: that ends the others
             pass
         finally:
             self._ended = True
@@ -115,10 +117,10 @@ class SignalWatch:
     def _tell_that_it_leaves(self) -> None:
         if self._store is not None and self._leaves is not None:
             self._store.set(_AT_ONCE, str(self._leaves))
-            time.sleep(1.5 * EVERY)  # until the others have looked: the store may be this process's
+            time.sleep(1.5 * EVERY)  # until the others have polled: the store may be in this process
 
     def _send(self, number: int | None, *, mine: bool = True) -> None:
-        """To the handler; what is not `mine` is to it a signal from outside."""
+        """Send a signal to the main thread; with `mine` false its handler takes it for one from outside."""
         if number is not None and not self._over:
             self._sent = number if mine else 0
             main = threading.main_thread().ident

@@ -1,8 +1,8 @@
-"""Jobs that Slurm takes back before their time is over: they go into the queue again, and go on from where they were.
+"""Slurm's requeue: jobs whose time is almost over go into the queue again, and resume.
 
 `#SBATCH --signal=USR1@90 --requeue` sends the signal 90 seconds before the end.
 
-Of the standard library until a Trainer is there: the signal may come before torch and Lightning are loaded.
+Standard library only until there is a Trainer: the signal may come before torch and Lightning are loaded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lit_rl.errors import SIGNALLED
 
 
 def requeue_signal(trainer: Any) -> int | None:
-    """The signal that asks for it; None outside of Slurm, and where the user wants none (`auto_requeue=False`).
+    """Return the signal that requests a requeue; None outside of Slurm, and with `auto_requeue=False`.
 
-    Slurm's own variable decides, so that it counts too where torchrun has started the processes of a job.
+    Slurm's own environment variable decides, as torchrun may have started the processes of a job.
     """
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
@@ -30,7 +30,7 @@ def requeue_signal(trainer: Any) -> int | None:
 
 
 def requeue() -> None:
-    """Put this job into the queue again, by rank 0 once everything is saved. Slurm then ends it."""
+    """Put this job into the queue again; called by rank 0 once everything is saved. Slurm then ends it."""
     from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
     done, said = _asked()
@@ -38,10 +38,10 @@ def requeue() -> None:
 
 
 def requeue_until_it_trains() -> None:
-    """Have the signal put this job into the queue again, and end this process with the signal's exit code, until the
-    training has a handler of its own. Without it the process would be killed, and the job with it.
+    """Install a handler that requeues this job and ends this process with the signal's exit code.
 
-    Does nothing outside of Slurm, and where the signal has a handler or is ignored.
+    It serves until the training installs its own; without it the process would be killed, and the job with it. Does
+    nothing outside of Slurm, and where the signal has a handler or is ignored.
     """
     if "SLURM_JOB_ID" not in os.environ or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
         return
@@ -49,14 +49,13 @@ def requeue_until_it_trains() -> None:
 
 
 def leave_it_to_others() -> None:
-    """Take that handler away where a run has no `GracefulStop`, and where the user wants no requeue. Lightning installs
-    its own only where there is none."""
+    """Remove that handler, for a run without `GracefulStop` or requeue. Lightning installs its own only without it."""
     if isinstance(signal.getsignal(signal.SIGUSR1), _Leave):
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 class _Leave:
-    """The handler. Of a process that this one forks it is none."""
+    """The handler that requeues the job and exits. It does nothing in a forked process."""
 
     def __init__(self, process: int) -> None:
         self.process = process
@@ -72,14 +71,14 @@ class _Leave:
 
 
 def _is_first() -> bool:
-    """Whether this is rank 0. torchrun counts apart from the tasks of Slurm that it runs in."""
+    """Tell whether this is rank 0. torchrun numbers its processes apart from the Slurm task that it runs in."""
     if "RANK" in os.environ:
         return os.environ["RANK"] == "0"
     return all(os.environ.get(name, "0") == "0" for name in ("SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
 
 
 def _asked() -> tuple[bool, str]:
-    """Whether Slurm has taken the job back into its queue, and a line on it."""
+    """Requeue the job; return whether Slurm did so, and a line about it."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
     try:
@@ -90,5 +89,5 @@ def _asked() -> tuple[bool, str]:
 
 
 def is_requeued() -> bool:
-    """Whether Slurm has started this job before."""
+    """Tell whether Slurm has started this job before."""
     return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"

@@ -1,4 +1,4 @@
-"""An output that takes no more while a run writes to it, such as a terminal that is gone, does not end the run."""
+"""Outputs that fail while a run writes to them, such as a lost terminal, without ending the run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 
 class Terminal:
-    """A stream that a run tells what it does. What cannot be written there is lost: a terminal is gone, and the signal
-    that says so is on its way; the reader of a pipe has left; a disk is full.
+    """A stream that drops text it cannot write.
+
+    The terminal may be lost, with SIGHUP on its way; the reader of a pipe may have left; a disk may be full.
 
     Args:
         stream: `sys.stdout` or `sys.stderr`.
@@ -33,10 +34,10 @@ class Terminal:
 
 
 def let_go_of_the_terminal() -> None:
-    """Write nowhere from now on: to write to a terminal that is gone would end the process before it has saved."""
+    """Redirect output to /dev/null: writing to a lost terminal would end the process before it has saved."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
-        mode = os.fstat(descriptor).st_mode  # `isatty` says no of a terminal that is gone; a pipe's reader goes with it
+        mode = os.fstat(descriptor).st_mode  # `isatty` is false for a lost terminal; a pipe's reader is lost with it
         if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
             os.dup2(nowhere, descriptor)
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""Model output is not to be trusted: what is shown has no control characters and no markup of its own."""
+"""Text for people. Model output is not to be trusted: it is shown without control characters and markup of its own."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ LONGEST = 200
 
 
 def printable(value: Any, longest: int = LONGEST) -> str:
-    """Text of a prompt, a completion or a number; control characters as escapes, cut in the middle if too long."""
+    """Return the text of a prompt, a completion or a number, control characters escaped, cut in the middle if too
+    long."""
     if isinstance(value, float):
         return f"{value:.3f}"
     if isinstance(value, list):
         value = "\n".join(f"{message.get('role')}: {said(message.get('content'))}" for message in value)
     text = str(value)
-    if len(text) > 2 * longest:  # escapes only lengthen: what is left out below is not looked at
+    if len(text) > 2 * longest:  # escapes only lengthen: the part left out below need not be escaped
         text = text[:longest] + text[-longest:]
     text = visible(text)
     if len(text) > longest:
@@ -34,16 +35,16 @@ def printable(value: Any, longest: int = LONGEST) -> str:
 
 
 def said(content: Any) -> Any:
-    """What a message says; where it shows an image, that it does."""
+    """Return the text of a message's content, with a placeholder for each image."""
     if not isinstance(content, list):
         return content
     return "".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
 
 
 def visible(text: str) -> str:
-    """The text with its control characters as escapes, line ends left as they are."""
+    """Return the text with its control characters escaped, except line ends."""
     if all(line.isprintable() for line in text.split("\n")):
-        return text  # most are, and long ones take a hundred times as long character by character
+        return text  # most are, and the loop below is a hundred times slower
     return "".join(
         char if char == "\n" or unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode()
         for char in text
@@ -51,23 +52,23 @@ def visible(text: str) -> str:
 
 
 def one_line(name: str) -> str:
-    """A name of the user's, of a reward, a metric or a validation set, with line ends as escapes too."""
+    """Return a user's name for a reward, a metric or a validation set, with line ends escaped too."""
     return visible(name).replace("\n", "\\n")
 
 
 def in_file_name(name: str) -> str:
-    """The same as a part of a file's name."""
+    """Return `one_line` of a name as part of a file name."""
     return one_line(name).replace("/", "_")
 
 
 def _mean_reward(rows: Sequence[dict[str, Any]]) -> float:
-    """Over the rows that were scored; NaN marks the others."""
+    """Return the mean reward of the scored rows; NaN marks the others."""
     scored = [row["reward"] for row in rows if not math.isnan(row["reward"])]
     return sum(scored) / len(scored) if scored else math.nan
 
 
 def console_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """One line a row, green above and red below the mean reward of the rows shown; conversations by their authors."""
+    """Print a table, rows green above and red below their mean reward; conversations coloured by author."""
     middle = _mean_reward(rows)
     table = Table(title=title, title_justify="left", show_lines=len(rows) < 3)
     for name in rows[0]:
@@ -87,12 +88,12 @@ def _cell(value: Any, style: str) -> Text:
 
 
 def _indented(words: str) -> str:
-    """So that no line of a message looks like the next author's."""
+    """Indent the lines of a message, so that none looks like the next author's."""
     return printable(words).replace("\n", "\n  ")
 
 
 def plan_table(rows: Sequence[tuple[str, str]]) -> None:
-    """The batch arithmetic of a run."""
+    """Print the batch arithmetic of a run."""
     table = Table(title="Batches", title_justify="left", show_header=False)
     for name, value in rows:
         table.add_row(name, value)
@@ -100,24 +101,26 @@ def plan_table(rows: Sequence[tuple[str, str]]) -> None:
 
 
 _MARKUP = re.compile(r"[\\`*_\[\]|]")
-"""What means something within a line of Markdown, besides HTML."""
+"""Characters with a meaning within a line of Markdown, besides HTML."""
 
 
 def as_markdown(text: str) -> str:
-    """The text as one line of Markdown that shows it as it is: no markup, no HTML, and no end of a table's cell."""
+    """Return the text as one line of Markdown that shows it literally, without markup, HTML or the end of a cell."""
     return _MARKUP.sub(r"\\\g<0>", html.escape(one_line(text), quote=False))
 
 
 def in_code_marks(text: str) -> str:
-    """The text as one line of code in Markdown, in which nothing is rendered, and which reads well as a file too."""
-    line = one_line(text).replace("`", "'") or " "  # two marks without anything between them would begin a code
+    """Return the text as one line of Markdown code, in which nothing is rendered."""
+    line = one_line(text).replace("`", "'") or " "  # two backticks with nothing between them would open a code span
     return f"`{line}`"
 
 
 def markdown_table(rows: Sequence[dict[str, Any]], longest: int = LONGEST) -> str:
-    """The rows as a Markdown table, its heads escaped, and every cell in code marks so that nothing in it is rendered.
+    """Return the rows as a Markdown table with escaped heads, and cells as code, so that nothing in them is rendered.
 
-    `longest`: characters of a cell, which is cut in the middle if it has more.
+    Args:
+        rows: By column name.
+        longest: Characters of a cell, which is cut in the middle if it has more.
     """
 
     def line(cells: Iterable[str]) -> str:
@@ -131,7 +134,7 @@ def markdown_table(rows: Sequence[dict[str, Any]], longest: int = LONGEST) -> st
 
 
 def html_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as an HTML table for a notebook, cells escaped; a row's colour is its `reward` against the mean."""
+    """Return the rows as an HTML table with escaped cells, coloured by `reward` against the mean, for a notebook."""
     middle = _mean_reward(rows)
     head = "".join(f"<th>{html.escape(one_line(name))}</th>" for name in rows[0])
     body = []

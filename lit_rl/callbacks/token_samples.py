@@ -1,4 +1,4 @@
-"""What the loss saw of each token, of a few completions of some rollouts: what `lit-rl report` colours tokens by."""
+"""Token samples: the loss's inputs for each token of a few completions, by which `lit-rl report` colours tokens."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ from lit_rl.rollout import Rollout, select, trim_rollout
 
 
 class TokenSamples(L.Callback):
-    """Writes `samples/tokens_<step>.parquet` in the Trainer's `default_root_dir` for some rollouts, once each was
-    learned from: of some completions of each rank, for every token, its advantage, whether it is in the loss, and the
-    log-probs of sampler, old policy and reference, with the policy's log-prob, entropy and value at the last update.
+    """Files with the loss's inputs for each token of a few completions, `samples/tokens_<step>.parquet`.
 
-    Nothing is computed for it. A number that the loss has no use for is not there (a reference without KL, an entropy
-    without `log_entropy`), nor are the policy's own of a completion that the last update did not compute.
+    They are written in the Trainer's `default_root_dir` for some rollouts, once each was learned from. Some completions
+    of each rank have for every token its advantage, whether it is in the loss, and the log-probs of sampler, old policy
+    and reference, with the policy's log-prob, entropy and value at the last update.
+
+    Nothing is computed for it. A number that the loss does not use is missing (a reference without KL, an entropy
+    without `log_entropy`), and so are the policy's own for a completion that the last update did not compute.
 
     The completions are those of the prompts of the last micro-batch, in the rollout's order. A file that cannot be
     written is warned of, and the run goes on (`unwritten`).
 
     Args:
-        completions: Of each rank, at most; 1 or more.
+        completions: Completions of each rank, at most; 1 or more.
         every: Optimizer steps between two files: there is one for step 0, and for the first rollout that begins at or
             after each multiple of it.
 
@@ -58,7 +60,7 @@ class TokenSamples(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         plan, seen = getattr(pl_module, "plan", None), getattr(pl_module, "seen", None)
-        # At the last slot everything is at hand also where the run was resumed in the middle of a rollout.
+        # At the last slot everything is available, also in a run that was resumed in the middle of a rollout.
         if seen is None or plan is None or batch.slot != plan.slots - 1 or trainer.fast_dev_run:  # pyright: ignore
             return
         step = trainer.global_step - plan.minibatches * plan.iterations
@@ -84,21 +86,23 @@ def token_table(
     tokenizer: Any,
     noted: Mapping[str, Sequence[Any]] | None = None,
 ) -> Table:
-    """Columns: step, prompt as the policy read it, completion, reward, `rewards/*`, advantage, length, ended,
-    `tokens/*`, and the data's own.
+    """Return the table of tokens of one rank.
+
+    Columns: step, prompt as the policy read it, completion, reward, `rewards/*`, advantage, length, ended, `tokens/*`,
+    and the data's own.
 
     Args:
         step: Optimizer steps taken when the rollout began.
-        rollout: Of this rank.
-        seen: The micro-batch that was learned from last.
-        most: Completions at most, all of the prompts of that micro-batch.
-        tokenizer: Of the policy.
-        noted: Rewards of each function and columns of the data, an entry a row of the rollout.
+        rollout: The rollout of this rank.
+        seen: The last micro-batch that was learned from.
+        most: Most completions, all of the prompts of that micro-batch.
+        tokenizer: The policy's tokenizer.
+        noted: Rewards of each function and columns of the data, an entry for each row of the rollout.
     """
     group_id = rollout.completions.group_id
     learned = seen.rows.to(group_id.device)
     rows = _rows_of_prompts(group_id, learned)[:most]
-    blind = replace(rollout, completions=replace(rollout.completions, vision=None))  # pixels are not looked at
+    blind = replace(rollout, completions=replace(rollout.completions, vision=None))  # pixels are not needed
     chosen = trim_rollout(select(blind, rows))
     if chosen.advantages is None:
         chosen = replace(chosen, advantages=chosen.verdicts)
@@ -126,12 +130,12 @@ def token_table(
 
 
 def _rows_of_prompts(group_id: Tensor, rows: Tensor) -> Tensor:
-    """All completions of the prompts that these rows answer."""
+    """Return the rows of all completions of the prompts that these rows answer."""
     return torch.isin(group_id, group_id[rows]).nonzero().flatten()
 
 
 def _of_rows(values: Tensor, seen: Tensor, rows: Tensor, width: int) -> Tensor:
-    """`(rows, width)` float32: the values of the `seen` rows, 0 for the others."""
+    """Return `(rows, width)` float32: the values of the `seen` rows, 0 for the others."""
     found = values.new_zeros((len(rows), width), dtype=torch.float32)
     for place, row in enumerate(rows.tolist()):
         at = (seen == row).nonzero().flatten()

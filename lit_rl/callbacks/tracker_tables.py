@@ -1,4 +1,4 @@
-"""The completions of a rollout or a validation in the loggers of a run: every row and column, under one key.
+"""Tables of samples in the loggers of a run: every row and column of a rollout or a validation, under one key.
 
 Cells are whole, except in TensorBoard, which shows a table as one text.
 """
@@ -25,7 +25,7 @@ from lit_rl.videos import visuals_in
 Row = dict[str, Any]
 
 TENSORBOARD_CELL = 4000
-"""Characters of a cell there. Beyond it the middle is left out: tests of a row of code have megabytes."""
+"""Most characters of a cell in TensorBoard. The middle of a longer one is left out: tests of code have megabytes."""
 
 
 def log_tables(
@@ -36,19 +36,19 @@ def log_tables(
     pictured: Sequence[Row],
     unwritten: Unwritten,
 ) -> None:
-    """Give every logger that takes one the table; one that fails keeps none from the others.
+    """Give the table to every logger that takes one; a failure of one does not affect the others.
 
     Args:
-        trainer: Of the run.
+        trainer: The Trainer.
         key: The table's name, in every logger: letters, digits, `_`, `-` and `.`.
-        table: Of samples, by column.
+        table: A table of samples, by column.
         step: Optimizer steps.
-        pictured: Rows of which TensorBoard shows the images beside the text.
-        unwritten: What notes failures.
+        pictured: Rows whose images TensorBoard shows beside the text.
+        unwritten: Recorder of failures.
     """
     if not table["prompt"]:
         return
-    rows = cache(partial(rows_of, table))  # made once, in each length that a logger asks for
+    rows = cache(partial(rows_of, table))  # computed once for each cell length
     for logger in trainer.loggers:
         with unwritten.spared(f"the table {key!r} for {type(logger).__name__}"):
             _log(logger, key, rows, step, pictured)
@@ -78,10 +78,10 @@ def _log(logger: Any, key: str, made: Callable[..., list[Row]], step: int, pictu
 
 
 def rows_of(table: Mapping[str, Sequence[Any]], longest: int = sys.maxsize) -> list[Row]:
-    """The rows of a table of samples. Numbers stay numbers, all else is text with its control characters as escapes.
+    """Return the rows of a table of samples. Numbers stay numbers, all else is text with escaped control characters.
 
-    A text of more than `longest` characters is cut in the middle. What a row shows is one column, `image`, behind the
-    prompt. The tokens of episodes are in `samples/` alone.
+    A text of more than `longest` characters is cut in the middle. Images of a row are one column, `image`, after the
+    prompt. The tokens of episodes are in `samples/` only.
     """
     pictures = [Pictures.of(table, i) for i in range(len(table["prompt"]))]
     columns: dict[str, list[Any]] = {}
@@ -120,10 +120,10 @@ def _plain(value: Any) -> Any:
 
 
 def _for_wandb(rows: Sequence[Row]) -> Iterator[list[Any]]:
-    """With thumbnails, one picture for all rows that show the same."""
+    """Yield rows with thumbnails, one picture for all rows that show the same."""
     import wandb  # pyright: ignore[reportMissingImports]
 
-    wandb.Table.MAX_ROWS = max(wandb.Table.MAX_ROWS, len(rows))  # beyond it rows are dropped
+    wandb.Table.MAX_ROWS = max(wandb.Table.MAX_ROWS, len(rows))  # rows beyond it are dropped
     drawn: dict[Pictures, Any] = {}
     for row in rows:
         for value in row.values():
@@ -134,7 +134,7 @@ def _for_wandb(rows: Sequence[Row]) -> Iterator[list[Any]]:
 
 
 def _to_tensorboard(experiment: Any, key: str, rows: Sequence[Row], step: int, pictured: Sequence[Row]) -> None:
-    """The table as text, and beside it the images of some rows: `samples/image_1` those of the first, and so on."""
+    """Log the table as text, and the images of some rows beside it as `samples/image_1`, and so on."""
     experiment.add_text(key, markdown_table(rows, sys.maxsize), global_step=step)
     for number, row in enumerate(pictured, 1):
         strip = row["image"].strip() if "image" in row else None
@@ -143,7 +143,7 @@ def _to_tensorboard(experiment: Any, key: str, rows: Sequence[Row], step: int, p
 
 
 def _to_csv(folder: Path, key: str, rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> None:
-    """Append to `key.csv`; where that has other columns, to `key_2.csv`, and so on: what is written stays as it is."""
+    """Append to `key.csv`; where that has other columns, to `key_2.csv`, and so on: written rows are unchanged."""
     number, path = 1, folder / f"{key}.csv"
     while path.exists() and _header(path) != list(columns):
         number += 1

@@ -1,4 +1,4 @@
-"""Trackio, which keeps runs in a database of this machine and shows them in a browser: metrics and tables."""
+"""A logger of metrics and tables to Trackio, a local database of runs with a dashboard in the browser."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning.pytorch.utilities import rank_zero_only
 
 
 class TrackioLogger(Logger):
-    """Writes metrics and samples to Trackio's database, `trackio/` in the cache of Hugging Face or in `TRACKIO_DIR`.
+    """A logger of metrics and samples to Trackio's database, `trackio/` in the Hugging Face cache or `TRACKIO_DIR`.
 
     `trackio show` opens the dashboard. Nothing leaves the machine unless a Space is named.
 
     Args:
-        project: Of the dashboard.
-        run: The run's name there; null takes one that Trackio makes up. One that is there already is gone on with.
-        space_id: A Space of the hub that gets what is logged, such as user/name; null keeps it here.
+        project: Project of the dashboard.
+        run: The run's name there; null takes a generated one. An existing run is continued.
+        space_id: A Space of the hub that receives the logs, such as user/name; null keeps them local.
 
     Raises:
         ModuleNotFoundError: Trackio is not installed.
@@ -27,7 +27,7 @@ class TrackioLogger(Logger):
 
     def __init__(self, project: str = "lit_rl", run: str | None = None, space_id: str | None = None) -> None:
         super().__init__()
-        import trackio  # pyright: ignore[reportMissingImports]  # noqa: F401  # missing is said at the start
+        import trackio  # pyright: ignore[reportMissingImports]  # noqa: F401  # if missing, fail at the start
 
         self.project, self.run, self.space_id = project, run, space_id
         self._experiment: Any = None
@@ -43,7 +43,7 @@ class TrackioLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Trackio's run, which begins with the first call."""
+        """The run of Trackio, started by the first access."""
         if self._experiment is None:
             import trackio  # pyright: ignore[reportMissingImports]
 
@@ -51,7 +51,7 @@ class TrackioLogger(Logger):
                 self.project, name=self.run, space_id=self.space_id, resume="allow", embed=False, auto_log_gpu=False,
                 auto_log_cpu=False,
             )  # fmt: skip
-            self.run = self._experiment.name  # whatever is logged after `end` goes on in it
+            self.run = self._experiment.name  # logs after `end` continue it
         return self._experiment
 
     @rank_zero_only
@@ -66,14 +66,14 @@ class TrackioLogger(Logger):
         self.experiment.log({key: trackio.Table(columns=list(columns), data=list(data))}, step=step)
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Nothing: config.yaml holds them."""
+        """Do nothing: config.yaml holds them."""
 
     def finalize(self, status: str) -> None:
-        """Nothing: a training ends several times for Lightning, with each validation around it."""
+        """Do nothing: Lightning calls it several times in a run, with each validation."""
 
     def end(self) -> None:
-        """Write what waits, and end Trackio's run; a later call begins it again. Without it Trackio does so at the end
-        of the process."""
+        """Write pending logs, and end Trackio's run; a later call resumes it. Else Trackio does so at the process's
+        end."""
         if self._experiment is not None:
             import trackio  # pyright: ignore[reportMissingImports]
 

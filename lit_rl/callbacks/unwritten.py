@@ -1,4 +1,4 @@
-"""Loggers and samples that fail end no run: it is said once when it begins, and once at the end."""
+"""Failures to write logs and samples, which end no run: they are reported at the first, and at the end."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 import lightning as L
 
 PATIENCE = 30.0
-"""Seconds of training that the failed calls of one logger may cost, before it is left out."""
+"""Seconds of training that the failed calls of one logger may cost before it is left out."""
 
 
 class Unwritten:
-    """What one writer could not write.
+    """The failures of one writer.
 
     Args:
-        name: As a warning calls the writer.
+        name: Name of the writer, for the warning.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.failures, self.seconds = 0, 0.0
         self.error = ""
-        """The newest one, in a line."""
+        """The newest error, in a line."""
 
     @contextmanager
     def spared(self, what: str) -> Iterator[None]:
-        """Go on after this where it raises; the first time there is a warning.
+        """Suppress and record an exception of the block, with a warning the first time.
 
         Args:
-            what: That is done, such as `log_metrics`.
+            what: The activity, such as `log_metrics`.
         """
         began = time.monotonic()
         try:
@@ -41,7 +41,7 @@ class Unwritten:
             self.note(what, error, time.monotonic() - began)
 
     def note(self, what: str, error: Exception, seconds: float = 0.0) -> None:
-        """One failure, which took so many seconds."""
+        """Record a failure and the seconds it took."""
         self.failures += 1
         self.seconds += seconds
         self.error = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -54,7 +54,7 @@ class Unwritten:
 
     @property
     def left_out(self) -> bool:
-        """Whether waiting for it to fail has cost so much that it is not asked any more."""
+        """Whether its failures have cost so much time that it is no longer called."""
         return self.seconds > PATIENCE
 
     def __str__(self) -> str:
@@ -63,10 +63,10 @@ class Unwritten:
 
 
 def let_loggers_fail(trainer: L.Trainer) -> L.Trainer:
-    """The same Trainer, whose loggers may raise in anything that they are asked: training goes on to the same bits.
+    """Return the same Trainer, whose loggers may raise in any call: training goes on to the same bits.
 
-    A call that fails is given up, and the next one is tried; a logger whose failed calls took more than `PATIENCE`
-    seconds together, such as one that waits for a network, is left out. Errors of its constructor are raised as ever.
+    A failed call is dropped, and the next one is tried; a logger whose failed calls took more than `PATIENCE` seconds
+    in sum, such as one that waits for a network, is left out. Errors of its constructor are still raised.
     """
     guarded: list[Any] = [
         logger if type(logger) is _Guarded else _Guarded(logger, Unwritten(type(logger).__name__))
@@ -77,14 +77,14 @@ def let_loggers_fail(trainer: L.Trainer) -> L.Trainer:
 
 
 def not_written(trainer: L.Trainer) -> list[Unwritten]:
-    """The loggers and callbacks of a Trainer that failed to write something."""
+    """Return the failures of the loggers and callbacks of a Trainer, where there are any."""
     writers: list[Any] = [*trainer.loggers, *trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
     found = [writer.unwritten for writer in writers if isinstance(getattr(writer, "unwritten", None), Unwritten)]
     return [unwritten for unwritten in found if unwritten.failures]
 
 
 class _Guarded:
-    """A logger, or what it logs to, of which neither a call nor an attribute raises. `isinstance` sees its class."""
+    """A wrapper of a logger or its experiment whose calls and attributes do not raise. `isinstance` sees its class."""
 
     __slots__ = ("_inner", "unwritten")
 
@@ -96,7 +96,7 @@ class _Guarded:
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         return type(self._inner)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # strategies that spawn processes send the Trainer to them
+    def __reduce__(self) -> tuple[Any, ...]:  # spawning strategies pickle the Trainer
         return _Guarded, (self._inner, self.unwritten)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -109,7 +109,7 @@ class _Guarded:
         try:
             found = getattr(inner, name)
         except AttributeError:
-            raise  # it has none, and `hasattr` is told so
+            raise  # it has none, and `hasattr` depends on it
         except Exception as error:
             self.unwritten.note(name, error)
             found = getattr(_Nothing(), name)
@@ -126,7 +126,7 @@ class _Guarded:
 
 
 class _Nothing:
-    """Stands for a logger that cannot be used: whatever is called does nothing."""
+    """A no-op stand-in for a logger that cannot be used."""
 
     name = version = save_dir = log_dir = root_dir = None
     experiment = property(lambda self: self)

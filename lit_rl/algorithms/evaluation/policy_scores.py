@@ -1,4 +1,4 @@
-"""What the policy and its reference say of the completions of a validation: entropy, and distance to the reference."""
+"""Scores of a validation's completions by policy and reference: entropy, and distance to the reference."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.rollout import Completions, Sampling
 
 MOST_ROWS = 16
-"""Completions of one forward pass, at most: validation batches are wider than micro-batches."""
+"""Most completions of one forward pass: validation batches are larger than micro-batches."""
 
 
 def check_policy_scores(name: str, rolls_out: bool, sampling: Sampling, strategy: Any) -> None:
-    """Refuse `eval.log_policy` where there is nothing that it could log, or where it was not built.
+    """Refuse `eval.log_policy` where it has nothing to log, or is not supported.
 
     Args:
-        name: Of the method.
+        name: Name of the method.
         rolls_out: Whether it learns from its own completions.
-        sampling: Of the training, under whose distribution the completions are scored.
-        strategy: The Trainer's; None without one.
+        sampling: Sampling of the training, under whose distribution the completions are scored.
+        strategy: The Trainer's strategy; None without one.
 
     Raises:
-        ConfigError: says what to set.
+        ConfigError: names what to set.
     """
     if not rolls_out:
         raise ConfigError(
@@ -48,7 +48,7 @@ def check_policy_scores(name: str, rolls_out: bool, sampling: Sampling, strategy
 
 
 def entropies(policy: Any, completions: Completions, sampling: Sampling, options: ForwardOptions) -> Tensor:
-    """`(b, t)`, in nats: of the policy's distribution at each sampled token."""
+    """Return `(b, t)`, in nats: the entropy of the policy's distribution at each sampled token."""
 
     def of_rows(part: Completions) -> Tensor:
         found = score(policy, part, sampling, entropy=True, options=options).entropy

@@ -16,17 +16,17 @@ import torch
 from lit_rl.algorithms.ranks import Ranks
 
 PHASES = ("generate", "reward", "score", "update")
-"""Of a rollout. `score`: log-probs of the policy before its update and of the reference, where they are needed, and
+"""Phases of a rollout. `score`: log-probs of the policy before its update and of the reference, where needed, and
 advantages."""
 
 
 class Peak(NamedTuple):
-    """Dense matrix products of a card, in TFLOP/s."""
+    """Peak TFLOP/s of a card's dense matrix products."""
 
     half: float
-    """Of bfloat16 and float16, summed in float32."""
+    """TFLOP/s in bfloat16 and float16, accumulated in float32."""
     single: float | None
-    """Of float32, without TF32; None where it was not looked up."""
+    """TFLOP/s in float32, without TF32; None where it was not looked up."""
 
 
 CARDS = {
@@ -41,21 +41,21 @@ CARDS = {
     "L4": Peak(121, 30.3),
     "A10": Peak(125, 31.2),
 }
-"""By a part of `torch.cuda.get_device_name`, longer names first. In half precision they are those of TRL 1.16's table,
-in float32 those of Lightning's (`lightning.fabric.utilities.throughput`), as far as the two have them; a test holds
-both. Lightning's own `get_available_flops` is not asked: it does not find an H200 or a B200 by its name, and takes an
-L40S for an L4."""
+"""Peaks by a part of `torch.cuda.get_device_name`, longer names first. In half precision they are those of TRL 1.16's
+table, in float32 those of Lightning's (`lightning.fabric.utilities.throughput`), where available; a test compares both.
+Lightning's own `get_available_flops` is not used: it does not find an H200 or a B200 by its name, and takes an L40S for
+an L4."""
 
 _OTHERS = frozenset({"MIG", "Laptop", "D"})
 """Words in the names of parts of a card, and of slower cards of the same name."""
 
 
 def peak_of(device: torch.device, *, half: bool) -> float | None:
-    """Return FLOP/s of a device at best; None of a CPU, and of a card that is not in the table.
+    """Return the peak FLOP/s of a device; None for a CPU, and for a card that is not in the table.
 
     Args:
-        device: Where the model computes.
-        half: Whether products are of bfloat16 or float16; else of float32, which TF32 makes half as fast as these.
+        device: The device of the model.
+        half: Whether products are in bfloat16 or float16; else in float32, which with TF32 is half as fast.
     """
     if device.type != "cuda":
         return None
@@ -69,26 +69,26 @@ def peak_of(device: torch.device, *, half: bool) -> float | None:
 
 
 class Work(NamedTuple):
-    """Work of a micro-batch, or a step, in this process."""
+    """The work of a micro-batch or a step in this process."""
 
     flops: float = 0.0
     """Operations of the update; 0 where the model's are not known."""
     learned: float = 0.0
-    """Tokens that are learned: of rollouts, all that the policy said in rows that are computed."""
+    """Learned tokens: of rollouts, all sampled tokens in computed rows."""
 
     def plus(self, other: Work) -> Work:
         return Work(self.flops + other.flops, self.learned + other.learned)
 
 
 class Speed:
-    """A count of what the devices did since the last line of the log."""
+    """A meter of the devices' work since the last line of the log."""
 
     def __init__(self) -> None:
         self._done = Work()
         self._since: float | None = None
 
     def begin(self) -> None:
-        """Begin the time that is shared out, with the first rollout or step of this process."""
+        """Start the clock of shares, with the first rollout or step of this process."""
         self._since = time.perf_counter() if self._since is None else self._since
 
     def restart(self) -> None:
@@ -112,12 +112,12 @@ class Speed:
         """Return the metrics since the last line, and begin anew. A collective.
 
         Args:
-            ranks: Whose work it is.
-            seconds: Of each phase, on rank 0.
-            sampled: Tokens that all ranks have drawn.
+            ranks: The ranks of the run.
+            seconds: Seconds of each phase, on rank 0.
+            sampled: Tokens sampled by all ranks.
             held: Bytes of each phase in this process.
-            devices: How many the run computes on.
-            peak: FLOP/s of each at best; None where that is not known.
+            devices: Number of devices of the run.
+            peak: Peak FLOP/s of each; None where not known.
         """
         now, shares = time.perf_counter(), ranks.objects((self._done, {phase: held.get(phase, 0) for phase in PHASES}))
         total, most = Work(), dict.fromkeys(PHASES, 0)
@@ -142,6 +142,6 @@ class Speed:
 
 
 def is_speed(name: str) -> bool:
-    """Return whether a metric is of time, speed or memory: another one in each run, also in one that is resumed."""
+    """Tell whether a metric is of time, speed or memory, which differ in each run, also in a resumed one."""
     told = ("tokens_per_second", "tflops_per_second", "mfu", "idle_share")
     return name.startswith(("time/", "memory/", "tokens_per_second")) or "env/seconds" in name or name in told

@@ -19,21 +19,22 @@ from lit_rl.rollout import Completions
 from lit_rl.transfers import to_host
 
 SUMMARIES = {function.__name__: function for function in (effective_share, explained_variance, variance)}
-"""What makes one number of the sums of a `Summed` metric."""
+"""Functions by name that make one number from the sums of a `Summed` metric."""
 
 
 class Averages:
-    """Sums of numerators over sums of denominators, extremes, and sums of other kinds; reduced over ranks at once."""
+    """Averages of metrics: ratios of sums, extremes, and other sums, reduced over all ranks at once."""
 
     def __init__(self) -> None:
         self._means: dict[str, Tensor] = {}
         self._extremes: dict[str, Tensor] = {}
-        """A lowest value is kept as its negative, under a name that begins with a minus sign."""
+        """Highest values by name; a lowest value is kept as its negative, under a name that begins with a minus
+        sign."""
         self._sums: dict[str, Tensor] = {}
-        """Under `<summary>:<name>`."""
+        """Sums by `<summary>:<name>`."""
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
-        """Of a part."""
+        """Add the metrics of a micro-batch or another part."""
         pairs = {name: metric for name, metric in metrics.items() if isinstance(metric, tuple)}
         for name, part in _in_float64(pairs).items():
             _add_to(self._means, name, part)
@@ -49,14 +50,14 @@ class Averages:
         self._extremes[name] = torch.maximum(self._extremes[name], value) if name in self._extremes else value
 
     def reduce(self, ranks: Ranks = Ranks()) -> dict[str, float]:  # noqa: B008 (frozen)
-        """Everything added on every rank since the last call, as numbers; NaN where of nothing. A collective."""
+        """Reduce everything added on every rank since the last call; NaN for empty averages. A collective."""
         of_summaries = (
             {name: value for name, value in self._sums.items() if name.startswith(f"{summary}:")}
             for summary in SUMMARIES
         )
         parts = [(self._means, "SUM"), (self._extremes, "MAX"), *((part, "SUM") for part in of_summaries)]
         tables = [_over_ranks(values, ranks, operation) for values, operation in parts]
-        there = to_host([table for _, table in tables])  # all of them at once
+        there = to_host([table for _, table in tables])  # in one transfer
         means, extremes, *others = (dict(zip(names, table.tolist())) for (names, _), table in zip(tables, there))
         sums = {name: total for part in others for name, total in part.items()}
         self._means, self._extremes, self._sums = {}, {}, {}
@@ -66,19 +67,19 @@ class Averages:
         return found | {name.partition(":")[2]: _summarised(name, total) for name, total in sums.items()}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         parts = {"means": self._means, "extremes": self._extremes, "sums": self._sums}
         there = iter(to_host([value for values in parts.values() for value in values.values()]))
         return {part: {name: next(there).clone() for name in values} for part, values in parts.items()}
 
     def load_state(self, saved: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
-        """The counterpart of `state`."""
+        """Restore what `state` returned."""
         parts = ({name: value.to(device) for name, value in saved[p].items()} for p in ("means", "extremes", "sums"))
         self._means, self._extremes, self._sums = parts
 
 
 def _in_float64(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Numerator and denominator of each as ``(2,)``: a few operations for all, as every micro-batch has dozens."""
+    """Return numerator and denominator of each as ``(2,)``, in a few operations for dozens of metrics."""
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, int]]] = {}
     for name, pair in pairs.items():
         for column, number in enumerate(pair):
@@ -99,7 +100,7 @@ def _summarised(name: str, total: Sequence[float]) -> float:
 
 
 def _over_ranks(values: Mapping[str, Tensor], ranks: Ranks, operation: str) -> tuple[list[str], Tensor]:
-    """Names, and the sums or highest values over ranks of tensors of one shape; a rank may lack some of them."""
+    """Return names, and sums or maxima over ranks of tensors of one shape; a rank may lack some of them."""
     shapes = ranks.objects({name: tuple(value.shape) for name, value in values.items()})
     known = {name: shape for theirs in shapes for name, shape in theirs.items()}
     if not known:
@@ -115,15 +116,15 @@ def _over_ranks(values: Mapping[str, Tensor], ranks: Ranks, operation: str) -> t
 def rollout_metrics(
     names: Sequence[str], values: Tensor, rewards: Tensor, group_id: Tensor, lengths: Tensor, ended: Tensor
 ) -> dict[str, float]:
-    """TRL's rollout metrics over the rows of all ranks.
+    """Return TRL's rollout metrics over the rows of all ranks.
 
     Args:
         names: Reward functions, k of them.
-        values: `(n, k)` what each function gave; NaN where it does not apply.
+        values: `(n, k)` values of each function; NaN where it does not apply.
         rewards: `(n,)` weighted sums; NaN where no function applies.
-        group_id: `(n,)`.
+        group_id: `(n,)` group of each row.
         lengths: `(n,)` sampled tokens.
-        ended: `(n,)` bool: by EOS or stop string, not cut.
+        ended: `(n,)` bool: ended by EOS or stop string, not cut.
     """
     scored = ~rewards.isnan()
     std = group_std(rewards.float(), group_id)
@@ -148,7 +149,7 @@ def rollout_metrics(
 
 
 def input_tokens(completions: Completions) -> int:
-    """Tokens of all prompts and all that the policy sampled, as TRL counts `num_tokens`: a prompt once a completion."""
+    """Return the tokens of prompts and samples, as TRL counts `num_tokens`: a prompt once a completion."""
     return int(completions.prompt_mask.sum() + completions.response_mask.sum())
 
 
@@ -167,9 +168,9 @@ def _extreme(x: Tensor, which) -> float:
 
 
 def mean_with_interval(x: Tensor) -> tuple[float, float, float]:
-    """Mean and its 95 % interval `(mean, low, high)`.
+    """Return the mean and its 95 % interval `(mean, low, high)`.
 
-    Wilson's score interval where every value is 0 or 1 (it stays right near 0 and 1); otherwise the normal interval of
+    Wilson's score interval where every value is 0 or 1 (it is accurate near 0 and 1); otherwise the normal interval of
     the mean. `x`: `(n,)`, one independent value each (average the samples of one prompt first).
     """
     x = x.double()
@@ -184,7 +185,8 @@ def mean_with_interval(x: Tensor) -> tuple[float, float, float]:
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
-    """Chance that at least one of k samples, drawn from `samples` of which `right` are right, is right (2107.03374)."""
+    """Return the probability that one of k samples is right, drawn from `samples` with `right` right ones
+    (2107.03374)."""
     if not 1 <= k <= samples:
         raise ValueError(f"k={k} is outside 1..{samples}")
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)

@@ -24,14 +24,16 @@ def sample_table(
     scores: Scores,
     advantages: Tensor | None,
 ) -> dict[str, list[Any]]:
-    """Columns: step, prompt, completion, reward, each function's reward, advantage, length, ended, then the data's own
-    columns and what rewards gave to `log_extra`. A name that is taken already is not overwritten.
+    """Return the table of samples of a rollout, one row a completion.
 
-    Where something answers the policy, a completion is the transcript of its episode, and there are the columns
-    group, turns, end, turn_rewards, episode_reward, calls, failed_calls, unreadable_calls, observed_tokens,
-    episode_error, messages, as JSON, and returned_images, where tools and environments showed any.
+    Columns: step, prompt, completion, reward, each function's reward, advantage, length, ended, then the data's own
+    columns and the rewards' values for `log_extra`. A name that is taken already is not overwritten.
 
-    `advantages`: `(b,)`; of pairs that a judge compared its verdicts, 1, -1 or 0. None leaves the column out.
+    In episodes a completion is the transcript, and there are the columns group, turns, end, turn_rewards,
+    episode_reward, calls, failed_calls, unreadable_calls, observed_tokens, episode_error, messages, as JSON, and
+    returned_images, where tools and environments returned any.
+
+    `advantages`: `(b,)`; for pairs that a judge compared its verdicts, 1, -1 or 0. None leaves the column out.
     """
     prompts, _, columns = as_reward_input(batch, texts, len(texts) // len(batch), completions.episodes)
     columns.pop("episodes", None)

@@ -1,4 +1,4 @@
-"""The tokens of episodes as columns: one list a completion, one entry a token that the policy wrote or read."""
+"""The tokens of completions as columns: one list a completion, one entry for each token sampled or read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from lit_rl.rollout import Completions, Rollout
 def token_columns(
     completions: Completions, rollout: Rollout | None, tokenizer: Any, more: Mapping[str, Tensor] | None = None
 ) -> dict[str, list[Any]]:
-    """`tokens/ids`, `text`, `turn`, `by_policy` (what it wrote: the others it read), `sampler_logprobs`; of a rollout
-    that is learned from also `learned` (in the loss), `advantages`, and `old_logprobs` where the run took them.
+    """Return the columns of tokens.
 
-    `more`: other numbers `(b, t)` of what the policy wrote, by the names that they get.
+    They are `tokens/ids`, `text`, `turn`, `by_policy` (sampled; the others were read), `sampler_logprobs`; for a
+    rollout that is learned from also `learned` (in the loss), `advantages`, and `old_logprobs` where the run computed
+    them. `more` has further numbers `(b, t)` of sampled tokens, by name.
 
-    Numbers are numpy arrays, so that long rollouts take little memory; they are 0 on what the policy read.
+    Numbers are numpy arrays, so that long rollouts take little memory; they are 0 on tokens that were read.
     """
     written = completions.response_mask
     there = written if completions.attended is None else completions.attended

@@ -1,7 +1,7 @@
-"""How often the policy's validation completions beat those of another model: `eval.win_rate_against`.
+"""Win rates of the policy's validation completions against those of another model: `eval.win_rate_against`.
 
 The other model completes the same prompts under the same evaluation sampling, once for each sampling; its completions
-are kept and its weights are freed. What is compared is text, so it may be any model: it reads the prompts by its own
+are kept and its weights are freed. Texts are compared, so it may be any model: it reads the prompts by its own
 tokenizer and chat template.
 """
 
@@ -30,12 +30,12 @@ from lit_rl.rewards.sums.weighted import TrainerState
 from lit_rl.rollout import PromptBatch
 
 BASE = "base"
-"""The name of the policy as it was before its first step."""
+"""The name of the policy before its first step."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion of the other model."""
+    """A completion of the other model."""
 
     text: str
     ids: list[int]
@@ -43,21 +43,21 @@ class Answer:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the other model's completions are drawn: as the policy's are, with random numbers of their own."""
+    """The settings for drawing the other model's completions: those of the policy's, with noise of their own."""
 
     source: RolloutSource
     asked: RolloutRequest
-    """What the policy was asked for; `batch.rollout` tells validation sets apart."""
+    """The policy's request; `batch.rollout` distinguishes validation sets."""
     device: torch.device
     context: Callable[[], AbstractContextManager[None]]
-    """Open while completions are drawn: no gradient, the run's precision."""
+    """The context in which completions are drawn: no gradient, the run's precision."""
 
 
 class ComparedModel:
-    """The other model: loaded when a prompt has no completion of it yet, and let go by `release`.
+    """The other model, loaded when a prompt lacks a completion of it, and freed by `release`.
 
     Args:
-        policy: The description of the policy, which is the other model where that is `BASE`.
+        policy: The description of the policy, which is itself the other model for `BASE`.
     """
 
     def __init__(self, policy: LanguageModel) -> None:
@@ -66,7 +66,7 @@ class ComparedModel:
         self._loaded: tuple[LanguageModel, nn.Module] | None = None
 
     def describe(self, against: str) -> LanguageModel:
-        """The other model's description.
+        """Return the other model's description.
 
         Raises:
             ConfigError: there is no model of that name.
@@ -83,12 +83,12 @@ class ComparedModel:
 
     @torch.no_grad()
     def answers(self, against: str, drawing: Drawing, options: Any = None) -> list[Answer]:
-        """As many completions of every prompt as the policy gives; those of a prompt are neighbours.
+        """Return as many completions of every prompt as the policy gives; those of a prompt are neighbours.
 
         Args:
             against: The other model.
-            drawing: How they are drawn.
-            options: Of the data module: how a prompt becomes tokens.
+            drawing: Settings for drawing.
+            options: Options of the data module for the encoding of prompts.
         """
         batch, sampling, group = drawing.asked.batch, drawing.asked.sampling, drawing.asked.group_size
         keys = [(against, sampling, group, batch.rollout, row) for row in batch.rows]
@@ -136,13 +136,13 @@ def compare(
     """Ask the judge which of two completions is better, the i-th of ours or the i-th of theirs.
 
     Args:
-        judge: Who says so.
+        judge: The judge.
         batch: The prompts.
         ours: The policy's completions; those of a prompt are neighbours.
         theirs: As many of the other model's.
         our_rewards: `(b * group,)` summed rewards, NaN where none applies.
         their_rewards: The same of theirs. None: the judge reads no rewards.
-        trainer_state: Where the training stands, for the judge.
+        trainer_state: Progress of the training, for the judge.
 
     Returns:
         Float64 `(b * group,)`: the probability that ours is better, 0.5 for a tie, NaN without a verdict.
@@ -151,7 +151,7 @@ def compare(
     prompts, our_messages, columns = as_reward_input(batch, ours, group)
     _, their_messages, _ = as_reward_input(batch, theirs, group)
     second: list[float | None] = [None] * len(ours) if their_rewards is None else _or_none(their_rewards)
-    # A judge may favour what it reads first: every other time that is the other model's completion.
+    # A judge may favour the first completion: every other time that is the other model's.
     turned = [i % 2 == 1 for i in range(len(ours))]
     firsts, seconds = _seats(our_messages, their_messages, turned)
     first_rewards, second_rewards = _seats(_or_none(our_rewards), second, turned)
@@ -171,7 +171,7 @@ def compare(
 
 
 def _prompt_ids(tokenizer: Any, batch: PromptBatch, against: str, options: Any) -> list[list[int]]:
-    """The prompts as tokens of another model."""
+    """Return the prompts as tokens of another model."""
     settings: dict[str, Any] = {"where": f"eval.win_rate_against={against}", "control": control_tokens(tokenizer)}
     given = dict(getattr(options, "chat_template_kwargs", None) or {})
     found = []
@@ -183,7 +183,7 @@ def _prompt_ids(tokenizer: Any, batch: PromptBatch, against: str, options: Any) 
 
 
 def _seats(ours: Sequence[Any], theirs: Sequence[Any], turned: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """What sits first and what sits second in each comparison: ours and theirs, or the other way round."""
+    """Return the first and second side of each comparison: ours and theirs, or swapped."""
     pairs = [(b, a) if turn else (a, b) for a, b, turn in zip(ours, theirs, turned, strict=True)]
     return [a for a, _ in pairs], [b for _, b in pairs]
 
@@ -194,7 +194,7 @@ def _or_none(values: Tensor) -> list[float | None]:
 
 @contextmanager
 def _keys_of_the_evaluation() -> Iterator[None]:
-    """The loader's errors name the policy's keys."""
+    """Rename keys in the loader's errors from the policy's to the evaluation's."""
     try:
         yield
     except LitRLError as error:

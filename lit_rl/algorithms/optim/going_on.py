@@ -1,7 +1,7 @@
-"""An optimizer and its schedule that go on from a checkpoint, with the settings of this run.
+"""An optimizer and its schedule, resumed from a checkpoint with the settings of this run.
 
 Restoring them restores the settings of the run that wrote the checkpoint too, and the learning rate of its next step:
-0 where that run was over. So what this run sets otherwise is put back, and the rate is taken from the schedule anew.
+0 where that run was over. So the settings of this run are put back, and the rate is computed from the schedule anew.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from lit_rl.algorithms.optim.master_weights import MasterWeights, path_of
 from lit_rl.errors import StorageError
 
 _COUNTED = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial")
-"""What of a scheduler's state changes with its steps."""
+"""Parts of a scheduler's state that change with its steps."""
 _TELLING = ("betas", "momentum", "alpha", "rho", "lr_decay")
-"""Settings that optimizers of torch do not share: without one of its own an optimizer cannot step."""
+"""Settings that torch's optimizers do not share: without its own an optimizer cannot step."""
 
 
 def as_made(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
-    """The class of an optimizer, the settings of its groups and those of its schedule, as plain values.
+    """Return the class of a new optimizer, the settings of its groups and those of its schedule, as plain values.
 
-    To be asked when both are new. The rate is that before the schedule.
+    The learning rate is that before the schedule.
     """
     inner = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
     groups = []
@@ -38,7 +38,7 @@ def as_made(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers, strings, and what holds them; None for everything else."""
+    """Return numbers, strings, and containers of them; None for everything else."""
     if isinstance(value, Mapping):
         kept = {str(key): _plain(each) for key, each in value.items() if key not in _COUNTED}
         return {key: each for key, each in kept.items() if each is not None or value.get(key, 0) is None}
@@ -51,12 +51,12 @@ def check(before: Mapping[str, Any] | None, now: Mapping[str, Any], restored: Se
     """Refuse an optimizer that cannot read the state of a checkpoint.
 
     Args:
-        before: `as_made` of the run that wrote it; None of an earlier version.
-        now: Of this run.
+        before: `as_made` of the run that wrote it; None from an earlier version.
+        now: `as_made` of this run.
         restored: The parameter groups of the checkpoint.
 
     Returns:
-        The settings that this run has otherwise, in words.
+        Descriptions of the settings that differ in this run.
 
     Raises:
         StorageError: the optimizer is another, or has other groups.
@@ -97,7 +97,7 @@ def check(before: Mapping[str, Any] | None, now: Mapping[str, Any], restored: Se
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings that both have, and have otherwise: a newer torch may know more of them."""
+    """Return the settings that both have with other values: a newer torch may have more settings."""
     return {key: (before[key], value) for key, value in now.items() if key in before and before[key] != value}
 
 
@@ -108,18 +108,18 @@ def take_settings(
     now: Mapping[str, Any],
     make_schedule: Callable[[Optimizer], LRScheduler],
 ) -> LRScheduler:
-    """Put this run's settings into an optimizer and a schedule that were restored.
+    """Apply this run's settings to a restored optimizer and schedule.
 
     Args:
-        optimizer: As restored.
-        scheduler: As restored.
-        before: `as_made` of the run that wrote the checkpoint; None of an earlier version, whose settings then stay.
-        now: Of this run.
-        make_schedule: Makes this run's schedule anew.
+        optimizer: The restored optimizer.
+        scheduler: The restored schedule.
+        before: `as_made` of the run that wrote the checkpoint; None from an earlier version, whose settings then stay.
+        now: `as_made` of this run.
+        make_schedule: Function that makes this run's schedule anew.
 
     Returns:
-        The schedule to go on with: the one that was restored, unless that has other settings than this run and cannot
-        be told new ones; then a new one that was stepped as far.
+        The schedule to use: the restored one, unless it has other settings than this run and cannot take new ones;
+        then a new one that was stepped as far.
     """
     rates = [group["lr"] for group in now["groups"]]
     changed = False

@@ -27,22 +27,22 @@ from lit_rl.algorithms.optim.split_master import join, split
 from lit_rl.errors import ConfigError, StorageError
 
 REMAINDER = "remainder"
-"""The key of what makes a weight its master, in the state of the optimizer."""
+"""Key of the remainder of a weight's master, in the optimizer's state."""
 
 MASTER = "master"
-"""The key of a whole float32 master, in checkpoints of earlier versions."""
+"""Key of a whole float32 master, in checkpoints of earlier versions."""
 
 BUCKET = 1 << 23
-"""Numbers, about: of gradients that are sent in one message, and of masters that there are at a time."""
+"""Approximate numbers of gradients in one message, and of masters that exist at a time."""
 
 
 def with_masters(make: OptimizerFactory, groups: Iterable[dict[str, Any]]) -> Optimizer:
-    """The optimizer of these groups; inside a `MasterWeights` where a parameter is bfloat16 and it keeps no masters.
+    """Make the optimizer of these groups, in a `MasterWeights` if a parameter is bfloat16 and it keeps no masters.
 
     Gradients of bfloat16 parameters are float32 from now on (`Tensor.grad_dtype`), and so are their sums.
 
     Args:
-        make: Makes the optimizer.
+        make: Factory of the optimizer.
         groups: Parameter groups.
     """
     held = [{**group, "params": list(group["params"])} for group in groups]
@@ -55,12 +55,12 @@ def with_masters(make: OptimizerFactory, groups: Iterable[dict[str, Any]]) -> Op
 def check_masters(
     optimizer_states: Iterable[Mapping[str, Any]], weights: Iterable[Tensor], make: OptimizerFactory
 ) -> None:
-    """Refuse to go on where the masters and moments that a checkpoint keeps would be dropped or misread.
+    """Refuse a resume in which the masters and moments of a checkpoint would be dropped or misread.
 
     Args:
-        optimizer_states: Of the checkpoint.
-        weights: What is trained now.
-        make: Makes the optimizer of this run.
+        optimizer_states: Optimizer states of the checkpoint.
+        weights: Trained weights of this run.
+        make: Factory of this run's optimizer.
 
     Raises:
         StorageError: no trained weight is bfloat16, and an optimizer has masters or remainders; or one of the two is
@@ -85,17 +85,17 @@ def check_masters(
 
 
 def holds_masters(optimizer_states: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the optimizers of a checkpoint keep masters, or the remainders that make them."""
+    """Tell whether the optimizers of a checkpoint keep masters or remainders."""
     return not _kept(optimizer_states).isdisjoint((MASTER, REMAINDER))
 
 
 def _kept(optimizer_states: Iterable[Mapping[str, Any]]) -> set[str]:
-    """What they keep of their weights, by name."""
+    """Return the names of the state that optimizers keep for weights."""
     return {key for state in optimizer_states for one in state["state"].values() for key in one}
 
 
 def is_narrow(weight: Tensor) -> bool:
-    """Whether a master stands for it."""
+    """Tell whether a weight has a master."""
     return weight.dtype == torch.bfloat16
 
 
@@ -120,7 +120,8 @@ def average_over_ranks(weights: Iterable[Tensor], world_size: int) -> None:
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours, about `BUCKET` numbers together, and at least one: little memory beside what is held of all."""
+    """Yield neighbours of about `BUCKET` numbers in sum, and at least one, so that little memory is needed at a
+    time."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         bucket.append(tensor)
@@ -132,14 +133,14 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class MasterWeights(Optimizer):
-    """An optimizer over weights in bfloat16, around one over their float32 masters; other weights it moves itself.
+    """An optimizer of bfloat16 weights, around one of their float32 masters; other weights are moved directly.
 
     `param_groups` hold the weights: schedules, clipping and `zero_grad` work as with any optimizer. Gradients
     have to be float32, see `with_masters`. `state` holds for each weight what the inner optimizer keeps, and its
     remainder; it is the whole state, and restoring it is exact. Masters begin as the weights of their first step.
 
     Args:
-        make: Makes the inner optimizer.
+        make: Factory of the inner optimizer.
         groups: Parameter groups.
 
     Raises:
@@ -149,9 +150,9 @@ class MasterWeights(Optimizer):
     def __init__(self, make: OptimizerFactory, groups: list[dict[str, Any]]) -> None:
         weights = [weight for group in groups for weight in group["params"]]
         self._stands_for: dict[Tensor, Tensor] = {weight: _empty_master(weight) for weight in weights}
-        """Each weight's master, in the order of the groups; a weight that is not bfloat16 is its own."""
+        """Masters by weight, in the order of the groups; a weight that is not bfloat16 is its own."""
         self._remainders: dict[Tensor, Tensor] = {}
-        """By weight, of the bfloat16 ones that were moved."""
+        """Remainders by weight, of the bfloat16 weights that were moved."""
         moved = [{**group, "params": [self._stands_for[weight] for weight in group["params"]]} for group in groups]
         self.inner = make(moved)
         if isinstance(self.inner, LBFGS):
@@ -164,7 +165,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step of the inner optimizer, which is called for some weights after the others.
+        """Take a step of the inner optimizer, which is called for some weights at a time.
 
         A weight without a gradient stays, and so does its remainder. The closure is called once, before.
         """
@@ -191,7 +192,7 @@ class MasterWeights(Optimizer):
         return _buckets(weights) if moves_each_alone(path_of(self.inner)) else [weights]
 
     def _move(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Move these weights, whose masters there are meanwhile."""
+        """Move these weights, whose masters exist meanwhile."""
         masters = {weight: self._stands_for[weight] for weight in gradients}
         narrow = {weight: master for weight, master in masters.items() if weight is not master}
         for weight, master in narrow.items():
@@ -210,7 +211,7 @@ class MasterWeights(Optimizer):
         return large and moves_numbers_alone(path_of(self.inner))
 
     def _move_in_slices(self, weight: Tensor, gradient: Tensor) -> None:
-        """Move a large weight. Its master, and what the inner optimizer keeps, are one slice of it after the other."""
+        """Move a large weight slice by slice, with the slice's master and optimizer state."""
         master = self._stands_for[weight]
         before = self.inner.state.pop(master, {})  # nothing, if this is its first step
         of_numbers = {name: value for name, value in before.items() if _is_like(value, weight)}
@@ -242,8 +243,8 @@ class MasterWeights(Optimizer):
         """Restore what `state_dict` gave, each tensor in the type that it was kept in.
 
         The inner optimizer reads it, whose parameters are the masters: `Optimizer.load_state_dict` casts state to the
-        type of the parameter, which would round moments. A state of whole masters, as earlier versions kept it, gives
-        the weights too. One without either (of a run with float32 weights) makes masters of the weights as they are.
+        type of the parameter, which would round moments. A state of whole masters, from earlier versions, gives the
+        weights too. One without either (of a run with float32 weights) makes masters of the weights as they are.
         """
         ours = (MASTER, REMAINDER)
         states = state_dict["state"].items()
@@ -268,7 +269,7 @@ class MasterWeights(Optimizer):
         self._remainders[weight] = remainder
 
     def _show_state(self) -> None:
-        """The inner optimizer's state under the names of the weights, not copied."""
+        """Expose the inner optimizer's state by weight, not copied."""
         self.state.clear()
         for weight, master in self._stands_for.items():
             kept = dict(self.inner.state.get(master, {}))
@@ -279,23 +280,23 @@ class MasterWeights(Optimizer):
 
     @staticmethod
     def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        """Learning rates and all else but the parameters, from one optimizer's groups to the other's."""
+        """Copy learning rates and all settings but the parameters from one optimizer's groups to another's."""
         for theirs, ours in zip(source, target, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
 
 
 def moves_each_alone(path: str) -> bool:
-    """Whether an optimizer, by its dotted path, is known to move a weight by its own gradient and state alone.
+    """Tell whether an optimizer, by its dotted path, is known to move each weight by its own gradient and state.
 
-    Torch's and bitsandbytes' do. Others may have numbers of all weights together, such as a step size that is learned.
+    Those of torch and bitsandbytes do. Others may have state of all weights together, such as a learned step size.
     """
     return path.partition(".")[0] in ("torch", "bitsandbytes")
 
 
 def moves_numbers_alone(path: str) -> bool:
-    """Whether an optimizer, by its dotted path, moves each number of a weight by its own gradient and state alone.
+    """Tell whether an optimizer, by its dotted path, moves each number of a weight by its own gradient and state.
 
-    Many of torch's do; others look at rows and columns of a matrix, as Adafactor and Muon do.
+    Many of torch's do; others use rows and columns of a matrix, as Adafactor and Muon do.
     """
     return path.startswith("torch.optim.") and path.rpartition(".")[2] in _BY_NUMBER
 
@@ -304,18 +305,18 @@ _BY_NUMBER = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "A
 
 
 def path_of(optimizer: Any) -> str:
-    """The dotted path of an optimizer's class, as a config writes it: `torch.optim.AdamW`."""
+    """Return the dotted path of an optimizer's class, as in a config: `torch.optim.AdamW`."""
     path = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     return f"torch.optim.{type(optimizer).__name__}" if path.startswith("torch.optim.") else path
 
 
 def _is_like(value: Any, weight: Tensor) -> bool:
-    """Whether an optimizer keeps it of each number of a weight."""
+    """Tell whether a value of the state has an entry for each number of a weight."""
     return isinstance(value, Tensor) and value.shape == weight.shape
 
 
 def _in_slice(value: Any, weight: Tensor, some: slice) -> Any:
-    """Of what an optimizer keeps of a weight. A count of steps is copied: each slice takes the same step."""
+    """Return the slice of a state value. A count of steps is copied: each slice takes the same step."""
     return value.view(-1)[some] if _is_like(value, weight) else copy.deepcopy(value)
 
 
@@ -330,5 +331,5 @@ def _empty_master(weight: Tensor) -> Tensor:
 
 
 def _nothing_like(weight: Tensor) -> Tensor:
-    """Float32, of the shape of the weight, and without its memory: one number stands for all."""
+    """Return a float32 tensor of the weight's shape that takes no memory: one number stands for all."""
     return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)

@@ -1,4 +1,4 @@
-"""A class of torch, or of the user's, by its dotted path."""
+"""Import of classes by their dotted paths."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 def class_at(path: str, key: str, kind: type[T], known: Iterable[str]) -> type[T]:
-    """The class that a setting names.
+    """Import the class that a setting names.
 
     Args:
         path: `package.module.Class`.
         key: The setting, for messages.
-        kind: What it has to be a subclass of.
-        known: Names that a mistyped one may have meant.
+        kind: Required base class.
+        known: Names to suggest for a mistyped one.
 
     Raises:
         ConfigError: nothing can be imported from there, or it is no subclass of `kind`.
@@ -34,6 +34,6 @@ def class_at(path: str, key: str, kind: type[T], known: Iterable[str]) -> type[T
 
 
 def _public(kind: type) -> str:
-    """As people write it: of the package, not of the module within."""
+    """Return a class's path in its package, as users write it, without the inner module."""
     package = kind.__module__.removesuffix(".optimizer")
     return f"{package}.{kind.__name__}"

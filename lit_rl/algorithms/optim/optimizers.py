@@ -21,7 +21,7 @@ ParamGroups = Iterable[dict[str, Any]]
 
 
 class OptimizerFactory(Protocol):
-    """Parameter groups in, optimizer out. With `keeps_masters` true, it steps bfloat16 weights in float32 by itself."""
+    """A factory from parameter groups to an optimizer. With `keeps_masters`, that steps bfloat16 weights in float32."""
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer: ...
 
@@ -38,7 +38,7 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(("fused", "foreach"), "torch's fused implementation is what runs"),
 }
-"""What other libraries call a setting of an optimizer, and where it stands here."""
+"""Names of optimizer settings in other libraries, with their place here."""
 
 
 def _check(lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0, eps: float = 1e-8) -> None:
@@ -54,7 +54,7 @@ class AdamW:
     """AdamW (1711.05101) in torch's fused implementation.
 
     Args:
-        lr: Learning rate at its highest, in (0, 1].
+        lr: Peak learning rate, in (0, 1].
         betas: Decay rates of the two moments.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
@@ -83,7 +83,7 @@ class AdamW8bit:
     """AdamW with its moments in 8 bits (2110.02861, bitsandbytes; extra `quant`): a quarter of the state's memory.
 
     Args:
-        lr: Learning rate at its highest, in (0, 1].
+        lr: Peak learning rate, in (0, 1].
         betas: Decay rates of the two moments.
         weight_decay: Decoupled weight decay.
     """
@@ -114,7 +114,7 @@ class AdamWSplit:
     """AdamW with 4 bytes of state a bfloat16 weight: a 16-bit remainder, which makes it float32, and 8-bit moments.
 
     Args:
-        lr: Learning rate at its highest, in (0, 1].
+        lr: Peak learning rate, in (0, 1].
         betas: Decay rates of the two moments.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
@@ -142,7 +142,7 @@ class ByPath:
 
     Args:
         path: For example `torch.optim.SGD`, or a class of your own package.
-        lr: Learning rate at its highest, in (0, 1].
+        lr: Peak learning rate, in (0, 1].
         kwargs: Further keyword arguments of that class.
     """
 

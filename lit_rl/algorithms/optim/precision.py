@@ -1,7 +1,7 @@
-"""`trainer.precision=bf16-true` as it is meant here: weights in bfloat16, and nothing else.
+"""The meaning of `trainer.precision=bf16-true`: weights in bfloat16, and nothing else.
 
-Lightning's own plugin would make bfloat16 of everything: of the frequencies by which positions are told apart (wrong by
-up to 1/512), of rewards and advantages that are made while it is in force, and of the float columns of a batch.
+Lightning's own plugin would make bfloat16 of everything: of the frequencies of position embeddings (wrong by up to
+1/512), of rewards and advantages that are made while it is in force, and of the float columns of a batch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FLOAT32 = "32-true"
 
 
 class BFloat16Weights(Precision):
-    """The policy is loaded in bfloat16, as with `model.dtype=bfloat16`; autocast, inputs and default types stay."""
+    """A precision plugin that leaves autocast, inputs and default types; the policy is loaded in bfloat16."""
 
     precision: Any = BF16
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether a processor or a GPU multiplies bfloat16 in hardware: AMX, AVX-512 BF16, Arm's BF16; Ampere or newer.
+    """Tell whether a device multiplies bfloat16 in hardware: AMX, AVX-512 BF16, Arm's BF16; Ampere or newer.
 
     Others emulate it, and are several times as fast in float32.
     """
@@ -38,16 +38,16 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def made_in(checkpoint: Mapping[str, Any]) -> str:
-    """The `trainer.precision` of the run that wrote it.
+    """Return the `trainer.precision` of the run that wrote a checkpoint.
 
-    One that does not name it is of an earlier version, whose default was float32; weights in bfloat16 have masters.
+    One that does not name it is from an earlier version, whose default was float32; bfloat16 weights have masters.
     """
     named = checkpoint.get("precision")
     return str(named) if named else BF16 if holds_masters(checkpoint.get("optimizer_states", ())) else FLOAT32
 
 
 def replace_half_precision(strategy: Any) -> bool:
-    """Put `BFloat16Weights` in the place of Lightning's plugin; returns whether it is in force now.
+    """Replace Lightning's plugin by `BFloat16Weights`; return whether that is in force now.
 
     DeepSpeed and FSDP1 have plugins of their own, which stay.
     """
@@ -58,8 +58,10 @@ def replace_half_precision(strategy: Any) -> bool:
 
 
 def shard_precision(strategy: ModelParallelStrategy) -> MixedPrecisionPolicy:
-    """How FSDP2 computes: under bf16-true the shards are float32, which are the masters, and what is gathered of them
-    is bfloat16; gradients are summed over ranks and micro-batches in float32.
+    """Return FSDP2's precision policy.
+
+    Under bf16-true the shards are float32, which are the masters, and gathered weights are bfloat16; gradients are
+    summed over ranks and micro-batches in float32.
     """
     if not isinstance(strategy.precision_plugin, BFloat16Weights):
         return MixedPrecisionPolicy()

@@ -1,4 +1,4 @@
-"""A learning-rate scheduler of torch, or of the user's, as a schedule: it is walked with a learning rate of 1."""
+"""Learning-rate schedulers by dotted path, as schedules: they are stepped with a learning rate of 1."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lit_rl.algorithms.optim.schedules import by_group
 from lit_rl.errors import ConfigError, in_range
 
 LENGTHS = ("T_max", "total_steps")
-"""Arguments of torch's schedulers that are the length of the run, where they are left out."""
+"""Arguments of torch's schedulers that default to the length of the run."""
 
 
 @dataclass(frozen=True)
 class ScheduleByPath:
-    """Any `torch.optim.lr_scheduler.LRScheduler` by its dotted path, stepped once an optimizer step.
+    """A `torch.optim.lr_scheduler.LRScheduler` by its dotted path, stepped once an optimizer step.
 
     Learning rates among its arguments (`eta_min`, `max_lr`, `base_lr`) are shares of `optimizer.lr`, so that they fit
     every parameter group. `T_max` and `total_steps`, left out, are the optimizer steps of the run after the warm-up.
@@ -48,13 +48,13 @@ class ScheduleByPath:
                 f"scheduler.path={self.path!r} goes by a metric, and a schedule here goes by the number of the step "
                 "alone. Take scheduler=cosine or linear, or a scheduler such as torch.optim.lr_scheduler.StepLR."
             )
-        self._walk(kind, 1000.0)  # arguments that do not fit are found before anything is loaded
+        self._walk(kind, 1000.0)  # wrong arguments are found before anything is loaded
 
     def factor(self, step: int, total_steps: float) -> float:
-        """What the learning rate is multiplied by in step `step`, which counts from 0.
+        """Return the factor of the learning rate in step `step`, which counts from 0.
 
         Raises:
-            ConfigError: the scheduler cannot go so far, or gives what is no learning rate.
+            ConfigError: the scheduler ends before, or returns no valid learning rate.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -81,11 +81,11 @@ class ScheduleByPath:
 
 
 class _Walk:
-    """The learning rates that a scheduler makes of 1, step after step.
+    """The learning rates that a scheduler makes of 1, recorded step by step.
 
     Args:
-        path: Of the scheduler, for messages.
-        kind: Its class.
+        path: Path of the scheduler, for messages.
+        kind: Class of the scheduler.
         kwargs: Its arguments.
     """
 
@@ -104,7 +104,7 @@ class _Walk:
         self._rates = [self._rate()]
 
     def at(self, step: int) -> float:
-        """The rate in this step."""
+        """Return the rate in this step."""
         while len(self._rates) <= step:
             self._optimizer.step()
             try:

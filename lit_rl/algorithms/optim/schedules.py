@@ -17,25 +17,25 @@ from lit_rl.errors import ConfigError, in_range
 
 
 class Schedule(Protocol):
-    """Optimizer and total number of optimizer steps in, per-step scheduler out."""
+    """A factory from an optimizer and the number of optimizer steps to a per-step scheduler."""
 
     def factor(self, step: int, total_steps: float) -> float:
-        """What the learning rate is multiplied by in step `step`, which counts from 0."""
+        """Return the factor of the learning rate in step `step`, which counts from 0."""
         ...
 
     def __call__(self, optimizer: Optimizer, total_steps: float) -> LRScheduler: ...
 
 
 GivenSchedule = Schedule | Callable[[Optimizer], LRScheduler]
-"""A schedule of ours, or what makes a scheduler of torch from an optimizer."""
+"""A schedule of ours, or a function from an optimizer to a scheduler of torch."""
 
 
 def as_schedule(given: GivenSchedule, key: str = "scheduler") -> Schedule | FromTorch:
-    """What was given, if it is a schedule, or a function that makes a scheduler of torch.
+    """Return a schedule, or a function that makes a scheduler of torch, as a schedule.
 
     Args:
-        given: What a user gave.
-        key: What the error calls it.
+        given: The user's value.
+        key: Name of the setting, for the error.
 
     Raises:
         ConfigError: it is something else, such as a scheduler that has an optimizer already.
@@ -56,10 +56,10 @@ def as_schedule(given: GivenSchedule, key: str = "scheduler") -> Schedule | From
 
 
 def fits_run(given: Schedule | FromTorch, total_steps: float) -> None:
-    """Refuse a schedule that gives no first learning rate, before anything is loaded; say where warm-up never ends.
+    """Refuse a schedule without a first learning rate, before anything is loaded; report a warm-up that never ends.
 
     Args:
-        given: Of one parameter group.
+        given: The schedule of one parameter group.
         total_steps: Optimizer steps of the run; infinite where they are unknown.
 
     Raises:
@@ -78,10 +78,10 @@ def fits_run(given: Schedule | FromTorch, total_steps: float) -> None:
 
 
 def by_group(optimizer: Optimizer, total_steps: float, schedules: Sequence[Schedule | FromTorch]) -> LRScheduler:
-    """One scheduler with a schedule for each parameter group, in the groups' order.
+    """Return one scheduler with a schedule for each parameter group, in the groups' order.
 
     Raises:
-        ConfigError: a scheduler of torch came for some of the groups, or is to wait.
+        ConfigError: a scheduler of torch is set for some of the groups, or is to be delayed.
     """
     first, *others = schedules
     if isinstance(first, FromTorch) and all(other is first for other in others):
@@ -97,13 +97,13 @@ def by_group(optimizer: Optimizer, total_steps: float, schedules: Sequence[Sched
 
 
 def _bound(schedule: Any, total_steps: float) -> Callable[[int], float]:
-    # A plain function: of any other callable LambdaLR would put the attributes into every checkpoint.
+    # A plain function: LambdaLR would save the attributes of any other callable in every checkpoint.
     return lambda step: schedule.factor(step, total_steps)
 
 
 @dataclass(frozen=True)
 class _WarmedUp(ABC):
-    """Linear warm-up from 1/warmup to 1, then `decay` of the fraction of the remaining steps that is done."""
+    """The base of schedules: linear warm-up from 1/warmup to 1, then `decay` of the done share of the other steps."""
 
     warmup_steps: int = 0
 
@@ -117,7 +117,11 @@ class _WarmedUp(ABC):
         return self.decay(min(1.0, (step - self.warmup_steps) / max(1.0, total_steps - self.warmup_steps)))
 
     def check(self, total_steps: float) -> None:
-        """Raises ConfigError: the schedule falls towards an end that is not known."""
+        """Refuse an unknown number of steps, for a schedule that falls towards the last.
+
+        Raises:
+            ConfigError: names the settings for it.
+        """
         if not math.isfinite(total_steps):
             raise ConfigError(
                 f"scheduler={type(self).__name__.lower()} falls towards the last step, but the number of steps is "
@@ -126,7 +130,7 @@ class _WarmedUp(ABC):
 
     @abstractmethod
     def decay(self, done: float) -> float:
-        """The factor after the share `done` of the steps after the warm-up, in [0, 1]."""
+        """Return the factor after the share `done`, in [0, 1], of the steps after the warm-up."""
 
     def __call__(self, optimizer: Optimizer, total_steps: float) -> LRScheduler:
         return by_group(optimizer, total_steps, [self] * len(optimizer.param_groups))
@@ -134,14 +138,14 @@ class _WarmedUp(ABC):
 
 @dataclass(frozen=True)
 class Constant(_WarmedUp):
-    """The learning rate stays where it is after the warm-up.
+    """A constant learning rate after the warm-up.
 
     Args:
         warmup_steps: Optimizer steps of linear warm-up.
     """
 
     def check(self, total_steps: float) -> None:
-        """Nothing falls."""
+        """Accept any number of steps."""
 
     def decay(self, done: float) -> float:
         return 1.0
@@ -149,7 +153,7 @@ class Constant(_WarmedUp):
 
 @dataclass(frozen=True)
 class Linear(_WarmedUp):
-    """Down on a line to `final` times the learning rate at the last step.
+    """A linear decay to `final` times the learning rate at the last step.
 
     Args:
         warmup_steps: Optimizer steps of linear warm-up.
@@ -168,7 +172,7 @@ class Linear(_WarmedUp):
 
 @dataclass(frozen=True)
 class Cosine(_WarmedUp):
-    """Down on half a cosine (1608.03983, without restarts) to `final` times the learning rate at the last step.
+    """A decay by half a cosine (1608.03983, without restarts) to `final` times the learning rate at the last step.
 
     Args:
         warmup_steps: Optimizer steps of linear warm-up.
@@ -187,15 +191,15 @@ class Cosine(_WarmedUp):
 
 @dataclass(frozen=True)
 class After:
-    """Nothing for `steps` optimizer steps, then `schedule`, whose first step is the next and whose last is the run's.
+    """A delayed schedule: 0 for `steps` optimizer steps, then `schedule` over the remaining ones.
 
     Args:
         steps: Optimizer steps with a learning rate of 0.
-        schedule: What comes then.
+        schedule: The schedule after them.
     """
 
     steps: int
-    schedule: Any  # a scheduler of torch cannot wait: `by_group` refuses it, where there is an optimizer to say so of
+    schedule: Any  # a scheduler of torch cannot be delayed: `by_group` refuses it
 
     def __post_init__(self) -> None:
         in_range("steps", self.steps, low=0)

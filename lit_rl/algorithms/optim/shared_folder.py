@@ -1,4 +1,4 @@
-"""Whether all nodes of a run see one folder, for checkpoints that each process writes a part of."""
+"""A check that all nodes of a run see one folder, for checkpoints of which each process writes a part."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch
 from lit_rl.errors import ConfigError, StorageError
 
 SEEN_WITHIN = 30.0
-"""Seconds in which a network disk shows other nodes what is new."""
+"""Seconds in which a network disk shows new files to other nodes."""
 
 
 def check_checkpoints_are_shared(trainer: L.Trainer) -> None:
-    """`check_every_node_sees` for each folder into which every process of a run under DeepSpeed writes its parts."""
+    """Call `check_every_node_sees` for each checkpoint folder of a run under DeepSpeed."""
     strategy: Any = trainer.strategy
     folders = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
     for folder in dict.fromkeys(filter(None, folders)):
@@ -29,12 +29,12 @@ def check_checkpoints_are_shared(trainer: L.Trainer) -> None:
 
 
 def check_every_node_sees(folder: Path, strategy: Any, name: str) -> None:
-    """Refuse a run whose checkpoints nobody could resume, before it has learned anything. A collective.
+    """Refuse a run whose checkpoints could not be resumed, before it has learned anything. A collective.
 
     Args:
-        folder: Of the checkpoints; it need not be there yet.
-        strategy: Lightning's, of the run, with its processes met.
-        name: What was asked for, for the message.
+        folder: Folder of the checkpoints; it need not exist yet.
+        strategy: Lightning's strategy of the run, with initialised processes.
+        name: Name of the chosen strategy, for the message.
 
     Raises:
         ConfigError: a node does not see what rank 0 writes there; on every rank.
@@ -64,7 +64,7 @@ def check_every_node_sees(folder: Path, strategy: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def _mark(folder: Path) -> Iterator[str]:
-    """A file there meanwhile, or in the nearest folder above that is there: its name is new to every node."""
+    """Keep a file in the folder, or its nearest existing parent, with a name that is new to every node."""
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     with tempfile.NamedTemporaryFile(prefix=".seen_by_every_node_", dir=there) as file:
         yield file.name
@@ -77,5 +77,5 @@ def _appears(path: Path) -> bool:
             return False
         time.sleep(0.1)
         with contextlib.suppress(OSError):
-            os.listdir(path.parent)  # so that a network disk asks for what is new
+            os.listdir(path.parent)  # so that a network disk refreshes its entries
     return True

@@ -1,4 +1,4 @@
-"""Strategies that Lightning has, set up the way a policy needs them."""
+"""Lightning's strategies, set up as a policy needs them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from lit_rl.models.policy.sharding import move_all_but_shards, unsharded
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """`ModelParallelStrategy` with every device in the data-parallel mesh, which is FSDP2, and whole checkpoints.
+    """A `ModelParallelStrategy` with all devices in the data-parallel mesh, which is FSDP2, and whole checkpoints.
 
-    Lightning's own default is the other way round: all devices of a node in the tensor-parallel mesh.
+    Lightning's own default is the opposite: all devices of a node in the tensor-parallel mesh.
     """
 
     tp_size = 1
-    """Processes that have the same rows, and parts of the same layers."""
+    """Processes that share rows, and hold parts of the same layers."""
 
     def __init__(self, process_group_backend: str | None = None, cpu_offload: bool = False, **kwargs: Any) -> None:
-        """`process_group_backend`: None takes nccl on GPUs, gloo on CPUs, and both where `cpu_offload` needs both.
+        """Set up the strategy.
 
-        `cpu_offload`: Keep shards of weights and gradients, the optimizer's state and its step in the host's memory.
-            What is gathered of weights is on the GPU. On a CPU nothing moves.
+        Args:
+            process_group_backend: None takes nccl on GPUs, gloo on CPUs, and both where `cpu_offload` needs both.
+            cpu_offload: Keep shards of weights and gradients, the optimizer's state and its step in the host's memory.
+                Gathered weights are on the GPU. On a CPU nothing moves.
+            kwargs: Further arguments of `ModelParallelStrategy`.
         """
         super().__init__(
             data_parallel_size="auto",
@@ -46,21 +49,21 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @property
     def offload_policy(self) -> OffloadPolicy:
-        """Where `fully_shard` keeps shards. Those on the host are pinned, so that copies to the GPU do not wait."""
+        """The offload policy of `fully_shard`. Shards on the host are pinned, so that copies to the GPU do not wait."""
         if not self.cpu_offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu")
 
     @property
     def reward_mesh(self) -> Any:
-        """The ranks over which models are spread that score; None before the processes are started, and where ranks
-        share their rows."""
+        """The ranks over which reward models are sharded; None before the processes are started, and where ranks share
+        rows."""
         if self._device_mesh is None or self.tp_size > 1:
             return None
         return self._device_mesh["data_parallel"]
 
     def _get_process_group_backend(self) -> str:
-        """Norms of gradients, and parts of a checkpoint, are summed and gathered where the shards are."""
+        """Return the backend for the devices of the shards: norms and checkpoints are reduced and gathered there."""
         backend = super()._get_process_group_backend()
         if not self.cpu_offload or self.root_device.type == "cpu" or "cpu:" in backend:
             return backend
@@ -73,7 +76,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return f"cpu:gloo,{self.root_device.type}:{backend}"
 
     def model_to_device(self) -> None:
-        """As Lightning's, but for shards that belong into the host's memory."""
+        """Move the model as Lightning does, except shards that belong in the host's memory."""
         if not self.cpu_offload:
             super().model_to_device()
             return
@@ -85,7 +88,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup_environment()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As Lightning's, which leaves names in the place of numbers where nothing is kept of any weight."""
+        """Return Lightning's state, with numbers in place of the names that it leaves where no weight has state."""
         found = super().optimizer_state(optimizer)
         if not found.get("state"):
             for group, numbers in zip(found.get("param_groups", ()), self._numbers_of(optimizer), strict=False):
@@ -93,10 +96,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         return found
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """As Lightning's: whole tensors, dealt out to any number of processes.
+        """Load a checkpoint of whole tensors into any number of processes, as Lightning does.
 
         Raises:
-            StorageError: the file was written without FSDP2, and the weights of its optimizer cannot be told apart.
+            StorageError: the file was written without FSDP2, and the weights of its optimizer are ambiguous.
         """
         path = Path(self.broadcast(checkpoint_path))
         if not self.optimizers or not path.is_file():
@@ -110,7 +113,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def _load_settings_alone(
         self, checkpoint_path: _PATH, weights_only: bool | None, saved: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Of optimizers that keep nothing a weight, as SGD without momentum: torch asks their tensors for a device."""
+        """Load only settings of optimizers without state, as SGD without momentum: torch asks state for a device."""
         optimizers, self.optimizers = self.optimizers, []
         try:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -122,7 +125,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return checkpoint
 
     def _check_numbers(self, path: Path, saved: Sequence[dict[str, Any]]) -> None:
-        """Lightning takes an optimizer's numbers for those of all parameters; others number what is trained."""
+        """Check an optimizer's parameter numbers: Lightning counts all parameters, others only trained ones."""
         ours = [numbers for each in self.optimizers for numbers in self._numbers_of(each)]
         theirs = [group["params"] for each in saved for group in each["param_groups"]]
         if list(map(sorted, ours)) != list(map(sorted, theirs)):
@@ -134,17 +137,17 @@ class FSDP2Strategy(ModelParallelStrategy):
             )
 
     def _numbers_of(self, optimizer: Optimizer) -> list[list[int]]:
-        """Of the weights of each of its groups, among all parameters."""
+        """Return the numbers of the weights in each group, among all parameters."""
         assert self.model is not None
         numbers = {weight: number for number, weight in enumerate(self.model.parameters())}
         return [[numbers[weight] for weight in group["params"]] for group in optimizer.param_groups]
 
 
 class FSDPTPStrategy(FSDP2Strategy):
-    """FSDP2 over one dimension of a mesh, and tensor parallelism over the other.
+    """A strategy with FSDP2 over one dimension of a mesh, and tensor parallelism over the other.
 
     The `tp_size` ranks of a tensor-parallel group are neighbours, so that they are on one node. They have the same rows
-    and parts of each layer; weights, gradients and the optimizer's state are spread over all ranks.
+    and parts of each layer; weights, gradients and the optimizer's state are sharded over all ranks.
     """
 
     def __init__(
@@ -154,9 +157,13 @@ class FSDPTPStrategy(FSDP2Strategy):
         process_group_backend: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """`tp_size`: Ranks of a tensor-parallel group, at least 2. It divides the devices of a node, and the heads.
+        """Set up the strategy.
 
-        `fsdp_size`: Ranks over which rows and weights are dealt out; "auto" is devices / `tp_size`.
+        Args:
+            tp_size: Ranks of a tensor-parallel group, at least 2. It divides the devices of a node, and the heads.
+            fsdp_size: Ranks over which rows and weights are distributed; "auto" is devices / `tp_size`.
+            process_group_backend: See `FSDP2Strategy`.
+            kwargs: Further arguments of `FSDP2Strategy`.
         """
         if tp_size < 2:
             raise ConfigError(
@@ -173,7 +180,11 @@ class FSDPTPStrategy(FSDP2Strategy):
         self._tensor_parallel_size = tp_size
 
     def check_sizes(self) -> None:
-        """Raises ConfigError where the mesh is not as large as the run; known before its processes are started."""
+        """Refuse a mesh that is not as large as the run, before its processes are started.
+
+        Raises:
+            ConfigError: names the sizes that fit.
+        """
         devices, tp = self.num_processes, self.tp_size
         if devices % tp:
             raise ConfigError(
@@ -192,24 +203,24 @@ class FSDPTPStrategy(FSDP2Strategy):
         super().setup_environment()
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """See `FSDP2Strategy`."""
+        """Load a checkpoint as `FSDP2Strategy` does."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        for optimizer in self.optimizers:  # a checkpoint brings the way that its own run stepped
+        for optimizer in self.optimizers:  # a checkpoint restores the step implementation of its run
             step_one_by_one(optimizer)
         return checkpoint
 
     @property
     def data_group(self) -> Any:
-        """The process group of those that have other rows than we; None before the processes are started."""
+        """The process group of ranks with different rows; None before the processes are started."""
         return None if self._device_mesh is None else self._device_mesh["data_parallel"].get_group()
 
     @property
     def tensor_group(self) -> Any:
-        """The process group of those that have our rows; None before the processes are started."""
+        """The process group of ranks with the same rows; None before the processes are started."""
         return None if self._device_mesh is None else self._device_mesh["tensor_parallel"].get_group()
 
     def first_of_group(self, mine: Any) -> Any:
-        """What the first rank of our tensor-parallel group gives. A collective.
+        """Return the value of the first rank of this tensor-parallel group. A collective.
 
         Raises:
             RewardError: on every rank of the group, where it cannot be pickled.
@@ -221,30 +232,30 @@ class FSDPTPStrategy(FSDP2Strategy):
                 "What a reward function gave log_extra cannot be sent to the other rank of its tensor-parallel group: "
                 "give it numbers and text."
             )
-        return pickle.loads(held[0])  # of a rank of this run
+        return pickle.loads(held[0])  # from a rank of this run
 
 
 def pickled(value: Any) -> bytes | None:
-    """None where it cannot be pickled, as what a user's function gives may not be."""
+    """Pickle a value; None where it cannot be pickled, as results of a user's functions may not be."""
     try:
         return pickle.dumps(value)
-    except Exception:  # whatever a class of the user's raises
+    except Exception:  # a user's class may raise anything
         return None
 
 
 def step_one_by_one(optimizer: Optimizer) -> None:
-    """Have it step each weight by itself: what takes them together wants all of them on one mesh."""
+    """Make an optimizer step each weight by itself: fused and foreach need all weights on one mesh."""
     for group in (optimizer.defaults, *optimizer.param_groups):
         group.update({name: False for name in ("fused", "foreach") if name in group})
 
 
 def check_mesh(strategy: Any) -> None:
-    """Refuse a mesh with a tensor-parallel part that nothing here uses, as Lightning's own strategy has by default.
+    """Refuse a mesh with an unused tensor-parallel part, the default of Lightning's own strategy.
 
-    Its ranks would learn from other rows, and no gradient of theirs would be added.
+    Its ranks would learn from different rows, and their gradients would not be reduced.
 
     Raises:
-        ConfigError: says which strategies to take. Known before processes are started.
+        ConfigError: names the strategies to take, before processes are started.
     """
     if not isinstance(strategy, ModelParallelStrategy) or isinstance(strategy, FSDP2Strategy):
         return
@@ -259,25 +270,25 @@ def check_mesh(strategy: Any) -> None:
 
 
 def offload_policy(strategy: Any) -> OffloadPolicy:
-    """Where FSDP2 keeps the shards of a run."""
+    """Return FSDP2's offload policy of a strategy."""
     return strategy.offload_policy if isinstance(strategy, FSDP2Strategy) else OffloadPolicy()
 
 
 def shards(strategy: Any) -> bool:
-    """Whether the ranks may hold parts of the weights, so that to read a whole one takes all of them."""
+    """Tell whether the ranks may hold parts of the weights, so that reading a whole one is a collective."""
     if isinstance(strategy, ZeROStrategy):
         return strategy.stage == 3
     return flattens(strategy) or isinstance(strategy, ModelParallelStrategy)
 
 
 def flattens(strategy: Any) -> bool:
-    """Whether it flattens the weights of all modules into one, so that none of them can be given back alone."""
+    """Tell whether a strategy flattens the weights of all modules into one, so that none can be restored alone."""
     return isinstance(strategy, FSDPStrategy | DeepSpeedStrategy)
 
 
 def whole_weights(strategy: Any, model: nn.Module) -> AbstractContextManager[None]:
     """Hold every parameter of a model whole on every rank: gathered once, not once a generated token.
 
-    Does nothing where every rank has whole ones. A collective where not.
+    Does nothing where every rank has whole ones; else a collective.
     """
     return strategy.whole() if isinstance(strategy, ZeROStrategy) else unsharded(model)

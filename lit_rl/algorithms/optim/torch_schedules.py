@@ -1,4 +1,4 @@
-"""Learning-rate schedulers of torch, made from the optimizer of the run."""
+"""Learning-rate schedulers of torch, made from the run's optimizer."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ class FromTorch:
     """A scheduler of torch for all parameter groups. It steps once an optimizer step.
 
     Args:
-        make: Optimizer in, scheduler out, such as `functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)`.
-        key: What messages call it.
+        make: Function from an optimizer to a scheduler, such as
+            `functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)`.
+        key: Name of the setting, for messages.
     """
 
     make: Callable[[Optimizer], Any]
     key: str = "scheduler"
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler:
-        """The scheduler of this optimizer.
+        """Return the scheduler of this optimizer.
 
         Raises:
-            ConfigError: the function cannot make one of an optimizer alone, made something else, or one that waits for
-                a metric.
+            ConfigError: the function needs more than an optimizer, made something else, or a scheduler that waits for a
+                metric.
         """
         name = getattr(self.make, "__name__", None) or getattr(
             getattr(self.make, "func", None), "__name__", repr(self.make)

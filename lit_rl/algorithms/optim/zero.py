@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO (1910.02054) through Lightning's strategy, set up the way a policy needs it."""
+"""DeepSpeed's ZeRO (1910.02054) through Lightning's strategy, set up as a policy needs it."""
 
 from __future__ import annotations
 
@@ -24,34 +24,36 @@ from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models.policy.partitions import give_back
 
 FACTS = "lit_rl.json"
-"""In the folder of a checkpoint: what has to be the same to go on from it."""
+"""The file in a checkpoint's folder with the facts that a resume needs unchanged."""
 
 _DEVICES = ("remote_device", "offload_params_device", "offload_optimizer_device")
 
 
 class BatchesAsTheyAre(DeepSpeedPrecision):
-    """Lightning's plugin would cast a batch to the type of the weights, and cannot do so with a frozen dataclass."""
+    """A precision plugin that casts no batch: Lightning's would, and fails for a frozen dataclass."""
 
     def convert_input(self, data: Any) -> Any:
         return data
 
 
 class ZeROStrategy(DeepSpeedStrategy):
-    """`DeepSpeedStrategy`, where every optimizer step is one for the module too, and the policy can be read whole.
+    """A `DeepSpeedStrategy` with the module's optimizer steps, and whole weights on demand.
 
-    What is other than in Lightning's:
+    Differences from Lightning's:
 
-    - Every rank loads whole weights, and DeepSpeed takes them apart: a policy is read from its own files.
-    - Micro-batches are counted by Lightning alone. Its loop and DeepSpeed's engine would divide the loss by their
-      number, each of them, and `optimizer_step` of the module would be called for each micro-batch.
-    - Weights are apart while a fit lasts, and whole before and after it: validation by itself has no engine.
-    - A checkpoint is a folder of what is trained. It is written beside the target and renamed; reading runs no code.
+    - Every rank loads whole weights, and DeepSpeed shards them: a policy is read from its own files.
+    - Only Lightning counts micro-batches. Otherwise both its loop and DeepSpeed's engine would divide the loss by their
+      number, and `optimizer_step` of the module would be called for each micro-batch.
+    - Weights are sharded during a fit, and whole before and after it: validation by itself has no engine.
+    - A checkpoint is a folder of trained weights. It is written beside the target and renamed; reading runs no code.
     """
 
     def __init__(self, stage: int = 2, **kwargs: Any) -> None:
-        """`stage`: 1 spreads the optimizer's state over the ranks, 2 gradients too, 3 weights too.
+        """Set up the strategy.
 
-        `kwargs` are those of `DeepSpeedStrategy`.
+        Args:
+            stage: 1 shards the optimizer's state over the ranks, 2 gradients too, 3 weights too.
+            kwargs: Further arguments of `DeepSpeedStrategy`.
         """
         if stage not in (1, 2, 3):
             raise ConfigError(f"trainer.strategy.stage={stage!r}: ZeRO has the stages 1, 2 and 3.")
@@ -65,7 +67,9 @@ class ZeROStrategy(DeepSpeedStrategy):
             raise ConfigError("Offload to NVMe was never run here. Take offload_optimizer=true, which is to the CPU.")
         super().__init__(stage=stage, exclude_frozen_parameters=True, **kwargs)
         assert isinstance(self.config, dict)
-        self.config["zero_force_ds_cpu_optimizer"] = False  # torch's own may step what is offloaded, if more slowly
+        self.config["zero_force_ds_cpu_optimizer"] = (
+            False  # torch's own optimizers may step offloaded weights, if more slowly
+        )
         self._has_engine = self._is_whole = self._left_out = False
 
     @property
@@ -74,7 +78,11 @@ class ZeROStrategy(DeepSpeedStrategy):
         return int(self.config["zero_optimization"]["stage"])
 
     def check_device(self) -> None:
-        """Raises BackendError where there is no GPU."""
+        """Refuse a run without GPUs.
+
+        Raises:
+            BackendError: there is none.
+        """
         if not isinstance(self.accelerator, CUDAAccelerator):
             raise BackendError(
                 f"strategy=deepspeed_{self.stage} needs GPUs, and this run has none. Take strategy=ddp or fsdp."
@@ -117,7 +125,7 @@ class ZeROStrategy(DeepSpeedStrategy):
     def whole(self) -> Iterator[None]:
         """Hold every weight of the module whole on every rank, without DeepSpeed's hooks: gathered once.
 
-        A collective where stage 3 has taken them apart, and nothing else.
+        A collective where stage 3 shards them, else a no-op.
         """
         if self._is_whole or not (self._has_engine and self.stage == 3):
             yield
@@ -132,7 +140,8 @@ class ZeROStrategy(DeepSpeedStrategy):
             self._is_whole = False
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """With whole weights, past DeepSpeed's engine: inside its forward pass none could be gathered for decoding."""
+        """Validate with whole weights, outside DeepSpeed's engine: in its forward pass none can be gathered to
+        decode."""
         module = self.lightning_module
         assert module is not None
         with self.precision_plugin.val_step_context(), self.whole():
@@ -146,13 +155,13 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     def _format_batch_size_and_grad_accum_config(self) -> None:
         assert isinstance(self.config, dict)
-        self.config.setdefault("train_micro_batch_size_per_gpu", 1)  # which only its speedometer reads
+        self.config.setdefault("train_micro_batch_size_per_gpu", 1)  # only its throughput timer reads it
         super()._format_batch_size_and_grad_accum_config()
         self.config["gradient_accumulation_steps"] = 1
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around a micro-batch after which no optimizer step follows."""
+        """Mark a micro-batch that no optimizer step follows."""
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         try:
             yield
@@ -167,16 +176,18 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @property
     def gradient_norm(self) -> float:
-        """Of the last optimizer step, before clipping, over all ranks. Infinite where it was not finite, so that
-        DeepSpeed left the step out; 0 after `leave_out_step`."""
+        """The norm in the last optimizer step, before clipping, over all ranks.
+
+        Infinite where it was not finite, so that DeepSpeed skipped the step; 0 after `leave_out_step`.
+        """
         if self.optimizers[0].overflow:  # pyright: ignore[reportAttributeAccessIssue]
             return 0.0 if self._left_out else math.inf
         return float(self.deepspeed_engine.get_global_grad_norm())
 
     def leave_out_step(self) -> None:
-        """Between a backward pass and its step: neither a weight nor a moment moves. Every rank calls it.
+        """Skip the step after a backward pass: neither a weight nor a moment moves. Every rank calls it.
 
-        DeepSpeed leaves out steps whose gradient is not finite, and has no other way to drop the gradients it holds.
+        DeepSpeed skips steps whose gradient is not finite, and has no other way to drop the gradients it holds.
         """
         from deepspeed.utils import safe_set_full_grad  # pyright: ignore[reportMissingImports]
 
@@ -206,18 +217,20 @@ class ZeROStrategy(DeepSpeedStrategy):
         self.barrier()
 
     def checkpoint_bytes(self) -> int:
-        """What a checkpoint takes, all ranks together: the optimizer's state with its own copy of the trained weights,
-        and below stage 3 these weights once more."""
+        """Return the bytes of a checkpoint over all ranks.
+
+        It has the optimizer's state with its own copy of the trained weights, and below stage 3 these weights again.
+        """
         trained = [weight for weight in self.deepspeed_engine.module.parameters() if weight.requires_grad]
         size = sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in trained)
         moments = max(len(group.get("betas", ())) for group in self.optimizers[0].param_groups)
         return size * (1 + moments + (self.stage < 3))
 
     def _check_room(self, target: str) -> None:
-        """Look for space before any of it is used: on rank 0, for all of them.
+        """Check the disk space before writing, on rank 0 for all ranks.
 
         Raises:
-            StorageError: there is too little, also after a while; on every rank.
+            StorageError: there is too little, also after retries; on every rank.
         """
         size, folder = self.checkpoint_bytes(), os.path.dirname(target)
 
@@ -235,7 +248,7 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @contextmanager
     def _frozen_left_out(self) -> Iterator[None]:
-        """A state without frozen weights: where two names are one weight, DeepSpeed leaves out the first only."""
+        """Drop all frozen weights from the state: of a weight with two names DeepSpeed drops the first only."""
         module = self.deepspeed_engine.module
         frozen = [name for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad]
 
@@ -265,15 +278,15 @@ class ZeROStrategy(DeepSpeedStrategy):
         return {"stage": self.stage, "processes": self.world_size, "trained": trained}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """DeepSpeed's engine has loaded the weights already."""
+        """Do nothing: DeepSpeed's engine has loaded the weights already."""
 
 
 def check_facts(path: Path, here: Mapping[str, Any]) -> None:
     """Refuse a checkpoint that DeepSpeed would read in part, or fail to read.
 
     Args:
-        path: Of the file that says what wrote it.
-        here: What the file would say of this run.
+        path: The file with the facts of the run that wrote it.
+        here: The facts of this run.
 
     Raises:
         StorageError: it is no checkpoint of ours, or another stage, number of processes or model wrote it.
@@ -306,7 +319,7 @@ def _shape(facts: Mapping[str, Any], name: str) -> list[int] | None:
 
 
 def _load_plain(path: str, map_location: Any | None = None) -> Any:
-    """What DeepSpeed wrote: tensors, numbers, strings, and the few classes of its own that describe them."""
+    """Load a file of DeepSpeed: tensors, numbers, strings, and the few classes of its own that describe them."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler  # pyright: ignore[reportMissingImports]
     from deepspeed.runtime.zero.config import ZeroStageEnum  # pyright: ignore[reportMissingImports]
     from deepspeed.utils.tensor_fragment import fragment_address  # pyright: ignore[reportMissingImports]

@@ -1,1 +1,1 @@
-"""What is refused before any weight is loaded: functions of values, never of a module."""
+"""Checks before any weight is loaded: functions of values, not of a module."""

@@ -1,4 +1,4 @@
-"""Into how many micro-batches a step is cut, and how many sequences are decoded at once: the fewest cuts that fit."""
+"""Micro-batch planning: the fewest micro-batches of a step, and the largest decode batch, that fit into memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lit_rl.algorithms.preflight.memory import Memory, MemoryPlan
 from lit_rl.errors import ConfigError, in_range, in_words
 
 MOST_DECODED = 2**20
-"""Sequences of a decode batch, and rows that are scored at once, where memory sets no bound."""
+"""Most sequences of a decode batch, and rows scored at once, where memory sets no bound."""
 
 
 _OF_WEIGHTS = ("weights", "gradients", "buckets", "optimizer", "critic", "reference", "gathered weights")
-"""Parts that are there whatever a row is."""
+"""Parts of a plan that do not depend on rows."""
 
 _NARROW, _MOMENTS = 2, 8
-"""Bytes of a bfloat16 weight, and of AdamW's two moments."""
+"""Bytes of a bfloat16 weight, and of AdamW's two moments in float32."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Step:
     """The part of an optimizer step that one rank learns from.
 
     Args:
-        units: What micro-batches hold whole: groups, or slices of them as the user cut them, or rows of a data set.
+        units: Units that micro-batches hold whole: groups, or their slices set by the user, or rows of a data set.
         rows: Rows of a unit.
-        sequences: That are decoded together for it, at most.
-        whole: What the units are, for messages.
-        slices: Into how many equal slices the plan may cut a unit where a whole one is too large, from few to many.
-        sliced_by_hand: Whether the user may cut it so (`algo.split_groups`) where the plan may not.
+        sequences: Sequences decoded together for it, at most.
+        whole: Name of the units, for messages.
+        slices: Numbers of equal slices into which the plan may cut a unit that is too large, from few to many.
+        sliced_by_hand: Whether only the user may cut units (`algo.split_groups`), not the plan.
     """
 
     units: int
@@ -41,38 +41,38 @@ class Step:
     sliced_by_hand: bool = False
 
     def cuts(self) -> dict[int, int]:
-        """Rows of a micro-batch by the number of micro-batches, from few to many."""
+        """Return the rows of a micro-batch by the number of micro-batches, from few to many."""
         counts = [count for count in range(1, self.units + 1) if self.units % count == 0]
         whole = {count: self.units // count * self.rows for count in counts}
         return whole | {self.units * parts: self.rows // parts for parts in self.slices}
 
     def slices_of(self, micro_batches: int) -> int:
-        """Into how many slices a unit is cut where there are so many micro-batches."""
+        """Return the number of slices of a unit for a number of micro-batches."""
         return max(1, micro_batches // self.units)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a step is cut."""
+    """A plan of micro-batches for a step."""
 
     micro_batches: int
     decoded: int | None
-    """Sequences of a decode batch, at most; None sets no bound."""
+    """Most sequences of a decode batch; None sets no bound."""
     why: str
-    """For the table at the start of a run."""
+    """The number with its reason, for the table at the start of a run."""
     recompute: bool = False
     """Whether the plan chose gradient checkpointing."""
     offload: bool = False
     """Whether it also keeps the inputs of layers on the host."""
     scored: int | None = None
-    """Rows of a forward pass without gradient over a data set, at most; None sets no bound."""
+    """Most rows of a forward pass without gradient over a data set; None sets no bound."""
 
 
 def by_hand(step: Step, micro_batch_size: int) -> int:
-    """The micro-batches that hold so many rows.
+    """Return the number of micro-batches of a given size in rows.
 
     Raises:
-        ConfigError: the step does not divide into them; with the nearest sizes that work.
+        ConfigError: the step does not divide into them; names the nearest sizes that work.
     """
     sizes = {rows: count for count, rows in step.cuts().items()}
     if micro_batch_size in sizes:
@@ -86,10 +86,10 @@ def by_hand(step: Step, micro_batch_size: int) -> int:
 
 
 def chosen(step: Step, memory: Memory, room: int) -> Cut:
-    """The fewest micro-batches whose plan fits, and the most sequences that can be decoded at once.
+    """Return the plan with the fewest micro-batches that fit, and the largest decode batch.
 
-    Activations are computed twice only where the smallest micro-batch would not fit otherwise, and what is kept of them
-    leaves the device only where that is not enough.
+    Gradient checkpointing is chosen only where the smallest micro-batch would not fit otherwise, and offloading only
+    where that is not enough.
 
     Raises:
         ConfigError: not even the smallest micro-batch, or one sequence, fits.
@@ -111,12 +111,12 @@ def chosen(step: Step, memory: Memory, room: int) -> Cut:
 
 
 def _fits(plan: MemoryPlan, needed: int, room: int, memory: Memory) -> bool:
-    """Whether so much fits on the device, and what leaves it fits on the host."""
+    """Tell whether `needed` bytes fit on the device, and the offloaded ones on the host."""
     return needed <= room and (memory.host is None or plan.host <= memory.host)
 
 
 def most_decoded(memory: Memory, room: int) -> int:
-    """Sequences of a decode batch that fit, a power of two; 0 where not even one does."""
+    """Return the largest decode batch that fits, a power of two; 0 where not even one sequence does."""
     decoded = MOST_DECODED
     while decoded and sum(memory.plan(1, decoded, steps_in_parts=False).generating.values()) > room:
         decoded //= 2
@@ -124,7 +124,8 @@ def most_decoded(memory: Memory, room: int) -> int:
 
 
 def rows_scored_at_once(memory: Memory, room: int) -> int:
-    """Rows of a forward pass without gradient that surely fit, a power of two: those of a micro-batch that would."""
+    """Return rows of a forward pass without gradient that surely fit, a power of two: those of a micro-batch that
+    fits."""
     rows = MOST_DECODED
     while rows > 1 and sum(memory.plan(rows, 1, steps_in_parts=False).learning.values()) > room:
         rows //= 2
@@ -132,7 +133,7 @@ def rows_scored_at_once(memory: Memory, room: int) -> int:
 
 
 def too_large(plan: MemoryPlan, room: int, rows: str, memory: Memory, step: Step) -> str:
-    """One message: what a step needs by part, what there is, and what to set."""
+    """Return the message: needed memory by part, available memory, and settings to change."""
     worst = max((plan.learning, plan.generating), key=lambda parts: sum(parts.values()))
     listed = ", ".join(f"{name} {in_words(size)}" for name, size in worst.items() if size)
     host = ""
@@ -145,7 +146,7 @@ def too_large(plan: MemoryPlan, room: int, rows: str, memory: Memory, step: Step
 
 
 def remedies(parts: Mapping[str, int], memory: Memory, step: Step) -> Sequence[str]:
-    """Settings that make a step smaller, the ones that help most first."""
+    """Return settings that make a step smaller, the most effective first."""
     of_weights = sum(parts.get(name, 0) for name in _OF_WEIGHTS)
     of_tokens = sum(parts.get(name, 0) for name in ("activations", "working memory", "allocator"))
     larger = of_weights > of_tokens
@@ -165,12 +166,12 @@ def remedies(parts: Mapping[str, int], memory: Memory, step: Step) -> Sequence[s
 
 
 def smaller_weights(memory: Memory) -> Sequence[str]:
-    """Settings by which weights, and what is kept of each, take less, the ones that help most first."""
+    """Return settings that shrink weights, gradients and optimizer state, the most effective first."""
     policy, critic, found = memory.policy, memory.critic, []
     sharded = memory.spread_over > 1 or memory.gathered is not None
     narrow = memory.numbers.weight == _NARROW or policy.narrow
     quantised = bool(policy.adapters) and policy.bytes_of_base < _NARROW
-    copied = critic is not None and not critic.adapters  # of a quantised policy it could not be trained
+    copied = critic is not None and not critic.adapters  # a copy of a quantised policy could not be trained
     if policy.adapters and not (quantised or sharded or copied):
         found.append("model.quantization=nf4 (the frozen base in 4 bits)")
     if not policy.adapters and memory.numbers.moments == _MOMENTS and not sharded:
@@ -187,7 +188,7 @@ def smaller_weights(memory: Memory) -> Sequence[str]:
 
 
 def _why(needs: Mapping[int, MemoryPlan], room: int, recompute: bool, offload: bool) -> str:
-    """The number of micro-batches with its reason: what it takes, and what the next smaller number would."""
+    """Return the number of micro-batches with its reason: its memory, and that of the next smaller number."""
     (count, taken), *before = reversed(list(needs.items()))
     text = f"{count} (needs {in_words(sum(taken.learning.values()))}"
     text += " with gradient checkpointing" if recompute else ""
@@ -198,7 +199,7 @@ def _why(needs: Mapping[int, MemoryPlan], room: int, recompute: bool, offload: b
 
 @dataclass(frozen=True)
 class Given:
-    """What the user said about the cut."""
+    """The user's settings about micro-batches."""
 
     micro_batch_size: int | Literal["auto"] | None
     """Rows of a micro-batch; "auto" asks the memory plan; None leaves it to `accumulate`."""
@@ -206,7 +207,7 @@ class Given:
     """The Trainer's `accumulate_grad_batches`."""
 
     def check(self) -> None:
-        """Refuse two answers to one question.
+        """Refuse two settings for one quantity.
 
         Raises:
             ConfigError: both are set, or the size is no number of rows.
@@ -228,16 +229,16 @@ class Given:
 def cut(
     given: Given, step: Step, memory: Memory | None, room: int | None, most: int | None = None
 ) -> tuple[Cut | None, str]:
-    """How a step is cut, and a warning where that is the user's choice and does not fit; empty where it does.
+    """Return the micro-batches of a step, and a warning where the user's choice does not fit, else an empty text.
 
-    A step that is left to `accumulate` is no Cut. Where sizes or memory are not known, "auto" cuts nothing.
+    The plan is None where `accumulate` decides. Where sizes or memory are not known, "auto" takes one micro-batch.
 
     Args:
-        given: What the user said.
-        step: What is cut.
-        memory: What it needs.
-        room: Bytes that a plan may give out.
-        most: Bytes above which the user is warned, where a plan is more careful than that; None: `room`.
+        given: The user's settings.
+        step: The step to cut.
+        memory: Its memory needs.
+        room: Bytes that a plan may use.
+        most: Bytes above which the user is warned, where that is more than `room`; None: `room`.
 
     Raises:
         ConfigError: the size does not divide the step, or with "auto" nothing fits.
@@ -255,7 +256,8 @@ def cut(
 
 
 def overfull(step: Step, memory: Memory, room: int, count: int, most: int) -> str:
-    """What is more than `most` with so many micro-batches, and the setting that fits; empty where it is not."""
+    """Return the warning that `count` micro-batches need more than `most`, with a setting that fits; empty if they
+    fit."""
     rows = step.units * step.rows // count
     plan = memory.plan(rows, step.sequences, steps_in_parts=count > 1)
     if _fits(plan, plan.total, most, memory):

@@ -1,4 +1,4 @@
-"""What of the data, the lengths and the Trainer is refused before any weight is loaded."""
+"""Checks of the data, the lengths and the Trainer before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lit_rl.videos import COLUMNS as VIDEOS
 
 
 def rollout_data(trainer: Any) -> Any:
-    """The Trainer's data module of prompts.
+    """Return the Trainer's data module of prompts.
 
     Raises:
         ConfigError: there is none, or it is of another kind.
@@ -33,7 +33,7 @@ def rollout_data(trainer: Any) -> Any:
 
 
 def prompts_of(data: Any) -> Any:
-    """A data module, which is one of prompts.
+    """Return a data module, if it is one of prompts.
 
     Raises:
         ConfigError: there is none, or it is of another kind.
@@ -65,14 +65,14 @@ def fits_context(
     """Refuse prompts and completions that the model's context cannot hold.
 
     Args:
-        model: Whose context.
-        key: Of `new_tokens`, for the message.
+        model: The policy, with its context length.
+        key: Setting of `new_tokens`, for the message.
         longest: Tokens of the longest prompt.
         new_tokens: Tokens of the longest completion.
-        prompt_key: The key that bounds prompts, for the message.
+        prompt_key: Setting that bounds prompts, for the message.
 
     Raises:
-        ConfigError: says what to lower, and to what.
+        ConfigError: names the settings to lower, and the values.
     """
     holds = model.context_length
     if holds is None or longest + new_tokens <= holds:
@@ -86,12 +86,13 @@ def fits_context(
 
 
 def shortened(model: LanguageModel, sampling: Sampling, longest: int) -> Sampling:
-    """A sampling that nobody chose, with completions as long as the model's context leaves room for; said where that
-    changes it. Where there is no room at all it stays, and `fits_context` refuses it.
+    """Return the default sampling with completions shortened to the model's context, with a warning where needed.
+
+    Where the context leaves no token at all it is unchanged, and `fits_context` refuses it.
 
     Args:
-        model: Whose context.
-        sampling: Of the constructor's default.
+        model: The policy, with its context length.
+        sampling: The constructor's default.
         longest: Tokens of the longest prompt.
     """
     holds = model.context_length
@@ -107,12 +108,12 @@ def shortened(model: LanguageModel, sampling: Sampling, longest: int) -> Samplin
 
 
 def engine_takes(generator: Generator, sampling: Sampling, longest: int) -> None:
-    """Let an engine refuse the lengths and settings that it will be asked for."""
+    """Let an engine refuse the lengths and settings of the run."""
     generator.check(sampling, longest)
 
 
 def bind_validation(rewards: Rewards, data: Any, also: Sequence[str] = ()) -> None:
-    """Check the rewards against the columns of every validation set, and those that are there also."""
+    """Check the rewards against the columns of every validation set and further columns (`also`)."""
     for name, columns in data.val_columns.items():
         try:
             rewards.bind([*columns, *also])
@@ -122,18 +123,18 @@ def bind_validation(rewards: Rewards, data: Any, also: Sequence[str] = ()) -> No
 
 
 def values_are_scored(rewards: Rewards, data: Any, also: Sequence[str] = ()) -> None:
-    """Let rewards that look at the values of columns refuse them, of the training and of every validation set."""
+    """Let rewards check the values of columns, in the training set and every validation set."""
     for columns in data.columns_of_sets():
         rewards.check(columns, also)
 
 
 def say_unread(data: Any, names: Sequence[str], read: Collection[str], *, sees: bool) -> None:
-    """Tell the user which columns of their rows nothing reads; a task of ours has what it has.
+    """Report columns of the user's rows that nothing reads; those of shipped tasks are left out.
 
     Args:
         data: The data module.
-        names: Of the columns that rows have beside what is learned from, or answered.
-        read: Those that a reward may read.
+        names: Names of the columns besides those that are learned from or answered.
+        read: Columns that a reward may read.
         sees: Whether the policy is a model over images, which reads their columns.
     """
     known = {*read, "tools", "chat_template_kwargs", *((*IMAGES, *VIDEOS) if sees else ())}
@@ -143,13 +144,13 @@ def say_unread(data: Any, names: Sequence[str], read: Collection[str], *, sees: 
 
 
 def evaluation_is_used(evaluation: Evaluation, trainer: Any, sets: Collection[str], stage: str) -> None:
-    """Warn of settings of validation that change nothing.
+    """Warn of validation settings that have no effect.
 
     Args:
         evaluation: The settings.
-        trainer: Of the run.
+        trainer: The Trainer.
         sets: Names of the validation sets that have prompts.
-        stage: `fit`, or another one, which always validates.
+        stage: `fit`, or another stage, which always validates.
     """
     chosen = {each.name: getattr(evaluation, each.name) for each in fields(evaluation)}
     chosen = {name: value for name, value in chosen.items() if value != getattr(Evaluation, name)}
@@ -172,16 +173,17 @@ def _keys_of(chosen: Mapping[str, Any]) -> str:
 def monitors(
     trainer: Any, logged: Collection[str], beginning: str = "", may_come: Callable[[str], bool] = lambda name: False
 ) -> None:
-    """Refuse to wait for a metric that is never logged: of a training after its first line, of a validation at its end.
+    """Refuse callbacks that monitor a metric that is never logged.
 
-    One that a function of the user's may log later is waited for until the first validation, where Lightning's
-    callbacks need it, and beyond that by those that do not (``EarlyStopping(strict=False)``).
+    Metrics of a training are known after its first line, those of a validation at its end. One that a function of the
+    user's may log later may be missing until the first validation, where Lightning's callbacks need it, and beyond that
+    for callbacks that do not (``EarlyStopping(strict=False)``).
 
     Args:
-        trainer: Whose callbacks watch.
-        logged: What has been logged now, beside what the Trainer knows.
-        beginning: Of the names that are known to be complete.
-        may_come: Whether a name that has not been logged yet may be, later.
+        trainer: The Trainer with the callbacks.
+        logged: Metrics logged now, beside those that the Trainer knows.
+        beginning: Prefix of the names that are known to be complete.
+        may_come: Predicate: a name that has not been logged yet may be later.
 
     Raises:
         ConfigError: names the callback, its monitor, and what is logged.
@@ -206,7 +208,7 @@ def monitors(
 
 
 def trainer_settings(trainer: Any) -> None:
-    """Refuse numbers that Lightning takes and that mean nothing, or would fail in the middle of a run.
+    """Refuse numbers that Lightning accepts but that are meaningless, or would fail in the middle of a run.
 
     Raises:
         ConfigError: names the setting and its range.
@@ -227,10 +229,10 @@ def trainer_settings(trainer: Any) -> None:
 
 
 def one_process_a_device(devices: int, nodes: int) -> None:
-    """Refuse processes of torchrun that would each train alone, or that nobody counts on.
+    """Refuse a number of torchrun's processes that is not that of the Trainer's devices.
 
     Args:
-        devices: Of a node, as the Trainer has them.
+        devices: The Trainer's devices of a node.
         nodes: `trainer.num_nodes`.
 
     Raises:
@@ -249,16 +251,16 @@ def one_process_a_device(devices: int, nodes: int) -> None:
 
 
 def run_fits(trainer: Any, batches: int, steps: float, val_batches: Sequence[int]) -> None:
-    """Refuse shares of no batch, a validation that no epoch reaches, and a monitor of one that the run does not reach.
+    """Refuse limits of less than a batch, and validations, or monitors of them, that the run does not reach.
 
     Args:
-        trainer: With its micro-batches.
+        trainer: The Trainer, with its micro-batches.
         batches: Micro-batches of an epoch on this rank, without a limit.
-        steps: Optimizer steps of the run; infinite where nothing says.
+        steps: Optimizer steps of the run; infinite where they are unknown.
         val_batches: Batches of each validation set, without a limit.
 
     Raises:
-        ConfigError: says the numbers, and what to set.
+        ConfigError: names the numbers, and the settings to change.
     """
     if trainer.fast_dev_run:
         return
@@ -278,7 +280,7 @@ def run_fits(trainer: Any, batches: int, steps: float, val_batches: Sequence[int
 
 
 def _taken(trainer: Any, stage: str, batches: int) -> int:
-    """Batches that the Trainer takes of so many."""
+    """Return the batches that the Trainer takes of `batches`."""
     limit = getattr(trainer, f"limit_{stage}_batches")
     if not isinstance(limit, float):
         return min(limit, batches)
@@ -293,7 +295,7 @@ def _taken(trainer: Any, stage: str, batches: int) -> int:
 
 
 def _first_validation(batches: int, interval: Any, every: int | None) -> int | None:
-    """Return the micro-batch of the run behind which the first validation comes; None where the clock says."""
+    """Return the micro-batch of the run after which the first validation comes; None where it depends on the clock."""
     if not isinstance(interval, int | float):
         return None
     within = interval if isinstance(interval, int) else max(1, int(batches * interval))
@@ -317,19 +319,19 @@ def _watch_no_validation(trainer: Any, first: float, last: float) -> None:
 
 
 def reference_is_read(reference: Reference, needed: bool, otherwise: str) -> None:
-    """Warn of a reference that was chosen and that nothing reads.
+    """Warn of a reference that was set and that nothing reads.
 
     Args:
-        reference: As it was given.
+        reference: The reference as it was given.
         needed: Whether a term reads it.
-        otherwise: Why nothing does, or what would.
+        otherwise: The reason why nothing does, or the setting that would.
     """
     if not (needed or isinstance(reference, Auto)):
         rank_zero_warn(f"reference={type(reference).__name__} is not loaded: {otherwise}")
 
 
 def whole_rollouts(trainer: Any, slots: int) -> None:
-    """`limit_train_batches` counts micro-batches; one that ends an epoch in the middle of a rollout wastes the rest."""
+    """Warn of a `limit_train_batches` in micro-batches that ends an epoch in the middle of a rollout."""
     limit = trainer.limit_train_batches
     if isinstance(limit, int) and limit % slots and not trainer.fast_dev_run:
         rank_zero_warn(

@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO is proven with: all else is refused by name, before it hangs or learns something else.
+"""Checks of DeepSpeed's ZeRO: all that it is not proven with is refused by name, before it hangs or learns wrongly.
 
 docs/scale.md has the table of what was proven, and by which test.
 """
@@ -25,7 +25,7 @@ _INSTEAD = "or take strategy=fsdp"
 
 
 def settings_fit_zero(model: LanguageModel, precision: str, strategy: DeepSpeedStrategy) -> None:
-    """Refuse settings that can be told before anything is loaded.
+    """Refuse settings that DeepSpeed is not proven with, before anything is loaded.
 
     Raises:
         ConfigError: names the key.
@@ -65,18 +65,18 @@ def method_fits_zero(
     generator: Generator | None,
     parts: Mapping[str, Any],
 ) -> None:
-    """Refuse a method, or parts of one, before weights are loaded.
+    """Refuse a method, or parts of one, that DeepSpeed is not proven with, before weights are loaded.
 
-    What is computed from log-probs alone (losses, advantages, estimators) is not asked: DeepSpeed has no part in it.
+    Functions of log-probs alone (losses, advantages, estimators) are not checked: DeepSpeed has no part in them.
 
     Args:
         method: Name of its class.
-        proven: Whether a test has held it against one process.
-        strategy: Of the run.
+        proven: Whether a test has compared it with one process.
+        strategy: The strategy of the run.
         clipping: `trainer.gradient_clip_algorithm`.
-        reference: The one that a term reads; None where none does.
-        generator: What draws completions; None where nothing does.
-        parts: Further parts that call the policy or keep what ranks made, by key; None and 0 where there is none.
+        reference: The reference that a term reads; None where none does.
+        generator: The generator of completions; None where there is none.
+        parts: Further parts that call the policy or keep data of ranks, by key; None and 0 where there is none.
 
     Raises:
         ConfigError: names the key.
@@ -104,7 +104,7 @@ def method_fits_zero(
 
 
 def optimizer_fits_zero(optimizer: Any) -> None:
-    """Refuse an optimizer that looks at the shape of a weight: it would see one long vector of parts of many weights.
+    """Refuse an optimizer that depends on the shape of weights: it would see one vector of parts of many weights.
 
     Raises:
         ConfigError: names its path.
@@ -121,8 +121,8 @@ _DEEPSPEEDS_OWN = ("deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",)
 
 
 def model_fits_zero(policy: nn.Module, strategy: ZeROStrategy) -> None:
-    """Refuse a mixture of experts where weights are taken apart: a rank that asks no row of an expert would not gather
-    it, and the others would wait.
+    """Refuse a mixture of experts under stage 3: a rank without rows for an expert would not gather it, and hang
+    others.
 
     Raises:
         ConfigError: the policy is one.

@@ -1,4 +1,4 @@
-"""What of `env=` is refused before any weight is loaded, and what makes the completions of a run with it."""
+"""Checks of `env=` before any weight is loaded, and the source of episodes for a run with it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from lit_rl.rollout import Sampling
 
 
 def fits(env: Interactive, generator: Generator, sampling: Sampling, evaluation: Evaluation) -> None:
-    """Refuse what episodes do not go with.
+    """Refuse settings that do not work with episodes.
 
     Raises:
-        ConfigError: the generator holds no conversations, or holds them while the policy learns; an episode is shorter
+        ConfigError: the generator supports no conversations, or draws while the policy learns; an episode is shorter
             than a turn; or the evaluation compares completions of one turn.
     """
     if env.converses:
@@ -74,15 +74,15 @@ def _whole_distribution(sampling: Sampling) -> None:
 
 
 def journal_of(env: Interactive, folder: str, rank: int) -> Journal | None:
-    """Where the replies of a run's environments are written down; None: nowhere.
+    """Return the journal of the replies of a run's environments; None where there is none.
 
     Args:
-        env: Its settings.
-        folder: Of the run.
-        rank: Of this process.
+        env: Settings of the environments.
+        folder: Folder of the run.
+        rank: Rank of this process.
 
     Raises:
-        ConfigError: the folder that ``env.journal`` names holds the replies of another run.
+        ConfigError: the folder of ``env.journal`` holds the replies of another run.
     """
     if not env.journal:
         return None
@@ -95,7 +95,8 @@ def journal_of(env: Interactive, folder: str, rank: int) -> Journal | None:
 
 
 def _claim(journal: Path, run: Path) -> None:
-    """A reply is found by where it stands in its run, so two runs in one folder would read each other's."""
+    """Claim a journal's folder for a run. Replies are keyed by their place in the run, so two runs would mix them
+    up."""
     owner = journal / "run.txt"
     if not owner.exists():
         journal.mkdir(parents=True, exist_ok=True)
@@ -108,13 +109,13 @@ def _claim(journal: Path, run: Path) -> None:
 
 
 def source_of(env: Interactive, model: LanguageModel, data: Any, journal: Journal | None = None) -> EpisodeSource:
-    """What makes the completions of a run.
+    """Return the source of the episodes of a run.
 
     Args:
-        env: Its settings.
+        env: Settings of the environments.
         model: The description of the policy.
-        data: Its data module.
-        journal: See `journal_of`.
+        data: The data module.
+        journal: The journal of replies, see `journal_of`.
 
     Raises:
         ConfigError: the data's rows do not fit the environments, or see `Interaction`.
@@ -141,13 +142,13 @@ def source_of(env: Interactive, model: LanguageModel, data: Any, journal: Journa
         processor=model.processor,
         max_image_pixels=data.options.max_image_pixels,
     )
-    for row in islice(_rows_of_arguments(env, data), _LOOKED_AT):  # now, and not at the row's step
+    for row in islice(_rows_of_arguments(env, data), _LOOKED_AT):  # an error is found now, and not at the row's step
         made.ready_for(row)
     return made
 
 
 _LOOKED_AT = 256
-"""Different arguments of rows with which the chat template is tried before a run begins, some renderings each."""
+"""Most distinct arguments of rows with which the chat template is tried before a run begins."""
 
 
 def _rows_of_arguments(env: EnvironmentFactory, data: Any) -> Iterator[dict[str, Any]]:
@@ -166,7 +167,7 @@ def _rows_of_arguments(env: EnvironmentFactory, data: Any) -> Iterator[dict[str,
 
 
 def _say_other_tools(env: EnvironmentFactory, data: Any) -> None:
-    """Say where rows tell of tools, and prompts are told of others, or nobody answers to these."""
+    """Warn of rows with a column of tools that differ from the environment's, or that it does not answer."""
     for columns in data.columns_of_sets():
         for row, tools in enumerate(columns.get("tools", ())):
             if not (of_row := told_of(tools)):
@@ -184,14 +185,14 @@ def _say_other_tools(env: EnvironmentFactory, data: Any) -> None:
 def shortened(
     env: Interactive, model: LanguageModel, source: EpisodeSource, longest: int, new_tokens: int
 ) -> Interactive:
-    """Return the settings with sizes that nobody chose lowered to the model's context, and say so where that is needed.
+    """Return the settings with default sizes lowered to the model's context, with a warning where needed.
 
-    Where it leaves no room for a turn they stay, and `fits_context` refuses them.
+    Where it leaves no room for a turn they are unchanged, and `fits_context` refuses them.
 
     Args:
-        env: As it was given; it is not changed.
-        model: Whose context.
-        source: Made of these settings, which knows what else stands in the context.
+        env: The settings as given; they are not changed.
+        model: The policy, with its context length.
+        source: The source made with these settings, which knows the other parts of the context.
         longest: Tokens of the longest prompt of the data.
         new_tokens: Tokens of the longest turn.
     """
@@ -217,7 +218,7 @@ def fits_context(model: LanguageModel, interaction: EpisodeSource, longest: int)
     """Refuse episodes that the model's context cannot hold.
 
     Raises:
-        ConfigError: says what adds up to how many tokens, and what to lower.
+        ConfigError: names the parts with their tokens, and the settings to lower.
     """
     parts = interaction.lengths(longest)
     holds, needed = model.context_length, sum(parts.values())

@@ -1,4 +1,4 @@
-"""What an advantage estimator must fit, before anything is loaded: how it is called, what it reads, what it returns.
+"""Checks of advantage estimators before anything is loaded: their arguments, inputs and outputs.
 
 An estimator of `lit_rl.ops` is tried out on a few rows. A user's own may hold a state: only its signature is read.
 """
@@ -51,7 +51,7 @@ def check_of_rows(estimator: Estimator, algorithm: str) -> None:
 def check_what_it_reads(
     estimator: Estimator, credit: CreditAssignment, reward_beta: float, whitening: Whitening
 ) -> None:
-    """Refuse settings that would not reach the advantages, or not alike on both sides of a comparison."""
+    """Refuse settings that the estimator ignores, or would apply to one side of a comparison only."""
     if credit.shaping is not None and "greedy_rewards" in parameters(estimator):
         raise ConfigError(
             f"algo/shaping: {name_of(estimator)} compares drawn completions with a greedy one, and the greedy one is "
@@ -64,7 +64,7 @@ def check_what_it_reads(
 
 
 def check_of_tokens(estimator: Estimator, whitening: Whitening) -> None:
-    """Refuse what cannot stand in the place of `gae`, settings that it refuses, and a whitening that does not fit."""
+    """Refuse an estimator that cannot replace `gae`, settings that it refuses, and a whitening that does not fit."""
     tensors = dict.fromkeys(("token_rewards", "values", "mask"))
     row, numbers = torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.long)
     turns = arguments_for(estimator, {"turn": numbers})
@@ -79,16 +79,16 @@ def check_of_tokens(estimator: Estimator, whitening: Whitening) -> None:
 
 
 def compares_within_groups(estimator: Estimator) -> bool:
-    """Whether an advantage estimator says nothing about the only completion of a prompt.
+    """Tell whether an advantage estimator is zero for the only completion of a prompt.
 
-    Asked of two prompts with one completion each, of different rewards: an estimator that compares with other prompts,
-    with a greedy completion or with nothing tells them apart.
+    It is called on two prompts with one completion each and different rewards: an estimator that compares with other
+    prompts, with a greedy completion or with nothing distinguishes them.
     """
     return not bool(columns_to_rows(estimator, two_prompts()).any())
 
 
 def two_prompts() -> dict[str, Tensor]:
-    """Every column that a function of rows may name: two completions, each of another prompt."""
+    """Return every column that a function of rows may name, for two completions of two prompts."""
     return _columns((0.0, 1.0))
 
 
@@ -98,19 +98,22 @@ def columns_to_rows(function: Estimator, columns: dict[str, Tensor]) -> Tensor:
 
 
 def is_ours(function: Callable) -> bool:
-    """Whether it is of `lit_rl.ops`, and so a function of its arguments alone."""
+    """Tell whether a function is of `lit_rl.ops`, and so depends on its arguments alone."""
     return (getattr(getattr(function, "func", function), "__module__", None) or "").startswith("lit_rl.ops.")
 
 
 _REWARDS = (0.0, 1.0, 3.0, 2.0, 0.0, 1.0)
 _CHANGE = (0.5, 0.1, 0.9, 0.2, 0.7, 0.3)
-"""Rewards of two groups, and a change of them that no mean or deviation takes out again."""
+"""Rewards of two groups, and a change of them that no normalisation by mean and deviation cancels."""
 
 
 def _columns(rewards: Sequence[float], change: Sequence[float] = (), kl: Sequence[float] = ()) -> dict[str, Tensor]:
-    """Two groups of rows of two tokens, which earn at the second.
+    """Return the columns of two groups of rows of two tokens, with the reward at the second.
 
-    `change` is what shaping, norm and clip make of the rewards, and `kl` what is taken off them at the first token.
+    Args:
+        rewards: One for each row.
+        change: What shaping, norm and clip add to the rewards.
+        kl: A penalty at the first token.
     """
     said, rows = torch.tensor(rewards), len(rewards)
     earned = said + torch.tensor(change) if change else said
@@ -133,7 +136,7 @@ def _columns(rewards: Sequence[float], change: Sequence[float] = (), kl: Sequenc
 
 
 def _reads_what_is_set(estimator: Estimator, credit: CreditAssignment, reward_beta: float) -> None:
-    """Refuse changes of the rewards that the estimator does not see: the run would be the one without them."""
+    """Refuse changes of the rewards that the estimator does not read: they would have no effect."""
     changes = {
         "algo/shaping": credit.shaping is not None,
         "algo/reward_norm": credit.norm is not None,
@@ -151,12 +154,12 @@ def _reads_what_is_set(estimator: Estimator, credit: CreditAssignment, reward_be
 
 
 def _reads_changes(estimator: Estimator) -> bool:
-    """Whether advantages change with rewards when what the functions said stays."""
+    """Tell whether advantages change with the processed rewards while the functions' own values stay."""
     return not torch.equal(_of_columns(estimator), _of_columns(estimator, change=_CHANGE))
 
 
 def _reads_kl(estimator: Estimator) -> bool:
-    """Whether advantages change with a KL that is taken off at a token where no reward is earned."""
+    """Tell whether advantages change with a KL penalty at a token without reward."""
     return not torch.equal(_of_columns(estimator), _of_columns(estimator, kl=_CHANGE))
 
 
@@ -173,7 +176,7 @@ def _binds(function: Callable, *arguments: Any, **keywords: Any) -> bool:
 
 
 def _signature(function: Callable) -> str:
-    """Its name and what it must be given, without defaults and types."""
+    """Return the function's name and its required arguments."""
     given = inspect.signature(function).parameters.values()
     needed = ", ".join(parameter.name for parameter in given if parameter.default is parameter.empty)
     return f"{name_of(function)}({needed})"

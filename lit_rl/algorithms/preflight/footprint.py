@@ -1,4 +1,4 @@
-"""From the description of a run's parts to the sizes that a memory plan is made of."""
+"""Sizes for a memory plan, from the description of a run's parts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lit_rl.models.reference.other_model import OtherModel
 from lit_rl.models.scoring.critic import AdapterCritic, Critic, SeparateCritic, SharedTrunk
 
 _STORED = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "auto": 4.0, "nf4": 0.56, "int8": 1.06}
-"""Bytes of a frozen weight; a quantised one with its scales (2305.14314, section 3)."""
+"""Bytes of a frozen weight by type; a quantised one with its scales (2305.14314, section 3)."""
 
 
 def shape_of(model: LanguageModel) -> ModelShape | None:
-    """The shape of a described model; None of a model that cannot be built from its config alone, or is no decoder."""
+    """Return the shape of a described model; None where it cannot be built from its config alone, or is no decoder."""
     config = model.config
     try:
         return ModelShape.of(config)
@@ -34,8 +34,7 @@ def shape_of(model: LanguageModel) -> ModelShape | None:
 
 
 def numbers_of(model: LanguageModel, precision: str, optimizer: Any, *, shards: bool = False) -> Numbers:
-    """The types of a run; `shards` where FSDP2 holds them. An optimizer of the user's is taken to keep two numbers a
-    parameter."""
+    """Return the number sizes of a run; `shards` under FSDP2. A user's optimizer is assumed to keep two moments."""
     moments = 2 if isinstance(optimizer, AdamW8bit | AdamWSplit) else 8
     if isinstance(optimizer, ByPath) and optimizer.path.endswith(".SGD"):
         moments = 4 if optimizer.kwargs.get("momentum") else 0
@@ -44,13 +43,15 @@ def numbers_of(model: LanguageModel, precision: str, optimizer: Any, *, shards: 
 
 
 def masters_at_once(networks: Iterable[Network], numbers: Numbers, optimizer: Any) -> int:
-    """Bytes of the float32 masters of narrow weights that there are together in a step of the optimizer: of a bucket
-    of `optim.master_weights`, which its last weight may overfill, or of all weights."""
+    """Return the bytes of float32 masters of narrow weights that exist at once in an optimizer step.
+
+    They are those of a bucket of `optim.master_weights`, which its last weight may overfill, or of all weights.
+    """
     narrow = [network for network in networks if network.trained and not network.adapters]
     if not numbers.remainder or not narrow or isinstance(optimizer, AdamWSplit):
         return 0
     every = sum(network.trained for network in narrow)
-    path = getattr(optimizer, "path", "")  # a function of the user's does not say what it makes
+    path = getattr(optimizer, "path", "")  # the optimizer of a user's function is not known yet
     if not moves_each_alone(path):
         return 4 * every
     largest = max(max(network.shape.head, network.shape.hidden * network.shape.inner) for network in narrow)
@@ -59,7 +60,7 @@ def masters_at_once(networks: Iterable[Network], numbers: Numbers, optimizer: An
 
 
 def shares_prompts(model: LanguageModel) -> bool:
-    """Whether the prompt of a group may run once, as far as the model is concerned: its cache, and dropout."""
+    """Tell whether the model allows that the prompt of a group runs once: by its cache, and without dropout."""
     shape = shape_of(model)
     if shape is None:
         return False
@@ -72,13 +73,13 @@ def shares_prompts(model: LanguageModel) -> bool:
 
 
 def frozen_bytes(model: LanguageModel) -> int:
-    """Weights of a model that is only read; 0 where its shape is not known."""
+    """Return the bytes of a frozen model's weights; 0 where its shape is not known."""
     shape = shape_of(model)
     return 0 if shape is None else int(_STORED[model.quantization or model.dtype] * shape.parameters)
 
 
 def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, head: Head) -> Network:
-    """The policy as it is trained."""
+    """Return the network of the policy as it is trained."""
     how: dict[str, Any] = {"checkpointing": bool(model.checkpointing), "offloaded": model.checkpointing == "offload"}
     how["eager"] = model.attn_implementation == "eager"
     halves = numbers.product < 4 or model.dtype in ("bfloat16", "float16")
@@ -104,13 +105,13 @@ def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, he
 
 
 def _frozen(model: LanguageModel, parts: Sequence[str]) -> int:
-    """Parameters of these parts of a model over images."""
+    """Return the parameters of these parts of a model over images."""
     seeing = seeing_shape(model)
     return 0 if seeing is None else seeing.frozen(parts)
 
 
 def _adapted(model: LanguageModel, shape: ModelShape, targets: Any) -> tuple[Linear, ...]:
-    """Return the linear layers that get an adapter: "all-linear" means those of the text."""
+    """Return the linear layers with adapters; "all-linear" means those of the language model."""
     seeing = seeing_shape(model) if targets == "all-linear" else None
     outside = seeing.outside if seeing else frozenset()
     kept = (linear.only(lambda path: path not in outside) for linear in shape.adapted(targets))
@@ -118,13 +119,13 @@ def _adapted(model: LanguageModel, shape: ModelShape, targets: Any) -> tuple[Lin
 
 
 def _widened(adapted: Iterable[Linear], numbers: Numbers) -> int:
-    """Numbers that float32 adapters read a token where their layers read narrow ones, and no autocast narrows all."""
+    """Return the numbers a token that float32 adapters read beside narrow layers, without autocast."""
     narrow = numbers.product < 4 and not numbers.cast and numbers.weight < 4  # FSDP2 gathers narrow adapters
     return sum(linear.inputs * linear.count for linear in adapted) if narrow else 0
 
 
 def _adapter(model: LanguageModel) -> tuple[int, Any]:
-    """Rank and targets of a fresh adapter, or of the one that is continued (16 on all layers, where it is not here)."""
+    """Return rank and targets of the adapter, fresh or continued (16 on all layers where its config is missing)."""
     if model.lora is not None:
         return model.lora.r, model.lora.targets
     saved = _saved_adapter(model)
@@ -132,13 +133,13 @@ def _adapter(model: LanguageModel) -> tuple[int, Any]:
 
 
 def _saved_adapter(model: LanguageModel) -> dict[str, Any]:
-    """The config of the adapter that is continued; empty where it is not here."""
+    """Return the config of the continued adapter; empty where it is missing."""
     file = Path(str(model.adapter)).expanduser() / "adapter_config.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def reference_bytes(reference: Reference, model: LanguageModel, policy: Network, numbers: Numbers) -> int:
-    """Weights that a reference holds on the policy's device beside the policy, and averages beside those."""
+    """Return the bytes of a reference's own weights, and their averages, on the policy's device."""
     fresh = isinstance(reference, Auto) and isinstance(model.lora, Lora)
     if fresh or isinstance(reference, AdapterBase) or getattr(reference, "device", None) == "cpu":
         return 0
@@ -151,16 +152,16 @@ def reference_bytes(reference: Reference, model: LanguageModel, policy: Network,
 
 
 def copy_bytes(policy: Network, numbers: Numbers) -> int:
-    """Of a copy of the policy, which shares the frozen weights under adapters with it."""
+    """Return the bytes of a copy of the policy, which shares frozen weights under adapters."""
     return 4 * policy.trained if policy.adapters else numbers.weight * policy.shape.parameters
 
 
 def buckets(networks: Sequence[Network], numbers: Numbers, *, viewed: bool) -> Buckets:
-    """Of DDP's reducer, which sends numbers of the weights' type.
+    """Return the buckets of DDP's reducer, which sends numbers of the weights' type.
 
     Args:
-        networks: What is trained.
-        numbers: The types of the run.
+        networks: The trained networks.
+        numbers: The number sizes of the run.
         viewed: Whether the strategy sets `gradient_as_bucket_view`. Float32 gradients of narrow weights do not fit in:
             they are sent without the reducer, which keeps its buckets all the same.
     """
@@ -170,14 +171,14 @@ def buckets(networks: Sequence[Network], numbers: Numbers, *, viewed: bool) -> B
 
 
 def gathered(policy: Network, numbers: Numbers, critic: Network | None, *, reference: bool, stored: float) -> Gathered:
-    """What FSDP2 holds whole: each layer is a unit, and embedding, last norm and head are one together.
+    """Return the weights that FSDP2 holds whole: a unit is a layer, or embedding, last norm and head together.
 
     Args:
-        policy: What is trained.
-        numbers: The types of the run.
-        critic: A model of its own beside it.
-        reference: Whether a reference with weights of its own stands beside it.
-        stored: Bytes of a weight of the policy's as it is stored, in which it is gathered but under `bf16-true`.
+        policy: The trained policy.
+        numbers: The number sizes of the run.
+        critic: A separate critic.
+        reference: Whether there is a reference with weights of its own.
+        stored: Bytes of a stored weight of the policy, also of a gathered one except under `bf16-true`.
     """
     shape = policy.shape
     wide = int(2 if numbers.product < 4 and not numbers.cast else stored)
@@ -189,13 +190,13 @@ def gathered(policy: Network, numbers: Numbers, critic: Network | None, *, refer
 
 
 def stored_bytes(model: LanguageModel, numbers: Numbers) -> float:
-    """Bytes of a weight as the policy stores it."""
+    """Return the bytes of a weight as the policy stores it."""
     adapts = model.lora is not None or model.adapter is not None
     return _STORED[model.quantization or model.dtype] if adapts else numbers.weight
 
 
 def critic_network(critic: Critic, policy: Network, numbers: Numbers, model: LanguageModel) -> Network | None:
-    """A critic's own layers, beside the policy of this model; None where it stands on the policy's."""
+    """Return the network of a critic's own layers; None where it shares the policy's trunk."""
     if isinstance(critic, SharedTrunk):
         return None
     same = {name: getattr(policy, name) for name in ("checkpointing", "offloaded", "eager")}

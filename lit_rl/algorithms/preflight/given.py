@@ -1,4 +1,4 @@
-"""What a constructor was given, from the hands of people who know other libraries: refused in one vocabulary.
+"""Checks of constructor arguments, with hints for people who know other libraries.
 
 Each message says what came, what is allowed, and what to write.
 """
@@ -65,24 +65,24 @@ _ELSEWHERE = {
     "args": "there is no object of arguments: each setting is a keyword (docs/from-trl.md)",
     "optimizers": "here they are optimizer= and scheduler=, functions that make them",
 }
-"""What other libraries call a setting, and where it stands here."""
+"""Names of settings in other libraries, with their place here."""
 
 
 _NEEDED = {
     "model": "model=...: a name, folder or hub id, or lit_rl.LanguageModel(name)",
     "reward": _REWARD,
 }
-"""What to pass for an argument that has no default."""
+"""Values to pass for arguments without a default."""
 
 
 class Missing(ConfigError):
-    """An argument that has no default did not come."""
+    """The error for a missing argument that has no default."""
 
 
 class Arguments:
-    """A class that says in our words which argument is missing, before Python says it.
+    """The base of classes that report missing arguments by a `ConfigError` of their own.
 
-    The check stands in `__new__`, so that the signature of `__init__`, which type checkers, Hydra's schemas and
+    The check is in `__new__`, so that the signature of `__init__`, which type checkers, Hydra's schemas and
     LightningCLI read, keeps its arguments without defaults.
     """
 
@@ -93,10 +93,10 @@ class Arguments:
         return made
 
     _arguments: dict[str, Any]
-    """What the constructor was given, by name, defaults of every class above included; less `model` and `tokenizer`."""
+    """Arguments of the constructor by name, with defaults of every base class; without `model` and `tokenizer`."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles begin with an empty object, which is given nothing and lacks nothing."""
+        """Reduce to an empty object and the state, so that copies and pickles pass no arguments to `__new__`."""
         _, _, *state = super().__reduce_ex__(protocol)
         return _empty, (type(self),), *state
 
@@ -133,12 +133,12 @@ _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def reward(algorithm: type, model: Any, value: Any) -> None:
-    """Refuse a reward that is text, or stands where the model should.
+    """Refuse a reward that is text, or that is swapped with the model.
 
     Args:
-        algorithm: What is made.
-        model: What it was given as `model`.
-        value: What it was given as `reward`.
+        algorithm: The class to construct.
+        model: Its argument `model`.
+        value: Its argument `reward`.
 
     Raises:
         ConfigError: says what to write.
@@ -157,9 +157,9 @@ def keywords(algorithm: type, given: Mapping[str, Any], taken: type) -> None:
     """Refuse keywords that no constructor of an algorithm takes.
 
     Args:
-        algorithm: What is made.
-        given: The keywords that are handed on.
-        taken: The class whose constructor gets them, and its parents'.
+        algorithm: The class to construct.
+        given: The keywords to pass on.
+        taken: The class whose constructor, with its bases', gets them.
 
     Raises:
         ConfigError: names the first of them, and where it belongs or what is near.
@@ -168,7 +168,7 @@ def keywords(algorithm: type, given: Mapping[str, Any], taken: type) -> None:
 
 
 def _elsewhere(learns_from: Kind | None, name: str, known: set[str]) -> str:
-    """Where it stands here, for what has such a place: a reward model takes no reward, and draws nothing."""
+    """Return the hint for a name of another library, where the algorithm has such a setting."""
     said = _ELSEWHERE.get(name, "")
     if said == _DATA and learns_from is not None:
         return said.replace("RolloutDataModule(", f"{_module_of(learns_from)}(")
@@ -183,17 +183,16 @@ def _elsewhere(learns_from: Kind | None, name: str, known: set[str]) -> str:
 
 
 def _module_of(learns_from: Kind | None) -> str:
-    """The class of its data module."""
+    """Return the class name of the data module for a kind of rows."""
     return "RolloutDataModule" if learns_from is None else MODULES[learns_from].partition("(")[0]
 
 
 def data_module(algorithm: type, value: Any) -> None:
-    """Refuse rows, and a loader of them, in the place of a data module; and one of another kind, before its rows are
-    counted.
+    """Refuse rows, a loader, or a data module of another kind in place of the data module, before rows are counted.
 
     Args:
-        algorithm: What is trained.
-        value: What the Trainer was given as `datamodule`.
+        algorithm: The class that is trained.
+        value: The Trainer's `datamodule`.
 
     Raises:
         ConfigError: says what to pass.
@@ -208,12 +207,12 @@ def data_module(algorithm: type, value: Any) -> None:
 
 
 def trainer(name: str, value: L.Trainer, *, compiled: bool) -> None:
-    """Refuse what Lightning does to other modules and cannot do to these, before it begins.
+    """Refuse features of Lightning that do not work with these modules, before the run begins.
 
     Args:
-        name: Of the class of the module that the Trainer is attached to.
+        name: Name of the module's class.
         value: The Trainer.
-        compiled: Whether `torch.compile` was called of the module.
+        compiled: Whether `torch.compile` was called on the module.
 
     Raises:
         ConfigError: says what to do in its place.
@@ -238,7 +237,7 @@ def trainer(name: str, value: L.Trainer, *, compiled: bool) -> None:
 
 
 def whole_checkpoints(strategy: Any) -> None:
-    """Let a strategy refuse a file that is no checkpoint in words: Lightning tells a module of the path afterwards."""
+    """Patch a strategy to refuse a damaged checkpoint with a clear message: the module learns the path too late."""
     if "load_checkpoint" not in vars(strategy):
         strategy.load_checkpoint = partial(_load_whole, strategy.load_checkpoint)
 
@@ -255,7 +254,11 @@ def _load_whole(load: Any, checkpoint_path: Any, *args: Any, **keywords: Any) ->
 
 
 def environment(value: Any) -> None:
-    """Raises ConfigError where it answers no policy."""
+    """Refuse an `env` that is no interactive environment.
+
+    Raises:
+        ConfigError: names what to write.
+    """
     if value is not None and not isinstance(value, Interactive):
         raise ConfigError(
             f"env is {value!r:.60}, a {type(value).__name__}. Write env=lit_rl.FunctionTools(functions), "
@@ -264,7 +267,7 @@ def environment(value: Any) -> None:
 
 
 def functions(optional: bool = False, /, **given: Any) -> None:
-    """Refuse settings that are no functions of tensors.
+    """Refuse settings that are not functions of tensors.
 
     Args:
         optional: Whether None is allowed.
@@ -293,7 +296,11 @@ def instance(key: str, value: Any, kind: type, example: str) -> None:
 
 
 def reference(value: Any) -> None:
-    """Raises ConfigError where it is no reference."""
+    """Refuse a value that is no reference.
+
+    Raises:
+        ConfigError: names what is allowed.
+    """
     if not hasattr(value, "scoring") or isinstance(value, type):
         raise ConfigError(
             f"reference is {value!r:.60}. Allowed is an object of lit_rl.models.reference.base, such as FrozenCopy() "
@@ -302,7 +309,11 @@ def reference(value: Any) -> None:
 
 
 def optimizer_factory(value: Any) -> None:
-    """Raises ConfigError where it cannot make an optimizer."""
+    """Refuse a value that cannot make an optimizer.
+
+    Raises:
+        ConfigError: names what is allowed.
+    """
     if isinstance(value, Optimizer):
         why = f"is a {type(value).__name__} that has weights already, which are not the run's"
     elif not callable(value):
@@ -316,7 +327,11 @@ def optimizer_factory(value: Any) -> None:
 
 
 def made_optimizer(value: Any) -> None:
-    """Raises ConfigError where what a factory made is no optimizer."""
+    """Refuse the result of an optimizer factory that is no optimizer.
+
+    Raises:
+        ConfigError: names its type.
+    """
     if not isinstance(value, Optimizer):
         raise ConfigError(
             f"optimizer gave a {type(value).__name__}. It takes parameter groups and returns an optimizer of torch."
@@ -324,15 +339,15 @@ def made_optimizer(value: Any) -> None:
 
 
 def of_shape(key: str, value: Any, *shapes: tuple[int, ...]) -> None:
-    """Refuse what a function of the user returned, where its shape is another.
+    """Refuse a user's function whose result has another shape.
 
     Args:
         key: The function's setting.
-        value: What it returned.
-        shapes: Those that are allowed.
+        value: Its result.
+        shapes: Allowed shapes.
 
     Raises:
-        ConfigError: it is no tensor, or of another shape.
+        ConfigError: the result is no tensor, or of another shape.
     """
     came = tuple(value.shape) if isinstance(value, Tensor) else None
     if came not in shapes:

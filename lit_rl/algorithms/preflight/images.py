@@ -1,14 +1,15 @@
-"""What images add to a memory plan: the pixels of a micro-batch, and what the parts that see keep and work with.
+"""Images in a memory plan: the pixels of a micro-batch, and activations and working memory of the vision parts.
 
-With P patches of a prompt's images, L layers of width d and MLP m with h heads in what sees, f tokens that stand for
+With P patches of a prompt's images, L layers of width d and MLP m with h heads in the vision tower, f tokens for
 images, numbers of x and y bytes as in `lit_rl.algorithms.preflight.memory`; a prompt:
 
     pixels       as the processor makes them, of images and of frames; a pass joins them
-    kept         of what sees, where it is trained: its pixels, and a layer P (2 x d + c y d + 4 y d + 2 y m + 4 h):
-                 inputs and outputs of two norms, queries, keys, values and attention's output, the MLP's two numbers
+    kept         of the vision tower, where it is trained: its pixels, and a layer
+                 P (2 x d + c y d + 4 y d + 2 y m + 4 h): inputs and outputs of two norms, queries, keys, values and
+                 attention's output, the MLP's two numbers
                  of the projector, where it is trained: what its layers read, for each of the f tokens
-    working      a layer of what sees without gradient: P (2 x d + y max(5 d, d + 2 m)), and the pixels once more, as
-                 models narrow or sort them. It runs before the text, whose activations are not there yet
+    working      a layer of the tower without gradient: P (2 x d + y max(5 d, d + 2 m)), and the pixels once more, as
+                 models narrow or sort them. It runs before the text, whose activations do not exist yet
 
 A prompt that runs once a group is seen once; otherwise each of its rows sees it. Tokens of videos count as those of
 images do. Where a model pools features behind its projector (LLaVA-OneVision, of videos), f is less than that reads.
@@ -29,12 +30,12 @@ from lit_rl.vision import PromptVision
 
 
 class SeeingShape(NamedTuple):
-    """The sizes of the parts that see, and what stands outside of the text."""
+    """The sizes of the vision parts of a model, and the layers outside of its language model."""
 
     vision: int
-    """Parameters of what sees."""
+    """Parameters of the vision tower."""
     projector: int
-    """Parameters of what brings it to the width of the text."""
+    """Parameters of the projector to the width of the language model."""
     layers: int
     hidden: int
     inner: int
@@ -44,15 +45,15 @@ class SeeingShape(NamedTuple):
     projections: tuple[tuple[int, int], ...]
     """Inputs and outputs of the projector's linear layers, in order."""
     outside: frozenset[str]
-    """Paths of the linear layers outside of the text."""
+    """Paths of the linear layers outside of the language model."""
 
     @classmethod
     def of(cls, config: Any) -> SeeingShape:
-        """Of a config of a model over images. No weight is read."""
+        """Return the shape for the config of a model over images. No weight is read."""
         return _counted(type(config), config.to_json_string(use_diff=False))
 
     def frozen(self, parts: Sequence[str]) -> int:
-        """Parameters of the parts of these names."""
+        """Return the parameters of the parts of these names."""
         return sum(getattr(self, part) for part in parts)
 
 
@@ -95,7 +96,7 @@ def _counted(kind: type, text: str) -> SeeingShape:
 
 
 def seeing_shape(model: LanguageModel) -> SeeingShape | None:
-    """The parts of a described model that see; None of one over text, and where its config does not say."""
+    """Return the vision shape of a described model; None of one over text, and where its config does not tell."""
     if not model.sees:
         return None
     try:
@@ -109,15 +110,15 @@ def seeing_shape(model: LanguageModel) -> SeeingShape | None:
 
 @dataclass(frozen=True)
 class LargestPrompt:
-    """What the prompt with most image tokens shows."""
+    """The images of the prompt with most image tokens."""
 
     vision: PromptVision
     tokens: int
-    """That stand for images."""
+    """Tokens that stand for images."""
 
 
 def most_shown(data: Any, processor: Processor) -> LargestPrompt | None:
-    """The training prompt with most image tokens, of a data module that was read; None where none shows anything."""
+    """Return the training prompt with most image tokens, of a loaded data module; None without images."""
 
     images = partial(count_of_placeholders, processor.placeholders)
     if hasattr(data, "peek"):
@@ -140,7 +141,7 @@ def most_shown(data: Any, processor: Processor) -> LargestPrompt | None:
 
 
 def with_images(memory: Memory, model: LanguageModel, shown: LargestPrompt | None) -> Memory:
-    """The plan of a run whose prompts show no more than that."""
+    """Return the memory of a run with images, no more of them than in the largest prompt."""
     shape = seeing_shape(model)
     if shape is None or shown is None:
         return memory
@@ -155,14 +156,14 @@ def with_images(memory: Memory, model: LanguageModel, shown: LargestPrompt | Non
 def sight_of(
     shape: SeeingShape, shown: LargestPrompt, numbers: Numbers, frozen: Sequence[str], checkpointing: bool = False
 ) -> Sight:
-    """The bytes of a prompt.
+    """Return the bytes of a prompt's images.
 
     Args:
-        shape: Of the parts that see.
+        shape: The vision shape.
         shown: The prompt's images.
-        numbers: The types of the run.
+        numbers: The number sizes of the run.
         frozen: Parts that are not trained.
-        checkpointing: Whether a layer that is trained keeps its input alone.
+        checkpointing: Whether a trained layer keeps its input only.
     """
     x, y, d, m = numbers.residual, numbers.product, shape.hidden, shape.inner
     pixels = shown.vision.inputs

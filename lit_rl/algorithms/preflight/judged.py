@@ -1,4 +1,4 @@
-"""What a method refuses, before anything is loaded, that has its own completions judged in pairs."""
+"""Checks of methods whose own completions are judged in pairs, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lit_rl.rewards.judges.base import Judge
 
 
 def newest_policy(name: str, generator: Generator) -> None:
-    """Refuse `generator.lag`: both completions of a pair are drawn by the policy of now.
+    """Refuse `generator.lag`: both completions of a pair are drawn by the current policy.
 
     Raises:
-        ConfigError: the generator draws with weights of the rollout before.
+        ConfigError: the generator draws with weights of an earlier rollout.
     """
     if lag := generator.lag:
         raise ConfigError(
@@ -59,9 +59,9 @@ def opponent_can_draw_alone(name: str, groups: GroupSelection | None, *, ranks_d
     """Refuse dynamic groups where an opponent writes and a rank cannot draw without the others.
 
     Args:
-        name: Of the method.
-        groups: Each rank draws spare groups until dynamic sampling has enough: some ranks draw more than others.
-        ranks_draw_together: Whether the weights are spread over the ranks, or an engine is asked by all of them.
+        name: Name of the method.
+        groups: The selection; with dynamic sampling some ranks draw more spare groups than others.
+        ranks_draw_together: Whether weights are sharded over the ranks, or engine calls are collective.
 
     Raises:
         ConfigError: one rank would wait for another that draws no more.
@@ -74,7 +74,7 @@ def opponent_can_draw_alone(name: str, groups: GroupSelection | None, *, ranks_d
 
 
 def judge_has_rewards(judge: Judge, rewards: Sequence[str], missing_eos_penalty: float | None) -> None:
-    """Refuse a judge and rewards of which one does not read the other.
+    """Refuse a judge without the rewards it reads, and a penalty on rewards that it does not read.
 
     Raises:
         ConfigError: the judge compares rewards that are not there, or there is a penalty on rewards it does not read.
@@ -108,7 +108,7 @@ def for_each_epoch(key: str, value: float | Sequence[float], *, high: float = fl
 
 
 def two_policies(name: str, group_size: int, reference: Reference) -> None:
-    """Check what a method needs that draws from the policy and from an opponent.
+    """Check the settings of a method that draws from the policy and from an opponent.
 
     Raises:
         ConfigError: the method cannot draw one completion of the policy and one of an opponent made of the reference.
@@ -131,7 +131,7 @@ def native_generator(generator: Generator) -> None:
     """Refuse generators that cannot draw from a mixture of two models.
 
     Raises:
-        ConfigError: the engine cannot decode from a mixture of two models.
+        ConfigError: the generator is not the native one.
     """
     if not isinstance(generator, NativeGenerator):
         raise ConfigError(
@@ -144,7 +144,7 @@ def pairs_stand_alone(functions: Mapping[str, Callable[..., Any]]) -> None:
     """Refuse losses that sort completions over all pairs of a step.
 
     Raises:
-        ConfigError: a loss sorts completions over all pairs of a step.
+        ConfigError: names such a loss.
     """
     for name in preferences.over_step(functions):
         raise ConfigError(

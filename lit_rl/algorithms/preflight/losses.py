@@ -1,5 +1,5 @@
-"""What the settings of a loss may be, refused before anything is loaded by the ranges that its signature declares; and
-what it may return."""
+"""Checks of a loss: its settings against the ranges that its signature declares, before anything is loaded, and its
+results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def loss_settings(loss: Callable[..., Any], key: str = "algo.loss") -> None:
 
 
 def weights_are_declared(loss: Callable[..., Any], key: str = "algo.loss") -> None:
-    """Refuse a loss with a parameter `weights` whose annotation does not say who multiplies by them.
+    """Refuse a loss with a parameter `weights` whose annotation does not tell who multiplies by them.
 
     Raises:
         ConfigError: there is no annotation, or none that can be read.
@@ -58,15 +58,15 @@ def _check(key: str, value: Any, range_: Any, loss: Callable[..., Any]) -> None:
 
 
 def checked(returned: Any, logprobs: Tensor, loss: Callable[..., Any]) -> tuple[Tensor, Metrics]:
-    """Return what a policy loss gave, if it can be learned from.
+    """Return the result of a policy loss, if it can be learned from.
 
     Args:
         returned: One value a token, and metrics.
         logprobs: `(b, t)` of the policy.
-        loss: The function. Metrics are checked of one of the user's.
+        loss: The function. Metrics are checked for a user's own.
 
     Raises:
-        ConfigError: it is of another form or shape, or logs under a name of the run's own.
+        ConfigError: the result has another form or shape, or logs under one of the run's own names.
     """
     came = f"a {type(returned).__name__}"
     if isinstance(returned, tuple) and len(returned) == 2:
@@ -88,11 +88,11 @@ def checked(returned: Any, logprobs: Tensor, loss: Callable[..., Any]) -> tuple[
 
 
 def check_gradient(objective: Tensor, logprobs: Tensor) -> None:
-    """Refuse an objective of which no term has a gradient.
+    """Refuse an objective without any gradient.
 
     Args:
-        objective: The policy's loss with all terms beside it.
-        logprobs: Of the policy, with a gradient where it trains.
+        objective: The policy's loss with all further terms.
+        logprobs: Log-probs of the policy, with a gradient where it trains.
 
     Raises:
         ConfigError: nothing would be learned.
@@ -105,11 +105,11 @@ def check_gradient(objective: Tensor, logprobs: Tensor) -> None:
 
 
 _OF_LOSSES = re.compile(r"(clip_ratio|vespo|clip_cov|kl_cov)/.*|ratio_mean|approx_kl|cispo_clip_ratio")
-"""Metrics that a run has from its loss alone, and that one of the user's may give it too."""
+"""Metrics that a run has from its loss only, and that a user's loss may log too."""
 
 
 def _check_metrics(metrics: Any) -> None:
-    """Refuse metrics of a loss of the user's that would not be logged, or in the place of others."""
+    """Refuse metrics of a user's loss that could not be logged, or would replace others."""
     for name, metric in metrics.items() if isinstance(metrics, Mapping) else ((None, metrics),):
         pair = isinstance(metric, tuple) and len(metric) == 2 and all(isinstance(part, Tensor) for part in metric)
         if name is None or not (pair or isinstance(metric, Highest | Lowest | Summed)):

@@ -1,4 +1,4 @@
-"""How much memory a step needs, by part: functions of the sizes of a model, of rows and of number types.
+"""Memory needs of a step, by part: functions of the sizes of a model, of rows and of number types.
 
 With L layers of width d, queries q and keys k wide (heads times their width), MLP of width m, vocabulary v; b rows of
 s tokens; and bytes of a number w (weights), x (the residual stream), y (what matrix products read and write):
@@ -62,42 +62,42 @@ GIB = 2**30
 
 
 LOGITS_OF_A_STEP = 4
-"""Tensors of the size of a decode step's logits that are there at a time."""
+"""Tensors of the size of a decode step's logits that exist at a time."""
 
 WHOLE = 5
 """Tensors of the size of whole logits, in float32, where no head is fused: scaled, their log-softmax, its
 exponentials, the gradients of two of them."""
 
 REWARD_MODELS = "reward models"
-"""The name of a run's reward models among what is only read."""
+"""The name of a run's reward models among the frozen models."""
 
 _WHOLE = ("engine", REWARD_MODELS)
 """Parts that every rank holds whole."""
 
 HOLES = 0.1
-"""Share of the tensors that come and go which an allocator holds beside them and cannot use. What glibc holds beyond it
-is left free by `lit_rl.algorithms.preflight.room`."""
+"""Fragmentation: unusable memory of the allocator, as a share of temporary tensors. What glibc holds beyond it is left
+free by `lit_rl.algorithms.preflight.room`."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Bytes of a number of each kind, as precision and optimizer make them."""
+    """Bytes of a number of each kind, by precision and optimizer."""
 
     weight: int = 4
     gradient: int = 4
     remainder: int = 0
-    """Of what the optimizer keeps beside a narrow weight to make its float32 master."""
+    """Bytes that the optimizer keeps beside a narrow weight to form its float32 master."""
     moments: int = 8
     residual: int = 4
     product: int = 4
     copies: int = 2
-    """How often the outputs of a layer's two norms are kept: autocast narrows them for each product anew."""
+    """Kept copies of the outputs of a layer's two norms: autocast narrows them for each product anew."""
     cast: int = 0
-    """Of the narrow copy of a weight that autocast makes."""
+    """Bytes of the narrow copy of a weight that autocast makes."""
 
     @classmethod
     def of(cls, precision: str, moments: int, *, shards: bool = False) -> Numbers:
-        """Of a `trainer.precision`, and an optimizer with so many bytes of state a parameter.
+        """Return the sizes for a `trainer.precision`, and an optimizer with `moments` bytes of state a parameter.
 
         Under `bf16-true` FSDP2's shards are float32: they are the masters of what is gathered.
         """
@@ -115,14 +115,14 @@ Head = Literal["fused", "compared", "logits", "none"]
 
 @dataclass(frozen=True)
 class Sight:
-    """What the images of a prompt take: see `lit_rl.algorithms.preflight.images`."""
+    """The memory of a prompt's images: see `lit_rl.algorithms.preflight.images`."""
 
     pixels: int
-    """Bytes that a pass is given of them."""
+    """Bytes of their pixels, an input of each pass."""
     kept: int
-    """Bytes that the backward pass reads of the parts that see."""
+    """Bytes of the vision parts' activations that the backward pass reads."""
     working: int
-    """Bytes that a layer of what sees works with, before the text runs."""
+    """Bytes of working memory of a vision layer, before the text runs."""
 
 
 @dataclass(frozen=True)
@@ -132,18 +132,18 @@ class Network:
     Args:
         shape: Its sizes.
         trained: Parameters with gradients; all of its own where there are no adapters.
-        weight_bytes: Of all its weights; 0 where they are another network's.
+        weight_bytes: Bytes of all its weights; 0 where they are another network's.
         adapters: Rank times the number of adapted layers; 0 where all weights are trained.
         widened: Numbers a token, over all layers, that adapters read in float32 beside the narrow ones of their layers.
-        head: What stands behind the last layer: a head fused with the softmax, one whose logits are compared with
-            another model's block by block, one that gives logits, or none.
-        logit: Bytes of a logit as the head multiplies it out.
-        checkpointing: Whether activations are computed twice.
-        offloaded: Whether the inputs of its layers then wait on the host.
-        narrow: Whether its weights are as narrow as the products of autocast, so that none makes a copy.
+        head: The head: fused with the softmax, with logits that are compared with another model's block by block, with
+            plain logits, or none.
+        logit: Bytes of a logit as the head computes it.
+        checkpointing: Whether gradient checkpointing is on.
+        offloaded: Whether the inputs of its layers are then kept on the host.
+        narrow: Whether its weights are as narrow as autocast's products, so that none is copied.
         eager: Whether attention keeps the weights of all pairs of tokens.
-        frozen: Parts of a model over images that it leaves as they are.
-        sight: What the images of a prompt take in it, at most; None where it sees none.
+        frozen: Frozen parts of a model over images.
+        sight: Most memory of a prompt's images in it; None where it sees none.
     """
 
     shape: ModelShape
@@ -162,21 +162,21 @@ class Network:
 
     @property
     def bytes_of_base(self) -> float:
-        """Of a weight under its adapters; all its weights are trained in float32 or bfloat16 where it has none."""
+        """Bytes of a base weight under adapters; without any, all weights are trained in float32 or bfloat16."""
         return (self.weight_bytes - (4 * self.trained if self.adapters else 0)) / self.shape.parameters
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """The tokens of a row, at most.
+    """The largest lengths of a row, in tokens.
 
     Args:
-        prompt: Of its prompt.
-        response: Of what is scored.
+        prompt: Tokens of its prompt.
+        response: Tokens that are scored.
         group: Rows with the same prompt.
         shares: Whether the prompt of a group may run once.
-        folds: Whether its rows then attend to its keys where they lie.
-        texts: Texts that a row holds: two of a pair.
+        folds: Whether its rows then attend to the prompt's keys in place (folded attention).
+        texts: Texts of a row: two for a pair.
     """
 
     prompt: int
@@ -189,7 +189,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Call:
-    """`rows` times `queries` tokens run behind `keys - queries` others, which are held once a group if it is folded."""
+    """A forward call: `rows` times `queries` tokens after `keys - queries` others, held once a group if folded."""
 
     rows: int
     queries: int
@@ -208,22 +208,22 @@ class MemoryPlan:
     learning: Mapping[str, int]
     generating: Mapping[str, int]
     host: int = 0
-    """Bytes that wait in main memory and not on the device while the policy learns."""
+    """Bytes in main memory instead of the device while the policy learns."""
 
     @property
     def total(self) -> int:
-        """What has to be there."""
+        """The larger need of the two phases, in bytes."""
         return max(sum(self.learning.values()), sum(self.generating.values()))
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Texts that are learned beside the rows, and whose graph is alive with theirs.
+    """Auxiliary texts that are learned with the rows, and whose graph is alive with theirs.
 
     Args:
-        texts: Of an optimizer step.
-        rows: That the same step learns from: as many of both as ranks have together.
-        tokens: Of a text, at most. All are scored.
+        texts: Texts of an optimizer step, over all ranks.
+        rows: Rows of the same step, over all ranks.
+        tokens: Most tokens of a text. All are scored.
     """
 
     texts: int
@@ -231,22 +231,22 @@ class Beside:
     tokens: int
 
     def of(self, rows: int) -> Call:
-        """The call of the texts that go with so many rows."""
+        """Return the call of the texts that go with a number of rows."""
         return Call(-(-self.texts * rows // self.rows), self.tokens, self.tokens)
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The gradients that DDP sends between ranks, in tensors of its own."""
+    """DDP's buckets of gradients that are sent between ranks."""
 
     size: int
     """Bytes."""
     viewed: bool = False
-    """Whether they are the gradients themselves where a step has one micro-batch. Gradients that several sum up are
-    tensors of their own until the last."""
+    """Whether gradients are views of them in a step with one micro-batch. With several, the sums are tensors of their
+    own until the last."""
 
     def beside_gradients(self, steps_in_parts: bool) -> int:
-        """Bytes that are there beside the gradients."""
+        """Return the bytes besides the gradients."""
         return 0 if self.viewed and not steps_in_parts else self.size
 
 
@@ -255,19 +255,19 @@ class Gathered:
     """Bytes that FSDP2 holds whole on every rank, beside the shards."""
 
     root: int
-    """The policy's embedding and head: they stay whole from their first use on."""
+    """Bytes of the policy's embedding and head: they stay whole from their first use on."""
     layer: int
-    """A layer of it."""
+    """Bytes of one of its layers."""
     whole: int
-    """All of it, as it decodes."""
+    """Bytes of all of it, for decoding."""
     others: int = 0
-    """Embeddings and heads of the models beside it."""
+    """Bytes of embeddings and heads of other models."""
     gradients: int = 0
-    """Of the unit that has most, before they are spread."""
+    """Bytes of the largest unit's gradients, before they are sharded."""
 
     @property
     def learning(self) -> dict[str, int]:
-        """Parts of a step's memory: two layers, of which one is on its way."""
+        """Parts of a step's memory: two layers, one of them prefetched."""
         return {"gathered weights": self.root + self.others + 2 * self.layer, "whole gradients": self.gradients}
 
     @property
@@ -278,29 +278,29 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a run needs, as a function of how it is cut.
+    """The memory needs of a run, as a function of its micro-batches.
 
     Args:
-        policy: What learns.
-        numbers: Types.
-        lengths: Of its rows.
-        critic: A model of its own beside the policy.
-        others: Bytes of weights that are only read, by name: a reference, a reward model, a teacher.
-        beside: Texts that the policy learns from beside its rows.
-        buckets: How DDP keeps the gradients that it sends; None without it.
+        policy: The trained policy.
+        numbers: Sizes of numbers.
+        lengths: Lengths of its rows.
+        critic: A separate critic.
+        others: Bytes of frozen weights by name: a reference, a reward model, a teacher.
+        beside: Auxiliary texts that the policy learns from.
+        buckets: DDP's buckets of gradients; None without DDP.
         engine: Bytes of an engine that stays in memory while the policy learns.
-        decoding: The tokens of a sequence, where this process generates with the policy's own weights.
-        grouped_cache: Whether it holds a prompt's keys and values once a group.
-        spread_over: Ranks over which weights, gradients and optimizer state are spread.
-        ranks: Of the run, whether weights are spread over them or not.
-        gathered: What is whole all the same; None where the strategy is not FSDP2.
-        shards_on_host: Whether what is spread waits in main memory, where its optimizer steps.
-        masters: Bytes of the float32 masters of narrow weights that there are at a time in the optimizer's step.
+        decoding: Lengths of a sequence, where this process generates with the policy's own weights.
+        grouped_cache: Whether the cache holds a prompt's keys and values once a group.
+        spread_over: Ranks over which weights, gradients and optimizer state are sharded.
+        ranks: World size of the run, with or without sharding.
+        gathered: Weights that are whole all the same; None where the strategy is not FSDP2.
+        shards_on_host: Whether shards are in main memory, where the optimizer steps.
+        masters: Bytes of float32 masters of narrow weights that exist at once in the optimizer's step.
         block: Logits in a block of the fused head.
-        part: Logits of a block that are worked on at a time.
+        part: Logits of a block that are processed at a time.
         may_recompute: Whether the plan may choose gradient checkpointing.
         may_offload: Whether it may also keep the inputs of layers on the host.
-        host: Bytes of main memory that they may take there; None where that is not known.
+        host: Bytes of main memory for them; None where that is not known.
     """
 
     policy: Network
@@ -325,13 +325,13 @@ class Memory:
     host: int | None = None
 
     def recomputing(self, offload: bool = False) -> Memory:
-        """The same under gradient checkpointing."""
+        """Return the same needs under gradient checkpointing."""
         policy = replace(self.policy, checkpointing=True, offloaded=offload)
         critic = replace(self.critic, checkpointing=True, offloaded=offload) if self.critic else None
         return replace(self, policy=policy, critic=critic, may_recompute=False, may_offload=False)
 
     def fallbacks(self) -> Iterator[Memory]:
-        """Itself, and what the plan may make of it where nothing fits, the fastest first."""
+        """Yield itself, then the variants that need less memory, the fastest first."""
         yield self
         if self.may_recompute:
             yield self.recomputing()
@@ -339,11 +339,11 @@ class Memory:
             yield self.recomputing(offload=True)
 
     def plan(self, rows: int, decoded: int, *, steps_in_parts: bool) -> MemoryPlan:
-        """With micro-batches of `rows` rows, and `decoded` sequences a decode batch.
+        """Return the plan for micro-batches of `rows` rows, and `decoded` sequences a decode batch.
 
         Args:
-            rows: Of a micro-batch.
-            decoded: Sequences that are decoded at once.
+            rows: Rows of a micro-batch.
+            decoded: Sequences of a decode batch.
             steps_in_parts: Whether a step has several micro-batches, so that gradients are summed.
         """
         held, waiting = self.held(steps_in_parts), 0
@@ -359,7 +359,7 @@ class Memory:
         return MemoryPlan(held | _with_holes(learning), generating, waiting + self._on_host(rows))
 
     def held(self, steps_in_parts: bool) -> dict[str, int]:
-        """What is there whatever is computed."""
+        """Return the parts that exist whatever is computed."""
         networks = [self.policy] + ([self.critic] if self.critic else [])
         trained = sum(network.trained for network in networks)
         parts = {
@@ -374,7 +374,7 @@ class Memory:
         return {name: size // (1 if name in _WHOLE else self.spread_over) for name, size in parts.items() if size}
 
     def _calls(self, network: Network, rows: int) -> list[Call]:
-        """Calls of a network in the forward pass of a micro-batch."""
+        """Return the calls of a network in the forward pass of a micro-batch."""
         texts = [self.beside.of(rows)] if self.beside is not None and network is self.policy else []
         return self._calls_of_rows(network, rows) + texts
 
@@ -389,7 +389,7 @@ class Memory:
         return [Call(rows * self.lengths.texts, p + t, p + t)]
 
     def _activations(self, rows: int) -> dict[str, int]:
-        """What the backward pass reads, of the policy and of a critic that learns in the same step."""
+        """Return what the backward pass reads, for the policy and a critic that learns in the same step."""
         networks = list(filter(None, (self.policy, self.critic)))
         kept = sum(self._kept(network, rows) for network in networks)
         parts = {"activations": kept, "logits": self._logits(rows)}
@@ -401,13 +401,13 @@ class Memory:
         return parts | {name: size for name, size in images.items() if size}
 
     def _prompts_seen(self, network: Network, rows: int) -> int:
-        """How many prompts' images a pass of a micro-batch sees: one a row, or one a group where it runs once."""
+        """Return the number of prompts whose images a pass sees: one a row, or one a group where it runs once."""
         return self._calls_of_rows(network, rows)[0].rows
 
     def _kept(self, network: Network, rows: int) -> int:
-        """Bytes of the activations of a network."""
+        """Return the bytes of the activations of a network."""
         calls = self._calls(network, rows)
-        copies = 1 if network.adapters == 0 else len(calls)  # autocast remembers copies of what is trained
+        copies = 1 if network.adapters == 0 else len(calls)  # autocast caches copies of trained weights
         if network.narrow or (network.adapters and network.checkpointing):
             copies = 0
         of_calls = sum(self._of_call(network, call) for call in calls)
@@ -422,7 +422,7 @@ class Memory:
         return inputs * call.tokens * numbers.residual * shape.hidden + layer
 
     def _on_host(self, rows: int) -> int:
-        """Bytes of the inputs of layers that wait in main memory."""
+        """Return the bytes of inputs of layers that are kept in main memory."""
         networks = [network for network in (self.policy, self.critic) if network is not None and network.offloaded]
         return self.numbers.residual * sum(
             network.shape.layers * network.shape.hidden * call.tokens
@@ -432,8 +432,8 @@ class Memory:
 
     def _of_layer(self, network: Network, call: Call) -> int:
         shape, x, y = network.shape, self.numbers.residual, self.numbers.product
-        # A frozen layer keeps no input, and adapters keep a wide copy of it: no narrow one of norms' outputs and the
-        # MLP's product is left.
+        # A frozen layer keeps no input, and adapters keep a wide copy of it, in place of a narrow one of norms' outputs
+        # and the MLP's product.
         of_norms = 2 * x * (1 if network.adapters else 2) + (0 if network.widened else y * self.numbers.copies)
         of_mlp = (3 if network.widened else 4) * y * shape.inner
         of_token = shape.hidden * of_norms + of_mlp + y * (2 * shape.query_width + network.adapters // shape.layers)
@@ -441,7 +441,7 @@ class Memory:
         return call.tokens * of_token + call.rows * self._of_attention(network, call)
 
     def _of_attention(self, network: Network, call: Call) -> int:
-        """Bytes a row."""
+        """Return the bytes of attention for a row."""
         shape, y = network.shape, self.numbers.product
         if call.folded:
             d = shape.query_width // shape.heads
@@ -465,7 +465,7 @@ class Memory:
         return hidden
 
     def _working(self, rows: int, steps_in_parts: bool) -> dict[str, int]:
-        """What the head works with, or gradients on their way in the layer whose backward pass needs most."""
+        """Return the working memory: of the head, or of gradients in the layer whose backward pass needs most."""
         head, of_head, logits = self.policy.head, 0, 0
         if head == "fused":
             tokens = rows * self.lengths.texts * self.lengths.response
@@ -484,44 +484,45 @@ class Memory:
         return {"working memory": max(learning, self.masters - sum(self._activations(rows).values()))}
 
     def _waiting(self, rows: int) -> int:
-        """Gradients of a micro-batch's later calls, beyond the activations that they were made of.
+        """Return the bytes of gradients of a micro-batch's later calls, beyond the activations freed by then.
 
-        Autograd sums what all calls of a graph give to a weight, and adds that to the sum of earlier micro-batches when
-        the first call, whose turn is the last, is through: until then there is a second set of gradients.
+        Autograd sums the contributions of all calls of a graph to a weight, and adds that to the sum of earlier
+        micro-batches when the backward pass of the first call, which is the last, ends: until then there is a second
+        set of gradients.
         """
         _, *later = self._calls(self.policy, rows)
         through = sum(self._of_call(self.policy, call) for call in later)
         return max(0, self.numbers.gradient * self.policy.trained - through) if later else 0
 
     def _gradients(self, network: Network, rows: int) -> int:
-        """Of the activations of a layer, on their way."""
+        """Return the bytes of the gradients of a layer's activations."""
         of_token = 4 * self.numbers.product * network.shape.inner + 3 * self.numbers.residual * network.shape.hidden
         return max(call.tokens for call in self._calls(network, rows)) * of_token
 
     def _seeing(self, network: Network, rows: int) -> int:
-        """Of a layer of what sees, beyond the activations of the text, which come after it."""
+        """Return the working memory of a vision layer, beyond the activations of the text, which come after it."""
         if network.sight is None:
             return 0
         return max(0, self._prompts_seen(network, rows) * network.sight.working - self._kept(network, rows))
 
     def _kept_logits(self, tokens: int) -> int:
-        """Bytes, where a fused head keeps the logits of so many tokens."""
+        """Return the bytes of the logits that a fused head keeps for a number of tokens; 0 where it keeps none."""
         whole = tokens * self.policy.shape.vocabulary * self.policy.logit
         return whole if whole <= KEPT else 0
 
     def _of_head(self, tokens: int) -> int:
-        """Bytes that a fused head holds at most: a block of logits, or all that are kept, and what a part becomes."""
+        """Return the peak of a fused head: a block of logits, or all that are kept, and copies of a part."""
         columns = min(COLUMNS, self.policy.shape.vocabulary)
         rows = max(1, min(tokens, self.block // columns))
         kept, part = self._kept_logits(tokens), min(rows, max(1, self.part // columns)) * columns
-        # Its exponentials; and itself in float32, where it cannot be written over.
+        # Its exponentials; and a float32 copy, where it cannot be overwritten.
         copies = 2 if kept or self.policy.logit < 4 else 1
         return (kept or self.policy.logit * rows * columns) + 4 * copies * part
 
     def _cache(self, lengths: Lengths, rows: int) -> dict[str, int]:
-        """Keys and values of a decode batch, and the logits of a step with what is made of them."""
+        """Return the memory of a decode batch: keys and values, and the logits of a step with their copies."""
         shape, p, t = self.policy.shape, lengths.prompt, lengths.response
-        # The last row of a group keeps its prompt: `native_loop` holds no more than twice those of full places.
+        # The last row of a group keeps its prompt: `native_loop` holds no more than twice those of full batches.
         prompts = min(rows, 2 * -(-rows // lengths.group)) if self.grouped_cache else rows
         of_token = 2 * self.numbers.product * shape.kv_width * shape.layers
         logits = 4 * LOGITS_OF_A_STEP * rows * shape.vocabulary
@@ -535,5 +536,5 @@ class Memory:
 
 
 def _with_holes(parts: dict[str, int]) -> dict[str, int]:
-    """What comes and goes, and what an allocator holds between."""
+    """Return temporary parts with the allocator's fragmentation."""
     return parts | {"allocator": int(HOLES * sum(parts.values()))}

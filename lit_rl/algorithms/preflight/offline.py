@@ -1,4 +1,4 @@
-"""What a run that learns from a data set refuses before any weight is loaded."""
+"""Checks of runs that learn from a data set, before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ MODULES = {
     "verdicts": "PreferenceDataModule(...) (data=preferences)",
     "stepwise": "StepwiseDataModule(...) (data=steps)",
 }
-"""The data module of each kind, and its config."""
+"""The data module of each kind of examples, and its config."""
 
 
 def examples_of(trainer: Any, kind: Kind, method: str) -> Any:
-    """The Trainer's data module of examples.
+    """Return the Trainer's data module of examples.
 
     Args:
         trainer: The Trainer.
-        kind: Of the examples that the method learns from.
-        method: Its name, for the message.
+        kind: Kind of examples that the method learns from.
+        method: Name of the method, for the message.
 
     Raises:
-        ConfigError: there is none, or it makes none of this kind.
+        ConfigError: there is none, or it makes no examples of this kind.
     """
     return example_data(getattr(trainer, "datamodule", None), kind, method)
 
 
 def example_data(data: Any, kind: Kind, method: str) -> Any:
-    """A data module, which makes examples of this kind.
+    """Return a data module, if it makes examples of this kind.
 
     Raises:
-        ConfigError: there is none, or it makes none of this kind.
+        ConfigError: there is none, or it makes no examples of this kind.
     """
     if kind not in getattr(data, "serves", ()):
         came = "no data module" if data is None else type(data).__name__
@@ -49,9 +49,9 @@ def texts_fit(model: LanguageModel, longest: int, *, streamed: bool) -> None:
     """Refuse texts that are longer than the model's context.
 
     Args:
-        model: Whose context has to hold every text.
-        longest: Tokens of the longest row; of a stream, what a later row may have.
-        streamed: Whether the rows are those of a stream.
+        model: The policy, whose context has to hold every text.
+        longest: Tokens of the longest row; for a stream, the most that a later row may have.
+        streamed: Whether the rows come from a stream.
 
     Raises:
         ConfigError: the context is shorter.
@@ -67,19 +67,19 @@ def texts_fit(model: LanguageModel, longest: int, *, streamed: bool) -> None:
 
 @dataclass(frozen=True)
 class AllRows:
-    """A term that looks at every row before the first step."""
+    """A term that needs all rows before the first step."""
 
     who: str
-    """The key that asks for it, and what it does with all rows: a subject and a verb."""
+    """The setting, and what it does with all rows, as subject and verb."""
     instead: str
-    """What to set to do without."""
+    """The setting to do without it."""
 
 
 def stream_will_do(terms: Iterable[AllRows]) -> None:
-    """A stream is never there all at once, so what looks at every row before the first step cannot be.
+    """Refuse terms that need all rows before the first step, as a stream is never available at once.
 
     Raises:
-        ConfigError: a term does.
+        ConfigError: there is such a term.
     """
     for term in terms:
         raise ConfigError(
@@ -89,14 +89,14 @@ def stream_will_do(terms: Iterable[AllRows]) -> None:
 
 
 def longest_prompt(options: Any, examples: Sequence[Example]) -> int:
-    """Tokens of the longest prompt, of texts whose completions are written anew in the training.
+    """Return the tokens of the longest prompt of texts whose completions are written anew in the training.
 
     Args:
-        options: Of the data module.
+        options: Options of the data module.
         examples: All training rows.
 
     Raises:
-        ConfigError: rows are packed, or something else than completions is learned.
+        ConfigError: rows are packed, or not only completions are learned.
         DataError: a row has no prompt.
     """
     why = "The completions of a step are written anew (algo.on_policy_fraction, algo.teacher_completions)"

@@ -1,4 +1,4 @@
-"""Combinations of the terms of a policy-gradient objective that could not be learned from."""
+"""Checks of combinations of the terms of a policy-gradient objective that nothing could be learned from."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def terms_take_their_settings(
     """Call each term that checks its own settings once, with a row of two tokens.
 
     Args:
-        loss: Of each token.
-        selection: Of tokens, if any.
-        engine: With its functions.
-        shaping: Of rewards of rows, if any.
+        loss: Loss of each token.
+        selection: Selection of tokens, if any.
+        engine: The engine correction, with its functions.
+        shaping: Shaping of the rewards of rows, if any.
 
     Raises:
         ConfigError: one refuses its settings.
@@ -62,7 +62,7 @@ def group_is_large_enough(algorithm: str, group_size: int, *, compares_completio
     Raises:
         ConfigError: the advantage compares completions of a prompt, and there is one.
     """
-    if group_size < 2 and compares_completions():  # not asked otherwise: the estimator is tried out
+    if group_size < 2 and compares_completions():  # called only then: it tries out the estimator
         raise ConfigError(
             f"algo.group_size={group_size}: this advantage compares completions of one prompt, so {algorithm} needs "
             "2 or more (8 is usual). For one completion a prompt take algo=reinforce_pp or algo=remax."
@@ -71,10 +71,10 @@ def group_is_large_enough(algorithm: str, group_size: int, *, compares_completio
 
 
 def controller_has_a_term(control: KLControl, *weights: float) -> None:
-    """Refuse a controller that has no weight to steer, or does not say whether it steers.
+    """Refuse a controller without a KL term to control, or without the attribute `adapts`.
 
     Raises:
-        ConfigError: the controller steers the weight of a KL, and there is none; or it has no `adapts`.
+        ConfigError: the controller changes the weight of a KL, and there is none; or it has no `adapts`.
     """
     if not hasattr(control, "adapts"):
         raise ConfigError(
@@ -89,14 +89,14 @@ def controller_has_a_term(control: KLControl, *weights: float) -> None:
 
 
 def weights_fit(engine: EngineCorrection, *, multiplied_by_loss: bool) -> None:
-    """Refuse a normalisation of no weights, and weights of rows in a loss that multiplies those of tokens.
+    """Refuse a normalisation without weights, and weights of rows in a loss that multiplies those of tokens.
 
     Args:
         engine: The correction, and its normalisation.
-        multiplied_by_loss: Whether the loss takes the weights in itself.
+        multiplied_by_loss: Whether the loss applies the weights itself.
 
     Raises:
-        ConfigError: says what to take.
+        ConfigError: names what to take.
     """
     if engine.correction is None:
         if engine.normalisation is not None:
@@ -106,7 +106,7 @@ def weights_fit(engine: EngineCorrection, *, multiplied_by_loss: bool) -> None:
         return
     row, mask = torch.tensor([[0.0, 0.5]]), torch.ones(1, 2, dtype=torch.bool)
     weights: Any = engine.correction(row, torch.zeros(1, 2), mask)
-    if weights[0, 0] == weights[0, 1]:  # a row's own weight would count once for each of its tokens
+    if weights[0, 0] == weights[0, 1]:  # a row's weight would count once for each of its tokens
         raise ConfigError(
             "algo/correction: this loss takes the product of the weights of a row's tokens, and a sequence's weight is "
             "such a product already. Take algo/correction=token_truncate or token_mask."

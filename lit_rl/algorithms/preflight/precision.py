@@ -1,9 +1,9 @@
-"""Weights that training could not move: narrow ones for which no float32 masters are kept.
+"""Checks of precision: narrow weights without float32 masters could not be trained.
 
 Between neighbours of bfloat16 lies 1/256 to 1/128 of a weight, and AdamW moves a weight by about the learning rate:
 after 10 steps at 1e-6 in bfloat16 alone, 1.9 % of the weights of a policy had moved. `optim.master_weights` keeps
 masters of bfloat16 weights on one device and with DDP; under FSDP2 float32 shards are the masters; DeepSpeed keeps its
-own, of what `deepspeed` lets pass.
+own, for what `deepspeed` accepts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TRUE = "trainer.precision=bf16-true, whose weights are bfloat16 with float32 ma
 
 
 def refuse_unproven(model: LanguageModel, precision: str, strategy: Strategy) -> None:
-    """Refuse what would run until the first step, and what nobody has run.
+    """Refuse settings that would fail in the first step, or that were never run.
 
     Raises:
         ConfigError: the Trainer would compute in float64, where log-probs, rewards and advantages are float32; or FSDP
@@ -44,10 +44,10 @@ def refuse_unproven(model: LanguageModel, precision: str, strategy: Strategy) ->
 
 
 def something_is_trained(policy: nn.Module) -> None:
-    """Refuse a policy of which no weight has a gradient, and say how it came to that.
+    """Refuse a policy without any trained weight, and explain why it has none.
 
     Raises:
-        ConfigError: says what to pass.
+        ConfigError: names what to pass.
     """
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -77,7 +77,7 @@ def something_is_trained(policy: nn.Module) -> None:
 
 
 def settings_can_be_trained(model: LanguageModel, precision: str, strategy: Strategy) -> None:
-    """Refuse settings by which what is trained is narrower than float32 and has no masters, before anything is loaded.
+    """Refuse settings with trained weights narrower than float32 and without masters, before anything is loaded.
 
     Raises:
         ConfigError: names the setting.
@@ -102,8 +102,8 @@ def weights_can_be_trained(trained: Mapping[str, Tensor], strategy: Strategy) ->
     """Refuse weights that are narrower than float32 and have no masters, once they are loaded.
 
     Args:
-        trained: What gets gradients, by name.
-        strategy: DeepSpeed keeps float32 weights beside narrow ones; FSDP keeps none.
+        trained: Trained weights by name.
+        strategy: The strategy: DeepSpeed keeps float32 weights beside narrow ones; FSDP keeps none.
 
     Raises:
         ConfigError: names some of them.
@@ -125,7 +125,7 @@ def optimizer_fits(optimizer: OptimizerFactory, strategy: Strategy) -> None:
     Raises:
         ConfigError: names the strategy.
     """
-    apart = shards(strategy) or isinstance(strategy, DeepSpeedStrategy)  # which joins weights, where it shards none
+    apart = shards(strategy) or isinstance(strategy, DeepSpeedStrategy)  # which joins weights, even without sharding
     if getattr(optimizer, "keeps_masters", False) and apart:
         raise ConfigError(
             f"optimizer=adamw_split keeps the masters of whole weights, and {type(strategy).__name__} takes weights "
@@ -134,14 +134,14 @@ def optimizer_fits(optimizer: OptimizerFactory, strategy: Strategy) -> None:
 
 
 def _has_masters(dtype: torch.dtype, strategy: Strategy) -> bool:
-    """Whether small updates of weights of this type are kept; float32 is its own master."""
+    """Tell whether small updates of weights of this type are kept; float32 is its own master."""
     if dtype == torch.bfloat16:
         return not isinstance(strategy, FSDPStrategy | ModelParallelStrategy)
     return dtype.itemsize >= 4
 
 
 def _lost(dtype: torch.dtype, strategy: Strategy) -> str:
-    """What would go wrong, and what to take."""
+    """Return what would go wrong, and what to take."""
     if dtype == torch.float16:
         why = "training in float16 alone has no masters of its weights and no loss scale"
     else:

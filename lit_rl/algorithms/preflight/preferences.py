@@ -1,4 +1,4 @@
-"""What a preference method refuses of its losses before anything is loaded."""
+"""Checks of the losses of preference methods, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lit_rl.ops.preference.pairs import OfStep, Pairs, PolicyPairs, RatioPairs
 
 
 def by_name(functions: Any) -> dict[str, Callable[..., Tensor]]:
-    """The losses by name, each called once on a pair: one that refuses its own settings is refused here.
+    """Return the losses by name, each called once on a pair, so that it may refuse its own settings.
 
     Raises:
         ConfigError: there is none, or one refuses its settings.
@@ -31,7 +31,7 @@ def by_name(functions: Any) -> dict[str, Callable[..., Tensor]]:
 
 
 def weights(functions: Mapping[str, Any], given: Mapping[str, float] | None) -> dict[str, float]:
-    """The weight of each loss, 1 where none was given.
+    """Return the weight of each loss, 1 by default.
 
     Raises:
         ConfigError: a weight belongs to no loss, or is below 0.
@@ -52,7 +52,7 @@ def divergence_is_read(functions: Mapping[str, Any], divergence: Callable[[Tenso
     """Refuse a divergence that a loss would not read.
 
     Raises:
-        ConfigError: a divergence was chosen that a loss does not read.
+        ConfigError: names the losses that do not read it.
     """
     settings("divergence", partial(divergence, torch.zeros(1)))
     if unwrapped(divergence) is reverse_kl:
@@ -66,22 +66,22 @@ def divergence_is_read(functions: Mapping[str, Any], divergence: Callable[[Tenso
 
 
 def reads_reference(function: Callable[..., Any]) -> bool:
-    """Whether a loss reads more than log-probs of the policy: by the type of the pairs that it takes."""
+    """Tell whether a loss reads more than log-probs of the policy, by the type of its pairs."""
     return _type_of_pairs(function) is not PolicyPairs
 
 
 def reads_divergence(function: Callable[..., Any]) -> bool:
-    """Whether a loss reads scores: by the type of the pairs that it takes."""
+    """Tell whether a loss reads scores, by the type of its pairs."""
     return _type_of_pairs(function) not in (PolicyPairs, RatioPairs)
 
 
 def couples_pairs(function: Callable[..., Any]) -> bool:
-    """Whether a loss takes the pairs of a whole optimizer step together."""
+    """Tell whether a loss takes the pairs of a whole optimizer step together."""
     return any(isinstance(note, OfStep) for note in notes(_first_annotation(function)))
 
 
 def over_step(functions: Mapping[str, Any]) -> list[str]:
-    """Those that sort over all pairs of an optimizer step."""
+    """Return the names of losses that sort over all pairs of an optimizer step."""
     return [name for name, function in functions.items() if couples_pairs(function)]
 
 
@@ -102,7 +102,7 @@ def lengths_are_read(functions: Mapping[str, Any]) -> None:
     """Refuse `algo.per_token` where it would change nothing.
 
     Raises:
-        ConfigError: `algo.per_token` is on, and no loss divides by a length: found by calling them with other lengths.
+        ConfigError: no loss divides by a length; found by calling them with other lengths.
     """
     chosen, rejected = torch.tensor([-1.0, -2.0, -9.0, -1.0]), torch.tensor([-2.0, -1.0, -1.0, -9.0])
     ones, fixed = torch.ones(4), {"nll": -chosen, "nll_tokens": 1.0, "step_rows": 1.0}
@@ -117,7 +117,7 @@ def lengths_are_read(functions: Mapping[str, Any]) -> None:
 
 
 def _type_of_pairs(function: Callable[..., Any]) -> Any:
-    """`Any` where it says none: such a function is given all of `Pairs`."""
+    """Return the type of a loss's pairs; `Any` where it is not annotated: such a function gets all of `Pairs`."""
     annotation = _first_annotation(function)
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 

@@ -1,4 +1,4 @@
-"""The memory that a process may take of its device."""
+"""The memory that a process may use on its device."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import torch
 from lit_rl.algorithms.preflight.memory import GIB
 
 KEPT_FREE = 0.1
-"""Share of the memory that no plan gives out: for kernels' workspaces, holes between tensors, and other processes."""
+"""Share of the memory that plans leave free: for kernels' workspaces, fragmentation, and other processes."""
 
 KEPT_FREE_ON_A_CPU = 0.5
-"""The same of main memory, where the C library may hold more: up to 1.94 times what was planned (docs/hardware.md)."""
+"""The same share of main memory, where the C library may hold up to 1.94 times the plan (docs/hardware.md)."""
 
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-"""Files with the limit and the use of a container, of both versions of control groups."""
+"""Files with a container's limit and use, for both versions of control groups."""
 
 
 def room(device: torch.device, *, gigabytes: float | None = None, processes: int = 1, planned: int = 0) -> int | None:
-    """Bytes that a plan may give out; None where nothing tells them.
+    """Return the bytes that a plan may use; None where they are not known.
 
     Args:
-        device: Where the policy is.
-        gigabytes: What the user says, in GiB, in place of what is free now.
-        processes: How many share a CPU's memory. Each has a GPU of its own.
-        planned: Bytes of tensors that are on the GPU already, and in the plan as well.
+        device: The policy's device.
+        gigabytes: The user's setting, in GiB, in place of the free memory.
+        processes: Processes that share a CPU's memory. Each has a GPU of its own.
+        planned: Bytes of tensors that are on the GPU already, and part of the plan.
     """
     if gigabytes is not None:
         return room_of(gigabytes)
     if device.type == "cuda":
-        # What torch holds and no tensor is in can be given out; tensors of a reward model stay where they are.
+        # Memory that torch has reserved without tensors is available; tensors of a reward model stay.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((torch.cuda.mem_get_info(device)[0] + unused + planned) * (1 - KEPT_FREE))
     available = available_memory() if device.type == "cpu" else None
@@ -42,17 +42,17 @@ def room(device: torch.device, *, gigabytes: float | None = None, processes: int
 
 
 def free_of(room: int, device: torch.device, *, gigabytes: float | None = None) -> int:
-    """Bytes above which a plan cannot fit, of what `room` gives out with the same arguments.
+    """Return the hard memory limit for a budget that `room` returned with the same arguments.
 
-    On a CPU that is all that is free: the C library may hold as much again as was planned, and seldom does.
+    On a CPU it is all free memory: the C library rarely holds as much again as planned. On a GPU it is the budget.
     """
     return int(room / (1 - KEPT_FREE_ON_A_CPU)) if device.type == "cpu" and gigabytes is None else room
 
 
 def whole_device(device: torch.device, *, gigabytes: float | None = None) -> int | None:
-    """Bytes of a GPU, whoever has them: what an engine's share is a share of. None where there is none.
+    """Return the total bytes of a GPU, the basis of an engine's share; None without one.
 
-    With a size of memory by hand that size: the plan may be for a GPU that is not here.
+    The user's setting takes precedence: the plan may be for another GPU.
     """
     if gigabytes is not None:
         return int(gigabytes * GIB)
@@ -60,17 +60,17 @@ def whole_device(device: torch.device, *, gigabytes: float | None = None) -> int
 
 
 def host_room(processes: int = 1) -> int | None:
-    """Bytes of main memory that each of the processes of a machine may fill from its GPU; None where nothing tells."""
+    """Return the bytes of main memory for offloading by each process of a machine; None where not known."""
     return room(torch.device("cpu"), processes=processes)
 
 
 def room_of(gigabytes: float) -> int:
-    """Bytes that a plan may give out of so many GiB."""
+    """Return the bytes that a plan may use of a number of GiB."""
     return int(gigabytes * GIB * (1 - KEPT_FREE))
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of main memory that are free or can be made so, within the limit of the container; None where unknown."""
+    """Return the available bytes of main memory, within the container's limit; None where unknown."""
     found = []
     meminfo = root / "proc/meminfo"
     if meminfo.is_file():

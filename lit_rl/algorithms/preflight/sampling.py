@@ -1,4 +1,4 @@
-"""Settings of sampling and generator under which nothing could be learned, or the importance ratio would be wrong."""
+"""Checks of sampling and generator settings that teach nothing, or make the importance ratio wrong."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from lit_rl.generation.base import Generator
 from lit_rl.rollout import Sampling
 
 _CUTTING = ("top_p", "top_k", "min_p")
-"""Settings that rule out tokens by their probability: engine and training may not rule out the same ones."""
+"""Settings that rule out tokens by probability: engine and training may rule out different ones."""
 
 
 def sampling_teaches(sampling: Sampling, generator: Generator, *, weighted: bool) -> None:
     """Refuse settings under which a group teaches nothing, or the importance ratio would be wrong.
 
     Args:
-        sampling: Of the training.
-        generator: What draws.
-        weighted: Whether `algo/correction` gives samples weights against the engine.
+        sampling: Sampling of the training.
+        generator: The generator.
+        weighted: Whether `algo/correction` weights samples against the engine.
 
     Raises:
         ConfigError: names the settings.
     """
     check_draws(sampling.temperature)
-    # A weight is the ratio of the training's distribution to the one that was drawn from, whatever made the two differ.
+    # A weight is the ratio of the training's distribution to the sampled one, whatever the difference.
     accounted_for = weighted and not generator.exact
     if sampling.unscored and not accounted_for:
         keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in sampling.unscored)
@@ -55,10 +55,10 @@ def _weights_would_do(generator: Generator) -> str:
 
 
 def lag_is_corrected(generator: Generator, *, weighted: bool) -> None:
-    """Refuse a generator that draws ahead and cannot, or whose older samples nothing corrects for.
+    """Refuse a lag that the generator does not support, or that nothing corrects for.
 
     Raises:
-        ConfigError: says what to set.
+        ConfigError: names what to set.
     """
     lag, name = generator.lag, type(generator).__name__
     if not isinstance(lag, int) or lag < 0:

@@ -1,4 +1,4 @@
-"""Functions that check their own settings, tried before anything is loaded."""
+"""Trial calls of functions that check their own settings, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lit_rl.errors import ConfigError
 
 
 def settings(key: str, probe: Callable[[], Any]) -> None:
-    """Call a term once, so that settings which it refuses are refused now.
+    """Call a term once, so that it refuses its settings now.
 
     Raises:
         ConfigError: names the key under `algo`.

@@ -1,4 +1,4 @@
-"""What `strategy=fsdp_tp` is proven with. Methods, models and parts that it is not proven with are refused by name.
+"""Checks of `strategy=fsdp_tp`: methods, models and parts that it is not proven with are refused by name.
 
 docs/scale.md has the table of what was proven, and by which test.
 """
@@ -23,14 +23,14 @@ _UNDER = "was never compared with one process under strategy=fsdp_tp"
 
 
 def fits_tensor_parallel(name: str, *, proven: bool, stage: str, tp_size: int, precision: str, model: Any) -> None:
-    """Refuse a method, a model or a number's type that was never compared with one process; nothing is loaded.
+    """Refuse a method, model or precision that was never compared with one process, before anything is loaded.
 
     Args:
-        name: Of the method's class.
+        name: Name of the method's class.
         proven: Whether the method was compared.
-        stage: Of Lightning: "fit", "validate", ...
+        stage: Lightning's stage: "fit", "validate", ...
         tp_size: Ranks of a tensor-parallel group.
-        precision: Of the Trainer.
+        precision: The Trainer's precision.
         model: The `LanguageModel`.
 
     Raises:
@@ -81,16 +81,16 @@ def method_fits_tensor_parallel(
     """Refuse parts of a method that were never compared with one process; each is None where there is none.
 
     Args:
-        reference: Which scores of another model it takes.
-        generator: What draws.
+        reference: The reference.
+        generator: The generator.
         rewards: The `Rewards`.
-        env: What answers the policy's turns.
-        replay: Of earlier rollouts.
-        groups: The choice of groups that are learned from.
-        win_rate_against: Whose completions a judge compares in a validation.
-        precomputed: Log-probs of the reference that were computed before.
-        clips_by_value: Whether each number of a gradient is clipped by itself.
-        optimizer: Its dotted path; None where it is known only once it is built.
+        env: The environments.
+        replay: The replay buffer.
+        groups: The selection of groups that are learned from.
+        win_rate_against: The model whose completions a judge compares in a validation.
+        precomputed: Precomputed log-probs of the reference.
+        clips_by_value: Whether gradients are clipped by value.
+        optimizer: Dotted path of the optimizer; None where it is known only once it is built.
 
     Raises:
         ConfigError: names the key.
@@ -131,7 +131,7 @@ def _optimizer_fits(path: str) -> None:
 
 
 def optimizer_fits_tensor_parallel(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that looks at the shape of a weight, once it is built.
+    """Refuse a built optimizer that depends on the shape of weights.
 
     Raises:
         ConfigError: names its class.

@@ -1,4 +1,4 @@
-"""What a comparison with another model (`eval.win_rate_against`) refuses before any weight is loaded."""
+"""Checks of a comparison with another model (`eval.win_rate_against`), before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lit_rl.rewards.judges.base import Judge, RewardJudge
 
 
 def can_be_compared(against: str, judge: Judge, rewards: Sequence[str], data: Any) -> None:
-    """Check what `eval.win_rate_against` needs.
+    """Check the requirements of `eval.win_rate_against`.
 
     Args:
         against: The other model.
-        judge: Who compares.
+        judge: The judge.
         rewards: Names of the reward functions.
         data: The data module; None where the Trainer has none.
 
     Raises:
         ConfigError: there is nothing to compare by, or no prompt to compare at.
-        RewardError: the judge needs what is no column of a validation set.
+        RewardError: the judge needs a column that a validation set lacks.
     """
     if judge.reads_rewards and not rewards:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Whether rows without an advantage can be left out of a forward pass.
+"""A check whether rows without an advantage can be left out of a forward pass.
 
 With `l_it` the loss of token t of row i and D the denominator of the step, the objective is `sum_it l_it / D`. D is
-counted over all rows of the rollout, so leaving row i out is exact where `l_it = 0` whatever the policy thinks of the
+counted over all rows of the rollout, so leaving row i out is exact where `l_it = 0` for any log-probs of the
 row: then it adds neither value nor gradient. Two functions decide: the loss must vanish where the advantage does, and
 the reduction must take its denominators from the step, not from the rows at hand.
 
@@ -22,11 +22,11 @@ from lit_rl.algorithms.signatures import reads, unwrapped
 from lit_rl.ops.reductions import StepTotals
 
 _ROWS, _TOKENS, _EMPTY = 4, 3, 2
-"""Of the trial; the last `_EMPTY` rows have no advantage."""
+"""Sizes of the trial; the last `_EMPTY` rows have no advantage."""
 
 
 def teach_nothing(loss: Callable[..., Any], reduction: Callable[..., Any]) -> bool:
-    """Whether a row whose advantages are all 0 changes neither the value nor the gradient of any other row's share.
+    """Tell whether rows whose advantages are all 0 change neither value nor gradient of the objective.
 
     Args:
         loss: `(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`.
@@ -40,7 +40,7 @@ def teach_nothing(loss: Callable[..., Any], reduction: Callable[..., Any]) -> bo
 
 
 def _tried(loss: Callable[..., Any], reduction: Callable[..., Any], rows: slice) -> tuple[Tensor, Tensor]:
-    """Value, and gradient `(4, 3)` with zeros where a row was left out, of the objective of these rows."""
+    """Return value, and gradient `(4, 3)` with zeros for left-out rows, of the objective of these rows."""
     size, noise = (_ROWS, _TOKENS), torch.Generator().manual_seed(0)
     logprobs = (-3 * torch.rand(size, generator=noise, dtype=torch.float64) - 0.1).requires_grad_()
     old = -3 * torch.rand(size, generator=noise, dtype=torch.float64) - 0.1

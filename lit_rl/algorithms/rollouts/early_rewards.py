@@ -1,4 +1,4 @@
-"""Rewards that are begun while the completions of the batch are still written."""
+"""Rewards that begin while other completions of the batch are still written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lit_rl.rollout import PromptBatch
 
 
 class EarlyRewards:
-    """Calls of reward functions that were begun for one batch, until its rewards are asked for.
+    """Early calls of reward functions for one batch, until its rewards are requested.
 
     A copy or a pickle holds none.
     """
@@ -29,7 +29,7 @@ class EarlyRewards:
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """What is drawn inside is scored next."""
+        """Mark that the completions drawn inside are scored next."""
         self._expected = True
         try:
             yield
@@ -38,10 +38,9 @@ class EarlyRewards:
 
     @contextmanager
     def begun(self, rewards: Rewards, asked: RolloutRequest, state: TrainerState) -> Iterator[RolloutRequest]:
-        """The request; where it is expected to be scored, with reward functions listening, which are let go where it is
-        not answered.
+        """Yield the request; if it is to be scored, with a callback that begins its rewards, cancelled on failure.
 
-        Rewards of episodes need the episodes, which are there at the end.
+        Rewards of episodes need whole episodes, so they do not begin early.
         """
         self._drop()
         if not self._expected or asked.interaction is not None:
@@ -66,7 +65,7 @@ class EarlyRewards:
             raise
 
     def take(self, batch: PromptBatch) -> BegunRewards | None:
-        """What was begun for this batch; anything else is let go."""
+        """Return the early calls for this batch; any others are cancelled."""
         found, self._begun = self._begun, None
         if found is None or found[0] is batch:
             return None if found is None else found[1]

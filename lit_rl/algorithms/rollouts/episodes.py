@@ -1,4 +1,4 @@
-"""What the episodes of a rollout change in its rewards, and what is logged of them."""
+"""Outcomes of the episodes of a rollout: failures, checks of their rewards, and metrics."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from lit_rl.transfers import to_device
 
 
 class Failures:
-    """Episodes that failed by no fault of the policy, of those that were drawn for a rollout."""
+    """A count of the episodes of a rollout that failed by no fault of the policy."""
 
     def __init__(self) -> None:
         self.episodes = 0
         self.errors: Counter[str] = Counter()
 
     def count(self, episodes: Sequence[Episode]) -> None:
-        """Of one request."""
+        """Count the episodes of one request."""
         self.episodes += len(episodes)
         self.errors.update(str(each.error) for each in episodes if each.failed)
 
     def check(self, most: float, ranks: Ranks) -> None:
-        """Refuse to go on where too many failed. A collective.
+        """Raise an error where too many failed. A collective: all ranks raise, or none.
 
         Args:
-            most: Share of the episodes of all ranks.
-            ranks: They all raise, or none.
+            most: Allowed share of the episodes of all ranks.
+            ranks: The ranks of the run.
 
         Raises:
-            GenerationError: names the commonest error of this rank.
+            GenerationError: names the most common error of this rank.
         """
         if told := self.too_many(most, ranks):
             error = GenerationError(
@@ -49,7 +49,7 @@ class Failures:
             raise error
 
     def too_many(self, most: float, ranks: Ranks) -> str | None:
-        """How many failed, and of what most of them, where they are more than this share. A collective."""
+        """Describe the failures where their share exceeds `most`, else return None. A collective."""
         failed, drawn = sum(ranks.counts(self.errors.total())), sum(ranks.counts(self.episodes))
         if failed <= most * drawn:
             return None
@@ -58,7 +58,7 @@ class Failures:
 
 
 def warn_of_failures(name: str, episodes: Sequence[Episode], most: float) -> None:
-    """Say that a validation is of few episodes. It ends no run: nothing is learned from it."""
+    """Warn of a validation with too many failures. It does not end the run: nothing is learned from it."""
     failures = Failures()
     failures.count(episodes)
     if told := failures.too_many(most, Ranks()):
@@ -67,15 +67,15 @@ def warn_of_failures(name: str, episodes: Sequence[Episode], most: float) -> Non
 
 
 def sound_rows(episodes: Sequence[Episode]) -> list[int]:
-    """Those that did not fail, and so can be rewarded. Of what failed there may not even be a message."""
+    """Return the rows that did not fail, and so can be rewarded. A failed one may not even have a message."""
     return [row for row, episode in enumerate(episodes) if not episode.failed]
 
 
 def check_spans(scores: Scores, episodes: Sequence[Episode]) -> None:
-    """Refuse rewards for parts of a text where there are several texts.
+    """Refuse rewards for spans of characters in episodes of several messages.
 
     Raises:
-        RewardError: a function gave spans of characters for several messages.
+        RewardError: a function returned such spans.
     """
     spans = scores.span_rewards
     if spans is not None and any(_of_characters(of) for of, each in zip(spans, episodes) if _has_messages(each)):
@@ -90,19 +90,19 @@ def _of_characters(parts: Sequence[Part]) -> bool:
 
 
 def _has_messages(episode: Episode) -> bool:
-    """Whether rewards see several messages, of which no text is that of the tokens."""
+    """Tell whether rewards see several messages, none of which is the text of all tokens."""
     return episode.turns > 1 and not isinstance(episode.prompt, str)
 
 
 def metrics_of(episodes: Sequence[Episode], ranks: Ranks) -> Metrics:
-    """What episodes were like. Where TRL has a number, it has TRL's name. A collective."""
+    """Return the metrics of episodes, with TRL's names where TRL has them. A collective."""
     device = ranks.device
 
     def over(count: int, *counted: float) -> tuple[Tensor, Tensor]:
         return torch.full((), float(sum(counted)), device=device), torch.full((), float(count), device=device)
 
     seconds = torch.tensor([each.seconds for each in episodes])
-    seconds = seconds if ranks.world_size == 1 else seconds.to(device)  # of all ranks: gathered there
+    seconds = seconds if ranks.world_size == 1 else seconds.to(device)  # gathered over all ranks there
     rows, calls = len(episodes), sum(each.calls for each in episodes)
     return {
         "turns/mean": over(rows, *(each.turns for each in episodes)),

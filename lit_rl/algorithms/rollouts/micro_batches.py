@@ -1,4 +1,4 @@
-"""From a rollout to the micro-batch of one slot, the counts that its loss divides by; scoring without gradient."""
+"""Micro-batches of a rollout by slot, the counts that their losses divide by, and scoring without gradient."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lit_rl.transfers import to_device
 
 
 def minibatch_rows(group_id: Tensor, plan: BatchPlan, seed: int, rollout: int, iteration: int) -> list[Tensor]:
-    """Rows of each mini-batch of one pass: whole groups, permuted anew at each pass by (seed, rollout, iteration).
+    """Return the rows of each mini-batch of a pass: whole groups, permuted by (seed, rollout, iteration).
 
-    `group_id` is in the host's memory, and so are they.
+    `group_id` and the rows are in the host's memory.
     """
     groups = torch.unique(group_id)
     if plan.minibatches > 1:
@@ -34,9 +34,9 @@ def minibatch_rows(group_id: Tensor, plan: BatchPlan, seed: int, rollout: int, i
 
 
 def micro_rows(rows: Tensor, group_id: Tensor, lengths: Tensor, plan: BatchPlan) -> list[Tensor]:
-    """Cut a mini-batch into `accumulate` micro-batches of equally many group slices, balanced by their tokens.
+    """Cut a mini-batch into `accumulate` micro-batches of equally many group slices, balanced by tokens.
 
-    Slices are dealt out from long to short, back and forth, so that no micro-batch gets all the long ones.
+    Slices are dealt from long to short, back and forth, so that no micro-batch gets all the long ones.
     """
     if plan.accumulate == 1:
         return [rows]
@@ -54,19 +54,19 @@ def micro_rows(rows: Tensor, group_id: Tensor, lengths: Tensor, plan: BatchPlan)
 
 
 class RowCounts(NamedTuple):
-    """Counts of the rows of a rollout, on the host: long ``(b,)`` each."""
+    """Token counts of the rows of a rollout, on the host: long ``(b,)`` each."""
 
     group: Tensor
     prompt: Tensor
     """Tokens of the prompt."""
     read: Tensor
-    """Tokens behind it that a model reads."""
+    """Tokens after the prompt that a model reads."""
     sampled: Tensor
-    """Those of them that the policy said."""
+    """Tokens among these that the policy sampled."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> RowCounts:
-        """Count the rows of a rollout, in its copy on the host."""
+        """Count the tokens of a rollout, in its copy on the host."""
         host = rollout.completions.on_host
         return cls(host.group_id, host.prompt_mask.sum(1), host.read_lengths, host.lengths)
 
@@ -81,17 +81,18 @@ def rows_of_slots(
 def deal_rows(
     counts: RowCounts, plan: BatchPlan, *, seed: int, index: int, teaching: Tensor | None = None
 ) -> list[Tensor]:
-    """Return the rows of each slot of rollout number `index`, in the host's memory: pass by pass, mini-batch by
-    mini-batch, part by part.
+    """Return the rows of each slot of rollout number `index`, in the host's memory.
+
+    Slots are ordered pass by pass, mini-batch by mini-batch, micro-batch by micro-batch.
 
     Args:
-        counts: Of the rollout whose rows are dealt out.
-        plan: Of the run.
-        seed: Of the run.
+        counts: Counts of the rollout.
+        plan: The plan of the run.
+        seed: The seed of the run.
         index: Number of the rollout since the start of the run.
-        teaching: Bool `(b,)`: rows that a gradient comes from. The others are left out, and micro-batches are balanced
-            by the tokens of those that stay. A slot keeps one row at least: every rank takes as many forward and
-            backward passes as all others. None: all rows.
+        teaching: Bool `(b,)`: rows with a gradient. The others are left out, and micro-batches are balanced by the
+            tokens of the remaining ones. A slot keeps at least one row: all ranks take equally many forward and
+            backward passes. None: all rows.
     """
     group_id, lengths = counts.group, counts.read
     teaching = None if teaching is None else teaching.cpu()
@@ -106,20 +107,20 @@ def deal_rows(
 
 
 def _teaching(rows: Tensor, teaching: Tensor, lengths: Tensor) -> Tensor:
-    """Those that teach; the shortest row if none does."""
+    """Return the rows that teach; the shortest row if none does."""
     chosen = rows[teaching[rows]]
     return chosen if len(chosen) else rows[lengths[rows].argmin()][None]
 
 
 def micro_batch(rollout: Rollout, rows: Tensor, used: Mapping[Width, slice] | None = None) -> Rollout:
-    """These rows of a rollout, trimmed to the longest of them: to the `used` columns, where these are known."""
+    """Return these rows of a rollout, trimmed to the longest, or to the `used` columns where these are known."""
     return trim_rollout(select(rollout, rows), used)
 
 
 COUNTS = ("sequences", "tokens", "unmasked_sequences", "token_weights", "sequence_weights", "better_tokens")
 """Columns of `step_counts`: rows, loss tokens, rows that have one, the sum of weights over loss tokens, the sum over
 rows of the mean weight of their loss tokens, and loss tokens of rows that a judge found better. A row that was left out
-(`algo.groups`) has neither a reward nor a loss token, and is none of the rows."""
+(`algo.groups`) has neither a reward nor a loss token, and is not counted."""
 
 
 def step_counts(
@@ -130,7 +131,7 @@ def step_counts(
     index: int,
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> Tensor:
-    """Float64 `(optimizer steps, 6)`: what each step of the rollout counts, over all ranks. See `COUNTS`."""
+    """Return float64 `(optimizer steps, 6)`: the counts of each step of the rollout, over all ranks. See `COUNTS`."""
     mask, group_id = rollout.loss_mask, rollout.completions.on_host.group_id
     weights = torch.ones(mask.shape, device=mask.device) if rollout.weights is None else rollout.weights
     rows_in_use, tokens = mask.any(1) | ~rollout.rewards.isnan(), mask.sum(1)
@@ -149,7 +150,7 @@ def step_counts(
 
 
 def totals_of(counts: Tensor, plan: BatchPlan) -> StepTotals:
-    """The totals of one step, from its row of `step_counts`."""
+    """Return the totals of one step, from its row of `step_counts`."""
     sequences, tokens, unmasked, token_weights, sequence_weights, better_tokens = counts.float().unbind()
     return StepTotals(
         sequences,
@@ -163,16 +164,16 @@ def totals_of(counts: Tensor, plan: BatchPlan) -> StepTotals:
 
 @dataclass(frozen=True)
 class SeenRows:
-    """Rows that were learned from, and what the policy said of their tokens then, without gradient."""
+    """Rows that were learned from, with the policy's scores of their tokens then, without gradient."""
 
     rows: Tensor
-    """Long `(m,)`, in the host's memory: which of the rollout."""
+    """Long `(m,)`, in the host's memory: row numbers in the rollout."""
     scores: TokenScores
-    """Of these rows, as wide as the longest of them."""
+    """Scores of these rows, as wide as the longest of them."""
 
     @classmethod
     def of(cls, rows: Tensor, scores: TokenScores) -> SeenRows:
-        """A micro-batch, once its loss is computed."""
+        """Return the rows of a micro-batch, once its loss is computed."""
         per_token = {"logprobs": scores.logprobs, "entropy": scores.entropy, "values": scores.values}
         kept = {name: values if values is None else values.detach() for name, values in per_token.items()}
         return cls(rows, replace(scores, aux_loss=None, **kept))
@@ -182,7 +183,7 @@ class SeenRows:
 def without_gradient(
     model: nn.Module, completions: Completions, of_rows: Callable[[Completions], Tensor], *, rows_at_once: int
 ) -> Tensor:
-    """`(b, t)` float32: `of_rows` of `rows_at_once` rows at a time, the model in evaluation mode, its mode restored."""
+    """Return `(b, t)` float32: `of_rows` of `rows_at_once` rows at a time, with the model in evaluation mode."""
     ids, completions = completions.response_ids, completions.with_host()
     out = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
     with evaluation_mode(model):
@@ -201,7 +202,7 @@ def frozen_logprobs(
     rows_at_once: int,
     options: ForwardOptions = DEFAULT,
 ) -> Tensor:
-    """`(b, t)`: log-probs of the response tokens under a model, without gradient."""
+    """Return `(b, t)`: log-probs of the response tokens under a model, without gradient."""
     return without_gradient(
         model, completions, lambda part: response_logprobs(model, part, sampling, options), rows_at_once=rows_at_once
     )

@@ -1,4 +1,4 @@
-"""Prompts answered twice: once by the policy, once by an opponent that is made of its reference."""
+"""Completions of an opponent: each prompt is answered by the policy, and by an opponent made of its reference."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from lit_rl.rollout import Completions, join_completions, select
 def duels(
     source: RolloutSource, asked: RolloutRequest, own: Completions, opponent: Any, reference_policy: Any
 ) -> Completions:
-    """Rows `2 i` of the policy and `2 i + 1` of the opponent, for each prompt `i`.
+    """Return the policy's completions with the opponent's: rows `2 i` and `2 i + 1` for each prompt `i`.
 
     Args:
-        source: Draws the opponent's completions.
-        asked: What the policy was asked for: one completion of each prompt.
+        source: The source of the opponent's completions.
+        asked: The policy's request: one completion of each prompt.
         own: The policy's completions.
-        opponent: Answers the prompts as a policy does, with noise of its own.
+        opponent: The model that answers as a policy does, with noise of its own.
         reference_policy: The reference's weights, which are gathered meanwhile where they are sharded.
 
     Raises:
-        ConfigError: the opponent is the policy with its adapters switched off, and the engine takes a copy of weights.
+        ConfigError: the opponent is the policy without its adapters, and the engine copies weights.
     """
     generator = source.generator
     if opponent is asked.policy and not isinstance(for_another_policy(generator), InProcessGenerator):
@@ -48,12 +48,12 @@ def duels(
 
 
 def policy_rows(completions: Completions) -> Tensor:
-    """Long `(n,)`: the policy's rows of duels."""
+    """Return long `(n,)`: the policy's rows among pairs with an opponent."""
     return torch.arange(0, len(completions), 2, device=completions.response_ids.device)
 
 
 def without_opponent(scored: Scored, tokenizer: Any) -> Scored:
-    """What is shown of duels: the policy's completions, with the opponent's text and reward as columns beside them."""
+    """Return the policy's completions, with the opponent's text and reward as columns, for display."""
     rows = policy_rows(scored.completions)
     texts = texts_of(scored.completions, tokenizer)
     own = scores_of(scored.scores, rows)

@@ -1,4 +1,4 @@
-"""How much memory this process held in each phase of a run."""
+"""The memory of this process in each phase of a run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 class PhaseMemory:
-    """Bytes by phase: on a GPU that of tensors, otherwise that of the process.
+    """The peak memory of each phase, in bytes: of tensors on a GPU, else of the process.
 
-    What a phase held at most is known where it held more than anything before it in this process. Otherwise it is what
-    was held at its end, which is less: nothing is reset to find out more, as others count by the same counters.
+    The peak of a phase is known if it is above all before it in this process. Otherwise the memory at its end counts,
+    which is less: counters are not reset, as others use them too.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class PhaseMemory:
         self._before: int | None = None
 
     def begin(self) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         self._before = most_held()
 
     def end(self, phase: str) -> None:
-        """It ends. Of one that an earlier process began, the end alone is known."""
+        """End a phase. For one that an earlier process began, only the memory at its end is known."""
         most = most_held()
         rose = self._before is not None and most > self._before
         self.held[phase] = max(most if rose else held_now(), self.held.get(phase, 0))
@@ -34,12 +34,12 @@ class PhaseMemory:
 
 
 def most_held() -> int:
-    """Since the process began."""
+    """Return the peak memory since the process began, in bytes."""
     return torch.cuda.max_memory_allocated() if on_gpu() else process_peak()
 
 
 def held_now() -> int:
-    """At this moment; where the system does not say, what was held at most."""
+    """Return the current memory in bytes; the peak where the system does not tell it."""
     if on_gpu():
         return torch.cuda.memory_allocated()
     statm = Path("/proc/self/statm")
@@ -47,9 +47,9 @@ def held_now() -> int:
 
 
 def process_peak() -> int:
-    """Bytes of the machine's memory; 0 on Windows, where nobody counts."""
+    """Return the peak resident memory of the process in bytes; 0 on Windows, where it is unknown."""
     status = Path("/proc/self/status")
-    if status.exists():  # `getrusage` has what the process held that started this one, if that is more
+    if status.exists():  # `getrusage` includes the peak of the parent process
         found = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.M)
         return 1024 * int(found[1]) if found else 0
     try:
@@ -60,5 +60,5 @@ def process_peak() -> int:
 
 
 def on_gpu() -> bool:
-    """Return whether this process has had tensors on a GPU: Lightning wakes one for a run on the CPU too."""
+    """Tell whether this process has had tensors on a GPU: Lightning initialises one for runs on the CPU too."""
     return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.max_memory_allocated() > 0

@@ -1,4 +1,4 @@
-"""Batch arithmetic: how a rollout or rows of a data set become optimizer steps (docs/batch-arithmetic.md)."""
+"""Batch arithmetic: from a rollout or rows of a data set to optimizer steps (docs/batch-arithmetic.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lit_rl.errors import ConfigError, in_range
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The numbers of one run. All are global (over every rank) unless the name says otherwise."""
+    """The batch sizes of a run with rollouts. All are global (over every rank) unless the name says otherwise."""
 
     prompts_per_rollout: int
     group_size: int
@@ -22,7 +22,7 @@ class BatchPlan:
     split_groups: int = 1
     max_new_tokens: int = 1
     why: str = ""
-    """Why `accumulate` is what it is, where the memory plan chose it."""
+    """The reason for `accumulate`, where the memory plan chose it."""
 
     def __post_init__(self) -> None:
         for key, value in self._keys().items():
@@ -47,14 +47,14 @@ class BatchPlan:
         }
 
     def _divides(self, prompts: int, minibatches: int, accumulate: int) -> bool:
-        """A mini-batch holds whole groups of each rank; a micro-batch holds whole slices of groups."""
+        """Tell whether mini-batches hold whole groups of each rank, and micro-batches whole slices of groups."""
         per_rank, left = divmod(prompts, self.world_size)
         if left or per_rank < minibatches or per_rank % minibatches:
             return False
         return (per_rank // minibatches * self.split_groups) % accumulate == 0
 
     def _explain(self) -> str:
-        """The equation, what came, and the three nearest settings that work."""
+        """Return the message: the equation, the settings, and the three nearest that work."""
         want = (self.prompts_per_rollout, self.minibatches, self.accumulate)
         near = sorted(
             (
@@ -80,26 +80,26 @@ class BatchPlan:
 
     @property
     def slots(self) -> int:
-        """Micro-batches a rollout lasts: R of the design."""
+        """Micro-batches of a rollout (R of the design)."""
         return self.iterations * self.minibatches * self.accumulate
 
     @property
     def units(self) -> int:
-        """Slices of groups that a rank learns from in an optimizer step: what micro-batches are made of."""
+        """Slices of groups of a rank in an optimizer step, of which micro-batches are made."""
         return self.prompts_per_rollout // self.world_size // self.minibatches * self.split_groups
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps a rollout lasts."""
+        """Optimizer steps of a rollout."""
         return self.iterations * self.minibatches
 
     @property
     def completions(self) -> int:
-        """Completions a rollout, over all ranks."""
+        """Completions of a rollout, over all ranks."""
         return self.prompts_per_rollout * self.group_size
 
     def table(self) -> list[tuple[str, str]]:
-        """What the run will do, as rows of a table."""
+        """Return the batch arithmetic as rows of a table."""
         per_step = self.completions // self.minibatches
         micro = per_step // self.accumulate // self.world_size
         return [
@@ -114,24 +114,24 @@ class BatchPlan:
 
 
 def mix(*parts: int) -> int:
-    """A seed of several numbers, the same on every machine and in every process."""
+    """Return a seed made of several numbers, the same on every machine and in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
 
 
 @dataclass(frozen=True)
 class OfflinePlan:
-    """The numbers of one run. All are global (over every rank)."""
+    """The batch sizes of a run on a data set. All are global (over every rank)."""
 
     batch_size: int
     """Rows of an optimizer step."""
     accumulate: int
     world_size: int
     rows: int
-    """Training rows that are left; of a stream, in its first window."""
+    """Training rows that are used; for a stream, in its first window."""
     stream_buffer: int | None = None
-    """Rows that a stream has in memory at a time; None where all are."""
+    """Rows of a stream in memory at a time; None where all are."""
     why: str = ""
-    """Why `accumulate` is what it is, where the memory plan chose it."""
+    """The reason for `accumulate`, where the memory plan chose it."""
 
     def __post_init__(self) -> None:
         in_range("trainer.accumulate_grad_batches", self.accumulate, low=1)
@@ -146,7 +146,7 @@ class OfflinePlan:
             )
 
     def table(self) -> list[tuple[str, str]]:
-        """What the run will do, as rows of a table."""
+        """Return the batch arithmetic as rows of a table."""
         steps, left = divmod(self.rows, self.batch_size)
         per_step = [
             ("rows per optimizer step", f"{self.batch_size}"),

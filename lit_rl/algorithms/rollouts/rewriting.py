@@ -16,9 +16,9 @@ from lit_rl.rollout import Completions, PromptBatch
 
 
 def prompts_of(micro_batches: Sequence[ExampleBatch], ranks: Ranks) -> PromptBatch:
-    """The prompts of this rank's part of a step: the tokens of each text before the first that is learned.
+    """Return the prompts of this rank's part of a step: the tokens of each text before the first learned one.
 
-    A collective: a row that stands twice in a step is answered by two samples, whichever ranks have it.
+    A collective: a row that is twice in a step gets two samples, whichever ranks have it.
     """
     prompt_ids = []
     for micro in micro_batches:
@@ -37,7 +37,7 @@ def prompts_of(micro_batches: Sequence[ExampleBatch], ranks: Ranks) -> PromptBat
 
 
 def _occurrences(mine: Sequence[int], ranks: Ranks) -> list[int]:
-    """How many times each of our rows is met before: on ranks below ours, then on ours."""
+    """Count the earlier occurrences of each of our rows, on lower ranks, then on this one."""
     rows = ranks.gather(torch.tensor(mine)).tolist()
     seen: Counter[int] = Counter(rows[: ranks.rank * len(mine)])
     counts = []
@@ -50,12 +50,14 @@ def _occurrences(mine: Sequence[int], ranks: Ranks) -> list[int]:
 def with_completions(
     micro_batches: Sequence[ExampleBatch], completions: Completions, ranks: Ranks
 ) -> tuple[ExampleBatch, ...]:
-    """The micro-batches of this rank's part of a step with other completions, which alone are learned. A collective.
+    """Return the micro-batches of this rank's part of a step with new completions, the only learned tokens.
+
+    A collective.
 
     Args:
-        micro_batches: As they came from the data, `n` rows.
-        completions: Of their prompts, `n` rows in the same order.
-        ranks: `totals` counts what the step has now, over all of them.
+        micro_batches: The micro-batches of the data, `n` rows.
+        completions: Completions of their prompts, `n` rows in the same order.
+        ranks: The ranks over which the new `totals` of the step are counted.
     """
     ids, attended, learned = as_tokens(completions, ranks.device)
     rows = [len(micro) for micro in micro_batches]
@@ -69,7 +71,7 @@ def with_completions(
 
 
 def as_tokens(completions: Completions, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
-    """`input_ids`, `attention_mask` and `loss_mask` `(b, s)` of prompts with completions, padded on the right."""
+    """Return `input_ids`, `attention_mask` and `loss_mask` `(b, s)` of prompts with completions, right-padded."""
     ids = torch.cat([completions.prompt_ids, completions.response_ids], 1)
     attended = completions.attention_mask
     learned = F.pad(completions.response_mask, (completions.prompt_ids.shape[1], 0))
@@ -78,6 +80,6 @@ def as_tokens(completions: Completions, device: torch.device | str) -> tuple[Ten
 
 
 def _trimmed(ids: Tensor, attended: Tensor, learned: Tensor) -> TokenBatch:
-    """Without the columns that are padding in every row: they would cost and say nothing."""
+    """Drop the columns that are padding in every row."""
     width = max(2, int(attended.any(0).sum()))
     return TokenBatch(ids[:, :width], attended[:, :width], learned[:, :width])

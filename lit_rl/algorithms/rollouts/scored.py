@@ -1,4 +1,4 @@
-"""A rollout as it was drawn and scored, before any credit is given; callbacks see it, and groups are chosen of it."""
+"""Scored rollouts, before any credit is assigned; callbacks see them, and groups are selected from them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from lit_rl.rollout import Completions, PromptBatch, join_completions, select
 
 @dataclass(frozen=True)
 class Scored:
-    """Prompts, their completions, and what the rewards said of these. Completions of a prompt are neighbours."""
+    """Prompts with completions and their scores. Completions of a prompt are neighbours."""
 
     batch: PromptBatch
     completions: Completions
     scores: Scores
     kept: Tensor | None = None
-    """Bool `(b,)`: the rows that are learned from. None: all."""
+    """Bool `(b,)`: rows that are learned from. None: all."""
     greedy_rewards: Tensor | None = None
-    """Float32 `(b,)`: reward of the greedy completion of each row's prompt. None where no advantage asks for it."""
+    """Float32 `(b,)`: reward of the greedy completion of each row's prompt. None where no advantage needs it."""
     win_rates: Tensor | None = None
-    """Float64 `(b,)` on the CPU: how often a judge finds each completion better than the others of its prompt, or NaN
-    where it said nothing. None where no judge was asked."""
+    """Float64 `(b,)` on the CPU: win rate of each completion against the others of its prompt, by a judge; NaN without
+    a verdict. None without a judge."""
 
     @property
     def group_size(self) -> int:
         return len(self.completions) // len(self.batch)
 
     def prompts(self, which: list[int]) -> Scored:
-        """The given prompts, in that order, with all their completions."""
+        """Return the given prompts, in that order, with all their completions."""
         rows = (torch.tensor(which)[:, None] * self.group_size + torch.arange(self.group_size)).flatten()
         return Scored(_prompts_of(self.batch, which), select(self.completions, rows), scores_of(self.scores, rows))
 
     def followed_by(self, more: Scored) -> Scored:
-        """The prompts of both, these before the others; their completions get one width."""
+        """Return the prompts of both, these first; their completions get one width."""
         return Scored(
             _join_batches(self.batch, more.batch),
             join_completions(self.completions, more.completions),
@@ -46,7 +46,7 @@ class Scored:
 
 
 def scores_of(scores: Scores, rows: Tensor) -> Scores:
-    """The scores of the given rows; what functions logged is of all of them."""
+    """Return the scores of the given rows; logged metrics are those of all rows."""
     indices, rows = rows.tolist(), rows.to(scores.total.device)
     spans = scores.span_rewards
     return dataclasses.replace(

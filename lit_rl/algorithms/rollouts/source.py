@@ -1,15 +1,15 @@
 """The source of rollouts: from a batch of prompts to completions, drawn now or while the last rollout was learned from.
 
-Everything that a completion can be enters here: one answer today, and an episode of several turns with its environment,
-or an answer to an image, by the same request.
+All kinds of completions come by the same request: one answer, an episode of several turns with its environment, or an
+answer to an image.
 
-With `generator.lag=N`, rollout k takes what was asked for when rollout k - N began, so it was drawn with the weights of
-then. The engine is to have the weights of now, and to draw rollout k + N, while this one is learned from. What the
-weights have moved since is in the log-probs that the engine reported: the correction weighs by it.
+With `generator.lag=N`, rollout k takes what was requested when rollout k - N began, so it was drawn with the weights of
+that time. While rollout k is learned from, the engine gets the current weights and draws rollout k + N. The change of
+the weights since is in the log-probs that the engine reported: the correction weighs by it.
 
-With N = 1 nothing is in flight by then: the weights go to the engine at once, and a thread only draws. With more,
-rollouts k + 1 to k + N - 1 may still be drawn, each with its older weights: the thread updates the engine when its turn
-has come, from a copy.
+With N = 1 no request is in flight by then: the engine is updated at once, and a thread only draws. With more, rollouts
+k + 1 to k + N - 1 may still be drawn, each with its older weights: the thread updates the engine when its turn comes,
+from a copy.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from lit_rl.transfers import to_device
 from lit_rl.vision import PromptVision
 
 _PATIENCE = 5.0
-"""Seconds that a run which is asked to stop waits for completions that are drawn ahead."""
+"""Seconds that a stopping run waits for completions drawn ahead."""
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """What is to be completed, and by whom."""
+    """A request for completions of prompts by a policy."""
 
     batch: PromptBatch
     policy: nn.Module
@@ -65,47 +65,48 @@ class RolloutRequest:
     group_size: int
     """Completions of each prompt."""
     seed: int
-    """Of the samples."""
+    """Seed of the samples."""
     interaction: EpisodeSource | None = None
-    """What answers the policy's turns. None: a completion is one turn."""
+    """The source of replies to the policy's turns. None: a completion is one turn."""
     on_finished: Callable[[int, list[int]], None] | None = None
-    """Is told of completions of one turn that are finished while others are still written."""
+    """Callback for finished completions of one turn, while others are still written."""
 
     def by_another(self, policy: nn.Module) -> RolloutRequest:
-        """The same of another model, whose noise is its own: with the same noise two equal models write the same."""
+        """Return the request for another model with noise of its own: with the same noise equal models write the
+        same."""
         return replace(self, policy=policy, seed=mix(self.seed, 1))
 
 
 class RolloutSource:
-    """Draws completions with a generator, and knows how long that took.
+    """The source of completions, drawn with a generator and timed.
 
     Args:
-        generator: What draws.
-        stopwatch: Takes the seconds of the phase "generate", and those in it that environments were waited for.
+        generator: The generator.
+        stopwatch: Timer of the phase "generate", and of the waits for environments within it.
     """
 
     def __init__(self, generator: Generator, stopwatch: Stopwatch) -> None:
         self.generator = generator
         self.sampled_tokens = 0
-        """Drawn for the rollout at hand, also those that nothing was learned from."""
+        """Tokens drawn for the current rollout, including those that are not learned from."""
         self.failures = Failures()
-        """Of the episodes that were drawn for the rollout at hand."""
+        """Failures among the episodes drawn for the current rollout."""
         self._stopwatch = stopwatch
         self._ahead = Ahead()
         self._gap: Gap | None = None
-        """What the probe saw of the weights that drew the rollout at hand."""
+        """The probe's result for the weights that drew the current rollout."""
         self._taken: tuple[Name, Drawn] | None = None
-        """What was drawn ahead for the rollout at hand."""
+        """The completions drawn ahead for the current rollout."""
 
     def begin_rollout(self) -> None:
-        """What is drawn from now on is drawn for another rollout."""
+        """Begin another rollout: later draws count for it."""
         self.sampled_tokens = 0
         self.failures = Failures()
         self._taken = None
 
     @contextmanager
     def kept_if_given_up(self) -> Iterator[None]:
-        """Keep what was drawn ahead for the rollout at hand, where that is given up or fails, for a resume."""
+        """Keep the completions drawn ahead for the current rollout if it is aborted or fails, for a resume."""
         try:
             yield
         except (Interrupted, Exception):
@@ -116,7 +117,7 @@ class RolloutSource:
     # ------------------------------------------------------------------ now
 
     def draw(self, asked: RolloutRequest, ranks: Ranks) -> Completions:
-        """The completions, with groups that are numbered over all ranks."""
+        """Draw the completions, with groups numbered over all ranks."""
         with self._stopwatch.measure("generate"), self._waited(asked.interaction), self._given_up(asked):
             completions = self._begin(asked)()
         self._gap = self.generator.gap
@@ -130,9 +131,9 @@ class RolloutSource:
             self._stopwatch.add_part("environment", interaction.waited - before)
 
     def draw_other(self, asked: RolloutRequest) -> Completions:
-        """The completions of another model than the policy, which is `asked.policy` here.
+        """Draw the completions of another model than the policy, given as `asked.policy`.
 
-        They are drawn with a copy of the generator, so that the policy's never holds other weights.
+        A copy of the generator draws them, so that the policy's never holds other weights.
         """
         with self._stopwatch.measure("generate"), self._given_up(asked):
             completions = _ask(copy.copy(for_another_policy(self.generator)), asked)()
@@ -140,13 +141,16 @@ class RolloutSource:
         return completions
 
     def _given_up(self, asked: RolloutRequest) -> AbstractContextManager[None]:
-        """To ask an engine is a collective; who is the policy itself is asked by each rank alone, unless its layers are
-        cut over several."""
+        """Return the context for a draw that may be aborted.
+
+        Engine calls are collective. A generator that is the policy itself is called by each rank alone, unless its
+        layers are cut over several.
+        """
         return interruption.may_be_given_up(alone=self.generator.exact and not is_spread(asked.policy))
 
     def _begin(self, asked: RolloutRequest) -> Callable[[], Completions]:
-        """Give the generator the weights of now. What is returned draws the completions when it is called."""
-        self._ahead.wait()  # the weights of a request in flight stay as they are
+        """Give the generator the current weights, and return the function that draws the completions."""
+        self._ahead.wait()  # the weights of a request in flight must not change
         return _ask(self.generator, asked)
 
     def _received(self, completions: Completions, batch: PromptBatch, ranks: Ranks) -> Completions:
@@ -157,7 +161,7 @@ class RolloutSource:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Draw what is no part of the rollout at hand: neither its seconds nor its tokens count."""
+        """Draw outside of the current rollout: neither seconds nor tokens count."""
         sampled, failures, gap = self.sampled_tokens, self.failures, self._gap
         self.failures = Failures()
         with self._stopwatch.aside():
@@ -167,10 +171,10 @@ class RolloutSource:
     # ------------------------------------------------------------------ ahead
 
     def request_ahead(self, asked: Sequence[RolloutRequest]) -> None:
-        """Have the completions of rollouts to come drawn, with the weights of now. Once a rollout.
+        """Request the completions of coming rollouts, with the current weights. To be called once a rollout.
 
         Args:
-            asked: The next rollouts, as many as the generator lags; of those that were asked for already, nothing is.
+            asked: The next rollouts, as many as the generator's lag; those already requested are skipped.
         """
         known = self._ahead.names
         new = [each for each in asked if _name(each.batch) not in known]
@@ -183,7 +187,7 @@ class RolloutSource:
                 self._draw_with_a_copy(new)
 
     def _update_and_draw(self, asked: RolloutRequest) -> None:
-        """The update of the engine is a collective over ranks, so it is done here; nothing else goes on."""
+        """Update the engine here, as that is a collective over ranks; then draw in a thread."""
         try:
             draw = self._begin(asked)
         except GenerationError as error:
@@ -197,22 +201,22 @@ class RolloutSource:
         self._ahead.start(_name(asked.batch), drawn)
 
     def _draw_with_a_copy(self, asked: Sequence[RolloutRequest]) -> None:
-        """Update and draw in the thread, which may: there is one process. So it also brings a lost engine back."""
+        """Update and draw in the thread, as there is one process; it also restarts a lost engine."""
         policy = shared_copy(asked[0].policy)
         for each in asked:
             self._ahead.start(_name(each.batch), _drawn_with(self.generator, replace(_seen_now(each), policy=policy)))
 
     def take_ahead(self, asked: RolloutRequest, ranks: Ranks, *, oldest: int) -> Completions | None:
-        """What was drawn for this rollout while earlier ones were learned from; None where nothing was.
+        """Return the completions drawn ahead for this rollout; None where there are none.
 
         Args:
-            asked: The prompts of this rollout, and the policy of now.
-            ranks: They all draw anew, or none, and all fail, or none: to bring an engine back is a collective.
-            oldest: Optimizer steps that the completions may be behind the policy.
+            asked: The prompts of this rollout, and the current policy.
+            ranks: The ranks. All draw anew, or none, and all fail, or none: restarting an engine is a collective.
+            oldest: Most optimizer steps that the completions may be behind the policy.
 
         Raises:
             GenerationError: the generator of any rank failed, or the completions are too old.
-            Interrupted: any rank was asked to stop while it waited.
+            Interrupted: any rank received a stop request while it waited.
         """
         if not self.generator.lag and not self._ahead.pending:
             return None
@@ -231,7 +235,7 @@ class RolloutSource:
         if worst == 2:
             raise error or _other_rank()
         if error is not None:
-            rank_zero_warn(f"{error} What was drawn ahead is lost with it, and drawn with the weights of now.")
+            rank_zero_warn(f"{error} Completions drawn ahead are lost with it, and drawn again with current weights.")
         if found is None or worst:
             return None
         name, drawn = found
@@ -239,7 +243,7 @@ class RolloutSource:
             self._ahead.forget()
             rank_zero_warn(
                 f"Completions were drawn ahead for rollout {name[0]}, and this is rollout {asked.batch.rollout} of "
-                "other prompts: they are thrown away, and drawn with the weights of now."
+                "other prompts: they are dropped, and drawn again with the current weights."
             )
             return None
         if (age := asked.version - drawn.completions.version) > oldest:
@@ -253,10 +257,10 @@ class RolloutSource:
     # ------------------------------------------------------------------ the generator
 
     def proof(self, device: torch.device) -> Metrics:
-        """What the generator saw when it held its engine's log-probs against the policy's, after the last update.
+        """Return the metrics of the probe: the engine's log-probs against the policy's, after the last update.
 
-        Where a thread updates the engine, which update is the last one depends on the clock: there it is that of the
-        weights which drew the rollout.
+        Where a thread updates the engine, the last update depends on timing: there it is that of the weights that drew
+        the rollout.
         """
         gap = self._gap if self.generator.lag > 1 else self.generator.gap
         if gap is None:
@@ -268,11 +272,12 @@ class RolloutSource:
     # ------------------------------------------------------------------ checkpoints
 
     def state(self, ranks: Ranks) -> dict[str, Any]:
-        """The completions drawn ahead; waits until they are. A run that is asked to stop waits for a few seconds only:
-        what is not there then is drawn anew by the run that goes on, with newer weights.
+        """Return the state with the completions drawn ahead, once they are.
+
+        A stopping run waits for a few seconds only: missing ones are drawn anew by the resumed run, with newer weights.
 
         Args:
-            ranks: All keep as many: to draw anew is a collective.
+            ranks: The ranks. All keep equally many: drawing anew is a collective.
         """
         if not self.generator.lag and not self._ahead.pending:
             return {}
@@ -290,8 +295,8 @@ class RolloutSource:
         see: Callable[[int], PromptVision | None],
         processor: Callable[[], Processor | None],
     ) -> None:
-        """The counterpart of `state`; `see` and `processor` are those of `state.made`."""
-        self._ahead.forget()  # of another run in this process, which ended early
+        """Restore what `state` returned; `see` and `processor` are those of `state.made`."""
+        self._ahead.forget()  # from another run in this process that ended early
         ahead = saved.get("ahead", [])
         for each in [ahead] if isinstance(ahead, dict) else ahead:  # earlier versions wrote the only one
             completions = state.made(state.completions_of(each["completions"], device), see, processor)
@@ -302,7 +307,7 @@ class RolloutSource:
 
 @contextmanager
 def failing_together(ranks: Ranks) -> Iterator[None]:
-    """Where the generator of any rank fails, all ranks raise, so they can still save together.
+    """Raise on all ranks where the generator of any rank fails, so that they can still save together.
 
     Raises:
         GenerationError: the generator of this rank, or of another one, failed.
@@ -324,10 +329,10 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def given_up_together(ranks: Ranks) -> Iterator[None]:
-    """Where any rank gives its work up because the run is asked to stop, all ranks do.
+    """Abort on all ranks where any rank aborts its work because of a stop request.
 
     Raises:
-        Interrupted: this rank, or another one, gave it up.
+        Interrupted: this rank, or another one, aborted.
     """
     if not interruption.agrees():
         yield
@@ -343,7 +348,7 @@ def given_up_together(ranks: Ranks) -> Iterator[None]:
 
 
 def _how_bad(error: BaseException | None) -> int:
-    """What ranks tell each other of one that waits for completions: 2 and more end the run."""
+    """Return the severity shared by ranks: 0 ok, 1 engine lost, 2 error, 3 interrupted; 2 and more end the run."""
     if isinstance(error, Interrupted):
         return 3
     return 0 if error is None else 1 if isinstance(error, EngineLost) else 2
@@ -365,14 +370,14 @@ def _ask(generator: Generator, asked: RolloutRequest) -> Callable[[], Completion
 
 
 def _drawn_with(generator: Generator, asked: RolloutRequest) -> Callable[[], Drawn]:
-    """Gives the generator the weights of a policy that nobody else has, and draws, beside the training."""
+    """Return a function for a thread: give the generator the weights of a private policy, and draw."""
 
     def draw() -> Drawn:
-        # Autocast's copies of weights are one process's. Who leaves its outermost region in any thread drops them, so
-        # this thread never does: the training would cast a weight anew, and add up its gradient in another order.
+        # Autocast's cache of cast weights is global. Leaving its outermost region in any thread clears it, so this
+        # thread never does: the training would cast a weight anew, and sum its gradient in another order.
         torch.autocast_increment_nesting()
-        # A thread begins with gradients, on the first GPU, and without autocast: the engine is compared with the
-        # weights as they are.
+        # A thread begins with gradients, on the first GPU, and without autocast: the engine is compared with the plain
+        # weights.
         with torch.no_grad(), torch.cuda.device_of(next(asked.policy.parameters())):
             return Drawn(_ask(generator, asked)(), generator.gap)
 
@@ -380,7 +385,7 @@ def _drawn_with(generator: Generator, asked: RolloutRequest) -> Callable[[], Dra
 
 
 def _seen_now(asked: RolloutRequest) -> RolloutRequest:
-    """The same, with the pixels of its prompts: the processor that makes them is the training's too."""
+    """Return the request with the pixels of its prompts made now: the training uses the same processor."""
     batch = asked.batch
     if batch.vision is None:
         return asked

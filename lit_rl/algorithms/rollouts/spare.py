@@ -1,4 +1,4 @@
-"""Prompts beyond those of the epochs: what dynamic groups draw in place of groups that teach nothing."""
+"""Spare prompts, beyond those of the epochs, that dynamic groups draw in place of groups that teach nothing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lit_rl.rollout import Completions, PromptBatch
 
 @dataclass(frozen=True)
 class Spare:
-    """Prompts beyond those of the epochs, completed and scored as those of the rollout are."""
+    """Prompts beyond those of the epochs, completed and scored like those of the rollout."""
 
     datamodule: Any
     draw_now: Callable[[PromptBatch], Completions]
-    """Completes the prompts that may be learned from."""
+    """Function that completes prompts to learn from."""
     generate: Callable[..., Completions]
-    """Completes a prompt that nobody looks at, where an engine has to be asked by every rank."""
+    """Function that completes a prompt to discard, where engine calls are collective."""
     reward: Callable[[PromptBatch, Completions], Scores]
     exact: bool
     """Whether the generator is the policy itself, so that each rank can draw alone."""
@@ -31,7 +31,7 @@ class Spare:
         return Scored(batch, completions, self.reward(batch, completions))
 
     def keep_pace(self, position: int, *, rollout: int, first: int) -> None:
-        """One completion, not looked at: to ask an engine is a collective."""
+        """Generate and discard one completion, so that every rank makes the same number of engine calls."""
         if not self.exact:
             one = self.datamodule.spare.batch(range(position, position + 1), rollout=rollout, first=first)
             self.generate(one, group_size=1)

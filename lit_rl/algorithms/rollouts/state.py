@@ -18,13 +18,13 @@ from lit_rl.videos import VideoRef, Visual
 from lit_rl.vision import Later, PromptVision, Vision
 
 _VISUAL = "lit_rl visual"
-"""The only key of what stands for an image in the messages of an episode."""
+"""The only key of a mapping that stands for an image in the messages of an episode."""
 
 
 def to_plain(item: Any) -> Any:
-    """Dataclasses to dicts, tensors to copies on the CPU, and what is seen to the rows of the data that show it.
+    """Return plain values: dicts for dataclasses, copies on the CPU for tensors, rows of the data for images.
 
-    Copies that the host has of rows on a device (`Completions.host`) are left out.
+    Host copies of rows on a device (`Completions.host`) are left out.
     """
     if isinstance(item, Tensor):
         return item.detach().cpu().clone()
@@ -34,7 +34,7 @@ def to_plain(item: Any) -> Any:
         world: dict[str, Any] = {"given": given} if any(given) else {}
         if used.later:
             world["later"] = [[_plain_later(each) for each in of] for of in used.later]
-        # Values of tokens are kept, since an episode's prompt may have more of them than the data's row.
+        # Values of tokens are kept, as an episode's prompt may have more of them than the data's row.
         return {
             "rows": [-1 if prompt is None else prompt.row for prompt in used.prompts],
             "index": used.index,
@@ -64,7 +64,7 @@ def _plain_later(each: Later) -> dict[str, Any]:
 
 
 def _source(seen: PromptVision) -> dict[str, Any]:
-    """The text and the encoded images of which pixels are made again: what an environment gave stands in no data."""
+    """Return the text and the encoded images of an environment, from which pixels are made again."""
     source = seen.source
     assert isinstance(source, Shown)
     return {"text": source.text, "where": source.where, "images": [_plain_visual(each) for each in source.visuals]}
@@ -77,7 +77,7 @@ def _plain_visual(visual: Visual) -> dict[str, Any]:
 
 
 def _as_tensor(data: bytes) -> Tensor:
-    """Uint8: a checkpoint that is loaded with `weights_only` holds no bytes."""
+    """Return bytes as a uint8 tensor: a checkpoint that is loaded with `weights_only` holds no bytes."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -96,7 +96,7 @@ def _image(plain: Mapping[str, Any]) -> ImageRef:
 
 
 def _with_visuals(plain: Any) -> Any:
-    """Messages with images in the places where `to_plain` took them apart."""
+    """Return messages with their images, from the plain values of `to_plain`."""
     if isinstance(plain, Mapping):
         if plain.keys() == {_VISUAL}:
             return _visual(plain[_VISUAL])
@@ -105,7 +105,7 @@ def _with_visuals(plain: Any) -> Any:
 
 
 def to_device(item: Any, device: torch.device) -> Any:
-    """The same plain structure with its tensors on `device`."""
+    """Return the same plain structure with its tensors on `device`."""
     if isinstance(item, Tensor):
         return item.to(device)
     if isinstance(item, dict):
@@ -114,9 +114,9 @@ def to_device(item: Any, device: torch.device) -> Any:
 
 
 def to_device_dataclass(item: Any, device: torch.device) -> Any:
-    """A dataclass with its tensors, and those of dataclasses inside it, on `device`."""
+    """Return a dataclass with its tensors, and those of dataclasses inside it, on `device`."""
     if isinstance(item, Vision):
-        return item  # it goes to a device with each pass
+        return item  # each pass moves it to a device
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         fields = {f.name: to_device_dataclass(getattr(item, f.name), device) for f in dataclasses.fields(item)}
         return dataclasses.replace(item, **fields)
@@ -124,7 +124,7 @@ def to_device_dataclass(item: Any, device: torch.device) -> Any:
 
 
 def completions_of(plain: dict[str, Any], device: torch.device) -> Completions:
-    """The completions that `to_plain` took apart."""
+    """Return the completions for the plain values of `to_plain`."""
     episodes, vision = plain.get("episodes"), plain.get("vision")
     # Older checkpoints have a field for other inputs, which was always empty.
     parts = to_device({name: part for name, part in plain.items() if name != "model_inputs"}, device)
@@ -136,7 +136,7 @@ def completions_of(plain: dict[str, Any], device: torch.device) -> Completions:
 
 
 def _unmade(plain: Mapping[str, Any]) -> Vision:
-    """Names the rows of the data whose images are seen; `made` makes pixels of them."""
+    """Return the vision without pixels, with the rows of the data, from which `made` makes them."""
     rows = plain["rows"]
     per_token = [
         {name: values.cpu() for name, values in of.items()} for of in plain.get("per_token") or [{}] * len(rows)
@@ -159,12 +159,12 @@ def _unmade_later(plain: Mapping[str, Any]) -> Later:
 def made(
     item: Any, see: Callable[[int], PromptVision | None], processor: Callable[[], Processor | None] = lambda: None
 ) -> Any:
-    """A rollout or completions that were loaded, with the pixels of the rows that they name.
+    """Return a loaded rollout or completions with the pixels of their rows.
 
     Args:
-        item: What `rollout_of` or `completions_of` gave.
-        see: Makes them of the number of a training row: `RolloutDataModule.vision`.
-        processor: Gives the policy's, which makes those that an environment gave.
+        item: The result of `rollout_of` or `completions_of`.
+        see: Function from the number of a training row to its pixels: `RolloutDataModule.vision`.
+        processor: Function that returns the policy's processor, for images of environments.
     """
     if isinstance(item, Rollout):
         return dataclasses.replace(item, completions=made(item.completions, see, processor))
@@ -192,22 +192,22 @@ def made(
 
 
 def _seen_again(kept: PromptVision, found: PromptVision | None) -> PromptVision | None:
-    """The images of a row, with the values of tokens that were kept. Checkpoints of before have none of these."""
+    """Return the images of a row with the kept values of tokens. Earlier checkpoints have none of these."""
     return dataclasses.replace(found, per_token=kept.per_token) if found and kept.per_token else found
 
 
 def rollout_of(plain: dict[str, Any], device: torch.device) -> Rollout:
-    """The rollout that `to_plain` took apart."""
+    """Return the rollout for the plain values of `to_plain`."""
     completions = completions_of(plain["completions"], device)
     return Rollout(**{**to_device(plain, device), "completions": completions})
 
 
 FORMAT = 2
-"""Of a half-used rollout in a checkpoint. In 1, which was not written down, Nash-MD's advantages were verdicts."""
+"""Format of a half-used rollout in a checkpoint. In 1, which was not recorded, Nash-MD's advantages were verdicts."""
 
 
 def check_format(saved: Mapping[str, Any]) -> None:
-    """Refuse a half-used rollout that another version of lit_rl kept. All else reads as it did.
+    """Refuse a half-used rollout that another version of lit_rl wrote. All else is readable.
 
     Raises:
         StorageError: the format is another.
@@ -228,12 +228,11 @@ _FROM_ITS_EXPORT = (
 
 
 class SavedState(dict[str, Any]):
-    """What a checkpoint holds, to read from. Reading a key that is not there raises a StorageError; a KeyError is left
-    to defects.
+    """A part of a checkpoint. Reading a missing key raises a StorageError, not a KeyError, which would be a defect.
 
     Args:
-        state: As the checkpoint holds it.
-        lacks: What is said of a key that is not there.
+        state: The state in the checkpoint.
+        lacks: Function from a missing key to the error message.
     """
 
     def __init__(self, state: Mapping[str, Any], lacks: Callable[[str], str]) -> None:
@@ -245,7 +244,7 @@ class SavedState(dict[str, Any]):
 
 
 def saved_by_algorithm(state: Mapping[str, Any], algorithm: str) -> SavedState:
-    """The state of a rank: one that another kind of algorithm wrote lacks what this one, the reader, counts."""
+    """Return the state of a rank; a missing key means that another algorithm wrote it."""
     return SavedState(
         state,
         lambda key: (
@@ -256,12 +255,12 @@ def saved_by_algorithm(state: Mapping[str, Any], algorithm: str) -> SavedState:
 
 
 def saved_by_term(terms: Mapping[str, Mapping[str, Any]], name: str, term: str) -> SavedState:
-    """The state of a term of the objective.
+    """Return the state of a term of the objective.
 
     Args:
-        terms: Of all terms, by their names below `algo`.
-        name: Of this one.
-        term: The class that reads it.
+        terms: States of all terms, by their names below `algo`.
+        name: Name of this term.
+        term: Class that reads it.
 
     Raises:
         StorageError: there is none.
@@ -274,14 +273,17 @@ def saved_by_term(terms: Mapping[str, Mapping[str, Any]], name: str, term: str) 
 
 
 def kind_of(algorithm: type) -> str:
-    """What tells checkpoints of algorithms apart: the name of the class; of a class of the user's, which may change its
-    name, that of ours from which it is derived."""
+    """Return the name that identifies an algorithm in checkpoints: that of its nearest class of lit_rl.
+
+    A user's subclass may change its name.
+    """
     return next(each.__name__ for each in algorithm.__mro__ if each.__module__.partition(".")[0] == "lit_rl")
 
 
 def check_kind(checkpoint: Mapping[str, Any], algorithm: type) -> None:
-    """Refuse to resume what another algorithm has trained. Other settings of one class pass, and so do checkpoints of
-    earlier versions, which name none.
+    """Refuse to resume a checkpoint of another algorithm. Other settings of the same class pass.
+
+    So do checkpoints of earlier versions, which name none.
 
     Raises:
         StorageError: names both.
@@ -303,7 +305,7 @@ def rng_state(device: torch.device | str) -> dict[str, Tensor]:
 
 
 def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str) -> None:
-    """Put them back. What a checkpoint from a device of another type has of that one is left out."""
+    """Restore the states of the generators. Those of other types of devices are skipped."""
     for kind in {"cpu", torch.device(device).type} & state.keys():
         _generator(kind).set_rng_state(state[kind].cpu())
 

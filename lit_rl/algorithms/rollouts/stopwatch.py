@@ -1,4 +1,4 @@
-"""How long the phases of a rollout took, and what was held in them."""
+"""Seconds and memory of the phases of a rollout."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from lit_rl.algorithms.rollouts.phase_memory import PhaseMemory
 
 
 class Stopwatch:
-    """Seconds by phase, added up until `reset`.
+    """A stopwatch of seconds by phase, summed until `reset`.
 
     Args:
-        phases: The phases that are there from the start.
-        memory: Is told when they begin and end.
+        phases: The initial phases.
+        memory: The memory meter of the phases.
     """
 
     def __init__(self, *phases: str, memory: PhaseMemory) -> None:
         self._memory = memory
         self.seconds = dict.fromkeys(phases, 0.0)
         self.parts: dict[str, float] = {}
-        """Seconds of what lies within a phase, by name."""
+        """Seconds of parts within a phase, by name."""
 
     def reset(self) -> None:
-        """All phases back to 0."""
+        """Set all phases back to 0."""
         self.seconds, self.parts = dict.fromkeys(self.seconds, 0.0), {}
 
     def load(self, seconds: Mapping[str, float], parts: Mapping[str, float]) -> None:
-        """Go on from the seconds of a checkpoint."""
+        """Restore the seconds of a checkpoint."""
         self.seconds, self.parts = dict(seconds), dict(parts)
 
     def add_part(self, name: str, seconds: float) -> None:
-        """Of a phase that is measured anyway."""
+        """Add the seconds of a part within a measured phase."""
         self.parts[name] = self.parts.get(name, 0.0) + seconds
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Add what the block takes. What fails took no time."""
+        """Add the seconds of the block to a phase; a failed block does not count."""
         self._memory.begin()
         started = time.perf_counter()
         with record_function(phase):  # its name in a trace
@@ -49,12 +49,12 @@ class Stopwatch:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is measured inside does not count."""
+        """Discard what is measured inside."""
         before, parts = dict(self.seconds), dict(self.parts)
         yield
         self.seconds, self.parts = before, parts
 
     def take(self, phase: str) -> float:
-        """The seconds of a phase, which begins anew."""
+        """Return the seconds of a phase, and set it back to 0."""
         seconds, self.seconds[phase] = self.seconds[phase], 0.0
         return seconds

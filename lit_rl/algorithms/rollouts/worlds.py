@@ -1,7 +1,7 @@
-"""A checkpoint that another number of processes wrote: where the run stands in it, and where it goes on.
+"""Resume from a checkpoint that was written with another world size.
 
 A rollout, and a step of a data set, are the same rows whatever the number of processes. Their batches are not, so
-counts of batches become counts of whole rollouts or steps: what is half used is dropped.
+counts of batches become counts of whole rollouts or steps: a half-used one is dropped.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _PROGRESS = "epoch_loop.batch_progress"
 
 
 def processes(count: int) -> str:
-    """Their number in words."""
+    """Return the number of processes as text."""
     return "1 process" if count == 1 else f"{count} processes"
 
 
 def slots_before(loops: Mapping[str, Any], wrote: int, world_size: int) -> int:
-    """Batches of a rollout, or of a step of a data set, in the run that wrote the checkpoint.
+    """Return the batches of a rollout, or of a step of a data set, in the run that wrote the checkpoint.
 
     Args:
-        loops: Of the checkpoint, as Lightning keeps them.
-        wrote: Processes that wrote it.
-        world_size: Of this run.
+        loops: Lightning's loops in the checkpoint.
+        wrote: World size of the run that wrote it.
+        world_size: World size of this run.
 
     Raises:
-        StorageError: an earlier version wrote it, and did not write them down.
+        StorageError: an earlier version wrote it, and did not record them.
     """
     loaders = loops["fit_loop"]["state_dict"].get("combined_loader") or [{}]
     if "slots" not in loaders[0]:
@@ -43,19 +43,19 @@ def slots_before(loops: Mapping[str, Any], wrote: int, world_size: int) -> int:
 
 
 def move_on(loops: Mapping[str, Any], before: int, now: int, epoch: int) -> None:
-    """Have Lightning's loops stand at the end of the rollout or step that was begun last. The loader does it by itself.
+    """Advance Lightning's loops to the end of the rollout or step that was begun last. The loader does so itself.
 
     Args:
-        loops: Of the checkpoint; they are changed.
+        loops: Lightning's loops in the checkpoint, changed in place.
         before: Batches of a rollout or step in the run that wrote it.
-        now: Those of this run.
+        now: Batches of a rollout or step in this run.
         epoch: Batches of an epoch of this run.
     """
     progress = loops["fit_loop"][_PROGRESS]
     total, current = progress["total"], progress["current"]
     moved = whole_steps(current["ready"], before) * now
     earlier = (total["ready"] - current["ready"]) // before * now
-    # Lightning tells by their differences in which hook a checkpoint was written.
+    # Lightning infers from their differences in which hook a checkpoint was written.
     progress["current"] = _shifted(current, moved)
     progress["total"] = _shifted(total, earlier + moved)
     progress["is_last_batch"] = moved >= epoch

@@ -1,4 +1,4 @@
-"""Alarms: what goes wrong slowly, said while it can still be mended."""
+"""Alarms: warnings of what goes wrong slowly, while it can still be mended."""
 
 from lit_rl.callbacks.alarms.base import Alarm as Alarm
 from lit_rl.callbacks.alarms.kinds import ClippedShare as ClippedShare

@@ -1,4 +1,4 @@
-"""What every alarm does: look at the metrics, count in a row, ring, and do what the user chose."""
+"""The base of alarms: look at the metrics, count consecutive problems, ring, and do what the user chose."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ Then = Literal["warn", "stop", "roll_back"]
 
 
 class Alarm(L.Callback, ABC):
-    """Rings where something was wrong with the metrics so many times in a row, and once until it was right again.
+    """The base of alarms, which ring once after `patience` consecutive problems, until there is none.
 
-    A subclass says what is wrong, in `problem`. The metrics of a rollout are looked at once, or those of a line of the
-    log where a method learns from a data set; on every rank, as they are of all ranks.
+    A subclass defines the problem, in `problem`. The metrics of each rollout are looked at once, or those of a line of
+    the log where a method learns from a data set; on every rank, as they are reduced over all ranks.
 
     Args:
-        then: What it does when it rings. "warn" says it, and the run goes on. "stop" ends the run after this
-            optimizer step, as `EarlyStopping` does. "roll_back" gives the run the weights, the optimizer's moments
-            and the controllers of the last checkpoint that was saved while nothing was wrong, and goes on with the
-            data that come next; steps and the learning-rate schedule are not counted back.
-        patience: Looks in a row at which something is wrong before it rings, at least 1.
-        roll_backs: Times that the run goes back; the next time it stops, at least 1.
+        then: Action when it rings. "warn" reports it, and the run goes on. "stop" ends the run after this optimizer
+            step, as `EarlyStopping` does. "roll_back" restores the weights, the optimizer's moments and the controllers
+            of the last checkpoint that was saved without a problem, and goes on with the next data; the step count and
+            the learning-rate schedule are not set back.
+        patience: Consecutive looks with a problem before it rings, at least 1.
+        roll_backs: Most roll-backs, after which the run stops, at least 1.
     """
 
     key = ""
-    """Its name in a config: `callbacks.<key>`."""
+    """The name in a config: `callbacks.<key>`."""
 
     watched: tuple[str, ...] = ()
-    """Metrics that it reads."""
+    """The metrics that it reads."""
 
     essential: tuple[str, ...] = ()
-    """Of these, those that it cannot do without; where none is named, any one will do."""
+    """The metrics among these that it needs; where none is named, any one suffices."""
 
     named_by: Mapping[str, str] = {}
-    """Of a metric that a setting names, the setting."""
+    """Settings by the metric that they name."""
 
     advice = ""
-    """What may be done about it, in a sentence."""
+    """Advice for the user, in a sentence."""
 
     def __init__(self, then: Then = "warn", patience: int = 5, roll_backs: int = 2) -> None:
         if then not in get_args(Then):
@@ -60,7 +60,7 @@ class Alarm(L.Callback, ABC):
         self.in_a_row = 0
         self.rolled_back = 0
         self.stopped_at: int | None = None
-        """The optimizer step at which it ended the run; None while it has not."""
+        """The optimizer step at which it ended the run; None if it did not."""
         self._seen: dict[str, Any] = {}
         self._good = GoodCheckpoint(self.key)
         self._logged = WhatIsLogged()
@@ -71,18 +71,18 @@ class Alarm(L.Callback, ABC):
 
     @abstractmethod
     def problem(self, metrics: Mapping[str, float]) -> str | None:
-        """What is wrong, as the beginning of a sentence; None where nothing is.
+        """Return the problem, as the beginning of a sentence; None without one.
 
         Args:
-            metrics: Those of `watched` that there are and that have a value.
+            metrics: The metrics of `watched` that are logged and finite.
         """
 
     def memory(self) -> dict[str, Any]:
-        """What `problem` remembers of earlier looks: lists and numbers, for a checkpoint."""
+        """Return the state of `problem` from earlier looks, lists and numbers, for a checkpoint."""
         return {}
 
     def remember(self, saved: dict[str, Any]) -> None:
-        """The counterpart of `memory`."""
+        """Restore the state that `memory` returned."""
 
     # ------------------------------------------------------------------ the clock
 
@@ -99,7 +99,7 @@ class Alarm(L.Callback, ABC):
         if self.then == "roll_back":
             self._good.keep(trainer, quiet=self.in_a_row == 0)
         told = {name: value for name, value in trainer.callback_metrics.items() if name in self.watched}
-        # The tensors themselves are compared: a new line brings new ones, of equal value or not.
+        # Tensors are compared by identity: a new line of the log has new ones, of equal value or not.
         new = {name for name, value in told.items() if self._seen.get(name) is not value}
         self._seen = told
         numbers = {name: float(value) for name, value in told.items()} if new else {}
@@ -108,21 +108,20 @@ class Alarm(L.Callback, ABC):
         self._say_who_is_silent(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not trainer.should_stop:  # what was stopped may not have come to its first validation
+        if not trainer.should_stop:  # a stopped run may not have reached its first validation
             self._say_who_is_silent(trainer, ended=True)
 
     def notice(self, new: set[str], metrics: Mapping[str, float]) -> bool:
-        """Take in what is new, and say whether to look now.
+        """Take in new metrics, and tell whether to look now.
 
         Args:
             new: Metrics that were logged since the last call.
-            metrics: Those of `watched` that there are.
+            metrics: The metrics of `watched` that are logged.
         """
         return bool(new)
 
     def _say_who_is_silent(self, trainer: L.Trainer, *, ended: bool = False) -> None:
-        """One line for all alarms of the run, by the first: an alarm that never rings looks as one with nothing to say
-        does."""
+        """Report alarms that cannot ring, in one line for all, printed by the first."""
         alarms = [each for each in trainer.callbacks if isinstance(each, Alarm)]  # pyright: ignore
         if self is not alarms[0] or not (known := self._logged.now_known(trainer, ended=ended)):
             return
@@ -138,7 +137,8 @@ class Alarm(L.Callback, ABC):
             )
 
     def missing(self, logged: Collection[str]) -> list[str]:
-        """Metrics that it waits for in vain where a run logs these; none where it may ring."""
+        """Return the metrics whose absence keeps it from ringing, for a run that logs these; empty where it may
+        ring."""
         if found := [name for name in self.essential if name not in logged]:
             return found
         return [] if any(name in logged for name in self.watched) else list(self.watched)
@@ -153,11 +153,11 @@ class Alarm(L.Callback, ABC):
         often = "" if self.patience == 1 else f", {self.patience} times in a row"
         done = self._act(trainer, pl_module)
         said = f"Alarm {self.key} at optimizer step {trainer.global_step}: {found}{often}. {done}{self.advice}"
-        rank_zero_info(said)  # a warning would come with a path and a line of code
+        rank_zero_info(said)  # a warning would show a path and a line of code
         self._write(trainer, said)
 
     def _act(self, trainer: L.Trainer, pl_module: Any) -> str:
-        """Do what the user chose, and say what was done."""
+        """Do what the user chose, and return a sentence about it."""
         if self.then == "warn":
             return ""
         if self.then == "roll_back" and self.rolled_back < self.roll_backs:
@@ -180,7 +180,7 @@ class Alarm(L.Callback, ABC):
         try:
             with (Path(trainer.default_root_dir) / ALARMS).open("a") as file:
                 file.write(json.dumps(row) + "\n")
-        except OSError as error:  # it was said on the console; a full disk ends no run
+        except OSError as error:  # it was printed; a full disk ends no run
             rank_zero_warn(f"{ALARMS} could not be written: {error}.")
 
     # ------------------------------------------------------------------ checkpoints

@@ -1,7 +1,7 @@
-"""The last checkpoint from before something went wrong, and the way back to it in the middle of a run.
+"""Roll-backs in the middle of a run, to the last checkpoint from before a problem.
 
-The practice is PaLM's (2204.02311, section 5.1): weights and optimizer of an earlier checkpoint, and data that come
-later. The same data would lead to the same place.
+The practice is PaLM's (2204.02311, section 5.1): weights and optimizer of an earlier checkpoint, and later data. The
+same data would lead to the same place.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_rl.errors import ConfigError, StorageError
 
 FOLDER = "before_alarm"
-"""In the folder of the checkpoints."""
+"""The folder of kept checkpoints, in the folder of checkpoints."""
 
 
 def can_go_back(key: str, trainer: L.Trainer, module: Any) -> None:
-    """Refuse a run that could not go back.
+    """Refuse a run that could not be rolled back.
 
     Raises:
         ConfigError: its strategy spreads weights, nothing is saved, or completions are drawn ahead.
@@ -40,11 +40,10 @@ def can_go_back(key: str, trainer: L.Trainer, module: Any) -> None:
 
 
 class GoodCheckpoint:
-    """A second name of the newest checkpoint that was saved while nothing was wrong: a hard link, which stays when
-    newer checkpoints replace that one.
+    """A hard link to the newest checkpoint that was saved without a problem; it stays when that one is replaced.
 
     Args:
-        key: The alarm's name, and the file's.
+        key: Name of the alarm and of the file.
     """
 
     def __init__(self, key: str) -> None:
@@ -52,7 +51,7 @@ class GoodCheckpoint:
         self._newest = ""
 
     def keep(self, trainer: L.Trainer, *, quiet: bool) -> None:
-        """Look for a checkpoint that was saved since the last call, and keep it if nothing was wrong then."""
+        """Link the checkpoint that was saved since the last call, if there was no problem (`quiet`)."""
         newest = str(getattr(trainer.checkpoint_callback, "_last_checkpoint_saved", ""))
         if newest in ("", self._newest):
             return
@@ -73,9 +72,9 @@ class GoodCheckpoint:
             )
 
     def go_back(self, trainer: L.Trainer, module: Any) -> int | None:
-        """Give the run what the kept checkpoint holds; the optimizer step that it is of. None where there is none.
+        """Restore the kept checkpoint; return its optimizer step, or None where there is no checkpoint.
 
-        On all ranks together, between two rollouts.
+        A collective, called between two rollouts.
         """
         folder = getattr(trainer.checkpoint_callback, "dirpath", None)
         path = Path(folder or ".") / FOLDER / f"{self.key}.ckpt"
@@ -87,7 +86,7 @@ class GoodCheckpoint:
             rank_zero_warn(str(error))
             return None
         if checkpoint["global_step"] >= trainer.global_step:
-            return None  # of an earlier attempt at this run, which was gone on with from further back
+            return None  # from an earlier attempt at this run, which was resumed from an older checkpoint
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in trainer.optimizers]
         module.go_back_to(checkpoint)
         trainer.strategy.load_optimizer_state_dict(checkpoint)

@@ -1,4 +1,4 @@
-"""The alarms that there are. Each limit is a rule of thumb, and a key of the config."""
+"""The alarms. Each limit is a rule of thumb, and a key of the config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lit_rl.errors import in_range
 
 
 class _FromTheStart(Alarm):
-    """An alarm that holds a metric against its mean over the first looks of the run."""
+    """An alarm that compares a metric with its mean over the first looks of the run."""
 
     def __init__(self, then: Then, patience: int, roll_backs: int, first: int) -> None:
         super().__init__(then, patience, roll_backs)
@@ -31,7 +31,7 @@ class _FromTheStart(Alarm):
 
     @abstractmethod
     def drifted(self, value: float, before: float) -> str | None:
-        """What is wrong with a value, beside the mean of the first ones."""
+        """Return the problem with a value, given the mean of the first ones."""
 
     def memory(self) -> dict[str, Any]:
         return {"began": list(self._began)}
@@ -41,14 +41,14 @@ class _FromTheStart(Alarm):
 
 
 class EntropyCollapse(_FromTheStart):
-    """The policy has all but stopped to try anything else: `train/entropy` is a small share of what it began with.
+    """An alarm for a policy that hardly explores: `train/entropy` is a small share of its initial mean.
 
     Args:
         then: See `Alarm`.
         patience: See `Alarm`.
         roll_backs: See `Alarm`.
-        share: Of the mean of the first looks, below which something is wrong, in (0, 1).
-        first: Looks whose mean the run began with, at least 1.
+        share: Share of the initial mean below which there is a problem, in (0, 1).
+        first: Looks in the initial mean, at least 1.
     """
 
     key = "entropy_collapse"
@@ -72,14 +72,14 @@ class EntropyCollapse(_FromTheStart):
 
 
 class LengthDrift(_FromTheStart):
-    """Completions have become several times as long, or as short, as they were: often a way to please the reward.
+    """An alarm for completions that became several times as long or as short: often a way to game the reward.
 
     Args:
         then: See `Alarm`.
         patience: See `Alarm`.
         roll_backs: See `Alarm`.
-        factor: Times longer or shorter than at the start, above 1.
-        first: Looks whose mean the run began with, at least 1.
+        factor: Ratio to the initial mean, or its inverse, beyond which there is a problem, above 1.
+        first: Looks in the initial mean, at least 1.
     """
 
     key = "length_drift"
@@ -103,14 +103,14 @@ class LengthDrift(_FromTheStart):
 
 
 class RepetitionDrift(_FromTheStart):
-    """Completions say the same again and again, more than they did at the start.
+    """An alarm for completions that repeat themselves more than at the start.
 
     Args:
         then: See `Alarm`.
         patience: See `Alarm`.
         roll_backs: See `Alarm`.
-        rise: Of `train/completions/repetition` above the mean of the first looks, in (0, 1).
-        first: Looks whose mean the run began with, at least 1.
+        rise: Rise of `train/completions/repetition` above the initial mean, in (0, 1).
+        first: Looks in the initial mean, at least 1.
     """
 
     key = "repetition_drift"
@@ -133,13 +133,13 @@ class RepetitionDrift(_FromTheStart):
 
 
 class DeadGroups(Alarm):
-    """Almost all groups have equal rewards, so that nothing is learned from them.
+    """An alarm for groups of equal rewards, from which nothing is learned.
 
     Args:
         then: See `Alarm`.
         patience: See `Alarm`.
         roll_backs: See `Alarm`.
-        most: Share of completions in such groups, in (0, 1], from which on something is wrong.
+        most: Share of completions in such groups, in (0, 1], from which on there is a problem.
     """
 
     key = "dead_groups"
@@ -164,14 +164,14 @@ class DeadGroups(Alarm):
 
 
 class KLBlowUp(Alarm):
-    """The policy has gone far from the reference, or moves far within one rollout.
+    """An alarm for a policy far from the reference, or that moves far within one rollout.
 
     Args:
         then: See `Alarm`.
         patience: See `Alarm`.
         roll_backs: See `Alarm`.
-        most: Nats a token to the reference (`train/kl`) above which something is wrong, above 0.
-        most_in_rollout: Nats a token from the policy that sampled (`train/approx_kl`), above 0.
+        most: KL to the reference (`train/kl`), in nats a token, above which there is a problem; above 0.
+        most_in_rollout: The same for the KL to the sampling policy (`train/approx_kl`); above 0.
     """
 
     key = "kl_blow_up"
@@ -201,14 +201,15 @@ class KLBlowUp(Alarm):
 
 
 class ClippedShare(Alarm):
-    """Most completions are cut by the length limit, or the loss clips a large share of tokens.
+    """An alarm for many completions cut by the length limit, or many tokens clipped by the loss.
 
     Args:
         then: See `Alarm`.
         patience: See `Alarm`.
         roll_backs: See `Alarm`.
-        most_completions: Share that `sampling.max_new_tokens` cut, in (0, 1], above which something is wrong.
-        most_tokens: Share of tokens that the loss clips, in (0, 1].
+        most_completions: Share of completions cut by `sampling.max_new_tokens`, in (0, 1], above which there is a
+            problem.
+        most_tokens: The same for the share of tokens that the loss clips, in (0, 1].
     """
 
     key = "clipped_share"
@@ -240,20 +241,19 @@ class ClippedShare(Alarm):
 
 
 class HeldOutFlat(Alarm):
-    """The reward that is trained for rises, and what is held out does not: the policy games the reward, or knows the
-    prompts by heart.
+    """An alarm for a training reward that rises while a held-out one does not.
 
-    At each validation the mean of `proxy` since the one before is compared with that of `window` validations earlier,
-    and so is `held_out`.
+    The policy then games the reward, or has memorised the prompts. At each validation the mean of `proxy` since the
+    last one is compared with that of `window` validations earlier, and so is `held_out`.
 
     Args:
         then: See `Alarm`.
-        patience: Validations in a row at which something is wrong before it rings, at least 1.
+        patience: Consecutive validations with a problem before it rings, at least 1.
         roll_backs: See `Alarm`.
-        proxy: The metric that is trained for.
-        held_out: What should rise with it: of other prompts, or of another reward.
-        rise: How much `proxy` has to have risen, in its own units, above 0.
-        window: Validations that are looked back, at least 1.
+        proxy: The metric that is optimised.
+        held_out: The metric that should rise with it, of other prompts or of another reward.
+        rise: Least rise of `proxy`, in its own units, above 0.
+        window: Validations to look back, at least 1.
     """
 
     key = "held_out_flat"
@@ -283,7 +283,7 @@ class HeldOutFlat(Alarm):
         self._pairs: list[tuple[float, float]] = []
 
     def notice(self, new: set[str], metrics: Mapping[str, float]) -> bool:
-        """It looks at the end of the rollout after a validation: in the middle of one a run cannot go back."""
+        """Look at the end of the rollout after a validation: in the middle of one a run cannot be rolled back."""
         if self.held_out in new:
             self._validated = metrics[self.held_out]
         if self.proxy in new and math.isfinite(metrics[self.proxy]):

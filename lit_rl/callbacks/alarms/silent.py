@@ -1,4 +1,4 @@
-"""Metrics that alarms watch and that a run does not log: when that is known, and how it is said."""
+"""Reports of metrics that alarms watch and that a run does not log."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import lightning as L
 from lit_rl.errors import nearest
 
 _LINES = 3
-"""Of the training's log, after which what it logs is known: nothing new is expected to come."""
+"""Lines of the training's log after which no new metrics are expected."""
 
 
 class WhatIsLogged:
-    """Says when the names that a run logs are known: those of its training, and of its validation where it has one."""
+    """A detector of when all metrics of the training, and of the validation where there is one, have been logged."""
 
     def __init__(self) -> None:
         self._lines, self._newest = 0, None
         self._open = {"train", "val"}
 
     def now_known(self, trainer: L.Trainer, *, ended: bool = False) -> set[str]:
-        """`train`, `val` or both, once all their names are known: after this optimizer step, or where the training has
-        ended. Each is returned once."""
+        """Return `train`, `val` or both, once all their names are known, each once.
+
+        Called after an optimizer step, or at the end of the training.
+        """
         logged = trainer.callback_metrics if self._open else {}
         newest: Any = next((value for name, value in logged.items() if kind_of(name) == "train"), None)
         if newest is not self._newest:
@@ -36,12 +38,12 @@ class WhatIsLogged:
 
 
 def kind_of(name: str) -> str:
-    """Of a metric: `val` of a validation, `train` of everything else."""
+    """Return the stage of a metric: `val`, or `train` for everything else."""
     return "val" if name.startswith("val") else "train"
 
 
 def sentence(key: str, missing: Sequence[str], named_by: Mapping[str, str], logged: Collection[str]) -> str:
-    """An alarm with the metrics that it waits for, what is logged under a similar name, and the key that says which."""
+    """Describe an alarm's missing metrics, with similar names that are logged, and the key that names the metric."""
     said = []
     for name in missing:
         near, setting = _near(name, logged), named_by.get(name)
@@ -51,7 +53,7 @@ def sentence(key: str, missing: Sequence[str], named_by: Mapping[str, str], logg
 
 
 def _near(name: str, logged: Collection[str]) -> str | None:
-    """Of those with the same prefix: what two names share by it makes none of them like the other."""
+    """Return the nearest metric name, compared without the common prefix."""
     prefix = name[: name.find("/") + 1]
     near = nearest(name.removeprefix(prefix), (each.removeprefix(prefix) for each in logged if each.startswith(prefix)))
     return None if near is None else f"{prefix}{near}"
