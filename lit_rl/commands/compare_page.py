@@ -23,7 +23,7 @@ def page(
     config: Sequence[tuple[str, Any, Any]],
     notes: Sequence[str],
 ) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
         names: Of the runs.

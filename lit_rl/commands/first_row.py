@@ -34,7 +34,7 @@ def first_row(
     rename: Mapping[str, str] | None = None,
     map_row: RowFunction | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """The first row of `path` under the names that it is read by, and where it stands.
+    """Return the first row of `path` under the names that it is read by, and its place.
 
     Of a file its beginning is read; a .json array, a folder and the hub are opened as for a training.
 

@@ -12,7 +12,7 @@ from lit_rl.commands.transcript_record import read
 from lit_rl.errors import ConfigError, in_range
 
 NAME = "transcripts.html"
-"""In the run's folder. It is written anew each time."""
+"""File in the run's folder. It is written anew each time."""
 
 
 def transcripts(run_dir: Path, files: str = "step_*", rollouts: int = 4, episodes: int = 64, tokens: int = 2000) -> int:
