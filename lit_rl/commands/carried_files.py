@@ -25,9 +25,9 @@ def carry(meeting: Rendezvous, run_dir: RunDir, ckpt_path: str | None, *, newest
 
     Args:
         meeting: All processes.
-        run_dir: Where the run writes.
-        ckpt_path: What it goes on from.
-        newest: Whether the newest checkpoint was asked for: then no node may hold a newer one.
+        run_dir: Folder of the run.
+        ckpt_path: Checkpoint to resume from.
+        newest: True if the newest checkpoint was asked for: then no node may hold a newer one.
 
     Raises:
         StorageError: a node holds a newer one, or lacks one that cannot be sent.

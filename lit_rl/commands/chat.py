@@ -227,12 +227,12 @@ def stream(
     """Yield the tokens that `NativeGenerator` would draw, one at a time, and whether each ends the reply.
 
     Args:
-        job: Whose seed, vocabulary and precision to use.
+        job: The chat, with seed, vocabulary and precision.
         policy: The model, on its device.
         ids: The prompt.
-        sampling: How to draw.
+        sampling: Sampling settings.
         turn: Names the noise, with the seed.
-        vision: What the model sees beside the prompt. None: nothing.
+        vision: Images of the prompt; None: there are none.
     """
     key = int(prompt_key(job.seed, turn, 0, 0))
     prompts = Vocabulary.of(job.model).prompts([ids], [key], group_size=1)

@@ -26,7 +26,7 @@ def page(
     """Return the whole page.
 
     Args:
-        names: Of the runs.
+        names: Names of the runs.
         runs: Their files, for the curves.
         tests: A validation and a measure, with what its prompts say.
         values: Metrics with the last number of each run.

@@ -56,7 +56,7 @@ def chart(title: str, lines: Sequence[Line]) -> str:
     """Return a figure with its name, its newest numbers and, of several lines, a legend.
 
     Args:
-        title: Of the metric.
+        title: Name of the metric.
         lines: Each with a number at least.
     """
     frame = _frame(lines)
@@ -254,7 +254,7 @@ def histograms(title: str, rows: Sequence[tuple[str, Sequence[float]]], bins: in
     """Return one row of bars for each set of numbers, all over the same range; a set's highest bar fills its row.
 
     Args:
-        title: Of the numbers; each set's bars count completions.
+        title: Name of the numbers; each set's bars count completions.
         rows: A label and finite numbers, in the order in which they are shown; no set is empty.
     """
     low, high = min(min(values) for _, values in rows), max(max(values) for _, values in rows)

@@ -65,10 +65,10 @@ def data_check(
 
     Args:
         data: The data module.
-        model: Whose tokenizer and context it is read with.
+        model: Model whose tokenizer and context it is read with.
         scores: The method trains a model that scores, so that no reply needs an end of generation.
-        kind: What the method learns from; None is told from the columns of the first row.
-        reward: Asked of prompts what it says of the values of their columns; None: nobody is.
+        kind: Kind of example that the method learns from; None: inferred from the first row's columns.
+        reward: Checks the columns of prompts; None: no check.
         rows: Rows that are shown.
 
     Raises:

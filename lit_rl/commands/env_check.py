@@ -45,7 +45,7 @@ def env_check(run: Run, *, settings: Mapping[str, Any], actions: Sequence[str] |
     Args:
         run: Built by the command line.
         settings: The node of `env=`, for another process to build.
-        actions: What the policy says, turn by turn. None: numbers, nonsense, nothing, long texts, calls of the tools.
+        actions: The policy's texts, turn by turn. None: numbers, nonsense, nothing, long texts, tool calls.
 
     Raises:
         ConfigError: what would refuse a run: see the docs of environments; or nothing answers the policy.

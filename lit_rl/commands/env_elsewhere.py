@@ -27,9 +27,9 @@ class Elsewhere:
 
     Args:
         settings: The node of `env=`, whose targets were checked.
-        parsers: See `Player`.
-        cases: See `Player`.
-        max_image_pixels: Likewise.
+        parsers: See `EpisodePlayer`.
+        cases: See `EpisodePlayer`.
+        max_image_pixels: See `EpisodePlayer`.
     """
 
     def __init__(

@@ -128,8 +128,8 @@ def generators(first: Sequence[Played], *, at_once: bool, elsewhere: bool) -> Fi
 
     Args:
         first: Episodes.
-        at_once: Whether other calls go on at the same time.
-        elsewhere: Whether they were played in workers, whose generators nobody sees.
+        at_once: True if other calls run at the same time.
+        elsewhere: True if they were played in workers, whose generators cannot be seen.
     """
     what = "random generators"
     if elsewhere:
@@ -176,7 +176,7 @@ def lengths(first: Sequence[Played], tokens: Callable[[str], int], most: int) ->
 
     Args:
         first: Episodes.
-        tokens: Of a text.
+        tokens: Counts the tokens of a text.
         most: `env.max_observation_tokens`.
     """
     what = "lengths"
@@ -209,7 +209,7 @@ def tools(first: Sequence[Played], calls: Mapping[str, str | None]) -> Iterator[
 
     Args:
         first: Episodes.
-        calls: What each call is, with the text that the policy calls it with; None: it cannot be written.
+        calls: Each call's description, with the policy's text for it; None: it cannot be written.
     """
     what = "tools"
     if unwritten := [name for name, text in calls.items() if text is None]:
@@ -250,7 +250,7 @@ def pay(rewards: Mapping[str, float | None]) -> Finding:
     """Check the rewards of episodes in which nothing, or nonsense, is written.
 
     Args:
-        rewards: By what is said: the reward of the whole; None where it has none.
+        rewards: Reward of the episode by the text that is written in it; None where it has none.
     """
     what = "pay for nothing"
     told = ", ".join(f"{said} {'no reward' if value is None else f'{value:g}'}" for said, value in rewards.items())
@@ -269,7 +269,7 @@ def times(first: Sequence[Played], limit: float, rollout: Rollout) -> Finding:
     Args:
         first: Episodes.
         limit: `env.step_timeout`, seconds.
-        rollout: Of the run.
+        rollout: The run's rollouts.
     """
     resets = [call.seconds for played in first for call in played.calls if call.name == "reset"]
     answers = [call.seconds for played in first for call in played.calls if call.name.startswith("turn")] or [0.0]

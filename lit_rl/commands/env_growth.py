@@ -37,7 +37,7 @@ def growth(play: Callable[[int], None], cases: int, budget: float) -> Growth:
 
     Args:
         play: Plays an episode of the case with this number, and keeps nothing.
-        cases: How many there are.
+        cases: Number of cases.
         budget: Seconds for all of it, about.
     """
     began = time.perf_counter()

@@ -70,7 +70,7 @@ class Player:
 
     Args:
         factory: Makes the environments.
-        parsers: What reads the calls of tools, by the name of the kind.
+        parsers: Parsers of tool calls, by the name of the kind.
         max_image_pixels: As `Interaction.max_image_pixels`.
     """
 

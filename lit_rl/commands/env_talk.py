@@ -40,12 +40,12 @@ def talk(
     """Play the turns until the conversation is over. A turn that is too long is cut, as a policy's is.
 
     Args:
-        interaction: Of the run.
-        tokenizer: Of the policy.
-        batch: Of one prompt.
-        seed: Of the episode.
-        turns: What the policy says.
-        max_new_tokens: Of one turn.
+        interaction: The run's interaction.
+        tokenizer: The policy's tokenizer.
+        batch: A batch of one prompt.
+        seed: Seed of the episode.
+        turns: The policy's texts.
+        max_new_tokens: Most tokens of one turn.
 
     Raises:
         LitRLError: what would end a run.

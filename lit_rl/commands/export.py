@@ -64,7 +64,7 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
     Args:
         model: Name or hub id of what the run began with.
         algorithm: Name of the algorithm.
-        dataset: What it learned from.
+        dataset: Name of the data.
         summary: What the run wrote down of itself: rewards `before` and `after`, which prompts, the `command` that
             began it, and those that it `went_on` by.
     """

@@ -40,7 +40,7 @@ def first_row(
 
     Args:
         path: As `data.path`; the other settings are those of `SourcedDataModule` too.
-        own: What its source alone makes of rows.
+        own: Changes to rows that its source alone makes.
 
     Raises:
         DataError: nothing is there, it cannot be read, or it has no row.

@@ -81,8 +81,8 @@ def held(folder: Path, state: str) -> ConfigError:
     """Return the error about a folder that holds another run.
 
     Args:
-        folder: As it was given.
-        state: What it holds.
+        folder: The folder as the user typed it.
+        state: Its contents, such as "a finished run".
     """
     return ConfigError(f"run_dir={folder} holds {state}. Continue it with ckpt_path=last, or take another run_dir.")
 

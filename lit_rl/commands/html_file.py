@@ -36,8 +36,8 @@ def document(title: str, style: str, body: str, script: str, *, attributes: str 
         style: The style sheet.
         body: Markup, with everything foreign in it `safe`.
         script: The only one that may run. It ends the body.
-        attributes: Of the body.
-        images: Whether the body shows some, which it holds itself.
+        attributes: Attributes of the body.
+        images: Allow images that the body holds itself.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     seen = "img-src data:; " if images else ""

@@ -45,7 +45,7 @@ class OtherRankFailed(LitRLError):
     """Failure of another rank before this one, which noticed a lost connection. Its exit code is this one's too.
 
     Args:
-        said: What that rank wrote down: `error.json`.
+        said: That rank's `error.json`.
     """
 
     def __init__(self, said: Mapping[str, Any]) -> None:
@@ -58,7 +58,7 @@ def wait_for_those_started(launcher: Any, seconds: float = _LAST) -> None:
     """Wait for the child processes to end too, after this one's work is done: the next job of a sweep finds none.
 
     Args:
-        launcher: As below.
+        launcher: Lightning's, of the strategy.
         seconds: Until one that hangs while it ends is left alone.
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -77,7 +77,7 @@ def watching_those_started(
     this one starts know of it, and end with it (`commands.parent`).
 
     Args:
-        trainer: Whose launcher starts processes.
+        trainer: The Trainer; its launcher starts processes.
         gave_up: Writes the error down, and returns the exit code. Called in a thread.
         seconds: Until this process is ended; where the ranks have not met yet it has nothing to lose, and has less.
 
@@ -138,8 +138,8 @@ def how_one_ended(rank: int, seconds: float = _TO_END) -> tuple[str, bool] | Non
     """Return the reason why another rank ended, if this process has started it and has lost the connection to it.
 
     Args:
-        rank: Of this process.
-        seconds: That a process has to end whose connections are closed.
+        rank: Rank of this process.
+        seconds: Time for a process to end whose connections are closed.
 
     Returns:
         A clause with its rank and its process, and whether a signal killed it: then it said nothing itself. None where

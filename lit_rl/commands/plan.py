@@ -23,9 +23,9 @@ def plan(run: Run, *, memory_gb: float | None, probe: bool) -> int:
     """Print the plan, and after a few optimizer steps on this machine the seconds of one; return the exit code.
 
     Args:
-        run: Of the training that is planned, without callbacks. Its weights are read for the probe only.
+        run: The training that is planned, without callbacks. Its weights are read for the probe only.
         memory_gb: Memory of another machine, in GiB; None is this one, as it is free now. Another one is not probed.
-        probe: Whether to take those steps. A run of several ranks takes none, since no other process is started.
+        probe: Take those steps. A run of several ranks takes none, since no other process is started.
 
     Raises:
         ConfigError: nothing fits, with what each part needs; or what `fit` would refuse.

@@ -40,8 +40,8 @@ class Rendezvous:
     """All processes, met. Until all are `ready`, a process that waits for a `failed` one ends with it.
 
     Args:
-        place: Who this one is.
-        command: What the user typed.
+        place: Placement of this process.
+        command: The typed command.
         job: Number of the job of a sweep.
         patience: Seconds.
 

@@ -159,11 +159,11 @@ def closing_lines(
     """Return a line for each file that there is, and the commands to continue with.
 
     Args:
-        written: What the run has written.
+        written: Paths that the run has written.
         evaluation: The command that evaluates the run; empty where there is none.
         chat: The command that talks to its model; None where there is none.
         loaded_by: transformers' class for the export.
-        prompts: What the run learned to answer.
+        prompts: Kind of prompt that the run learned to answer.
         trackers: Lines of `tracker_lines`.
     """
     samples, metrics, alarms = written.root / "samples", written.run_dir / "metrics.jsonl", written.root / ALARMS

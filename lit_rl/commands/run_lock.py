@@ -28,8 +28,8 @@ class RunLock:
     """A lock that is held from its construction until `close`, or until the process ends.
 
     Args:
-        folder: Of a run; it is there.
-        setting: What a message tells the user to change.
+        folder: Existing folder of a run.
+        setting: Name of the setting in messages.
 
     Raises:
         StorageError: another process holds it, or the folder cannot be written.

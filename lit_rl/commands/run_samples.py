@@ -206,7 +206,7 @@ def reasons(each: Recorded, tokens: Tokens, mask_cut: bool) -> Iterator[str]:
     Args:
         each: The completion.
         tokens: Its own.
-        mask_cut: Whether the run masks completions that were cut.
+        mask_cut: True if the run masks completions that were cut.
     """
     why = "left"
     if each.end in ("failed", "timeout"):

@@ -100,7 +100,7 @@ def without(text: str, *, commits: bool = False) -> str:
     """Return the text with every secret of a known form replaced.
 
     Args:
-        commits: Whether 40 hexadecimal digits are a commit, and stay.
+        commits: Leave 40 hexadecimal digits: they are a commit.
     """
     for form in _HIDDEN if commits else (*_HIDDEN, _COMMIT):
         text = form.sub(_replaced, text)

@@ -111,7 +111,7 @@ def out_of_memory(error: BaseException, module: PolicyModule) -> BackendError:
     """Return the error with the plan, and the settings that lower it.
 
     Args:
-        error: Of which `lit_rl.errors.is_out_of_memory` is true.
+        error: One that satisfies `lit_rl.errors.is_out_of_memory`.
         module: That was trained.
     """
     first = _first_words(error)

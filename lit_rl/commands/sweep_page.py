@@ -19,7 +19,7 @@ def page(title: str, cells: tuple[Sequence[str], Sequence[Sequence[str]]], error
     """Return the whole page.
 
     Args:
-        title: How many jobs, and by what they are judged.
+        title: Number of jobs, and the metric that they are judged by.
         cells: Heads of the table, and its rows.
         errors: Messages of jobs that failed.
         sweep: For the pictures.

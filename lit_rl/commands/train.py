@@ -152,7 +152,7 @@ def keep(run: Run, summary: dict[str, Any], error: Exception) -> None:
     Args:
         run: The run.
         summary: Gets the step of the export.
-        error: What ended it.
+        error: The error that ended it.
     """
     trainer, step = run.trainer, run.trainer.global_step
     spoiled = isinstance(error, NumericError) or run.module.moves_weights
@@ -334,7 +334,7 @@ def export(
     """Write and verify `hf/` on rank 0, and note its step in the summary; return one line on the verification.
 
     Args:
-        around: What is told where it fails; None lets that be raised.
+        around: Context manager that handles its failure; None lets that be raised.
     """
     module = run.module
     state = full_state_dict(module.policy)

@@ -65,9 +65,9 @@ def page(title: str, rollouts: Sequence[RecordedRollout], most_tokens: int) -> s
     """Return the whole page.
 
     Args:
-        title: Of the run.
-        rollouts: In their order.
-        most_tokens: Of an episode; what is beyond them is left out, and it says so.
+        title: Title of the page.
+        rollouts: Rollouts in their order.
+        most_tokens: Most tokens of an episode; a note says how many more are left out.
     """
     scale = Scale.of(rollouts)
     shown = [each for rollout in rollouts for each in rollout.shown]

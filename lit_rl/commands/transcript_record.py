@@ -111,7 +111,7 @@ def read(run_dir: Path, files: str, rollouts: int, episodes: int) -> list[Record
     """Read rollouts that are spread evenly from the first to the last.
 
     Args:
-        run_dir: Of the run.
+        run_dir: Folder of the run.
         files: Which names in its `samples/`, such as `step_*`.
         rollouts: At most.
         episodes: Completions at most, all of them together.
