@@ -106,7 +106,7 @@ def _followed(parent: Any, name: Any, key: str) -> Any:
 
 
 def _refused(node: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Return an entry that `logging.config.dictConfig` would call or import beyond the needs of a log."""
+    """Yield an entry that `logging.config.dictConfig` would call or import beyond the needs of a log."""
     if isinstance(node, str) and node.startswith("ext://") and node not in _STREAMS:
         yield key, node
     elif isinstance(node, list):

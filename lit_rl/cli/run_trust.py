@@ -61,7 +61,7 @@ def check(parts: dict[str, Any], config: DictConfig) -> None:
 
 
 def code_in(parts: dict[str, Any], allow_targets: Iterable[str]) -> list[tuple[str, Any]]:
-    """Yield keys, and their values, with which a run's author has chosen code that runs.
+    """Return keys, and their values, with which a run's author has chosen code that runs.
 
     Raises:
         ConfigError: a part may not be built at all.

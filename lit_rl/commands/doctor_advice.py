@@ -113,7 +113,7 @@ def scored(sampling: Sampling) -> Sampling:
 
 
 def advice(found: Findings) -> Iterator[str]:
-    """Return settings, each with the measured number that leads to it."""
+    """Yield settings, each with the measured number that leads to it."""
     if found.unscored:
         weighed = "validation alone may use it" if found.exact else "algo/correction weighs for it"
         yield (

@@ -192,7 +192,7 @@ def _played(player: Player, case: Case) -> None:
 
 
 def _within(player: Player, cases: Sequence[Case], seconds: float) -> Iterator[Played]:
-    """Return the episodes that fit into the time, one at least."""
+    """Yield the episodes that fit into the time, one at least."""
     spent = 0.0
     for case in cases:
         if spent > seconds:
@@ -207,7 +207,7 @@ def _counted(checked: _Checked) -> Any:
 
 
 def _pay(checked: _Checked) -> Iterator[Finding]:
-    """Return the run's rewards for episodes in which nothing is achieved."""
+    """Yield findings about the run's rewards for episodes in which nothing is achieved."""
     module, rewards = checked.module, {}
     for number, kind in enumerate(checked.kinds):
         batch = _picked(checked.batch, [number])

@@ -25,7 +25,7 @@ class Talk:
 
     @property
     def said(self) -> list[int]:
-        """The texts that the policy wrote."""
+        """Token ids that the policy wrote."""
         return [token for token, learned in zip(self.ids, self.learned) if learned]
 
 

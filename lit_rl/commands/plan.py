@@ -49,7 +49,7 @@ def _say(text: str) -> None:
 
 
 def _of_ranks(module: Any, ranks: int) -> str:
-    """Make the tables count the ranks of a run of several, of which this is the only one."""
+    """Return a line about the ranks that the tables count, of which this is the only one."""
     memory = module.memory()
     over = 1 if memory is None else memory.spread_over
     spread = f" Weights, gradients and optimizer state are divided over {over} ranks." if over > 1 else ""
@@ -148,7 +148,7 @@ class Probe(L.Callback):
 
 
 def _seconds(run: Run, batches: Any) -> str:
-    """Take a few optimizer steps, and print the expected seconds of one."""
+    """Take a few optimizer steps, and return a line with the expected seconds of one."""
     count = getattr(batches, "steps_per_rollout", 1)
     probe = Probe(count)
     run.trainer.callbacks.append(probe)  # pyright: ignore

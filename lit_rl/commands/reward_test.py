@@ -123,7 +123,7 @@ def _own_rows(given: Sequence[Trial] | None) -> PromptBatch | None:
 
 
 def _trials(batch: PromptBatch) -> Iterator[Trial]:
-    """Return correct, wrong and empty completions of every row, as far as its columns allow."""
+    """Yield correct, wrong and empty completions of every row, as far as its columns allow."""
     answers = [None if a is None else str(a) for a in batch.columns.get("answer", [None] * len(batch))]
     for row, answer in enumerate(answers):
         own = batch.columns["completion"][row] if "completion" in batch.columns else None

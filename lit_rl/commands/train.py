@@ -465,7 +465,7 @@ def _go_on(run: Run) -> str:
 
 @contextlib.contextmanager
 def _signals(run: Run) -> Iterator[GracefulStop]:
-    """Return the callback that catches signals during training (one that never catches any, where there is none).
+    """Yield the callback that catches signals during training (one that never catches any, where there is none).
 
     Around the training, in a validation or an export, a signal ends the process at once: all that is trained is saved.
     """

@@ -210,7 +210,7 @@ def _turns(each: Recorded, scale: Scale, most_tokens: int) -> Iterator[str]:
 def _turn_of_tokens(
     tokens: Tokens, turn: int, who: str, answers: Sequence[dict], scale: Scale, most: int
 ) -> Iterator[str]:
-    """Return the tokens that the policy wrote in a turn and those that it read after it; the text of an answer that it
+    """Yield the tokens that the policy wrote in a turn and those that it read after it; the text of an answer that it
     did not read."""
     first, last = bisect_left(tokens.turn, turn), min(bisect_right(tokens.turn, turn), most)
     middle = next((i for i in range(first, last) if not tokens.by_policy[i]), last)
@@ -236,7 +236,7 @@ def by_turn(messages: Sequence[dict]) -> list[tuple[dict, list[dict]]]:
 
 
 def _spans(tokens: Tokens, start: int, end: int, scale: Scale) -> Iterator[str]:
-    """Return one `<i>` a token: its author and shades as classes, its numbers as a tooltip."""
+    """Yield one `<i>` a token: its author and shades as classes, its numbers as a tooltip."""
     ratios = log_ratios(tokens)
     for i in range(start, end):
         text, shown = tokens.text[i], _safe(tokens.text[i])
