@@ -1,4 +1,4 @@
-"""The roof: the command line. The only package that sees a config; below it, constructors take typed keywords.
+"""The command line. The only package that sees a config; the classes below it take typed keywords.
 
 `train.py` and `lit-rl` both end here. Heavy imports wait until they are needed, so `--help` answers at once.
 """
@@ -29,7 +29,7 @@ HYDRA = {
     "report": "report",
     "export": "export",
 }
-"""Our commands, and the task that each stands for."""
+"""Our commands, and the task of each."""
 LIGHT = ("compare", "list", "env", "completion")
 """Commands that compose no config."""
 
@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _with_dashes(arguments: list[str]) -> list[str]:
-    """`help`, `help COMMAND` and `version` as the options that they mean."""
+    """Return `help`, `help COMMAND` and `version` as the options that they mean."""
     match arguments:
         case ["help", *rest]:
             return [*rest, "--help"]
@@ -82,7 +82,7 @@ def _with_dashes(arguments: list[str]) -> list[str]:
 
 
 def _lightning(command: str, arguments: list[str]) -> int:
-    """A command of LightningCLI's."""
+    """Run a command of LightningCLI's."""
     if command == "fit":
         slurm.requeue_until_it_trains()
     from lit_rl.cli import lightning_words
@@ -95,7 +95,7 @@ def _lightning(command: str, arguments: list[str]) -> int:
 
 
 def _hydra(command: str | None, rest: list[str]) -> int:
-    """A command over a composed config."""
+    """Run a command over a composed config."""
     if (command or "train") == "train" and not any(word.startswith("task=") and word != "task=fit" for word in rest):
         slurm.requeue_until_it_trains()
     from lit_rl.cli import typed_secrets
@@ -128,7 +128,7 @@ def _hydra(command: str | None, rest: list[str]) -> int:
 
 
 def _say_what_loads(command: str, what: str = "loading torch, lightning and transformers") -> None:
-    """The first line, before what takes a second or more."""
+    """Print the first line, before anything that takes a second or more."""
     if "torch" not in sys.modules and _is_first_process():
         sys.stderr.write(f"lit-rl {command}: {what} ...\n")
         sys.stderr.flush()
@@ -139,7 +139,8 @@ def _is_first_process() -> bool:
 
 
 def _said(command: str | None, rest: Sequence[str]) -> str:
-    """A help page, or the version, where that is asked for; `lit-rl` alone asks for help, `train.py` alone trains."""
+    """Return a help page, or the version, where that is asked for; `lit-rl` alone asks for help, `train.py` alone
+    trains."""
     if "--version" in rest:
         from lit_rl.cli.surroundings import version
 
@@ -157,7 +158,7 @@ def _said(command: str | None, rest: Sequence[str]) -> str:
 
 
 def _light(command: str | None, rest: list[str], commands: Sequence[str]) -> int:
-    """A command that needs file names, versions, or what runs have written."""
+    """Run a command that needs file names, versions, or the files of runs."""
     if command == "compare":
         from lit_rl.cli import comparing
 

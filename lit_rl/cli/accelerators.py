@@ -13,12 +13,12 @@ from lit_rl.errors import BackendError
 
 _GPUS = ("gpu", "cuda")
 _DRIVERS = ("/proc/driver/nvidia", "/dev/dxg")
-"""Where NVIDIA's driver is seen: on Linux, and in a Linux of Windows."""
+"""Paths of NVIDIA's driver: on Linux, and in WSL."""
 
 
 def check(accelerator: object) -> None:
     """Refuse a GPU where there can be none: on Linux, PyTorch built without one, or built for CUDA without its driver;
-    and Apple's. Whatever else may be wrong is told by Lightning.
+    and Apple's. Any other fault is left to Lightning.
 
     Args:
         accelerator: `trainer.accelerator`.
@@ -33,7 +33,7 @@ def check(accelerator: object) -> None:
 
 
 def no_gpu(accelerator: str) -> BackendError:
-    """What is said where there is none."""
+    """Return the error where there is no GPU."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = "" if seen is None or accelerator not in _GPUS else f" with CUDA_VISIBLE_DEVICES={seen!r}"
     return BackendError(
@@ -43,8 +43,8 @@ def no_gpu(accelerator: str) -> BackendError:
 
 
 def _none_can_be_seen(built: dict[str, bool]) -> bool:
-    """By what PyTorch was built for. CUDA's calls go to the driver's library, and without it there is no device; since
-    PyTorch may find one that we do not (NixOS), the driver must be absent too."""
+    """Tell from PyTorch's build that it sees no GPU. CUDA's calls go to the driver's library, and without it there is
+    no device; since PyTorch may find one that we do not (NixOS), the driver must be absent too."""
     if not {"cuda", "hip"} <= built.keys() or built["hip"]:
         return False
     there = _can_be_loaded("libcuda.so.1") or any(map(os.path.exists, _DRIVERS))
@@ -52,7 +52,8 @@ def _none_can_be_seen(built: dict[str, bool]) -> bool:
 
 
 def _built() -> dict[str, bool]:
-    """What the installed PyTorch was built for, from its `version.py`, which is not run; empty where nobody knows."""
+    """Return the device that the installed PyTorch was built for, from its `version.py`, which is not run; empty where
+    that is unknown."""
     try:
         file = importlib.metadata.distribution("torch").locate_file("torch/version.py")
         text = Path(str(file)).read_text(encoding="utf-8")

@@ -19,24 +19,24 @@ from lit_rl.cli.key_names import schema_keys
 from lit_rl.errors import ConfigError, check_betas, check_strings, in_range, one_of
 
 BUILT = ("algo", "data", "callbacks", "trainer")
-"""What every task with a Trainer builds. The rest of a config is in these, where it is read at all."""
+"""Parts that every task with a Trainer builds. They refer to all other parts of a config that are read."""
 
 _OF_THE_DEVICE = ("accelerator", "precision", "strategy", "devices")
-"""Of the Trainer: what other tasks read of it too."""
+"""Settings of the Trainer that other tasks read, too."""
 
 _REGISTERED = {
     "trainer.accelerator": ("lightning.pytorch.accelerators", "AcceleratorRegistry", "available_accelerators"),
     "trainer.strategy": ("lightning.pytorch.strategies", "StrategyRegistry", "available_strategies"),
 }
-"""Keys whose words any code can add to, each with the registry of Lightning's that holds them."""
+"""Keys whose values any code can add to, each with Lightning's registry of them."""
 
 _OURS = ("lit_rl.", "lightning.", "torch.", "transformers.", "hydra.")
 _CODE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
-"""How a config names code: `./file.py:name`, `package.module:name`."""
+"""Forms in which a config names code: `./file.py:name`, `package.module:name`."""
 
 _DURATION = re.compile(r"\d+:\d\d:\d\d:\d\d")
 _ENDLESS = {"max_steps": "infinite steps", "max_epochs": "infinite epochs"}
-"""Lengths of a run, each with what -1 means."""
+"""Lengths of a run, each with the meaning of -1."""
 
 _SHARES = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 """Settings of the Trainer that are a number of batches or a share of them, of which Lightning compares a word."""
@@ -46,17 +46,17 @@ LISTS = (
     ("lit_rl.rollout.Sampling", "sampling.stop", check_strings),
     ("lit_rl.rollout.Sampling", "sampling.bad_words", check_strings),
 )
-"""Keys of several values, which no schema checks: how the path of what has them begins, and what it asks of them."""
+"""Keys of several values, which no schema checks: the beginning of their target's path, and the check of the value."""
 
 _NUMBERS = re.compile(r"\s*-?\d+\s*(,\s*\d+\s*)*,?\s*")
 
 
 def check(config: DictConfig, *, whole: bool) -> None:
-    """Refuse what is out of its range, or none of the words that there are.
+    """Refuse values out of range, and unknown choices.
 
     Args:
-        config: As it was composed.
-        whole: Whether the task builds all that the config says; else it is the Trainer's devices alone.
+        config: The composed config.
+        whole: True if the task builds everything in the config; else the Trainer's devices alone are read.
 
     Raises:
         ConfigError: as the constructor raises it.
@@ -114,7 +114,7 @@ def _check_commands(config: DictConfig) -> None:
 
 
 def _may_be_registered(value: Any, asked: list[dict[str, Any]], config: DictConfig) -> bool:
-    """Whether it is a word that nothing here knows, and that Lightning may know when it is asked.
+    """Tell whether a value is unknown here, but may be in a registry of Lightning once it is loaded.
 
     A plugin registers a strategy or an accelerator when it is imported: by what the config names, by a package that
     Lightning loads, or by the script that called.
@@ -134,7 +134,8 @@ def _may_be_registered(value: Any, asked: list[dict[str, Any]], config: DictConf
 
 
 def _names_code(tree: Any) -> bool:
-    """Whether anything in it is built from, or calls, code that is neither ours nor that of our libraries."""
+    """Tell whether anything in the tree is built from, or calls, code that is neither ours nor that of our
+    libraries."""
     if isinstance(tree, dict):
         target = tree.get("_target_")
         built = str(tree.get("path") if target == "hydra.utils.get_method" else target or _OURS[0])
@@ -155,7 +156,7 @@ def _check(value: Any, asked: list[dict[str, Any]]) -> None:
 
 
 def _check_length(trainer: Mapping[str, Any]) -> None:
-    """Refuse what Lightning refuses as the length of a run."""
+    """Refuse lengths of a run that Lightning refuses."""
     for name, endless in _ENDLESS.items():
         value = trainer.get(name)
         if isinstance(value, int) and value < -1:
@@ -172,7 +173,7 @@ def check_warmup(config: DictConfig, typed: Collection[str]) -> None:
     """Refuse a warm-up that ends behind the run, where it was typed. One of a preset may: a trial is no mistake.
 
     Args:
-        config: Of a training.
+        config: Config of a training.
         typed: The keys of the command line.
     """
     trainer = config.get("trainer") or {}
@@ -211,7 +212,7 @@ def _check_numbers(trainer: Mapping[str, Any]) -> None:
 
 
 def _check_interval(value: Any) -> None:
-    """What Lightning refuses between two validations: it counts micro-batches, a share of the epoch, or time."""
+    """Refuse intervals of validation that Lightning refuses: micro-batches, a share of the epoch, or time."""
     if isinstance(value, str):
         allowed = _DURATION.fullmatch(value.strip()) is not None
     elif isinstance(value, (int, float)):
@@ -227,7 +228,7 @@ def _check_interval(value: Any) -> None:
 
 
 def check_accumulation(accumulate: Any) -> None:
-    """Refuse what is neither `auto` nor a number of micro-batches.
+    """Refuse anything but `auto` or a number of micro-batches.
 
     Raises:
         ConfigError: says what is allowed.
@@ -257,8 +258,8 @@ def _check_devices(trainer: Mapping[str, Any]) -> None:
 
 
 def plain(config: DictConfig, key: str | None) -> Any:
-    """A part of the config, or all of it, with its references followed; None where one leads nowhere, which is said
-    later."""
+    """Return a part of the config, or all of it, with its references followed; None where one leads nowhere, which is
+    refused later."""
     part = config if key is None else config.get(key)
     try:
         return OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else None
@@ -267,7 +268,7 @@ def plain(config: DictConfig, key: str | None) -> Any:
 
 
 def _nodes(tree: Any) -> Iterator[Mapping[str, Any]]:
-    """Everything that says what it builds."""
+    """Yield every node with a `_target_`."""
     if isinstance(tree, dict):
         yield from (tree,) if "_target_" in tree else ()
         for value in tree.values():

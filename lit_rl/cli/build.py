@@ -1,4 +1,4 @@
-"""From a resolved config to objects. What `_target_` may name stands on a list (`lit_rl.cli.targets`)."""
+"""Objects from a resolved config. `_target_` may name paths on a list only (`lit_rl.cli.targets`)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lit_rl.errors import BackendError, ConfigError, LitRLError, did_you_mean, i
 from lit_rl.keywords import UnknownKeyword
 
 OPTIONAL = {"lit_rl.models.policy.lora.Lora", "lit_rl.data.supervised.SupervisedText", "lit_rl.constraints.Structured"}
-"""Objects that are there only if one of their settings is."""
+"""Objects that exist only if one of their settings does."""
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """The config as dicts, lists and primitives, resolved, without what is switched off.
+    """Return the config as dicts, lists and primitives, resolved, without parts that are switched off.
 
     Raises:
         ConfigError: a mandatory value is missing, an interpolation leads nowhere, or a target is not allowed.
@@ -67,7 +67,7 @@ ABSENT = "lit_rl.cli.build.absent"
 
 
 def prune(node: Any) -> Any:
-    """Null settings of optional objects are dropped; an optional object without any setting is None, as is `ABSENT`."""
+    """Drop null settings of optional objects; an optional object without any setting is None, as is `ABSENT`."""
     if isinstance(node, list):
         return [prune(item) for item in node]
     if not isinstance(node, dict):
@@ -81,7 +81,8 @@ def prune(node: Any) -> Any:
 
 
 def build(tree: Any) -> Any:
-    """The objects of a part of the tree, whose values are plain: a text that looks like a reference stays as it is.
+    """Build the objects of a part of the tree, whose values are plain: a text that looks like a reference stays as it
+    is.
 
     Raises:
         LitRLError: as the constructor raised it; anything else is a ConfigError with the constructor's words.
@@ -106,7 +107,7 @@ def build(tree: Any) -> Any:
 
 
 def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> str:
-    """The part of the config that was refused, what came in it, and the constructor's words."""
+    """Return the error about the part of the config that was refused: its value, and the constructor's words."""
     _, _, key = str(error).partition("full_key: ")
     node: Any = tree
     for part in key.split(".") if key else ():
@@ -127,7 +128,7 @@ def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> st
 
 
 def _unknown_keyword(cause: BaseException) -> str | None:
-    """The keyword that a constructor of ours, or any other one, does not take."""
+    """Return the keyword that a constructor, of ours or any other, does not take."""
     if isinstance(cause, UnknownKeyword):
         return cause.keyword
     found = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
@@ -155,15 +156,15 @@ def check_answered(module: Any, tree: dict[str, Any]) -> None:
 
 
 def _class_of(node: dict[str, Any] | None) -> str:
-    """Name of what a node makes; empty where it was set to null."""
+    """Return the class name of a node's target; empty where it was set to null."""
     return str((node or {}).get("_target_", "")).rpartition(".")[2]
 
 
 def check_trainer(trainer: L.Trainer, asked: Any) -> None:
-    """Refuse what Lightning lets pass and no run can use, before anything is downloaded.
+    """Refuse settings that Lightning lets pass and no run can use, before anything is downloaded.
 
     Args:
-        trainer: As it was built.
+        trainer: The Trainer, built.
         asked: Its `precision` as it was given: on a CPU Lightning makes bf16-mixed of 16-mixed.
 
     Raises:

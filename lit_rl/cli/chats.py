@@ -19,7 +19,7 @@ from lit_rl.models import LanguageModel
 from lit_rl.rollout import PromptForm
 
 KEYS = ("run_dir", "ckpt_path", "sampling", "chat", "seed", "trainer.accelerator", "trainer.precision")
-"""What may be set on the command line, and `model` where there is no run; everything else has no meaning here."""
+"""Keys that may be typed, with `model` where there is no run; all others have no meaning here."""
 
 
 def run(config: DictConfig) -> int:
@@ -51,7 +51,7 @@ def run(config: DictConfig) -> int:
 
 
 def _recorded(config: DictConfig) -> PromptForm | None:
-    """What the run learned to answer, as it wrote down when it began."""
+    """Return the kind of prompt that the run learned to answer, as its summary has it."""
     return RunDir(Path(str(config.run_dir)).expanduser()).read_summary().get("prompts")
 
 
@@ -67,7 +67,7 @@ def _check_keys(typed: list[str], with_run: bool) -> None:
 
 
 def _tree(run_dir: RunDir, own: dict[str, Any], config: DictConfig) -> dict[str, Any]:
-    """The run's settings; this command's where an export stands alone."""
+    """Return the run's settings; this command's where an export stands alone."""
     if not (run_dir.path / "config.yaml").exists() and run_dir.hf.is_dir():
         return own
     tree = config_of(run_dir)
@@ -81,7 +81,7 @@ def _tree(run_dir: RunDir, own: dict[str, Any], config: DictConfig) -> dict[str,
 
 
 def _model(config: DictConfig, run_dir: RunDir, tree: dict[str, Any]) -> tuple[LanguageModel, Path | None]:
-    """The run's export, or its model with the weights of a checkpoint where one was named, or is newer."""
+    """Return the run's export, or its model with the weights of a checkpoint where one was named, or is newer."""
     settings = tree["algo"]["model"]
     if config.ckpt_path is not None or not run_dir.hf.is_dir() or _went_on(run_dir):
         return build(settings), checkpoint_of(config, run_dir)
@@ -90,8 +90,8 @@ def _model(config: DictConfig, run_dir: RunDir, tree: dict[str, Any]) -> tuple[L
 
 
 def _went_on(run_dir: RunDir) -> bool:
-    """Whether a checkpoint is of a later step than the export: a run that Ctrl-C stopped has one, and may go on. Of a
-    run of an earlier version nobody knows."""
+    """Tell whether a checkpoint is of a later step than the export: a run that Ctrl-C stopped has one, and may be
+    resumed. For a run of an earlier version that is unknown."""
     exported = run_dir.read_summary().get("hf_step")
     files = (path for path in run_dir.checkpoints.glob("*.ckpt") if path.is_file())  # pieces cannot be read here
     return isinstance(exported, int) and any(step_of(path) > exported for path in files)

@@ -13,7 +13,7 @@ from lit_rl.errors import ConfigError, did_you_mean
 
 
 def check(config: DictConfig) -> None:
-    """Refuse a word in the place of a group, before anything is built.
+    """Refuse a value in the place of a group, before anything is built.
 
     Raises:
         ConfigError: says how the choice is written, and which there are.
@@ -27,7 +27,8 @@ def check(config: DictConfig) -> None:
 
 
 def _keys(group: str) -> tuple[str, ...]:
-    """Where its choice stands, and the slot of the algorithm that a group at the top fills (`algo.reference`).
+    """Return the keys of a group's choice: its own, and the slot of the algorithm that a group at the top fills
+    (`algo.reference`).
 
     The exception is `algo.model`: the name of a model is a model.
     """

@@ -26,7 +26,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def folders_of(words: Sequence[str]) -> tuple[Path, Path]:
-    """The two folders that are typed, whether or not they are there.
+    """Return the two typed folders, whether or not they exist.
 
     Raises:
         ConfigError: there are not two, or something else is typed.

@@ -45,11 +45,11 @@ SHELLS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
 def run(words: Sequence[str], commands: Sequence[str]) -> int:
-    """Print the script, or, for that script, the words that begin like the one that is typed.
+    """Print the script, or, for that script, the completions of the typed word.
 
     Args:
         words: The shell; or `words` and the beginning.
-        commands: What may stand first.
+        commands: Words that may stand first.
 
     Raises:
         ConfigError: a shell that is not known.
@@ -68,7 +68,7 @@ def run(words: Sequence[str], commands: Sequence[str]) -> int:
 
 
 def candidates(begun: str, commands: Sequence[str]) -> list[str]:
-    """What the word may become: commands and groups; behind `group=` its choices."""
+    """Return completions of the word: commands and groups; behind `group=` its choices."""
     found = groups([conf_folder()])
     group, equals, _ = begun.partition("=")
     if equals:

@@ -23,11 +23,11 @@ KEYS = (
     "data.max_prompt_tokens",
     "algo.group_size",
 )
-"""What may be set on the command line; everything else has no meaning here. The last three are for the memory."""
+"""Keys that may be typed; all others have no meaning here. The last three are for the memory."""
 
 
 def run(config: DictConfig) -> int:
-    """Build what is examined, and examine it."""
+    """Build the policy and the generator, and examine them."""
     own_keys.check("lit-rl doctor", own_keys.typed(), KEYS)
     tree = plain(config)
     # The generator first: without vLLM nothing else has to be loaded.

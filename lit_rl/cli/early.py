@@ -32,15 +32,15 @@ _OF_THE_EVALUATION = (
     *("task", "run_dir", "eval", "seed", "trust_run", "trainer", "strategy", "generator", "logger", "callbacks"),
     *("allow_targets", "hydra"),
 )
-"""Keys that choose nothing to evaluate."""
+"""Keys that do not choose a model or data to evaluate."""
 _SUMS = ("lit_rl.rewards.Rewards", "lit_rl.rewards.from_paths")
-"""What adds up reward functions by their weights."""
+"""Targets that add up reward functions by their weights."""
 _OF_ROWS = ("fit", "eval", "validate", "test", "predict", "plan", "reward_test", "data_check", "env_check", "best_of_n")
 """Tasks that read data."""
 _OF_A_TRAINER = tuple(task for task in _OF_ROWS if task != "data_check")
-"""Tasks that build all that the config says."""
+"""Tasks that build everything in the config."""
 DRAW = tuple(f"lit_rl.algorithms.{name}" for name in ("GRPO", "RLOO", "Reinforce", "PPO", "OnlineDPO", "NashMD", "XPO"))
-"""Algorithms that learn from what the policy draws."""
+"""Algorithms that learn from completions of the policy."""
 _OF_A_MODEL = ("fit", "eval", "validate", "test", "predict", "plan", "best_of_n", "doctor")
 """Tasks that load the policy of the config."""
 
@@ -52,7 +52,7 @@ def check(config: DictConfig) -> None:
     What rank 0 alone decides, the folder and the checkpoint of the run, is looked at where it is alone so far.
 
     Args:
-        config: As it was composed.
+        config: The composed config.
 
     Raises:
         LitRLError: as whoever reads it would raise it.
@@ -124,7 +124,7 @@ def _check_first_stage(config: DictConfig) -> None:
 
 
 def _check_run(config: DictConfig, folder: Path) -> None:
-    """Refuse what is no folder of a run, where one is read. A model that was exported can be talked to without more."""
+    """Refuse a folder without a run, where one is read. An exported model can be talked to without more."""
     if config.task in _OF_A_RUN:
         folder_state.check_is_folder(folder)
     if config.task in _OF_ITS_CONFIG and not (config.task == "chat" and (folder / "hf").is_dir()):
@@ -132,7 +132,7 @@ def _check_run(config: DictConfig, folder: Path) -> None:
 
 
 def _check_weights(reward: Any) -> None:
-    """Refuse weights of reward functions that are no numbers, or not as many, where the config alone names these."""
+    """Refuse weights of reward functions that are no numbers, or another count, where the config alone names these."""
     if not isinstance(reward, dict) or reward.get("_target_") not in _SUMS or reward.get("weights") is None:
         return
     functions = reward.get("functions")
@@ -146,7 +146,7 @@ def _check_weights(reward: Any) -> None:
 
 
 def _check_start(config: DictConfig) -> None:
-    """Refuse a checkpoint that is not there, and a folder that a new run cannot have."""
+    """Refuse a missing checkpoint, and a folder that a new run cannot have."""
     if config.task in _OF_ROWS and config.ckpt_path not in (None, "last"):
         check_checkpoint(str(config.ckpt_path))
     if is_sweep():
@@ -159,7 +159,7 @@ def _check_start(config: DictConfig) -> None:
 
 
 def check_evaluated(config: DictConfig) -> None:
-    """Refuse a new folder as all that is to be evaluated: it is the mistyped name of a run.
+    """Refuse a new folder where nothing else to evaluate was typed: it is the mistyped name of a run.
 
     Raises:
         ConfigError: names it, and the nearest run that stands beside it.
@@ -169,7 +169,7 @@ def check_evaluated(config: DictConfig) -> None:
 
 
 def _says_what_to_evaluate() -> bool:
-    """Whether a model, data or anything else was typed beside the folder: it may be a new one then."""
+    """Tell whether a model, data or anything else was typed beside the folder: then it may be a new one."""
     return any(key.partition(".")[0] not in _OF_THE_EVALUATION for key in own_keys.typed())
 
 
@@ -188,7 +188,7 @@ def check_sweep(words: Sequence[str]) -> None:
 
 
 def no_sweep(task: str, run_dir: str) -> ConfigError:
-    """What is said of one."""
+    """Return the error about such a sweep."""
     return ConfigError(
         f"lit-rl {task.replace('_', '-')} over the run of {run_dir} takes no sweep (-m): start it once for each "
         "setting. Each start writes a folder of its own there."
@@ -196,7 +196,7 @@ def no_sweep(task: str, run_dir: str) -> ConfigError:
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse a `data.path` that is not there, before its columns choose a group. A command without rows says so itself.
+    """Refuse a missing `data.path`, before its columns choose a group. A command without rows reports that itself.
 
     Args:
         words: Of the command line; a value that Hydra would read as anything but a plain text is left to it.
@@ -208,7 +208,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_data(paths: Sequence[str]) -> None:
-    """Refuse what is written as a path and is not there.
+    """Refuse missing files among texts that are written as paths.
 
     Raises:
         DataError: names it, and the nearest that is there.
@@ -218,7 +218,7 @@ def check_data(paths: Sequence[str]) -> None:
 
 
 def check_checkpoint(path: str) -> None:
-    """Refuse a checkpoint that is not there.
+    """Refuse a missing checkpoint.
 
     Raises:
         ConfigError: names it.
@@ -228,7 +228,7 @@ def check_checkpoint(path: str) -> None:
 
 
 def _check_folder(config: DictConfig) -> None:
-    """Refuse a folder that a new run cannot have: a file, or one with a run that has ended. More is said later, where
+    """Refuse a folder that a new run cannot have: a file, or one with a run that has ended. Further checks follow once
     it is known that no other process writes there."""
     folder = folder_of(config)
     if writes_nothing(config):
@@ -239,12 +239,12 @@ def _check_folder(config: DictConfig) -> None:
 
 
 def _at(config: DictConfig, key: str) -> Any:
-    """The value of a key; None where there is none, or a reference in it leads nowhere."""
+    """Return the value of a key; None where there is none, or a reference in it leads nowhere."""
     return OmegaConf.select(config, key, throw_on_resolution_failure=False, throw_on_missing=False)
 
 
 def _texts(value: Any) -> list[str]:
-    """One text, or those of a list; other values are left to whoever takes them."""
+    """Return one text, or those of a list; other values are left to their reader."""
     return list(_each(value))
 
 

@@ -11,16 +11,16 @@ from typing import Any
 from lit_rl.commands import folder_state
 
 EPOCHS = 3
-"""Epochs of a run that nothing else ends: as TRL."""
+"""Epochs of a run without any other end, as in TRL."""
 
 
 def epochs(settings: Mapping[str, Any]) -> int:
-    """`max_epochs`, or what stands for it where it is null: a given `max_steps` means that many steps.
+    """Return `max_epochs`, or its default where it is null: a given `max_steps` ends the run instead.
 
     Epochs that are given stay, and then the earlier end counts, as in Lightning.
 
     Args:
-        settings: Of the Trainer.
+        settings: Settings of the Trainer.
 
     Returns:
         -1 where steps alone end the run.
@@ -31,10 +31,10 @@ def epochs(settings: Mapping[str, Any]) -> int:
 
 
 def is_later(settings: Mapping[str, Any], before: Mapping[str, Any] | None, steps: int) -> bool:
-    """Whether a run that has finished would go on with these settings.
+    """Tell whether a run that has finished would continue with these settings.
 
     Args:
-        settings: Of the Trainer.
+        settings: Settings of the Trainer.
         before: Those that it finished with; None where nobody knows.
         steps: Optimizer steps that it has made.
     """
@@ -45,7 +45,7 @@ def is_later(settings: Mapping[str, Any], before: Mapping[str, Any] | None, step
 
 
 def is_over(settings: Mapping[str, Any], folder: Path) -> bool:
-    """Whether the run of a folder has finished, and these settings of the Trainer end it no later."""
+    """Tell whether the run of a folder has finished, and these settings of the Trainer end it no later."""
     if not folder_state.is_finished(folder):
         return False
     steps = int(folder_state.read_summary(folder).get("steps", 0))
@@ -53,7 +53,7 @@ def is_over(settings: Mapping[str, Any], folder: Path) -> bool:
 
 
 def say_is_over(folder: Path) -> None:
-    """What is said of it."""
+    """Print that a run is over."""
     sys.stdout.write(f"{folder} holds a finished run: nothing to do.\n")
 
 

@@ -25,13 +25,13 @@ from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError
 
 PARTS = ("seed", "model", "data", "reward", "env", "judge", "reference", "sampling", "eval", "algo")
-"""What is the run's where nothing was typed. What computes and writes is the command's: Trainer, generator, loggers."""
+"""Parts that are the run's where nothing was typed. Trainer, generator and loggers are the command's."""
 
 _OF_THE_COMMAND = ("generator", "optimizer", "scheduler")
 """Parts of `algo` that are no settings of an evaluation."""
 
 _NOT_OF_THE_RUN = ("generator", "trainer.", "trainer=", "strategy", "logger", "allow_targets=", "hydra.searchpath=")
-"""How words begin that say what the command itself computes with: they are typed again for an evaluation."""
+"""Beginnings of words about the command's own computation: they are typed again for an evaluation."""
 
 _OF_TRAINING = (
     *(f"trainer.{name}=" for name in ("max_steps", "max_epochs", "max_time", "val_check_interval")),
@@ -39,15 +39,15 @@ _OF_TRAINING = (
     *("trainer.accumulate_grad_batches=", "trainer.gradient_clip_", "trainer.log_every_n_steps=", "trainer.limit_"),
     *("optimizer=", "optimizer.", "scheduler=", "scheduler."),
 )
-"""How words begin that no evaluation reads, or that cut the validations of a training short."""
+"""Beginnings of words that no evaluation reads, or that cut the validations of a training short."""
 
 _NAMED = ("model", "data", "reward", "env", "judge", "reference", "sampling", "algo")
-"""What changes a number's meaning, where it is not as the run had it."""
+"""Parts that change a number's meaning, where they differ from the run's."""
 
 
 def check_every_node_sees(meeting: Rendezvous, task: str, run_dir: str) -> None:
-    """Refuse that nodes evaluate by other settings: each reads the run's where it is, and one that does not see the
-    folder would take those of the command. By all processes, once.
+    """Refuse nodes that would evaluate by other settings: each reads the run's own copy, and one that does not see the
+    folder would take those of the command. Called by all processes, once.
 
     Raises:
         ConfigError: they see different things there; names the folder and two of them.
@@ -73,7 +73,7 @@ def _fingerprint(folder: Path) -> str:
 
 
 def with_settings_of_the_run(config: DictConfig) -> tuple[DictConfig, str]:
-    """The config with the run's settings where nothing else was typed, and a line that says so.
+    """Return the config with the run's settings where nothing else was typed, and a line about it.
 
     Raises:
         ConfigError: the run's config names code, and nobody has said `trust_run=true`; or it is no resolved config.
@@ -109,18 +109,18 @@ def with_settings_of_the_run(config: DictConfig) -> tuple[DictConfig, str]:
 
 
 def _take_all_rows(data: DictConfig, typed: list[str]) -> None:
-    """All rows of a typed file are asked, as without a run, unless others were typed."""
+    """Evaluate all rows of a typed file, as without a run, unless others were typed."""
     if not {"data.val_path", "data.val_split"} & {*typed}:
         whole = data.get("split") is not None
         data.val_path, data.val_split = (None, data.split) if whole else (data.path, None)
 
 
 def command_over(tree: dict[str, Any], run_dir: RunDir, command: str) -> str:
-    """What evaluates the run that this config makes: short, since the command reads the run's own settings.
+    """Return the command that evaluates the run of this config: short, since it reads the run's own settings.
 
     Args:
         tree: The run's config, in plain values.
-        run_dir: Where it writes.
+        run_dir: Folder of the run.
         command: What the user typed. Repeated whole where an experiment was chosen, or where the run has a secret,
             which is written down nowhere.
     """
@@ -138,7 +138,8 @@ def command_over(tree: dict[str, Any], run_dir: RunDir, command: str) -> str:
 
 
 def _linked(run: dict[str, Any]) -> dict[str, Any]:
-    """The algorithm; where it repeats what stands at the top, it refers to it, so that a typed word is said once."""
+    """Return the algorithm with references to the parts that it repeats from the top, so that a typed word counts
+    everywhere."""
     algo = dict(run["algo"])
     for name in algo:
         top = {"evaluation": "eval"}.get(name, name)
@@ -148,14 +149,14 @@ def _linked(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compared(tree: dict[str, Any]) -> dict[str, Any]:
-    """What changes the meaning of a number, each said once."""
+    """Return the settings that change the meaning of a number, each once."""
     left_out = (*_OF_THE_COMMAND, *PARTS, "evaluation")
     algo = {name: node for name, node in tree["algo"].items() if name not in left_out}
     return {name: tree.get(name) for name in _NAMED} | {"algo": algo}
 
 
 def _check_resolved(taken: dict[str, Any], path: Path) -> None:
-    """Refuse references, which no run writes, and which would be followed on this machine; and left out secrets."""
+    """Refuse references, which no run writes, and which would be followed on this machine; and redacted secrets."""
     for part, node in taken.items():
         if bad := next((text for text in _texts(node) if "${" in text or "<redacted>" in text), None):
             why = "a reference, which no run writes" if "${" in bad else "where a secret was, which no run writes down"

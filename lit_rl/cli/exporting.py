@@ -1,4 +1,4 @@
-"""`lit-rl export`: which run, which of its checkpoints, and where to."""
+"""`lit-rl export`: the run, its checkpoint, and the target folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models.policy.language_model import LanguageModel
 
 KEYS = ("run_dir", "ckpt_path", "export", "trust_run", "model.name")
-"""What may be set on the command line; everything else is the run's. A base model may have moved since."""
+"""Keys that may be typed; all others are the run's. A base model may have moved since."""
 
 
 def run(config: DictConfig) -> int:
@@ -54,14 +54,14 @@ def run(config: DictConfig) -> int:
 
 
 def _held(model: LanguageModel, checkpoint: Path, trainer: Mapping[str, Any]) -> LanguageModel:
-    """Return the model in the type that the run held its weights in, as the run's own export has them."""
+    """Return the model in the type of the run's weights, as the run's own export has them."""
     shards = "fsdp" in str(trainer.get("strategy")).lower()  # held in float32, whatever they compute in
     return model.held_in("bfloat16") if precision_of(checkpoint) == BF16 and not shards else model
 
 
 @contextlib.contextmanager
 def _told_where_the_base_was(name: str) -> Iterator[None]:
-    """Say where the base was: a checkpoint of an adapter does not hold it, and it may have moved since."""
+    """Add the base model's path to errors: a checkpoint of an adapter does not hold it, and it may have moved since."""
     try:
         yield
     except (ConfigError, BackendError, StorageError) as error:
@@ -74,7 +74,7 @@ def _told_where_the_base_was(name: str) -> Iterator[None]:
 
 
 def _module(algo: dict[str, Any], config: DictConfig) -> PolicyModule:
-    """What the run trained: a policy needs its model alone, and neither rewards nor data."""
+    """Build the module that the run trained: a policy needs its model alone, and neither rewards nor data."""
     allowed = (*ALLOWED, *(f"{name}." for name in config.allow_targets))
     made = get_class(check_target("algo", str(algo["_target_"]), allowed))
     kept = {"model": algo["model"]}

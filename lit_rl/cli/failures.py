@@ -35,10 +35,10 @@ def write_down(error: Exception, run_dir: RunDir, trainer: L.Trainer, command: s
 
 
 def give_up(error: BackendError, run_dir: RunDir | None, trainer: L.Trainer, command: str) -> int:
-    """Write down and say that another rank is gone, for a process that does not hear of it by itself.
+    """Record and print that another rank is gone, for a process that does not notice it by itself.
 
     Args:
-        error: What is known here; what that rank wrote down is said instead.
+        error: The error as known here; that rank's own record replaces it.
         run_dir: None where nothing is written.
 
     Returns:

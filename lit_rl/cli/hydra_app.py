@@ -1,4 +1,4 @@
-"""`train.py` and `lit-rl train`: of a composed config this module resolves and builds, and a command runs."""
+"""`train.py` and `lit-rl train`, after Hydra has composed: resolve and build the config, and run the command."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ _WITHOUT_A_RUN = {
     "doctor": doctoring.run,
     "export": exporting.run,
 }
-"""Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
+"""Tasks that need no Trainer and no folder. Rank 0 runs them, and builds its objects."""
 _TOGETHER = ("fit", "eval", "validate", "test", "predict", "best_of_n")
 """Tasks that take all processes of a run."""
 
 
 def run(config: DictConfig) -> int:
-    """One job."""
+    """Run one job."""
     quiet.filter_warnings()
     if config.task in _TOGETHER:
         config.trainer.devices = devices_of_launcher(config.trainer.get("devices"))
@@ -140,7 +140,7 @@ def _run_task(config: DictConfig) -> int:
 
 
 def _with_settings_of_others(config: DictConfig) -> DictConfig:
-    """The config with the settings of the run that is evaluated, or with the group that the data choose."""
+    """Return the config with the settings of the run that is evaluated, or with the group that the data choose."""
     if is_over_a_run(config.task, config.run_dir):
         if is_sweep():
             raise early.no_sweep(config.task, config.run_dir)
@@ -154,14 +154,14 @@ def _with_settings_of_others(config: DictConfig) -> DictConfig:
 
 
 def _run_as_told(config: DictConfig, run_dir: RunDir, ckpt_path: str | None, meeting: Rendezvous | None = None) -> int:
-    """In a process that is not rank 0, and knows of it how the run begins."""
+    """Run in a process that is not rank 0, and gets the start of the run from it."""
     config.ckpt_path = ckpt_path
     os.environ[TOLD_FOLDER], os.environ[TOLD_CHECKPOINT] = str(run_dir.path), ckpt_path or ""
     return _run(config, run_dir, "resumed", None, run_dir.missing(), meeting)
 
 
 def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
-    """In rank 0, which decides how the run begins."""
+    """Run in rank 0, which decides how the run starts."""
     early.check_evaluated(config)  # which processes that a launcher has started left to this one
     run_dir = RunDir(folder_of(config))
     writes = is_main() and not writes_nothing(config)
@@ -193,7 +193,7 @@ def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
 
 
 def _meeting(config: DictConfig) -> Rendezvous | None:
-    """With the processes that this one has not started, where the task takes them."""
+    """Return the rendezvous with the processes that this one has not started, where the task takes them."""
     nodes = config.trainer.get("num_nodes") or 1
     if config.task not in _TOGETHER or (place := place_of(nodes)) is None:
         return None
@@ -266,7 +266,7 @@ def _say_it_ended(number: int) -> None:
 
 
 def _start(config: DictConfig, run_dir: RunDir) -> Start:
-    """How the run begins; `ckpt_path` becomes the file that is meant."""
+    """Return how the run starts; `ckpt_path` becomes a file."""
     asked, config.ckpt_path = config.ckpt_path, _checkpoint(config, run_dir)
     if _is_inside(config.ckpt_path, run_dir.path):
         return "resumed"
@@ -283,7 +283,7 @@ def _say_that_it_goes_on(config: DictConfig, run_dir: RunDir) -> None:
 
 
 def _go_on_in_slurm(config: DictConfig, run_dir: RunDir) -> None:
-    """A job that Slurm has started again goes on by the command that it had."""
+    """Resume a job that Slurm has started again with the same command."""
     if not config.run_dir:
         raise ConfigError(
             "Slurm has started this job again, and nobody knows in which folder it began: give jobs a run_dir, such as "
@@ -300,13 +300,13 @@ def _is_inside(path: str | None, folder: Path) -> bool:
 
 
 def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | None = None) -> Run:
-    """Build everything and open the run directory; what is there is as it was until the settings are sound.
+    """Build everything and open the run directory; its files are untouched until the settings are valid.
 
     Args:
-        config: As it was composed.
-        run_dir: Where it writes.
-        start: How it begins there.
-        lock: Of the folder, where it is held already.
+        config: The composed config.
+        run_dir: Folder of the run.
+        start: Kind of start.
+        lock: Lock of the folder, where it is held already.
     """
     tree, dry = plain(config), writes_nothing(config)
     data_kinds.check_pair(config)
@@ -352,7 +352,8 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
 
 
 def _reserved(path: Path) -> tuple[RunDir, list[Path]]:
-    """The folder, made: with a number behind its name where another run began in the same second. And what was made."""
+    """Make the folder, with a number behind its name where another run began in the same second. Return it, and the
+    folders that were made."""
     missing = [parent for parent in path.parents if not parent.exists()]
     for number in itertools.count(1):
         name = path if number == 1 else path.with_name(f"{path.name}_{number}")

@@ -25,12 +25,12 @@ _BUILT = ("callbacks", "launcher", "sweeper")
 _LOGGING = ("hydra_logging", "job_logging")
 _CLASSES = ("logging.StreamHandler", "logging.NullHandler", "logging.Formatter", "colorlog.ColoredFormatter")
 _LOG_FILE = "${hydra.runtime.output_dir}/${hydra.job.name}.log"
-"""Where Hydra's own `hydra/job_logging=default` writes; any other file might be one of the user's."""
+"""File of Hydra's own `hydra/job_logging=default`; any other file might be one of the user's."""
 _STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 
 
 class CheckedLoader(ConfigLoaderImpl):
-    """Hydra's loader; what it has composed is checked before anybody gets it."""
+    """Hydra's loader, with a check of the composed config before anything reads it."""
 
     def load_configuration(self, config_name: str | None, overrides: list[str], *rest: Any, **named: Any) -> DictConfig:
         read = with_line_breaks(overrides)
@@ -52,7 +52,7 @@ def install() -> None:
 
 
 def check(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse what would run code, or write where it should not.
+    """Refuse settings that would run code, or write where they should not.
 
     Args:
         config: As it was composed, with Hydra's node.
@@ -79,12 +79,12 @@ def check(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def typed(overrides: Sequence[str], key: str) -> bool:
-    """Whether the command line sets this key, or one below it."""
+    """Tell whether the command line sets this key, or one below it."""
     return any(f"{override.lstrip('+').partition('=')[0]}.".startswith(f"{key}.") for override in overrides)
 
 
 def _followed(parent: Any, name: Any, key: str) -> Any:
-    """What stands there, in plain values. What it refers to is followed; a text with a reference in it stays a text."""
+    """Return the plain values of a node. References are followed; a text with a reference in it stays a text."""
     if OmegaConf.is_missing(parent, name):
         return None
     raw = parent._get_node(name)
@@ -106,7 +106,7 @@ def _followed(parent: Any, name: Any, key: str) -> Any:
 
 
 def _refused(node: Any, key: str) -> Iterator[tuple[str, str]]:
-    """What `logging.config.dictConfig` would call or import beyond what a log needs."""
+    """Yield an entry that `logging.config.dictConfig` would call or import beyond the needs of a log."""
     if isinstance(node, str) and node.startswith("ext://") and node not in _STREAMS:
         yield key, node
     elif isinstance(node, list):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lit_rl.errors import ConfigError
 
 ELSEWHERE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
-"""Options that bring groups of the user's; the next word is theirs."""
+"""Options that add groups of the user's; the next word is their value."""
 WITH_A_VALUE = (*ELSEWHERE, "--cfg", "-c", "--package", "-p", "--experimental-rerun")
 """Options whose value is the next word."""
 _WITH_OR_WITHOUT = ("--info", "-i")
@@ -24,7 +24,8 @@ ALL = (*WITH_A_VALUE, *_WITH_OR_WITHOUT, *_ALONE)
 
 
 def after_settings(words: Sequence[str]) -> list[str]:
-    """The words of a command line, settings first and options behind, each in the order in which they were typed.
+    """Return the words of a command line, settings first and options behind, each in the order in which they were
+    typed.
 
     The word that follows an option which takes a value goes with it, also where it looks like a setting: a folder's
     name may. After `--info`, which may stand alone, a setting is one.

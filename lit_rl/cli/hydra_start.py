@@ -47,16 +47,16 @@ TASKS = (
     "fit", "eval", "validate", "test", "predict", "reward_test", "env_check", "best_of_n", "plan", "data_check", "chat",
     "serve", "doctor", "transcripts", "report", "export", "replay",
 )  # fmt: skip
-"""What `task=` may be."""
+"""Values of `task=`."""
 _OF_FILES = {"transcripts": transcribing.run, "report": reporting.run}
-"""Tasks that read what a run has written, for which torch is not loaded."""
+"""Tasks that read a run's files, for which torch is not loaded."""
 _READ_A_RUN = ("replay", "chat", "export", "eval", "validate", "test", "predict", "best_of_n")
-"""Those that take settings from the folder of a run."""
+"""Tasks that take settings from the folder of a run."""
 _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", TOLD_FOLDER, TOLD_CHECKPOINT)
 
 
 def main() -> int:
-    """Compose from `sys.argv`, run, return the exit code (the worst one of a sweep)."""
+    """Compose from `sys.argv`, run, and return the exit code (the worst one of a sweep)."""
     with config_files.bounded():
         return _main()
 
@@ -93,10 +93,10 @@ def _main() -> int:
 
 
 def _job_elsewhere(config: DictConfig, entry: str) -> None:
-    """One job of a sweep, in a process that a launcher of Hydra's has started.
+    """Run one job of a sweep, in a process that a launcher of Hydra's has started.
 
     Args:
-        config: Of the job.
+        config: Config of the job.
         entry: The program that the user started, which is what Lightning starts for other ranks.
 
     Raises:
@@ -111,14 +111,14 @@ def _job_elsewhere(config: DictConfig, entry: str) -> None:
 
 
 def _noted(config: DictConfig) -> int:
-    """One job, and where it is a training of a sweep a line about it for the sweep's table."""
+    """Run one job, and add a line to the sweep's table where it is a training of a sweep."""
     if not is_sweep() or config.task != "fit" or writes_nothing(config) or not is_main():
         return run(config)
     return sweeping.noted(run, config, folder_of(config))
 
 
 def run(config: DictConfig) -> int:
-    """One job."""
+    """Run one job."""
     _check(config)
     early.check(config)
     data_kinds.check(config)
@@ -134,8 +134,8 @@ def run(config: DictConfig) -> int:
 
 
 def _is_over(config: DictConfig) -> bool:
-    """Whether the run that would go on has finished, which is said. Beside other processes it is said where they
-    meet."""
+    """Tell whether the run that would be resumed has finished, and print it. Beside other processes it is printed
+    where they meet."""
     if config.task != "fit" or config.ckpt_path != "last" or not config.run_dir or is_launched():
         return False
     folder = folder_of(config)
@@ -148,7 +148,7 @@ def _is_over(config: DictConfig) -> bool:
 
 
 def _chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """`data_kinds.chosen_before`, where the words name a file whose columns are to be looked at."""
+    """Call `data_kinds.chosen_before`, where the words name a file whose columns matter."""
     keys = {word.lstrip("+").partition("=")[0] for word in arguments}
     if "data.path" not in keys or keys & early.TELL_THE_DATA:
         return list(arguments), ""
@@ -157,7 +157,7 @@ def _chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _load(task: str) -> None:
-    """Say what takes seconds, in the process that the user started."""
+    """Announce slow imports, in the process that the user started."""
     if "torch" in sys.modules or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     command = "train" if task == "fit" else task.replace("_", "-")
@@ -166,7 +166,7 @@ def _load(task: str) -> None:
 
 
 def _check(config: DictConfig) -> None:
-    """Refuse what no command takes."""
+    """Refuse settings that no command takes."""
     typed = hydra_node.typed(HydraConfig.get().overrides.task, "allow_targets")
     own_keys.check_read(HydraConfig.get().runtime.choices, config)
     typed_secrets.check(config)

@@ -20,7 +20,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def of_choice(group: str, choice: str) -> set[str]:
-    """The keys that `group=choice` has at its top.
+    """Return the keys that `group=choice` has at its top.
 
     Args:
         group: Such as `algo`.
@@ -31,14 +31,14 @@ def of_choice(group: str, choice: str) -> set[str]:
 
 @functools.cache
 def of_group(group: str) -> set[str]:
-    """The keys that any choice of a group has."""
+    """Return the keys that any choice of a group has."""
     files = (conf_folder() / group).glob("*.yaml")
     return set().union(*(_of_file(path, group) for path in files))
 
 
 @functools.cache
 def _of_file(path: Path, group: str) -> set[str]:
-    """What a file puts at the top of its group; one of the package `_global_` has it under the group's name."""
+    """Return the keys at the top of a file's group; one of the package `_global_` has them under the group's name."""
     text = path.read_text(encoding="utf-8")
     content = yaml.load(text, _LOADER) or {}  # both loaders make plain data alone
     whole = text.startswith("# @package _global_")
@@ -57,7 +57,7 @@ def _of_file(path: Path, group: str) -> set[str]:
 
 
 def _of_default(folder: Path, group: str, file: str, choice: Any, place: str) -> set[str]:
-    """What one line of a defaults list brings: the keys of a file, or one key under which a file stands."""
+    """Return the keys of one line of a defaults list: those of a file, or one key under which a file stands."""
     if choice is not None and not place:
         return {file.rpartition("/")[2]}
     if place not in ("", _HERE):
@@ -70,5 +70,5 @@ def _of_default(folder: Path, group: str, file: str, choice: Any, place: str) ->
 
 @functools.cache
 def schema_keys() -> dict[str, dict[str, Any]]:
-    """Each schema by its name, as `lit_rl.cli.stored_schemas` writes it; and `_versions_`."""
+    """Return each schema by its name, as `lit_rl.cli.schemas` writes it; and `_versions_`."""
     return yaml.load(SCHEMA_KEYS.read_text(encoding="utf-8"), _LOADER)

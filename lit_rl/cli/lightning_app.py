@@ -81,14 +81,14 @@ FACTORIES = {
         *(moving_reference.EMA, moving_reference.BEMA, moving_reference.Mixing, other_model.OtherModel),
     ),
 }
-"""Slots of a module that are keys of their own, as they are groups of the Hydra door. Left inside the module,
-jsonargparse would read the protocol of a factory as "a class of what the call returns" and take the optimizers of torch
-for ours, with other defaults. It would refuse every reference, too: a context manager's signature is not the one of
-the function that it is made from."""
+"""Slots of a module that are keys of their own, as they are groups of the Hydra command line. Left inside the module,
+jsonargparse would read the protocol of a factory as "a class of what the call returns" and take torch's optimizers for
+ours, with other defaults. It would refuse every reference, too: a context manager's signature is not that of the
+function that it is made from."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run `[command, --key=value, ...]`; returns the exit code."""
+    """Run `[command, --key=value, ...]`; return the exit code."""
     quiet.filter_warnings()
     sys.argv = [sys.argv[0], *arguments]  # Lightning starts the processes of other ranks with it
     cli = command_line(arguments)
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
 
 
 def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:
-    """Parse, check, build; then run the command that stands first, or with `run=False` (no command) leave it at that.
+    """Parse, check and build; then run the command that stands first, or with `run=False` (no command) nothing more.
 
     Raises:
         LitRLError: as a constructor raised it; a ConfigError for what the parser refuses.
@@ -125,14 +125,15 @@ def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:
 
 
 def trainer_defaults() -> dict[str, Any]:
-    """Those of the Hydra door, from its own file: no default stands twice. Loggers and callbacks are the config's."""
+    """Return the defaults of the Hydra command line, from its own file: no default stands twice. Loggers and callbacks
+    are the config's."""
     file = importlib.resources.files("lit_rl.conf") / "trainer" / "default.yaml"
     settings = yaml.safe_load(file.read_text())
     return {name: value for name, value in settings.items() if name not in ("defaults", "logger", "callbacks")}
 
 
 class WithKeywords:
-    """A function of tensors with settings of its own, for configs: what Hydra makes with `_partial_`.
+    """A function of tensors with settings of its own, for configs, as Hydra makes with `_partial_`.
 
     Args:
         function: A loss, an advantage, a KL or a reduction, such as `lit_rl.ops.losses.clipped_policy_loss`.
@@ -154,7 +155,7 @@ class WithKeywords:
 
 
 class CommandLine(LightningCLI):
-    """LightningCLI with one more command-line habit: what it refuses, it refuses in one sentence."""
+    """LightningCLI that refuses in one sentence."""
 
     trainer: L.Trainer
     model: Any
@@ -162,7 +163,7 @@ class CommandLine(LightningCLI):
     summary: dict[str, Any]
 
     def before_fit(self) -> None:
-        """What Lightning lets pass and no run can use, as the Hydra door refuses it."""
+        """Refuse settings that Lightning lets pass and no run can use, as the Hydra command line does."""
         stops = any(isinstance(each, GracefulStop) for each in self.trainer.callbacks)  # pyright: ignore
         if not stops or requeue_signal(self.trainer) is None:
             leave_it_to_others()
@@ -186,7 +187,8 @@ class CommandLine(LightningCLI):
             train.measure(self._run_of(), self.summary, "before")
 
     def place_metrics(self) -> None:
-        """A JsonlLogger without a path writes where the Trainer's first logger does: runs do not share a file."""
+        """Let a JsonlLogger without a path write into the folder of the Trainer's first logger: runs do not share a
+        file."""
         for logger in self.trainer.loggers:
             if isinstance(logger, JsonlLogger) and logger.path is None:
                 logger.path = RunDir(_folder(self.trainer)).metrics
@@ -194,7 +196,7 @@ class CommandLine(LightningCLI):
     before_validate = before_test = place_metrics
 
     def after_fit(self) -> None:
-        """The table that ends a run of `train`: what was measured before and after, and where the time went."""
+        """Print the closing table of `train`: results before and after, and the time by phase."""
         leave_it_to_others()  # a job that has learned all is not to begin again
         if stopped := _stopped(self.trainer):
             return self._say_what_is_saved(stopped[0])
@@ -212,7 +214,7 @@ class CommandLine(LightningCLI):
                 Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
     def _where_everything_is(self, folder: Path) -> list[str]:
-        """The lines that end a run of `train`, of what this one has written.
+        """Return the closing lines of `train`, for the files of this run.
 
         Args:
             folder: Of the config. One rank alone cannot ask the Trainer for it.
@@ -314,8 +316,8 @@ class CommandLine(LightningCLI):
             )
 
     def _parse_ckpt_path(self) -> None:
-        """Settings come from the user's words alone. Lightning would take those that a checkpoint brings along, which
-        somebody else may have written, and would read the whole file for them before anybody has looked at it."""
+        """Take settings from the user's words alone. Lightning would take those in a checkpoint, which somebody else
+        may have written, and would read the whole file for them before anybody has looked at it."""
 
     def instantiate_classes(self) -> None:
         self._check_nulls()
@@ -397,7 +399,7 @@ class CommandLine(LightningCLI):
                     config.close()
 
     def _write_down(self, error: Exception) -> None:
-        """What `train` leaves of a fit that failed; a folder that this start did not take is let alone."""
+        """Record a failed fit as `train` does; a folder that this start did not take is left alone."""
         stop_lightnings_observer()
         with contextlib.ExitStack() as around:
             around.callback(end_those_started, self.trainer.strategy.launcher)
@@ -420,11 +422,11 @@ class CommandLine(LightningCLI):
         return give_up(error, next(begun, None), self.trainer, _command())
 
     def _saved_configs(self) -> list[SaveConfig]:
-        """None where nothing is written: `fast_dev_run`."""
+        """Return the config callbacks; none with `fast_dev_run`, where nothing is written."""
         return [each for each in self.trainer.callbacks if isinstance(each, SaveConfig)]  # pyright: ignore
 
     def predict(self, model: Any, datamodule: Any, ckpt_path: str | None = None) -> None:
-        """Completions of the validation prompts, one JSON line each, in `predictions.jsonl`."""
+        """Write completions of the validation prompts, one JSON line each, to `predictions.jsonl`."""
         run_dir = RunDir(_folder(self.trainer))
         run_dir.path.mkdir(parents=True, exist_ok=True)
         evaluate.predict(Run(model, datamodule, self.trainer, run_dir, ckpt_path, command="", dataset=""))
@@ -434,18 +436,18 @@ class SaveConfig(SaveConfigCallback):
     """The config of a `fit` beside its logs, without secrets. Another run's is never overwritten."""
 
     run_dir: RunDir | None = None
-    """Where the metrics are, once this run has begun there."""
+    """Folder of the metrics, once this run has begun there."""
     folder = Path()
-    """Of the config. The Trainer's `log_dir` is a collective, which one rank that fails cannot ask for."""
+    """Folder of the config. The Trainer's `log_dir` is a collective, which a single rank that fails cannot ask for."""
     missing: Sequence[Path] = ()
-    """The folders that this start makes, the innermost first."""
+    """Folders that this start makes, the innermost first."""
     wrote_first = False
-    """Whether the folder had no config before this start."""
+    """True if the folder had no config before this start."""
     lock: RunLock | None = None
-    """What keeps other runs out of the folder; of rank 0."""
+    """The lock that keeps other runs out of the folder, on rank 0."""
 
     def begin(self, trainer: L.Trainer) -> None:
-        """Before anything is measured: a folder that another run writes into, or has written into, is refused.
+        """Refuse, before anything is measured, a folder that another run writes into, or has written into.
 
         Raises:
             StorageError: it is in use, is a file, or cannot be written.
@@ -482,7 +484,7 @@ class SaveConfig(SaveConfigCallback):
             self.lock.close()
 
     def leave(self, trainer: L.Trainer) -> None:
-        """Of a start that failed: the page of what it learned, or no folder where it learned nothing."""
+        """Clean up after a failed start: write the page if anything was learned, else remove the folder."""
         assert self.run_dir is not None
         folder, kept_for = RunDir(self.folder), "train/"
         if self.wrote_first and trainer.global_step == 0:  # else the next start would find another run's config
@@ -494,7 +496,7 @@ class SaveConfig(SaveConfigCallback):
         folder.withdraw(self.missing, kept_for)
 
     def _tree(self) -> dict[str, Any]:
-        """The config as it is written, without secrets."""
+        """Return the config as it is written, without secrets."""
         return redact(yaml.safe_load(self.parser.dump(self.config, skip_none=False)))
 
     def _is_of_another(self, folder: Path, trainer: L.Trainer) -> bool:
@@ -512,7 +514,7 @@ class SaveConfig(SaveConfigCallback):
             )
 
     def _goes_on_in(self, folder: Path, trainer: L.Trainer) -> bool:
-        """Whether the checkpoint to resume lies in the folder. (`trainer.ckpt_path` is not known yet.)"""
+        """Tell whether the checkpoint to resume lies in the folder. (`trainer.ckpt_path` is not known yet.)"""
         given = self.config.get("ckpt_path")
         if given == "last":
             return _has_last(trainer) or self._is_own(folder)
@@ -520,7 +522,7 @@ class SaveConfig(SaveConfigCallback):
         return given is not None and (given in ("best", "hpc") or folder.resolve() in Path(given).resolve().parents)
 
     def _is_own(self, folder: Path) -> bool:
-        """Whether this very config stands there: a run that died before its first checkpoint begins anew."""
+        """Tell whether this very config stands there: a run that died before its first checkpoint begins anew."""
         try:
             there = yaml.safe_load((folder / CONFIG_NAME).read_text())
         except (OSError, ValueError, yaml.YAMLError):
@@ -529,7 +531,8 @@ class SaveConfig(SaveConfigCallback):
 
 
 def _has_last(trainer: L.Trainer) -> bool:
-    """Whether Lightning finds what `ckpt_path=last` means. Where it finds nothing it begins anew, with a warning."""
+    """Tell whether Lightning finds a checkpoint for `ckpt_path=last`. Where it finds none it begins anew, with a
+    warning."""
     found: list[Any] = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # pyright: ignore
     return any(each._find_last_checkpoints(trainer) for each in found)
 
@@ -546,12 +549,12 @@ def _locked(folder: Path) -> RunLock:
 
 
 def _later(class_type: type, *arguments: Any, **keywords: Any) -> Any:
-    """A class and its arguments, to be built by a call."""
+    """Return a class and its arguments, to be built by a call."""
     return partial(class_type, *arguments, **keywords)
 
 
 def _command() -> str:
-    """What was typed, with each key and its value as one word, so that a secret's name stands beside it."""
+    """Return the typed command, with each key and its value as one word, so that a secret's name stands beside it."""
     words = ["lit-rl"]
     for word in sys.argv[1:]:
         if words[-1].startswith("--") and "=" not in words[-1] and not word.startswith("--"):
@@ -562,13 +565,13 @@ def _command() -> str:
 
 
 def _stopped(trainer: L.Trainer) -> list[GracefulStop]:
-    """The callback that has caught the signal which ended the training."""
+    """Return the callback that has caught the signal which ended the training."""
     return [each for each in trainer.callbacks if isinstance(each, GracefulStop) and each.signum]  # pyright: ignore
 
 
 def _write_where_it_is_typed(section: Any, words: Sequence[str]) -> None:
-    """A typed `default_root_dir` is where the loggers of a config file write too, unless these were typed as well: what
-    is typed beats a file."""
+    """Let the loggers of a config file write into a typed `default_root_dir` too, unless these were typed as well:
+    typed words win over a file."""
     names = {word.partition("=")[0] for word in words}
     if "--trainer.default_root_dir" not in names or any(name.startswith("--trainer.logger") for name in names):
         return
@@ -585,7 +588,7 @@ _TO_EXPORT = (
 
 
 def _exports(trainer: L.Trainer) -> list[Path]:
-    """Of the callback that writes models, the newest last."""
+    """Return the exports of the callback that writes models, the newest last."""
     found = (each.folder for each in trainer.callbacks if isinstance(each, Export))  # pyright: ignore
     return [path for folder in found for path in sorted(folder.glob("step_*")) if path.is_dir()]
 
@@ -597,12 +600,12 @@ def _newest_checkpoint(trainer: L.Trainer) -> Path | None:
 
 
 def _folder(trainer: L.Trainer) -> Path:
-    """Where the run writes. A logger may have no folder (JsonlLogger); then it is the Trainer's."""
+    """Return the folder that the run writes to. A logger may have no folder (JsonlLogger); then it is the Trainer's."""
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 def _folder_of_metrics(trainer: L.Trainer) -> Path:
-    """Of the JsonlLogger; the Trainer's where there is none."""
+    """Return the folder of the JsonlLogger; the Trainer's where there is none."""
     paths = (logger.path for logger in trainer.loggers if isinstance(logger, JsonlLogger) and logger.path)
     return next((path.parent for path in paths), Path(trainer.default_root_dir))
 
@@ -619,7 +622,7 @@ def _named_on_the_command_line(arguments: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _importing_only(by_hand: Sequence[str]) -> Iterator[None]:
-    """jsonargparse imports what stands on the list of the Hydra door and what the user named, and nothing else.
+    """Let jsonargparse import only paths on the list of the Hydra command line and those that the user named.
 
     It checks a path before it is imported, and again where the object really comes from.
     """

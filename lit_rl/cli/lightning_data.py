@@ -19,11 +19,11 @@ DATA_MODULES: dict[str, type[L.LightningDataModule]] = {
     "verdicts": PreferenceDataModule,
     "stepwise": StepwiseDataModule,
 }
-"""By what an algorithm learns from; `RolloutDataModule` for all others."""
+"""Data modules by the kind that an algorithm learns from; `RolloutDataModule` for all others."""
 
 
 def data_module_of(arguments: Sequence[str]) -> type[L.LightningDataModule]:
-    """The data module whose settings are the keys of `data`: that of what the algorithm learns from.
+    """Return the data module whose settings are the keys of `data`: that of the kind which the algorithm learns from.
 
     The algorithm is told from the arguments and from the config files that they name, the last word counting.
     """
@@ -40,7 +40,8 @@ def data_module_of(arguments: Sequence[str]) -> type[L.LightningDataModule]:
 
 
 def _model_in(path: Path) -> str:
-    """The class that a config file gives `model`; empty where it gives none, or cannot be read: the parser says so."""
+    """Return the class that a config file gives `model`; empty where it gives none, or cannot be read: the parser
+    reports that."""
     check_size(path)
     try:
         model = (yaml.safe_load(path.read_text()) or {}).get("model")

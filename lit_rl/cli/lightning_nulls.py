@@ -20,7 +20,7 @@ from lit_rl.errors import ConfigError
 
 @contextlib.contextmanager
 def read_at_every_depth() -> Iterator[None]:
-    """While open: ``None`` is null, as Python's users write it, and as jsonargparse writes it to itself."""
+    """Read ``None`` as null in this block, as Python's users write it, and as jsonargparse writes it to itself."""
     read = get_loader("yaml")
     set_loader("yaml", lambda text: None if text == "None" else read(text), (yaml.YAMLError,))
     try:
@@ -33,9 +33,9 @@ def check(key: str, spec: Namespace, target: Any = None) -> None:
     """Refuse a null that a constructor does not take.
 
     Args:
-        key: Of the object in the config.
-        spec: As it was parsed: `class_path` and `init_args`, or the arguments alone.
-        target: What is made of the arguments alone.
+        key: Key of the object in the config.
+        spec: The parsed spec: `class_path` and `init_args`, or the arguments alone.
+        target: Target for arguments alone.
 
     Raises:
         ConfigError: names the key, what is allowed, and the default.
@@ -63,7 +63,7 @@ def _check_null(key: str, parameter: inspect.Parameter, hint: Any) -> None:
 
 
 def _takes_null(hint: Any) -> bool:
-    """Also where a function may stand: whoever is given one says what it has to be."""
+    """Tell whether null is allowed, also where a function may stand: its receiver checks it."""
     kinds = get_args(hint) or (hint,)
     return any(kind in (Any, NoneType) or (get_origin(kind) or kind) is collections.abc.Callable for kind in kinds)
 

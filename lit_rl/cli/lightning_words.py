@@ -1,4 +1,4 @@
-"""The words of LightningCLI's command line that are wrong in a way which shows before torch is loaded."""
+"""Checks of LightningCLI's command line before torch loads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check(words: Sequence[str]) -> None:
 
 
 def _check_bare(word: str, command: str) -> None:
-    """Refuse what is neither an option nor the value of one."""
+    """Refuse a word that is neither an option nor the value of one."""
     if re.match(r"-[a-z]\w+", word):
         told = f"an option begins with two dashes: -{word}."
     elif word.startswith("-"):
@@ -54,7 +54,8 @@ def _check_bare(word: str, command: str) -> None:
 
 
 def _check_secret(key: str, value: str) -> None:
-    """jsonargparse has no references to the environment, so a file, which others may not read, is left as a place."""
+    """Refuse a secret. jsonargparse has no references to the environment, so the message names a file that others may
+    not read."""
     if not value.startswith("--") and typed_secrets.held(key, value):
         raise ConfigError(
             f"{key} holds what looks like a secret. A command line is no place for one: everybody on this machine sees "
@@ -65,7 +66,7 @@ def _check_secret(key: str, value: str) -> None:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each option with its value, which stands in the same word or in the next."""
+    """Yield each option with its value, which stands in the same word or in the next."""
     for word, after in zip(words, [*words[1:], ""]):
         if word.startswith("-"):
             name, equals, value = word.partition("=")
@@ -81,11 +82,11 @@ def _check_key(key: str) -> None:
 
 
 def no_such_key(head: str, name: str, names: Sequence[str]) -> ConfigError:
-    """What is said of a key that is not there: the nearest one, and all that are beside it.
+    """Return the message about an unknown key: the nearest one, and all that are beside it.
 
     Args:
-        head: What it belongs to; empty at the top.
-        name: Of the key, below that.
+        head: The key above; empty at the top.
+        name: Name of the key, below that.
         names: Those that there are; none where that is not known.
     """
     key = f"{head}.{name}" if head else name

@@ -13,20 +13,20 @@ from lit_rl.errors import ConfigError, did_you_mean
 
 _WIDTH = 119
 _MANY = 20
-"""Choices that would bury a hint behind which they stand."""
+"""Number of choices that would bury a hint before them."""
 
 _NEIGHBOURS = 5
-"""Keys that are named beside one that is not there."""
+"""Number of keys that are named beside an unknown one."""
 
 
 def conf_folder() -> Path:
-    """Where the groups stand: beside the package in a checkout, in it where it was installed."""
+    """Return the folder of the groups: beside the package in a checkout, in it where it was installed."""
     folder = Path(__file__).parents[2] / "conf"
     return folder if folder.is_dir() else Path(__file__).parents[1] / "conf"
 
 
 def groups(folders: Sequence[Path]) -> dict[str, dict[str, str]]:
-    """Every group, those inside a group too: its choices and their first lines.
+    """Return every group, those inside a group too: its choices and their first lines.
 
     Args:
         folders: Of configs; a later one's file stands for an earlier one's of the same name, as in Hydra.
@@ -41,7 +41,7 @@ def groups(folders: Sequence[Path]) -> dict[str, dict[str, str]]:
 
 
 def first_line(path: Path) -> str:
-    """The first comment of a YAML file that is for a reader."""
+    """Return the first comment of a YAML file that is for a reader."""
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("# @"):  # Hydra's own
             continue
@@ -50,22 +50,23 @@ def first_line(path: Path) -> str:
 
 
 def defaults() -> dict[str, str]:
-    """The choice of each group at the top that a run takes where none is typed."""
+    """Return the default choice of each group at the top."""
     text = (conf_folder() / "config.yaml").read_text(encoding="utf-8")
     head = text.partition("defaults:\n")[2].partition("\n\n")[0]
     return {name: choice.strip("[]") for name, choice in re.findall(r"- (\w+): (\S+)", head) if choice != "null"}
 
 
 def keys(file: str = "config.yaml") -> list[str]:
-    """What stands at the top of the config, or of a file of a group, beside the groups; nothing where there is none."""
+    """Return the keys at the top of the config, or of a file of a group, beside the groups; nothing where there is
+    none."""
     path = conf_folder() / file
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return [name for name in re.findall(r"^(\w+):", text, re.M) if name != "defaults"]
 
 
 def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
-    """What is said of a choice that a group lacks: how it is written where it is no choice, or the one that is near it,
-    and the names of all that a line holds."""
+    """Return the message about an unknown choice: another way to write what is meant, or the nearest choice, and as
+    many names as a line holds."""
     near = did_you_mean(choice, options)
     own = _OWN[group](choice, near) if group in _OWN else ""
     near = own or near
@@ -79,7 +80,7 @@ def _own_model(choice: str, near: str) -> str:
 
 
 def _own_data(choice: str, near: str) -> str:
-    """Of what looks like a file or a hub id, however near it is to a choice."""
+    """Return how to name own data, for a text that looks like a file or a hub id, however near it is to a choice."""
     looks = "/" in choice or Path(choice).suffix or Path(choice).exists()
     return f" Rows of your own are data.path={choice}." if looks else ""
 
@@ -92,14 +93,16 @@ def _own_reward(choice: str, near: str) -> str:
 
 
 _OWN = {"model": _own_model, "data": _own_data, "reward": _own_reward}
-"""Groups in whose place people type what is theirs, and how that is written, of a choice and the one near it."""
+"""Groups in whose place people type a thing of their own, each with a function of the choice and the nearest one that
+returns how that is written."""
 
 
 def some_keys(head: str, name: str, names: Iterable[str], command: str = "") -> str:
-    """What is said of the keys beside one that is not there: those with the most similar names, and what lists all.
+    """Return the message about the keys beside an unknown one: those with the most similar names, and the command that
+    lists all.
 
     Args:
-        head: What they belong to; empty at the top.
+        head: The key above; empty at the top.
         name: The key, below that.
         names: Those that there are; none where that is not known.
         command: Lists them; empty is that of a training.
@@ -113,7 +116,7 @@ def some_keys(head: str, name: str, names: Iterable[str], command: str = "") -> 
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the groups, or the choices of those that are named.
+    """Print the groups, or the choices of the named ones.
 
     Raises:
         ConfigError: a word is no group.
@@ -130,7 +133,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _no_group(name: str, names: Sequence[str], found: dict[str, dict[str, str]]) -> str:
-    """What is said of a word that is none: a choice of another word's group, or how groups are written."""
+    """Return the message about a word that is no group: a choice of another word's group, or how groups are written."""
     for group in names:
         if name in found.get(group, {}):
             return (
@@ -141,7 +144,7 @@ def _no_group(name: str, names: Sequence[str], found: dict[str, dict[str, str]])
 
 
 def _folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Ours and, with `--config-dir DIR`, the user's; and the other words."""
+    """Return our folder and, with `--config-dir DIR`, the user's; and the other words."""
     rest, folders = list(words), [conf_folder()]
     if "--config-dir" in rest:
         at = rest.index("--config-dir")
@@ -186,7 +189,7 @@ def _choices(name: str, choices: dict[str, str], taken: str | None) -> list[str]
 
 
 def _families(choices: dict[str, str]) -> dict[str, list[str]]:
-    """The choices of `algo` by what they learn from, the methods that others begin with first."""
+    """Return the choices of `algo` by their kind of data, the methods that others begin with first."""
     found: dict[str, list[str]] = {
         title: [name for name in first if name in choices] for title, first in _FAMILIES.items()
     }
@@ -200,7 +203,7 @@ def _families(choices: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _begins_with(choice: str) -> str:
-    """The method whose file a choice's file takes up, through as many others as stand between."""
+    """Return the method that a choice's file extends, through as many others as stand between."""
     path = conf_folder() / "algo" / f"{choice}.yaml"
     every = {name for first in _FAMILIES.values() for name in first}
     while choice not in every and path.is_file():

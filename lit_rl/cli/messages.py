@@ -52,7 +52,7 @@ def command_stands_first(command: str, words: Sequence[str]) -> int:
 
 
 def reported(function: Callable[[], int | None]) -> int:
-    """Call it; turn what it raises into a message on stderr and the exit code of its class.
+    """Call a function; turn errors into a message on stderr and the exit code of their class.
 
     `LIT_RL_TRACEBACK=1` shows the traceback too. Anything that is not ours keeps its traceback: it is our defect.
     """
@@ -79,7 +79,7 @@ def reported(function: Callable[[], int | None]) -> int:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """What is written down of an error that ended a run: for people, and for what restarts jobs."""
+    """Return the record of an error that ended a run: for people, and for programs that restart jobs."""
     ours = translated(error)
     return {
         "error": type(ours or error).__name__,
@@ -92,13 +92,13 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """With which the process ends of it."""
+    """Return the exit code for an error."""
     ours = translated(error)
     return ours.exit_code if ours else 1
 
 
 def translated(error: BaseException) -> LitRLError | None:
-    """The error as one of ours, or None where it is a defect."""
+    """Return the error as one of ours, or None where it is a defect."""
     if isinstance(error, LitRLError):
         return error
     for handler in (_hydra, _yaml, of_other_processes, _lightning, _memory, _full_disk, _failing_disk, _long_name):
@@ -205,15 +205,15 @@ _SAID = {
         "--config-dir: there is no folder {0}. It takes one with groups in it, such as FOLDER/experiment/mine.yaml."
     ),
 }
-"""What Hydra and OmegaConf say, and what is said in its place, with the parts that the pattern has found."""
+"""Messages of Hydra and OmegaConf as patterns, each with ours in its place, with the groups of the pattern."""
 
 
 _KINDS = {"Integer": ("whole number", "1"), "Float": ("number", "0.1"), "bool": ("switch", "true")}
-"""What OmegaConf calls the type of a key, what people call it, and one of its values."""
+"""OmegaConf's name for the type of a key, people's name for it, and one of its values."""
 
 
 def _of_its_type(error: Any, reason: str) -> ConfigError:
-    """Answer a value of another type than its key has: with the key, what came, and what to type.
+    """Return the error about a value of another type than its key has: the key, the value, and the words to type.
 
     Args:
         error: Of OmegaConf, which knows the key and what stands there.
@@ -258,7 +258,7 @@ def _of_its_type(error: Any, reason: str) -> ConfigError:
 
 
 def _of_words(text: str) -> ConfigError:
-    """Answer what Hydra says of a word of the command line in words of this project; what else it says stays."""
+    """Return Hydra's error about a word of the command line in our words; others stay."""
     if comma := re.match(r"Ambiguous value for argument '(.*)'\n1\. ", text, re.DOTALL):
         return ambiguous(comma[1])
     if removed := re.match(r"Error merging override ~([^\s=]+)", text):
@@ -284,7 +284,7 @@ def _user_yaml(chain: Iterable[BaseException]) -> LitRLError | None:
 
 
 def _siblings(link: Any) -> list[str]:
-    """The keys that stand where the unknown one was looked for."""
+    """Return the keys beside the unknown one."""
     if link.parent_node is not None:
         return sorted(str(name) for name in link.parent_node if not str(name).startswith("_"))
     import dataclasses
@@ -295,7 +295,7 @@ def _siblings(link: Any) -> list[str]:
 
 
 def _elsewhere(link: Any) -> str:
-    """The key of the nearest name in the whole config, for a key that was looked for in the wrong place."""
+    """Return the key of the nearest name in the whole config, for a key in the wrong place."""
     from omegaconf import OmegaConf
 
     root = link.parent_node._get_root() if link.parent_node is not None else None
@@ -308,7 +308,7 @@ def _elsewhere(link: Any) -> str:
 
 
 def _memory(error: BaseException) -> LitRLError | None:
-    """Outside of a training, which says more (`lit_rl.commands.step_memory`)."""
+    """Return the out-of-memory error outside of a training, which explains more (`lit_rl.runs.step_memory`)."""
     if not is_out_of_memory(error):
         return None
     return BackendError(
@@ -364,7 +364,7 @@ def _lightning(error: BaseException) -> LitRLError | None:
 
 
 def _from_lightning(error: BaseException) -> bool:
-    """Whether Lightning itself refused: its connectors raise ValueError for what the machine does not have."""
+    """Tell whether Lightning itself refused: its connectors raise ValueError for devices that the machine lacks."""
     frames = traceback.extract_tb(error.__traceback__)
     where = frames[-1].filename if frames else ""
     return "lightning" in where and ("connectors" in where or isinstance(error, ModuleNotFoundError))

@@ -8,11 +8,11 @@ from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.cli.allowed import check_accumulation
 
 Accumulation = int | Literal["auto"]
-"""What the key may be."""
+"""Values of the key."""
 
 
 def cut_by(module: PolicyModule, accumulate: Any) -> int:
-    """Leave `auto` to the module, which knows the memory of a step; returns what the Trainer is given.
+    """Leave `auto` to the module, which knows the memory of a step; return the Trainer's value.
 
     A module whose `micro_batch_size` is set keeps it.
 

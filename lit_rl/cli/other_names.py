@@ -18,7 +18,7 @@ _PAGES = {"TRL": "docs/from-trl.md", "verl": "docs/from-verl.md"}
 
 
 def said(key: str) -> str:
-    """What a key that is none here is called here, or an empty string where no table has it.
+    """Return the hint for a key of TRL or verl, or an empty string where no table has it.
 
     Args:
         key: As it was typed. Its last word may be a field of TRL or, alone, the end of a key of verl.
@@ -36,7 +36,7 @@ def said(key: str) -> str:
 
 
 def near(name: str) -> str:
-    """The same of a name of TRL that was mistyped."""
+    """Return the hint for a mistyped name of TRL."""
     found = nearest(name, _tables()["TRL"]) if len(name) > 5 else None
     return "" if found in (None, name) else f" Did you mean {found!r}?{said(found)}"
 

@@ -16,17 +16,17 @@ _GO_ON = (
 )
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-"""Of gloo and NCCL, where a process at the other end is gone; they raise a RuntimeError."""
+"""Messages of gloo and NCCL, where a process at the other end is gone; they raise a RuntimeError."""
 
 
 def has_lost_another(error: BaseException) -> bool:
-    """Whether it says that another process of the run is gone, and nothing of this one."""
+    """Tell whether the error is about the loss of another process, and not about this one."""
     ours = isinstance(error, LitRLError)
     return isinstance(error, RuntimeError) and not ours and any(words in str(error) for words in _LOST)
 
 
 def of_other_processes(error: BaseException) -> LitRLError | None:
-    """The error as one of ours, or None where it is another one."""
+    """Return the error as one of ours, or None where it is another one."""
     from torch.distributed import DistError
 
     text = str(error)
@@ -52,13 +52,13 @@ def of_other_processes(error: BaseException) -> LitRLError | None:
 
 
 def one_has_ended(how: str, killed: bool, folder: Path | None, error: BaseException) -> BackendError:
-    """What a lost connection means where it is known how the process at its other end has ended.
+    """Return the error for a lost connection where the end of the other process is known.
 
     Args:
         how: A clause with its rank.
-        killed: By a signal; else it said itself why it ended.
-        folder: Of the run, where there is a checkpoint to go on from.
-        error: Of the connection.
+        killed: True if a signal killed it; else it printed its own reason.
+        folder: Folder of the run, where there is a checkpoint to resume from.
+        error: Error of the connection.
     """
     reason = "" if killed else " What it said last is the reason."
     again = "Start the same command again"

@@ -51,7 +51,7 @@ MEANS = {
     "losses": "replay.losses",
     "rollout": "replay.rollout",
 }
-"""A name that others have, and the key that it is here."""
+"""Names in other tools, each with its key here."""
 
 _BATCH = (
     "data.prompts_per_rollout counts the prompts of a rollout (each is completed algo.group_size times), "
@@ -74,13 +74,13 @@ AMBIGUOUS = {
     "max_prompt_length": "data.max_prompt_tokens; longer prompts are left out, not cut (data.overlong)",
     "dataset": "data=NAME (lit-rl list data), or data.path=FILE",
 }
-"""Names of TRL and others that are more than one key here, or another unit, with what to type: those of which the table
-of `other_names.yaml`, which answers every other name of TRL, has no row or says less."""
+"""Names of TRL and others that are more than one key here, or another unit, with the words to type: those for which
+the table of `other_names.yaml`, which has every other name of TRL, has no row or less."""
 
 _NEVER_EMPTY = ("run_dir", "ckpt_path", "data.path", "data.val_path", "model.name", "seed", "reward.fn", *MEANS)
-"""Keys, beside the groups, of which an empty text is no value: it would be the current folder, or nothing."""
+"""Keys, beside the groups, that take no empty text: it would be the current folder, or nothing."""
 _FEW = 4
-"""Choices of which one says that they have a key."""
+"""Most choices that are named as having a key."""
 _MAY_BE_REMOVED = ("callbacks", "logger", "debug", "experiment")
 _FUNCTIONS = re.compile(r"\[ *([^\],]*\w:\w+(?: *, *[^\],]*\w:\w+)*) *\]")
 """A list of paths of functions."""
@@ -91,7 +91,8 @@ MERGED = "merge=true is how every export is: merged weights, and the adapter of 
 
 
 def of_export(words: Sequence[str]) -> tuple[list[str], str]:
-    """The words of `lit-rl export` without `merge=true`, with `push_to_hub=` as a key of `export`; and what to say.
+    """Return the words of `lit-rl export` without `merge=true`, with `push_to_hub=` as a key of `export`; and a line
+    to print.
 
     Raises:
         ConfigError: `merge` is something else.
@@ -112,7 +113,7 @@ def of_export(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words with ours in place of others, and those that were put in.
+    """Return the words with ours in place of others, and the replacements.
 
     Raises:
         ConfigError: a name could be several keys, a choice is none of its group's, or a key begins with no group.
@@ -158,7 +159,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_spaces(words: Sequence[str]) -> None:
-    """Refuse `key = value`, which a shell makes several words of, and a key or a group alone.
+    """Refuse `key = value`, which a shell splits into several words, and a key or a group alone.
 
     Raises:
         ConfigError: says what to type.
@@ -184,7 +185,7 @@ def check_spaces(words: Sequence[str]) -> None:
 
 
 def _check_removed(key: str, found: Mapping[str, Mapping[str, str]]) -> None:
-    """Refuse to take away a group that the algorithm is made of, where no `+group=` is put in its place."""
+    """Refuse to remove a group that the algorithm is made of, where no `+group=` replaces it."""
     if key in found and "/" not in key and key not in _MAY_BE_REMOVED:
         raise ConfigError(
             f"~{key} takes the whole group away, and others refer to it. Choose another: {key}=NAME. There are: "
@@ -193,8 +194,8 @@ def _check_removed(key: str, found: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def _choices(words: Sequence[str]) -> dict[str, str] | None:
-    """The choice of each group whose keys its files tell: not of one to which a word adds a key. None where an
-    experiment chooses."""
+    """Return the choice of each group whose keys are known from its files: not of one to which a word adds a key. None
+    where an experiment chooses."""
     typed = dict(word.split("=", 1) for word in words if "=" in word)
     if "experiment" in typed:
         return None
@@ -203,7 +204,7 @@ def _choices(words: Sequence[str]) -> dict[str, str] | None:
 
 
 def _read(key: str, value: str, typed: set[str], found: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """One word as ours."""
+    """Return one word as ours."""
     if value == "null" and key in ("experiment", "debug"):  # as where they are not typed
         return []
     if value == "null" and (nothing := _nothing_of(key, found)):
@@ -221,7 +222,7 @@ def _read(key: str, value: str, typed: set[str], found: Mapping[str, Mapping[str
 
 
 def _nothing_of(group: str, found: Mapping[str, Mapping[str, str]]) -> str | None:
-    """The choice of a group that stands for nothing: a group takes a name, and no `null`."""
+    """Return the choice of a group that stands for nothing: a group takes a name, and no `null`."""
     if "none" in found.get(group, ()):
         return "none"
     files = {choice: conf_folder() / group / f"{choice}.yaml" for choice in found.get(group, ())}
@@ -229,14 +230,14 @@ def _nothing_of(group: str, found: Mapping[str, Mapping[str, str]]) -> str | Non
 
 
 def _is_path(value: str) -> bool:
-    """Whether it can only be a folder or a hub id."""
+    """Tell whether it can only be a folder or a hub id."""
     plain = value.strip("'\"")
     return bool(plain) and "," not in plain and ("/" in plain or plain[0] in ".~" or Path(plain).is_dir())
 
 
 def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices: Mapping[str, str] | None) -> None:
-    """Refuse what needs no look at the config: a choice that its group lacks, and a key that no choice has. An
-    experiment (`choices` is None) may add keys at the top, so Hydra says of these which there are."""
+    """Refuse faults that show without the config: a choice that its group lacks, and a key that no choice has. An
+    experiment (`choices` is None) may add keys at the top, so Hydra checks these."""
     if key in found and _PLAIN.fullmatch(value) and value not in found[key]:
         raise ConfigError(no_choice(key, value, list(found[key])))
     for word in value[1:-1].split(",") if key in found and re.fullmatch(r"\[[\w,. -]+\]", value) else ():
@@ -263,7 +264,7 @@ def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices
 
 
 def _dashed(flag: str, value: str) -> str:
-    """What is said of `--lr`, where `key=value` is written.
+    """Return the message about `--lr`, where `key=value` is written.
 
     Args:
         value: What followed; nothing, or another option or setting, is no value of it.
@@ -278,7 +279,7 @@ def _dashed(flag: str, value: str) -> str:
 
 
 def no_key(key: str, told: str, beside: str = "") -> ConfigError:
-    """What is said of a key that is none, wherever that is found out.
+    """Return the error for an unknown key.
 
     Args:
         told: What its name means here, where that is known (`meaning`): then nothing else is said.
@@ -288,8 +289,8 @@ def no_key(key: str, told: str, beside: str = "") -> ConfigError:
 
 
 def _near(name: str, known: set[str], choices: Mapping[str, str]) -> str:
-    """The nearest of the keys at the top, of the names that others have, and of the keys in groups; and the keys at the
-    top, where that is no name of another tool's."""
+    """Return the nearest of the keys at the top, of the names in other tools, and of the keys in groups; and the keys
+    at the top, where that is no name of another tool's."""
     inside: dict[str, list[str]] = {}
     for group, choice in choices.items():
         for key in key_names.of_choice(group, choice) if (conf_folder() / group / f"{choice}.yaml").is_file() else ():
@@ -307,7 +308,7 @@ def _near(name: str, known: set[str], choices: Mapping[str, str]) -> str:
 
 
 def meaning(key: str) -> str:
-    """What the last word of a key that is none means to people who know other tools; nothing where none has it."""
+    """Return the meaning of an unknown key's last word in other tools; nothing where it has none."""
     name = key.rpartition(".")[2]
     if name in AMBIGUOUS:
         return _may_mean(AMBIGUOUS[name])
@@ -315,7 +316,7 @@ def meaning(key: str) -> str:
 
 
 def of_other_choices(key: str) -> str:
-    """The other choices of the group that have the key, where these are few; nothing where there are none.
+    """Return the other choices of the group that have the key, where these are few; nothing where there are none.
 
     Args:
         key: One that the chosen one has not.

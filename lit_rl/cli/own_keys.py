@@ -13,17 +13,17 @@ from lit_rl.cli.typed_values import unquoted
 from lit_rl.errors import ConfigError, did_you_mean
 
 _OF_METHODS = ("sampling", "eval", "generator", "reward", "judge", "reference", "optimizer", "scheduler")
-"""Groups that a method takes, or does not."""
+"""Groups that some methods take, and others do not."""
 _EVERYWHERE = ("task", "allow_targets")
 
 
 def typed() -> list[str]:
-    """The keys of the command line."""
+    """Return the keys of the command line."""
     return [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]
 
 
 def typed_value(words: Sequence[str], key: str, default: str | None = None) -> str | None:
-    """What a key was given on a command line that Hydra has not read yet; the last word counts.
+    """Return the value of a key on a command line that Hydra has not read yet; the last word counts.
 
     Args:
         words: Settings, and whatever else was typed.
@@ -52,7 +52,7 @@ def check_read(groups: Iterable[str], config: DictConfig) -> None:
 
 
 def say_unread(config: DictConfig) -> None:
-    """Tell the user which groups that were typed for a training its algorithm does not take.
+    """Warn about typed groups that the algorithm of a training does not take.
 
     Args:
         config: As it was composed, with references in the place of what they name.
@@ -74,12 +74,12 @@ def say_unread(config: DictConfig) -> None:
 
 
 def check(command: str, typed: Sequence[str], keys: Sequence[str]) -> None:
-    """Refuse what the command does not read.
+    """Refuse keys that the command does not read.
 
     Args:
-        command: As it is called.
+        command: Name of the command.
         typed: Keys of the command line.
-        keys: What it reads; of a group, also everything in it.
+        keys: Keys that it reads; a group stands for everything in it.
 
     Raises:
         ConfigError: names the first other key, and those that are read.

@@ -24,27 +24,28 @@ from lit_rl.models.policy.language_model import LanguageModel
 AUTO = "auto"
 
 Asked = dict((p.name, hint) for p, hint in parameters(L.Trainer))["precision"] | Literal["auto"]
-"""What the key may be."""
+"""Values of the key."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A `trainer.precision`, and why it is that."""
+    """A `trainer.precision`, and the reason for it."""
 
     precision: str
     why: str
 
     def say(self) -> None:
-        """One line on stdout."""
+        """Print one line on stdout."""
         Console().print(f"precision {self.precision}: {self.why}", soft_wrap=True, markup=False, highlight=False)
 
 
 def automatic(device: str, units: bool, strategy: type, dtype: str | None) -> Choice:
-    """Weights in bfloat16 where the device multiplies it in hardware and small updates are kept; float32 elsewhere.
+    """Return bfloat16 weights where the device multiplies it in hardware and small updates are kept; float32
+    elsewhere.
 
     Args:
         device: Type of the device that computes, such as "cuda".
-        units: Whether it multiplies bfloat16 in hardware.
+        units: True if it multiplies bfloat16 in hardware.
         strategy: Class of the strategy.
         dtype: `model.dtype` where it was set, which decides; else None.
     """
@@ -63,10 +64,10 @@ def automatic(device: str, units: bool, strategy: type, dtype: str | None) -> Ch
 
 
 def for_trainer(settings: Mapping[str, Any], checkpoint: str | None) -> Any:
-    """What the Trainer is given: the key's value; for `auto` that of the checkpoint to go on from, or None.
+    """Return the Trainer's value: the key's; for `auto` that of the checkpoint to resume from, or None.
 
     Args:
-        settings: Of the Trainer. One of its plugins may be a precision, and then it takes no name of one.
+        settings: Settings of the Trainer. One of its plugins may be a precision, and then it takes no name of one.
         checkpoint: A file; a word of Lightning's for one ("last") is not known yet.
     """
     if settings["precision"] != AUTO:
@@ -77,11 +78,11 @@ def for_trainer(settings: Mapping[str, Any], checkpoint: str | None) -> Any:
 
 
 def settle(asked: Any, given: Any, trainer: L.Trainer, module: PolicyModule) -> Choice | None:
-    """Decide for `auto`, now that the Trainer knows its device and strategy, and tell the Trainer and the module.
+    """Decide `auto`, now that the Trainer knows its device and strategy, and set it in the Trainer and the module.
 
     Args:
         asked: The key's value.
-        given: What `for_trainer` made of it.
+        given: Result of `trainer_precision`.
         trainer: Was made with `given`.
         module: Refuses a checkpoint that was made in another precision, where that could not be read before.
 
@@ -104,11 +105,12 @@ def settle(asked: Any, given: Any, trainer: L.Trainer, module: PolicyModule) -> 
 
 
 def automatic_on(device: torch.device, strategy: type, model: LanguageModel) -> Choice:
-    """`automatic` for a model on a device of this machine."""
+    """Return `automatic_precision` for a model on a device of this machine."""
     return automatic(device.type, multiplies_bfloat16(device), strategy, model.dtype if model.dtype_was_set else None)
 
 
 def precision_of(checkpoint: Path) -> str | None:
-    """The `trainer.precision` of the run that wrote a checkpoint; None of what cannot be read, as loading will say."""
+    """Return the `trainer.precision` of the run that wrote a checkpoint; None where it cannot be read, as loading will
+    report."""
     saved = contents(checkpoint)
     return made_in(saved) if saved else None

@@ -19,7 +19,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def prepare() -> None:
-    """Set what is read when libraries load. What the user has set stays."""
+    """Set variables and streams that libraries read when they load. The user's own settings stay."""
     parent.end_with_it()
     atexit.register(leave_the_heap)  # the first, so that it is called last
     # Forked tokenizers would warn at every start.
@@ -75,7 +75,7 @@ def leave_the_heap() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep memory that it frees, for its next tensors; says whether it does.
+    """Let this process keep memory that it frees, for its next tensors; tell whether it does.
 
     By itself glibc gives tensors above 32 MiB back to the system, which then makes each page anew: gradients of a head,
     logits, the optimizer's working memory, every step. Nothing is done with another C library.
@@ -87,5 +87,6 @@ def keep_freed_memory() -> bool:
 
 
 def _has_gpu() -> bool:
-    """A driver is there: then the host's memory is not what a step works in, and weights on their way pass it once."""
+    """Tell whether there is a driver: then the host's memory is not a step's working memory, and weights on their way
+    pass it once."""
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))

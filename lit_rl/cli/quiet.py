@@ -32,7 +32,7 @@ _BANNERS = ("GPU available", "TPU available", "HPU available", "💡 Tip", "`Tra
 
 
 def _made_visible(record: logging.LogRecord) -> bool:
-    """A filter of Lightning's lines, which drops those of every start, and makes the others control no terminal."""
+    """Filter Lightning's lines: drop those of every start, and escape control characters of the others."""
     from lit_rl.callbacks.text import visible
 
     record.msg, record.args = visible(record.getMessage()), ()
@@ -40,7 +40,7 @@ def _made_visible(record: logging.LogRecord) -> bool:
 
 
 class _Visible:
-    """Writes warnings as Lightning does; names of data and of rewards, which may stand in one, control no terminal."""
+    """A writer of warnings like Lightning's that escapes control characters, in names of data and rewards."""
 
     def __init__(self, form: Any) -> None:
         self.form = form
@@ -52,7 +52,8 @@ class _Visible:
 
 
 def filter_warnings() -> None:
-    """Silence them, and the banners that Lightning and transformers write at every start; and make the rest visible."""
+    """Silence these warnings, and the banners that Lightning and transformers write at every start; and escape control
+    characters of the rest."""
     for pattern in _NOT_OURS:
         warnings.filterwarnings("ignore", message=pattern)
     if not isinstance(warnings.formatwarning, _Visible):
@@ -65,8 +66,8 @@ def filter_warnings() -> None:
 
 @contextlib.contextmanager
 def without_root_handlers() -> Iterator[None]:
-    """Lightning, as it is imported, hands its messages up where the root logger has a handler, and Hydra has given it
-    one by now: each message would come twice."""
+    """Hide the root logger's handlers in this block: Lightning, as it is imported, propagates its messages where there
+    is one, and Hydra has added one by now: each message would come twice."""
     root = logging.getLogger()
     handlers, root.handlers[:] = list(root.handlers), []
     try:

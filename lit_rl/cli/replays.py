@@ -1,4 +1,4 @@
-"""`lit-rl replay`: the objectives that are compared, each composed over the settings of the run whose rollout it is."""
+"""`lit-rl replay`: the objectives to compare, each composed over the settings of the run whose rollout it is."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KEYS = (
     "trust_run",
     "task",
 )
-"""What may be set on the command line; everything else is the run's."""
+"""Keys that may be typed; all others are the run's."""
 
 RUN = "run"
 """The name of the objective that the run itself learned from."""
@@ -61,7 +61,7 @@ _OF_NO_USE = (
     "group_size",
     "split_groups",
 )
-"""Parts that a replay never asks, or that the saved rollout says."""
+"""Parts that a replay never uses, or that the saved rollout holds."""
 
 
 def run(config: DictConfig) -> int:
@@ -117,7 +117,7 @@ def _presets() -> list[str]:
 
 
 def _preset(name: str, run: dict[str, Any], allow: list[str]) -> dict[str, Any]:
-    """`algo=name`, where its settings lead elsewhere with what stands there in the run."""
+    """Return `algo=name`, with references to other parts replaced by the run's."""
     _check_objective(name, get_class(compose("config", [f"algo={name}"]).algo._target_))
     algo = OmegaConf.to_container(compose(f"algo/{name}").algo)
     elsewhere = dict.fromkeys((*_OF_THE_RUN, *_OF_NO_USE, "eval")) | {
@@ -167,7 +167,7 @@ def _rollout(config: DictConfig, run_dir: RunDir) -> Path:
 
 
 def checkpoint_of(config: DictConfig, run_dir: RunDir) -> Path:
-    """The file whose weights are the policy."""
+    """Return the file whose weights are the policy."""
     if config.ckpt_path not in (None, "last"):
         path = Path(str(config.ckpt_path)).expanduser()
         if not path.exists():
@@ -190,7 +190,7 @@ def checkpoint_of(config: DictConfig, run_dir: RunDir) -> Path:
 def _seeing(
     rollout: SavedRollout, path: Path, run: dict[str, Any], model: LanguageModel, config: DictConfig
 ) -> SavedRollout:
-    """The rollout with the pixels that its completions see, made again of the run's data: the file keeps none."""
+    """Return the rollout with the pixels of its completions, made again from the run's data: the file keeps none."""
     if rollout.data is None:
         raise ConfigError(
             f"{path} is a rollout over images, and does not say of which data: it was written by an earlier version, "
@@ -209,7 +209,8 @@ def _seeing(
 
 
 def _shared(algo: dict[str, Any], rollout: SavedRollout, config: DictConfig) -> dict[str, Any]:
-    """What all objectives have in common, built once. The rewards are those that were saved: nothing is called."""
+    """Build the parts that all objectives have in common, once. The rewards are those that were saved: nothing is
+    called."""
     tree = {name: algo[name] for name in _OF_THE_RUN if name in algo and name != "reward"}
     built = {name: node for name, node in algo.items() if name not in ("reward", *_OF_NO_USE)}
     run_trust.check({"algo": built}, config)
@@ -227,7 +228,7 @@ def _not_called(completions: list[str]) -> list[float]:
 
 
 def _module(name: str, algo: dict[str, Any], parts: dict[str, Any], rollout: SavedRollout) -> PolicyGradient:
-    """The objective of a preset, for the whole rollout as one optimizer step."""
+    """Return the objective of a preset, for the whole rollout as one optimizer step."""
     left_out = {*_OF_THE_RUN, *_OF_NO_USE}
     settings = {key: value for key, value in algo.items() if key not in left_out}
     made = build(settings | {"_partial_": True})
@@ -255,7 +256,8 @@ def _module(name: str, algo: dict[str, Any], parts: dict[str, Any], rollout: Sav
 def placed(
     model: LanguageModel, config: DictConfig, trainer: dict[str, Any]
 ) -> tuple[LanguageModel, L.Fabric, list[str]]:
-    """The model in the type that the run's precision gives its weights, one device, and a note on another precision."""
+    """Place the model on one device, in the type that the run's precision gives its weights; return it, and a note on
+    another precision."""
     accelerator, precision = (_chosen(config, trainer, key) for key in ("accelerator", "precision"))
     notes = []
     if str(precision) in ("16", "16-mixed"):
@@ -271,6 +273,6 @@ def placed(
 
 
 def _chosen(config: DictConfig, trainer: dict[str, Any], key: str) -> Any:
-    """A setting of the Trainer: what was typed, else the run's."""
+    """Return a setting of the Trainer: the typed one, else the run's."""
     typed = [override.partition("=")[0] for override in HydraConfig.get().overrides.task]
     return config.trainer[key] if f"trainer.{key}" in typed else trainer.get(key)

@@ -12,7 +12,7 @@ from lit_rl.commands.run_report import report
 from lit_rl.commands.sweep import JOBS
 
 KEYS = ("run_dir",)
-"""What may be set on the command line."""
+"""Keys that may be typed."""
 
 
 def run(config: DictConfig) -> int:

@@ -176,11 +176,11 @@ OPS = (
     "lit_rl.ops.preference.divergences",
     "lit_rl.ops.preference.verdicts",
 )
-"""Where functions of tensors live whose keywords are the setting: built as `functools.partial`."""
+"""Modules with functions of tensors whose keywords are the setting: built as `functools.partial`."""
 
 
 def functions() -> dict[str, str]:
-    """Every public function of these modules, by its name."""
+    """Return every public function of these modules, by its name."""
     found = {}
     for module in OPS:
         loaded = importlib.import_module(module)
@@ -204,17 +204,18 @@ def register() -> None:
 
 
 def every() -> dict[str, type]:
-    """Each schema by its name. Imports the classes and the functions."""
+    """Return each schema by its name. Imports the classes and the functions."""
     found = {name: schema(name, path, _load(path)) for name, path in TARGETS.items()}
     return found | {name: schema(name, path, _load(path), keywords_only=True) for name, path in functions().items()}
 
 
 WIDER: dict[tuple[str, str], Any] = {("lightning.Trainer", "accumulate_grad_batches"): Any}
-"""Types of keys that say more than the parameter they end in: `auto`, see `lit_rl.cli.micro_batches`."""
+"""Types of keys that allow more than the parameter they end in: `auto`, see `lit_rl.cli.trainer_settings`."""
 
 
 def schema(name: str, path: str, target: Any, *, keywords_only: bool = False) -> type:
-    """A dataclass with a field for each parameter of `target`, typed where OmegaConf knows the type, and `_target_`.
+    """Return a dataclass with a field for each parameter of `target`, typed where OmegaConf knows the type, and
+    `_target_`.
 
     With `keywords_only` the positional parameters (tensors) are left out and `_partial_` is set.
     """
@@ -233,7 +234,7 @@ PYTHON_ONLY = frozenset({"tokenizer"})
 
 
 def parameters(target: Any) -> list[tuple[inspect.Parameter, Any]]:
-    """The parameters of a function or a constructor, with their types.
+    """Return the parameters of a function or a constructor, with their types.
 
     Where a constructor hands `**keywords` on to its parent, the parent's are its own too, less those it names itself.
     Of a parent of ours only the keyword-only ones: what can be given by position, our constructors give.
@@ -276,7 +277,7 @@ def _field(parameter: inspect.Parameter, hint: Any) -> tuple[Any, Any]:
 
 
 def _optional_dataclass(hint: Any) -> type | None:
-    """For `Lora | None`: the fields of `Lora`, every one null. None of them set means None; see `build.prune`."""
+    """Return the fields of `Lora` for `Lora | None`, every one null. None of them set means None; see `build.prune`."""
     options = [option for option in typing.get_args(hint) if dataclasses.is_dataclass(option)]
     if len(options) != 1 or type(None) not in typing.get_args(hint):
         return None
@@ -290,13 +291,13 @@ def _optional_dataclass(hint: Any) -> type | None:
 
 
 def _optional_mapping(hint: Any) -> bool:
-    """`dict[...] | None`, where an empty one means None."""
+    """Return a mapping for `dict[...] | None`, where an empty one means None."""
     options = typing.get_args(hint)
     return len(options) == 2 and type(None) in options and any(typing.get_origin(o) is dict for o in options)
 
 
 def _type(hint: Any) -> Any:
-    """The hint where OmegaConf can check it, else Any."""
+    """Return the hint where OmegaConf can check it, else Any."""
     if hint in _PLAIN:
         return hint
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)

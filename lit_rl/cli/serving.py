@@ -19,20 +19,21 @@ from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.generation.vllm.settings import EngineSettings
 
 KEYS = ("model", "generator", "serve")
-"""What may be set on the command line; everything else has no meaning here."""
+"""Keys that may be typed; all others have no meaning here."""
 
 GENERATOR = "vllm_server"
 """The choice whose settings are read where none was typed."""
 
 
 def generator_of(words: Sequence[str]) -> list[str]:
-    """The choice of generator to add to the words of a command line: Hydra takes the keys of the chosen one only."""
+    """Return the choice of generator to add to the words of a command line: Hydra takes the keys of the chosen one
+    only."""
     typed = any(word.lstrip("+").startswith("generator=") for word in words)
     return [] if typed else [f"generator={GENERATOR}"]
 
 
 def run(config: DictConfig) -> int:
-    """Serve until it is told to stop."""
+    """Serve until a signal ends it."""
     overrides = list(HydraConfig.get().overrides.task)
     typed = own_keys.typed()
     engine = [field.name for field in dataclasses.fields(EngineSettings)]

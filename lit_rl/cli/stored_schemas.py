@@ -21,7 +21,7 @@ from lit_rl.commands.defaults import lightning
 _TYPES: dict[str, Any] = {"any": Any, "int": int, "float": float, "bool": bool, "str": str}
 _OPTIONAL = {f"{name}?": typing.Optional[kind] for name, kind in _TYPES.items() if kind is not Any}  # noqa: UP045
 FOREIGN = "lightning"
-"""The package whose constructors are among them."""
+"""The other package with constructors among them."""
 
 
 @functools.cache
@@ -41,17 +41,17 @@ def register() -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages whose constructors are among them, the first two numbers."""
+    """Return the first two numbers of the versions of these packages."""
     return {FOREIGN: lightning()}
 
 
 def stored(node: type) -> dict[str, Any]:
-    """What the file says of a dataclass: a field's default where it names what is built, else its type and default."""
+    """Return the file's form of a dataclass: a field's default where it names the target, else its type and default."""
     return {field.name: _said(field) for field in dataclasses.fields(node)}
 
 
 def restored(name: str, fields: Mapping[str, Any]) -> type:
-    """The dataclass of which this was said."""
+    """Return the dataclass of that form."""
     return dataclasses.make_dataclass(name, [(key, *_field(key, said)) for key, said in fields.items()])
 
 
@@ -91,5 +91,5 @@ def _copy(value: Any) -> Any:
 
 
 def open_dict() -> Any:
-    """A dict whose keys are the user's: `key={name: value}` and `key.name=value` both work."""
+    """Return a dict whose keys are the user's: `key={name: value}` and `key.name=value` both work."""
     return OmegaConf.create({}, flags={"struct": False})

@@ -1,4 +1,4 @@
-"""`lit-rl env`: what a report of a fault needs: versions, devices, and which optional packages are there."""
+"""`lit-rl env`: versions, devices and optional packages, for the report of a fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NEEDED = ("torch", "lightning", "transformers", "peft", "datasets", "hydra-core
 
 
 def version() -> str:
-    """Of lit_rl."""
+    """Return the version of lit_rl."""
     return release() or "not installed as a package (found by PYTHONPATH)"
 
 
@@ -41,7 +41,8 @@ def run() -> int:
 
 
 def optional() -> dict[str, str]:
-    """Packages of our extras, each with the smallest extra that brings it; none where we are not installed."""
+    """Return the packages of our extras, each with the smallest extra that brings it; none where we are not
+    installed."""
     from packaging.requirements import Requirement
 
     found: dict[str, str] = {}
@@ -62,12 +63,12 @@ def _requires() -> list[str]:
 
 
 def _cores() -> set[int]:
-    """Those that this process may use."""
+    """Return the cores that this process may use."""
     return os.sched_getaffinity(0) if sys.platform.startswith("linux") else set(range(os.cpu_count() or 1))
 
 
 def _memory() -> str:
-    """Main memory that is free, and all of it."""
+    """Return free and total main memory."""
     file = Path("/proc/meminfo")
     if not file.is_file():
         return "memory unknown"
@@ -76,7 +77,7 @@ def _memory() -> str:
 
 
 def _devices() -> list[str]:
-    """What a run can use, as torch sees it."""
+    """Return the devices that torch sees."""
     if not release("torch"):
         return ["torch is not installed"]
     import torch

@@ -16,7 +16,7 @@ from lit_rl.cli.whereabouts import is_main
 from lit_rl.errors import INTERRUPTED
 
 _FOLDER = "LIT_RL_SWEEP"
-"""Jobs that a launcher of Hydra's starts in other processes inherit it."""
+"""Variable with the sweep's folder. Jobs that a launcher of Hydra's starts in other processes inherit it."""
 
 
 def began(config: DictConfig) -> None:
@@ -30,12 +30,12 @@ def began(config: DictConfig) -> None:
 
 
 def noted(run: Callable[[DictConfig], int], config: DictConfig, folder: Path) -> int:
-    """A training, and where it is a job of a sweep a line about its start and one about its end.
+    """Run a training, and add a line about its start and one about its end where it is a job of a sweep.
 
     Args:
         run: Gives the exit code.
-        config: Of the job.
-        folder: Of the run, which need not be there.
+        config: Config of the job.
+        folder: Folder of the run, which need not exist.
     """
     sweep = os.environ.get(_FOLDER)
     if not sweep or HydraConfig.get().mode != RunMode.MULTIRUN:
@@ -61,7 +61,7 @@ def noted(run: Callable[[DictConfig], int], config: DictConfig, folder: Path) ->
 
 
 def ended() -> None:
-    """After the last job: the table and the page, where any job of a training began."""
+    """Write the table and the page after the last job, where any job of a training began."""
     if (sweep := os.environ.pop(_FOLDER, None)) is None or not is_main():
         return
     from lit_rl.commands.sweep_report import write_at_the_end

@@ -23,8 +23,8 @@ def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
 
     Args:
         tree: The config, in plain values.
-        run_dir: Where the run writes.
-        dry: Whether it writes nothing.
+        run_dir: Folder of the run.
+        dry: True if nothing is written.
 
     Raises:
         ConfigError: what is no setting of a Trainer, no callback or no logger.
@@ -90,7 +90,7 @@ def _check_root(root: str) -> None:
 
 
 def _check_nodes(tree: dict[str, Any]) -> None:
-    """Refuse a callback or a logger that nothing says how to build."""
+    """Refuse a callback or a logger without a target."""
     for group in ("callbacks", "logger"):
         for name, node in (tree.get(group) or {}).items():
             if node and not (isinstance(node, dict) and "_target_" in node):

@@ -10,7 +10,7 @@ from lit_rl.cli import own_keys
 from lit_rl.commands.transcripts import transcripts
 
 KEYS = ("run_dir", "transcripts.files", "transcripts.rollouts", "transcripts.episodes", "transcripts.tokens")
-"""What may be set on the command line."""
+"""Keys that may be typed."""
 
 
 def run(config: DictConfig) -> int:

@@ -1,4 +1,4 @@
-"""A key or a token that was written into the settings is refused: others can read it there."""
+"""Keys and tokens in typed settings are refused: others can read them there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TYPED = "everybody on this machine sees them in the list of processes, and they
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse a secret on the command line, before anything else is said of it or written.
+    """Refuse a secret on the command line, before anything else is printed or written.
 
     Args:
         words: Settings, options and whatever else was typed.
@@ -48,10 +48,10 @@ def check(config: DictConfig) -> None:
 
 
 def held(key: str, value: Any) -> str | None:
-    """What secret a value looks like, in words; None where it looks like none.
+    """Return the kind of secret that a value looks like, in words; None where it looks like none.
 
     Args:
-        key: Of the setting.
+        key: Key of the setting.
         value: Of any type; a reference is no secret.
     """
     if isinstance(value, str) and (what := secret_in(value)):
@@ -73,7 +73,7 @@ def _refused(key: str, what: str, why: str) -> ConfigError:
 
 
 def _values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value, with its key; an entry of a list has the key of the list."""
+    """Yield every value, with its key; an entry of a list has the key of the list."""
     if isinstance(node, dict):
         for name, value in node.items():
             yield from _values(value, f"{key}.{name}" if key else str(name))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lit_rl.errors import ConfigError
 
 _PLAIN = re.compile(r"[\w./:~@%+?|*-]*", re.ASCII)
-"""What the grammar reads as it stands."""
+"""Text that the grammar reads as it stands."""
 _TOLD_BY_HYDRA = ("choice", "range", "interval", "glob", "shuffle", "sort", "tag", "int", "float", "str", "bool")
 """Functions of the grammar."""
 _ESCAPE = re.compile(r"(?<!\\)\\n|(?<!\\)\\t(?![A-Za-z])|\\\\n")
@@ -27,7 +27,7 @@ def readable(word: str, *, sweeps: bool = False) -> str:
 
     Args:
         word: As it was typed.
-        sweeps: Whether the command line says `-m`, so that commas stand between the values of a sweep.
+        sweeps: True if the command line has `-m`, so that commas stand between the values of a sweep.
 
     Raises:
         ConfigError: how to type what may be meant.
@@ -49,7 +49,7 @@ def readable(word: str, *, sweeps: bool = False) -> str:
 
 
 def ambiguous(word: str) -> ConfigError:
-    """Return what is said of a comma where no sweep was asked for.
+    """Return the error about a comma where no sweep was asked for.
 
     Args:
         word: As Hydra has it.
@@ -70,7 +70,7 @@ def typed(key: str, value: str) -> str:
     """Return `key=value` for a text as one types it into a shell.
 
     Args:
-        key: Of the setting.
+        key: Key of the setting.
         value: Any text.
     """
     if "," in value or value[:1] in ("[", "{", "'", '"') or value.partition("(")[0] in _TOLD_BY_HYDRA:
@@ -79,7 +79,7 @@ def typed(key: str, value: str) -> str:
 
 
 def quoted(value: str) -> str:
-    """Return a text in quotes of the grammar, if it needs them; what stands in quotes stays."""
+    """Return a text in quotes of the grammar, if it needs them; text in quotes stays."""
     if value[:1] in ("'", '"') or re.fullmatch(r"[\w./:~-]+", value, re.ASCII):
         return value
     return _in_quotes(value)

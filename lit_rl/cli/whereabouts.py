@@ -18,10 +18,10 @@ from lit_rl.commands import folder_state
 from lit_rl.errors import StorageError
 
 TOLD_FOLDER, TOLD_CHECKPOINT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
-"""Variables by which rank 0 tells the processes that it starts where the run is, and what it begins from."""
+"""Variables by which rank 0 sends the folder and the checkpoint of the run to the processes that it starts."""
 
 COMPUTE_NOTHING = ("reward_test", "env_check")
-"""Tasks whose policy is never asked."""
+"""Tasks that never use the policy."""
 
 EVALUATE = ("eval", "validate", "test", "predict", "best_of_n")
 """Tasks that evaluate a policy."""
@@ -32,22 +32,22 @@ _RANKS = (
 
 
 def is_main() -> bool:
-    """Whether this process is rank 0, by what launchers set. (Before a strategy is there to ask.)"""
+    """Tell whether this process is rank 0, by the launchers' variables. (There is no strategy to ask yet.)"""
     return all(os.environ.get(name, "0") == "0" for name in _RANKS)
 
 
 def is_launched() -> bool:
-    """Whether a launcher, or rank 0 of the run, has started this process, so that there are others."""
+    """Tell whether a launcher, or rank 0 of the run, has started this process, so that there are others."""
     return TOLD_FOLDER in os.environ or any(name in os.environ for name in _RANKS)
 
 
 def is_sweep() -> bool:
-    """Whether this is a job of one."""
+    """Tell whether this is a job of a sweep."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def is_over_a_run(task: str, run_dir: str | None) -> bool:
-    """Whether this command evaluates, and its `run_dir` is the folder of a run; of one that cannot be read, too."""
+    """Tell whether this command evaluates, and its `run_dir` is the folder of a run, readable or not."""
     if task not in EVALUATE or not run_dir:
         return False
     try:
@@ -59,12 +59,12 @@ def is_over_a_run(task: str, run_dir: str | None) -> bool:
 
 
 def writes_nothing(config: DictConfig) -> bool:
-    """Whether the command leaves no folder behind."""
+    """Tell whether the command leaves no folder behind."""
     return bool(config.trainer.get("fast_dev_run")) or config.task in (*COMPUTE_NOTHING, "plan")
 
 
 def folder_of(config: DictConfig) -> Path:
-    """The run's folder: the user's, or one named by time, algorithm and model.
+    """Return the run's folder: the user's, or one named by time, algorithm and model.
 
     Raises:
         StorageError: no folder can have that name.
@@ -84,7 +84,7 @@ def folder_of(config: DictConfig) -> Path:
 
 
 def _check_names(path: Path) -> None:
-    """Refuse what no folder can be called, before one above it is made."""
+    """Refuse names that no folder can have, before one above it is made."""
     try:
         for each in _names(path):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # of a file it is said where it is opened
@@ -95,8 +95,8 @@ def _check_names(path: Path) -> None:
 
 
 def _names(path: Path) -> Iterator[Path]:
-    """The path; and each name in it of which there is no folder yet, below one that is there: of what lies in a missing
-    folder the system says nothing."""
+    """Yield the path; and each name in it without a folder yet, below one that is there: the system cannot look inside
+    a missing folder."""
     yield path
     there = next((parent for parent in path.parents if parent.is_dir()), path)
     yield from (there / name for name in path.parts[len(there.parts) :])
@@ -114,6 +114,6 @@ def _label(config: DictConfig) -> str:
 
 
 def entered(words: Sequence[str]) -> str:
-    """The line that starts a training with these overrides, as this one was started."""
+    """Return the line that starts a training with these overrides, as this one was started."""
     entry = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else ["lit-rl", "train"]
     return shlex.join([*entry, *words])

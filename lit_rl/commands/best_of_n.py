@@ -44,7 +44,8 @@ class Bests(L.Callback):
 
     def __init__(self) -> None:
         self.seen: dict[tuple[int, int], Best | None] = {}
-        """By data set and row, so that a row that pads the last batch of a rank counts once; None: nothing scored."""
+        """Results by data set and row, so that a row that pads the last batch of a rank counts once; None: nothing
+        scored."""
 
     def on_predict_batch_end(
         self,
@@ -68,7 +69,7 @@ class Bests(L.Callback):
 
 
 def _best(part: dict[str, list[Any]]) -> Best | None:
-    """The completion of the highest reward, the first of equals; None where no function applied to any."""
+    """Return the completion of the highest reward, the first of equals; None where no function applied to any."""
     scored = [i for i, reward in enumerate(part["reward"]) if not math.isnan(reward)]
     if not scored:
         return None

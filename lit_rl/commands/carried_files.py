@@ -21,13 +21,13 @@ _PIECE = 4 * 2**20
 
 
 def carry(meeting: Rendezvous, run_dir: RunDir, ckpt_path: str | None, *, newest: bool) -> None:
-    """By rank 0: say how it begins, and send the checkpoint to nodes that lack it.
+    """Send the start of the run, and the checkpoint to nodes that lack it. Called by rank 0.
 
     Args:
         meeting: All processes.
-        run_dir: Where the run writes.
-        ckpt_path: What it goes on from.
-        newest: Whether the newest checkpoint was asked for: then no node may hold a newer one.
+        run_dir: Folder of the run.
+        ckpt_path: Checkpoint to resume from.
+        newest: True if the newest checkpoint was asked for: then no node may hold a newer one.
 
     Raises:
         StorageError: a node holds a newer one, or lacks one that cannot be sent.
@@ -58,14 +58,15 @@ def carry(meeting: Rendezvous, run_dir: RunDir, ckpt_path: str | None, *, newest
 
 
 def say_finished(meeting: Rendezvous) -> None:
-    """By rank 0, in place of `carry`, of a run that has finished: returns once all others have heard it, since what was
-    told is gone with this process."""
+    """Send, in place of `send_start`, that the run has finished. Called by rank 0. Returns once all others have
+    received it, since the store ends with this process."""
     meeting.tell("start", {"finished": True})
     meeting.answers()
 
 
 def take_over(meeting: Rendezvous) -> tuple[RunDir, str | None] | None:
-    """By another process: the folder of the run, and what it goes on from; None where the run has finished.
+    """Receive the folder of the run, and the checkpoint to resume from; None where the run has finished. Called by the
+    other ranks.
 
     Raises:
         LitRLError: why the run does not begin.
@@ -104,7 +105,7 @@ def _newer(run_dir: RunDir, path: Path | None) -> Path | None:
 
 
 def _mark(path: Path) -> str | None:
-    """What tells two checkpoints apart, without all of it being read; None where there is none."""
+    """Return a digest that differs between two checkpoints, without reading all of them; None where there is none."""
     digest = hashlib.blake2b(digest_size=16)
     try:
         if path.is_dir():
@@ -138,7 +139,7 @@ def _write(path: Path, pieces: Iterator[bytes]) -> None:
 
 
 def _say_the_same(run_dir: RunDir, summary: dict[str, Any] | None) -> None:
-    """The summary decides what is measured, which takes all processes."""
+    """Write rank 0's summary here. It decides what is measured, which takes all processes."""
     if summary is not None and run_dir.read_summary() != summary:
         run_dir.path.mkdir(parents=True, exist_ok=True)
         run_dir.write_summary(summary)

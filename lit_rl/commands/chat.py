@@ -36,23 +36,23 @@ _HALF_A_CHARACTER = "\ufffd"
 
 @dataclass(frozen=True)
 class Chat:
-    """Who is talked to, and how."""
+    """The policy to talk to, and the settings."""
 
     model: LanguageModel
     sampling: Sampling
     fabric: L.Fabric
     """Device and precision."""
     checkpoint: Path | None = None
-    """Whose weights to take; None: the model's own."""
+    """Checkpoint with the weights; None: the model's own."""
     seed: int = 0
     system_prompt: str | None = None
-    """Opens the conversation."""
+    """First message of the conversation."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template: those of the training."""
     plain: bool = False
-    """Every line is a prompt by itself, also where the tokenizer has a chat template."""
+    """True for lines that are prompts by themselves, also where the tokenizer has a chat template."""
     trained_on: PromptForm | None = None
-    """What the policy learned to answer, if that is known."""
+    """Kind of prompt that the policy was trained on, if that is known."""
 
     @property
     def templated(self) -> bool:
@@ -61,7 +61,7 @@ class Chat:
 
     @property
     def commands(self) -> str:
-        """What may be typed beside lines to be answered."""
+        """Commands that may be typed beside lines to be answered."""
         return f"{_SHOWING if self.model.sees and self.templated else ''}{_COMMANDS}"
 
 
@@ -71,9 +71,9 @@ class _Said:
 
     messages: list[Message]
     images: list[ImageRef] = field(default_factory=list)
-    """What the messages show, in order."""
+    """Images of the messages, in order."""
     waiting: list[ImageRef] = field(default_factory=list)
-    """What the next message will show."""
+    """Images for the next message."""
     turn: int = 0
 
 
@@ -105,7 +105,7 @@ def chat(job: Chat) -> int:
 
 
 def _kind(job: Chat) -> str:
-    """What a line is to the policy, and what it was trained on where that is something else or decides it."""
+    """Return the kind of prompt that a line is, and the kind that it was trained on where that differs or decides."""
     if job.templated:
         known = " (it was trained on plain text: chat.plain=true)" if job.trained_on == "text" else ""
         return f"a conversation{known}"
@@ -139,7 +139,7 @@ def _talk(job: Chat, policy: Any) -> None:
 
 
 def _images(job: Chat, path: str) -> list[ImageRef]:
-    """The image of a file, for the next line; none, and why, where it cannot be shown."""
+    """Return the image of a file, for the next line; none, and the reason, where it cannot be shown."""
     name = path[1:-1] if path[:1] == path[-1:] and path[:1] in ("'", '"') else path  # as a terminal pastes it
     try:
         if not job.model.sees:
@@ -161,12 +161,12 @@ def _images(job: Chat, path: str) -> list[ImageRef]:
 
 
 def _content(line: str, images: int) -> str | list[dict[str, Any]]:
-    """Of the user's message: its images before its words."""
+    """Return the content of the user's message: its images before its words."""
     return [*(dict(PART) for _ in range(images)), {"type": "text", "text": line}] if images else line
 
 
 def _lines() -> Iterator[str]:
-    """The lines of stdin that say something."""
+    """Yield the lines of stdin that are not blank."""
     at_terminal = sys.stdin.isatty()
     reconfigure = getattr(sys.stdin, "reconfigure", None)
     if reconfigure is not None:
@@ -187,7 +187,7 @@ def _lines() -> Iterator[str]:
 
 
 def _read(job: Chat, prompt: Prompt, images: Sequence[ImageRef]) -> tuple[list[int], PromptVision | None]:
-    """The tokens of a prompt, and what the model sees beside them."""
+    """Return the tokens of a prompt, and its images for the model."""
     tokenizer, processor, where = job.model.tokenizer, job.model.processor, "The line"
     if processor is None or isinstance(prompt, str):
         return encode_prompt(tokenizer, prompt, where=where, chat_template_kwargs=job.template_kwargs), None
@@ -196,7 +196,7 @@ def _read(job: Chat, prompt: Prompt, images: Sequence[ImageRef]) -> tuple[list[i
 
 
 def _reply(job: Chat, policy: Any, prompt: Prompt, images: Sequence[ImageRef], turn: int) -> str:
-    """Write the reply while it is drawn; what was written."""
+    """Write the reply while it is drawn, and return it."""
     tokenizer: Any = job.model.tokenizer
     ids, vision = _read(job, prompt, images)
     sampling = _fitting(job, len(ids))
@@ -224,15 +224,15 @@ def _reply(job: Chat, policy: Any, prompt: Prompt, images: Sequence[ImageRef], t
 def stream(
     job: Chat, policy: Any, ids: list[int], sampling: Sampling, turn: int, vision: PromptVision | None = None
 ) -> Iterator[tuple[int, bool]]:
-    """The tokens that `NativeGenerator` would draw, one at a time, and whether each ends the reply.
+    """Yield the tokens that `NativeGenerator` would draw, one at a time, and whether each ends the reply.
 
     Args:
-        job: Whose seed, vocabulary and precision to use.
+        job: The chat, with seed, vocabulary and precision.
         policy: The model, on its device.
         ids: The prompt.
-        sampling: How to draw.
+        sampling: Sampling settings.
         turn: Names the noise, with the seed.
-        vision: What the model sees beside the prompt. None: nothing.
+        vision: Images of the prompt; None: there are none.
     """
     key = int(prompt_key(job.seed, turn, 0, 0))
     prompts = Vocabulary.of(job.model).prompts([ids], [key], group_size=1)
@@ -259,7 +259,7 @@ def stream(
 
 
 def _fitting(job: Chat, length: int) -> Sampling:
-    """The sampling, shortened to what the context still holds."""
+    """Return the sampling, shortened to the rest of the context."""
     context = job.model.context_length
     left = job.sampling.max_new_tokens if context is None else min(job.sampling.max_new_tokens, context - length)
     if left < max(1, job.sampling.min_new_tokens):
@@ -271,7 +271,7 @@ def _fitting(job: Chat, length: int) -> Sampling:
 
 
 def _load(job: Chat) -> Any:
-    """The policy on its device, with the weights of the checkpoint if there is one."""
+    """Return the policy on its device, with the weights of the checkpoint if there is one."""
     module = PolicyModule(job.model, seed=job.seed)
     module.configure_model()
     if job.checkpoint is not None:
@@ -283,7 +283,7 @@ def _load(job: Chat) -> Any:
 
 
 def _say(text: str, said: str) -> str:
-    """Write what is new of the text; control characters as escapes, so that no model moves the cursor."""
+    """Write the new part of the text; control characters as escapes, so that no model moves the cursor."""
     fresh = text[len(said) :].replace("\t", "    ")
     sys.stdout.write(printable(fresh, sys.maxsize))
     sys.stdout.flush()

@@ -30,27 +30,27 @@ from lit_rl.errors import ConfigError, StorageError
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two runs differ in."""
+    """The differences of two runs."""
 
     names: tuple[str, str]
     tests: list[tuple[str, Paired]] = field(default_factory=list)
-    """A validation and a measure, by name, with what its prompts say."""
+    """Name of a validation and a measure, each with its paired test."""
     values: list[tuple[str, float, float]] = field(default_factory=list)
-    """Of metrics that both runs have, by name, the last of each: no prompt of theirs is in a file."""
+    """Names of metrics that both runs have, each with both last values: no file has them by prompt."""
     config: list[tuple[str, Any, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Validation:
-    """One of them in `samples/`: values by prompt."""
+    """One validation in `samples/`: values by prompt."""
 
     table: SampleTable
     step: int
     prompts: dict[str, str]
-    """Texts by what identifies a prompt: what it says and shows."""
+    """Texts by the key of a prompt: its text and images."""
     values: dict[str, dict[str, float]]
-    """Of the reward and of each function: means over the completions of a prompt; those without any are left out."""
+    """Means over the completions of a prompt, of the reward and of each function; prompts without any are left out."""
 
 
 def compare(first: Path, second: Path) -> int:
@@ -71,7 +71,7 @@ def compare(first: Path, second: Path) -> int:
 
 
 def comparison(first: RunFiles, second: RunFiles) -> Comparison:
-    """Everything but the curves."""
+    """Compare everything but the curves."""
     names = _names(first.path, second.path)
     found = Comparison(names, config=between(first.config, second.config))
     ours, theirs = (_last_validations(run.samples) for run in (first, second))
@@ -99,7 +99,7 @@ def comparison(first: RunFiles, second: RunFiles) -> Comparison:
 
 
 def _functions(run: RunFiles, name: str) -> set[str]:
-    """What the reward of a validation set is made of, by the names that were logged."""
+    """Return the functions that the reward of a validation set is made of, by the logged names."""
     head = of_set("rewards/", name)
     return {full for full in run.series if full.startswith(head) and full.endswith("/mean")}
 
@@ -115,7 +115,7 @@ def _names(first: Path, second: Path) -> tuple[str, str]:
 
 
 def _last_validations(tables: Sequence[SampleTable]) -> dict[str, SampleTable]:
-    """By temperature and set, as their names say them."""
+    """Return the last validation of each temperature and set, by the names of the tables."""
     found: dict[str, SampleTable] = {}
     for table in tables:  # in the order of steps
         if (validation := validation_of(table)) is not None:
@@ -150,7 +150,7 @@ def _means(keys: Sequence[str], values: Sequence[Any]) -> dict[str, float]:
 
 
 def _add_tests(found: Comparison, ours: _Validation, theirs: _Validation) -> bool:
-    """Of one validation; returns whether there was something to test."""
+    """Add the tests of one validation; tell whether there was something to test."""
     of = title(ours.table)
     _note_prompts(found, of, ours.prompts, theirs.prompts)
     common = ours.prompts.keys() & theirs.prompts.keys()
@@ -180,7 +180,7 @@ def _add_tests(found: Comparison, ours: _Validation, theirs: _Validation) -> boo
 
 
 def _note_prompts(found: Comparison, of: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-    """Say which prompts only one of the runs was validated on."""
+    """Add a note on prompts that only one of the runs was validated on."""
     alone = [[text for key, text in a.items() if key not in b] for a, b in ((ours, theirs), (theirs, ours))]
     if not any(alone):
         return
@@ -200,8 +200,8 @@ def _note_prompts(found: Comparison, of: str, ours: Mapping[str, str], theirs: M
 
 
 def _last_values(first: RunFiles, second: RunFiles, without_reward: Container[str]) -> list[tuple[str, float, float]]:
-    """The last validations of what the runs are judged by, over all prompts of each; the reward is left out of the sets
-    of which it was tested, or is made otherwise."""
+    """Return the last values of the metrics that the runs are judged by, over all prompts of each. The reward is left
+    out for sets with a test of it, and where it is made otherwise."""
     found = []
     for name in sets_of(first.series):
         for leaf in (*HIGHER, *LOWER):
@@ -244,7 +244,7 @@ def _say(found: Comparison) -> None:
 
 
 def cells(each: Paired) -> tuple[str, ...]:
-    """Of a table: both means, the difference, its interval, the chance, the test, the prompts."""
+    """Return the cells of a row: both means, the difference, its interval, the probability, the test, the prompts."""
     numbers = f"{each.first:.3f}", f"{each.second:.3f}", f"{each.difference:+.3f}"
     return *numbers, each.interval, each.p_text, each.test, f"{each.prompts}"
 

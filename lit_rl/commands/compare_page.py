@@ -23,10 +23,10 @@ def page(
     config: Sequence[tuple[str, Any, Any]],
     notes: Sequence[str],
 ) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
-        names: Of the runs.
+        names: Names of the runs.
         runs: Their files, for the curves.
         tests: A validation and a measure, with what its prompts say.
         values: Metrics with the last number of each run.

@@ -19,11 +19,11 @@ _OF_OTHER_COMMANDS = (
 )  # fmt: skip
 _WHERE_IT_WRITES = ("logger", "callbacks.checkpoint", "callbacks.export.folder")
 _SAID_TWICE = ("model", "sampling", "generator", "reference", "optimizer", "scheduler", "reward", "judge", "env")
-"""Parts of `algo` that stand at the top, too."""
+"""Parts of `algo` that stand at the top level, too."""
 
 
 def changes(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Keys in their order, each with its value and the default that it departs from.
+    """Return keys in their order, each with its value and the default that it differs from.
 
     A default is the constructor's; of `trainer`, what the shipped config says where it says something. What has none
     is told with None. Keys of other commands are left out, and those that say where a run
@@ -40,7 +40,8 @@ def changes(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
 
 
 def set_by_model(config: Mapping[str, Any]) -> dict[str, str]:
-    """Keys, as `changes` names them, that have the value which the preset of the model recommends, and its name.
+    """Return keys, as `changes_from_defaults` names them, with the value that the model's preset recommends, each with
+    the preset's name.
 
     Nobody needs to have typed them: `model=tiny` alone sets a learning rate.
     """
@@ -56,15 +57,15 @@ def set_by_model(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def commands_of(summary: Mapping[str, Any]) -> list[str]:
-    """What was typed, as `summary.json` has it: what began the run, and what went on with it."""
+    """Return the commands in `summary.json`: the one that began the run, and those that resumed it."""
     went_on = summary.get("went_on")
     found = [summary.get("command"), *(went_on if isinstance(went_on, list) else [])]
     return [each for each in found if isinstance(each, str) and each]
 
 
 def typed(commands: Sequence[str]) -> set[str]:
-    """The keys in these: of `seed=1`, `+trainer.x=2` and `--trainer.x 2` the names. A command that cannot be read has
-    none."""
+    """Return the keys in these commands: of `seed=1`, `+trainer.x=2` and `--trainer.x 2` the names. A command that
+    cannot be read has none."""
     words: list[str] = []
     for command in commands:
         with contextlib.suppress(ValueError):  # quotes that do not end
@@ -87,12 +88,12 @@ def _at(tree: Any, key: str) -> Any:
 
 
 def between(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Keys whose values differ in the configs of two runs, with both; None where a config has no such key."""
+    """Return keys whose values differ in the configs of two runs, with both; None where a config has no such key."""
     return [each for each in _apart("", _once(first), _once(second)) if not each[0].startswith(_WHERE_IT_WRITES)]
 
 
 def _apart(key: str, one: Any, two: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Of parts that are made otherwise: what makes them, and what both have."""
+    """Yield differences; for parts with different targets, the targets and the keys that both have."""
     if not (isinstance(one, Mapping) and isinstance(two, Mapping)):
         if _plain(one) != _plain(two):
             yield key, _made_by(one), _made_by(two)
@@ -109,7 +110,7 @@ def _made_by(value: Any) -> Any:
 
 
 def _once(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without keys of other commands, and without what `algo` repeats of the top."""
+    """Return the config without keys of other commands, and without those that `algo` repeats from the top level."""
     found = {key: value for key, value in config.items() if key not in _OF_OTHER_COMMANDS}
     algo = found.get("algo")
     if isinstance(algo, Mapping):
@@ -135,7 +136,7 @@ def _differing(key: str, value: Any, default: Any, known: Mapping[str, Any]) -> 
 
 
 def _plain(value: Any) -> Any:
-    """Equal for what means the same in a config: sequences as lists, and nothing, however it is written."""
+    """Return a form that is equal for equal meanings: sequences as lists, and one value for nothing."""
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value] or None
     if isinstance(value, Mapping):
@@ -148,7 +149,7 @@ def _said(default: Any) -> Any:
 
 
 def _shipped_trainer() -> dict[str, Any]:
-    """What the shipped config sets of the Trainer."""
+    """Return the settings of the Trainer in the shipped config."""
     found = yaml.safe_load((_shipped() / "trainer" / "default.yaml").read_text(encoding="utf-8"))
     return {name: value for name, value in found.items() if name != "defaults"}
 

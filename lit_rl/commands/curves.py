@@ -13,23 +13,23 @@ WIDTH, HEIGHT = 400, 192
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 10, 34
 
 MOST_POINTS = 200
-"""Of a line; of more, the lowest and the highest of each stretch are drawn."""
+"""Most points of a line; of more, the lowest and the highest of each stretch are drawn."""
 
 COLOURS = 6
 
 
 @dataclass(frozen=True)
 class Line:
-    """What is drawn of one metric."""
+    """One metric to draw."""
 
     name: str
-    """In the legend."""
+    """Name in the legend."""
     series: Series
     colour: int = 0
     """From 0 on, modulo `COLOURS`."""
     points: bool = False
-    """Whether each number is a measurement of its own, such as a validation; else it is one of many noisy ones, drawn
-    faintly below their running mean."""
+    """True for numbers that are measurements of their own, such as validations; others are noisy, and drawn faintly
+    below their running mean."""
     hollow: bool = False
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
@@ -38,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True)
 class _Frame:
-    """From numbers to places in the picture."""
+    """The map from numbers to places in the picture."""
 
     left: float
     right: float
@@ -53,10 +53,10 @@ class _Frame:
 
 
 def chart(title: str, lines: Sequence[Line]) -> str:
-    """A figure with its name, its newest numbers and, of several lines, a legend.
+    """Return a figure with its name, its newest numbers and, of several lines, a legend.
 
     Args:
-        title: Of the metric.
+        title: Name of the metric.
         lines: Each with a number at least.
     """
     frame = _frame(lines)
@@ -79,14 +79,14 @@ def chart(title: str, lines: Sequence[Line]) -> str:
 
 
 def number(value: float) -> str:
-    """For people: four digits, and no exponent where none is needed."""
+    """Format a number with four digits, without an exponent where none is needed."""
     if value == int(value) and abs(value) < 1e7:
         return f"{int(value)}"
     return f"{value:.4g}"
 
 
 def smoothed(series: Series) -> Series:
-    """Centred means over a twenty-fifth of the numbers, five at least; over fewer at the ends."""
+    """Return centred means over a twenty-fifth of the numbers, five at least; over fewer at the ends."""
     half = max(5, len(series) // 25) // 2
     sums = [0.0]
     for value in series.values:
@@ -99,7 +99,7 @@ def smoothed(series: Series) -> Series:
 
 
 def thinned(series: Series, most: int = MOST_POINTS) -> Series:
-    """At most so many of its numbers: of each stretch the lowest and the highest, in their order."""
+    """Return at most `most` of the numbers: the lowest and the highest of each stretch, in their order."""
     if len(series) <= most:
         return series
     kept: list[int] = []
@@ -115,7 +115,8 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
 
 
 def ticks(low: float, high: float, most: int = 4) -> list[float]:
-    """Round numbers within, two at least and about `most`: multiples of 1, 2 or 5 times a power of ten."""
+    """Return round numbers within the range, two at least and about `most`: multiples of 1, 2 or 5 times a power of
+    ten."""
     if not high > low:
         return [low]
     rough = (high - low) / most
@@ -153,7 +154,7 @@ def _axes(frame: _Frame, measured: str) -> str:
 
 
 def _named_axes(across: str, up: str, left: int, height: int) -> str:
-    """The names of both axes, below the picture and, turned, to the left of it; long ones are cut."""
+    """Return the names of both axes, below the picture and, turned, to the left of it; long ones are cut."""
     x, y = (left + WIDTH - _RIGHT) / 2, (_TOP + height - _BOTTOM) / 2
     turned = f'transform="translate(12 {y:g}) rotate(-90)"'
     up = _cut(up, max(5, (height - _TOP - _BOTTOM) // 6))
@@ -189,7 +190,7 @@ def _drawn(line: Line, frame: _Frame) -> str:
 
 
 def _every(series: Series) -> Series:
-    """Of a smooth line every so-manieth number, and the last."""
+    """Return evenly spaced points of a smooth line, with the last."""
     apart = max(1, len(series) // MOST_POINTS)
     return Series(series.steps[::-apart][::-1], series.values[::-apart][::-1])
 
@@ -218,7 +219,7 @@ def _marks(line: Line, frame: _Frame, colour: str, says: str) -> str:
 
 
 def dots(measure: str, key: str, columns: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """A column of dots for each value of a setting, and a line through their means.
+    """Return a column of dots for each value of a setting, and a line through their means.
 
     Args:
         measure: The metric whose last values the dots are.
@@ -250,10 +251,10 @@ def dots(measure: str, key: str, columns: Sequence[tuple[str, Sequence[float]]])
 
 
 def histograms(title: str, rows: Sequence[tuple[str, Sequence[float]]], bins: int = 30) -> str:
-    """One row of bars for each set of numbers, all over the same range; a set's highest bar fills its row.
+    """Return one row of bars for each set of numbers, all over the same range; a set's highest bar fills its row.
 
     Args:
-        title: Of the numbers; each set's bars count completions.
+        title: Name of the numbers; each set's bars count completions.
         rows: A label and finite numbers, in the order in which they are shown; no set is empty.
     """
     low, high = min(min(values) for _, values in rows), max(max(values) for _, values in rows)
@@ -284,7 +285,7 @@ def histograms(title: str, rows: Sequence[tuple[str, Sequence[float]]], bins: in
 
 
 def counted(values: Sequence[float], low: float, high: float, bins: int) -> list[int]:
-    """How many lie in each of `bins` parts of equal width; the last one holds its upper end too."""
+    """Return the counts in `bins` parts of equal width; the last one holds its upper end too."""
     counts = [0] * bins
     for value in values:
         counts[min(bins - 1, int(bins * (value - low) / (high - low)))] += 1
@@ -292,7 +293,7 @@ def counted(values: Sequence[float], low: float, high: float, bins: int) -> list
 
 
 def _figure(title: str, said: str, height: int, parts: Sequence[str]) -> str:
-    """A picture without a legend; `said` is what it shows, for who cannot see it."""
+    """Return a picture without a legend; `said` describes it to a screen reader."""
     return (
         f'<figure class="chart"><figcaption><span class="name">{safe(title)}</span></figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{safe(title)}: {safe(said)}">{"".join(parts)}'

@@ -36,19 +36,19 @@ _OPEN, _CLOSE = "⟦", "⟧"
 
 @dataclass(frozen=True)
 class Look:
-    """What is shown of a data set, of prompts or of examples."""
+    """The shown parts of a data set, of prompts or of examples."""
 
     title: str
     rows: Sequence[Sequence[tuple[str, list[int], list[bool]]]]
-    """The texts of the first rows: name, token ids, and which tokens are learned."""
+    """Texts of the first rows: name, token ids, and which tokens are learned."""
     lengths: Mapping[str, Sequence[int]]
-    """In tokens, by part."""
+    """Lengths in tokens, by part."""
     columns: Mapping[str, Any]
     """Columns beside the text, each with its first value."""
     keys: Sequence[str]
-    """Of each row: equal for equal prompts."""
+    """Keys of the rows: equal for equal prompts."""
     wholes: Sequence[str]
-    """Of each row: equal for equal rows."""
+    """Keys of the rows: equal for equal rows."""
 
 
 def data_check(
@@ -60,14 +60,15 @@ def data_check(
     reward: Rewards | None = None,
     rows: int = 3,
 ) -> int:
-    """Print the format, the first rows as the model reads them, lengths, images, what every filter took, and repeats.
+    """Print the format, the first rows as the model reads them, lengths, images, the rows that each filter dropped,
+    and repeats.
 
     Args:
         data: The data module.
-        model: Whose tokenizer and context it is read with.
+        model: Model whose tokenizer and context it is read with.
         scores: The method trains a model that scores, so that no reply needs an end of generation.
-        kind: What the method learns from; None is told from the columns of the first row.
-        reward: Asked of prompts what it says of the values of their columns; None: nobody is.
+        kind: Kind of example that the method learns from; None: inferred from the first row's columns.
+        reward: Checks the columns of prompts; None: no check.
         rows: Rows that are shown.
 
     Raises:
@@ -119,7 +120,7 @@ def data_check(
 
 
 def _ask(reward: Rewards | None, data: RolloutDataModule) -> None:
-    """Let a reward say what it cannot score; an environment may give it more than the data do."""
+    """Let a reward report columns that it lacks; an environment may give it more than the data do."""
     if reward is not None:
         reward.bind([*data.columns, *Interactive.columns])
         for columns in data.columns_of_sets():
@@ -127,7 +128,8 @@ def _ask(reward: Rewards | None, data: RolloutDataModule) -> None:
 
 
 def _kind_of_first_row(data: ExampleDataModule) -> Kind:
-    """Which of the kinds that the data module makes; the first where the columns do not decide."""
+    """Return the kind of the first row, one that the data module makes; the first kind where the columns do not
+    decide."""
     if len(data.serves) == 1:
         return data.serves[0]
     reading = {"rename": data.options.rename, "map_row": data.options.map_row}
@@ -195,7 +197,8 @@ def _texts(example: Example) -> list[tuple[str, list[int], list[bool]]]:
 
 
 def bracketed(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> Text:
-    """The text of tokens, special ones included, nothing of it in control; what is learned in brackets and green."""
+    """Return the text of tokens, special ones included, without control characters; learned tokens in brackets and
+    green."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     text, inside = Text(), False
     runs = [

@@ -20,7 +20,7 @@ import yaml
 from lit_rl.keywords import makers
 
 OURS = ("lit_rl.", "lightning.")
-"""Packages whose constructors are looked at. A run's config may name others; reading it imports none of them."""
+"""Packages whose constructors are looked up. A run's config may name others; reading it imports none of them."""
 
 FILE = Path(__file__).with_name("defaults.yaml")
 
@@ -32,13 +32,14 @@ class Made:
     """A default that a config cannot hold as a plain value."""
 
     name: str
-    """Of the function, also where some of its arguments are given; of the object's class; else what it says."""
+    """Name of the function, also where some of its arguments are bound; name of the object's class; else its text."""
     function: bool
-    """Whether it is one. A config that has null there means it."""
+    """True for a function. A config that has null there means it."""
 
 
 def of(target: Any) -> dict[str, Any]:
-    """Parameters and their defaults, plain or `Made`; those of parents too where keywords are handed on.
+    """Return parameters and their defaults, plain or `NamedDefault`, those of parents too where keywords are passed
+    on.
 
     Args:
         target: The path of a constructor or a function. Of any but `OURS` nothing is said.
@@ -51,17 +52,17 @@ def of(target: Any) -> dict[str, Any]:
 
 
 def looked_up(target: str) -> dict[str, Any]:
-    """The same from the constructor itself, which imports it."""
+    """Return the same from the constructor itself, which imports it."""
     return {name: _made(default) for name, default in _defaults(target)}
 
 
 def as_plain(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """As the file holds them."""
+    """Return defaults in the form of the file."""
     return {name: _written(default) for name, default in defaults.items()}
 
 
 def lightning() -> str:
-    """The first two numbers of its version."""
+    """Return the first two numbers of Lightning's version."""
     return ".".join(importlib.metadata.version("lightning").split(".")[:2])
 
 
@@ -96,7 +97,7 @@ def _made(default: Any) -> Any:
 
 
 def _defaults(target: str) -> Iterator[tuple[str, Any]]:
-    """Of a constructor or a function of ours, those of parents too where it hands keywords on."""
+    """Yield the defaults of a constructor or a function of ours, those of parents too where it passes keywords on."""
     found = _load(target)
     if found is None:
         return

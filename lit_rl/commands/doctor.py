@@ -31,17 +31,17 @@ from lit_rl.ops.mismatch import effective_share, token_truncate
 from lit_rl.rollout import Completions, Prompt, Prompts, Sampling
 
 _MOVED = 0.5
-"""Nats by which the policy's log-probs have to change, on average, before an engine is asked whether it followed."""
+"""Nats by which the policy's log-probs have to change, on average, before an engine is asked for them again."""
 _STEPS = 0.01, 2.0
 """Sizes of the random steps that move it: the first, as a share of a tensor's size, and where to give up."""
 
 Scope = Callable[[], AbstractContextManager[Any]]
-"""Opens the precision of a forward pass."""
+"""A context manager for the precision of a forward pass."""
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """What is looked at, and with how much."""
+    """The policy and the generator to examine, and the number of prompts and completions."""
 
     model: LanguageModel
     generator: Generator
@@ -49,15 +49,15 @@ class Doctor:
     fabric: L.Fabric
     """Device and precision of the trainer."""
     planned: Planned
-    """The rollout that memory is reckoned for."""
+    """The rollout that memory is planned for."""
     prompts: int = 4
     completions: int = 8
-    """Of each prompt."""
+    """Completions of each prompt."""
     seed: int = 0
 
 
 def doctor(job: Doctor) -> int:
-    """Sync, compare, move the policy in memory, sync and compare again; print the numbers and what follows from them.
+    """Sync, compare, move the policy in memory, sync and compare again; print the numbers and the advice.
 
     Raises:
         BackendError: vLLM is not installed.
@@ -125,13 +125,13 @@ def _examine(job: Doctor, policy: Any) -> Findings:
 
 
 def _unscored(job: Doctor) -> tuple[str, ...]:
-    """Keys in force by which the generator draws and the training does not score."""
+    """Return the keys in force by which the generator draws and the training does not score."""
     own = (f"generator.generation_kwargs.{name}" for name in job.generator.reshaped_by)
     return *(f"sampling.{name}" for name in job.sampling.unscored), *own
 
 
 def _leave_out_its_own(generator: Generator) -> tuple[str, ...]:
-    """Have it draw without the settings of its own that the training does not score by.
+    """Have the generator draw without settings of its own that the training does not score by.
 
     Returns:
         Those that cannot be left out, of a user's generator that holds them elsewhere.
@@ -145,7 +145,7 @@ def _leave_out_its_own(generator: Generator) -> tuple[str, ...]:
 
 
 def _prompts(job: Doctor) -> Prompts:
-    """Sums to solve: as messages where there is a chat template, as the training would ask."""
+    """Return sums to solve: as messages where there is a chat template, as the training would ask."""
     vocabulary, tokenizer = Vocabulary.of(job.model), job.model.tokenizer
     texts = [f"{10 + 7 * n}+{3 + 5 * n}=" for n in range(job.prompts)]
     asked: list[Prompt] = [[{"role": "user", "content": text}] if tokenizer.chat_template else text for text in texts]
@@ -173,7 +173,7 @@ def _sync(job: Doctor, policy: nn.Module, version: int) -> Update:
 
 
 def _sides(job: Doctor, policy: nn.Module) -> Sides:
-    """The types in which the two sides compute, and where."""
+    """Return the compute types and device of both sides."""
     weight = next(policy.parameters())
     facts = job.generator.facts if isinstance(job.generator, EngineGenerator) else None
     trainer, device = _computed_in(job, weight), weight.device.type
@@ -181,7 +181,7 @@ def _sides(job: Doctor, policy: nn.Module) -> Sides:
 
 
 def _computed_in(job: Doctor, weight: Tensor) -> str:
-    """The type of the trainer's products."""
+    """Return the type of the trainer's products."""
     kind = weight.device.type
     with job.fabric.autocast():
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -189,7 +189,8 @@ def _computed_in(job: Doctor, weight: Tensor) -> str:
 
 
 def _trainers(job: Doctor, policy: nn.Module) -> dict[str, Scope]:
-    """The types in which the trainer could compute, its own first. Weights in 16 bits are computed with as they are."""
+    """Return the types in which the trainer could compute, its own first. Weights in 16 bits are computed with as they
+    are."""
     weight = next(policy.parameters())
     trainers: dict[str, Scope] = {_computed_in(job, weight): job.fabric.autocast}
     if weight.dtype == torch.float32:
@@ -199,7 +200,7 @@ def _trainers(job: Doctor, policy: nn.Module) -> dict[str, Scope]:
 
 
 def _scored(job: Doctor, policy: nn.Module, completions: Completions, scope: Scope) -> Tensor:
-    """Log-probs `(b, t)` by a fresh forward pass of the policy, as the training scores them."""
+    """Return log-probs `(b, t)` by a fresh forward pass of the policy, as the training scores them."""
     sampling = job.sampling
     if sampling.greedy:  # the log-probs are those of the softmax at temperature 1
         sampling = replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
@@ -208,7 +209,7 @@ def _scored(job: Doctor, policy: nn.Module, completions: Completions, scope: Sco
 
 
 def _compare(job: Doctor, policy: nn.Module, completions: Completions, scope: Scope) -> Compared:
-    """The generator's log-probs against the policy's."""
+    """Compare the generator's log-probs with the policy's."""
     old, drawn = _scored(job, policy, completions, scope), completions.sampler_logprobs
     mask = completions.response_mask
     if not old[mask].isfinite().all():

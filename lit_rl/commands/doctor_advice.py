@@ -18,7 +18,7 @@ from lit_rl.rollout import Sampling
 _GIB = 2**30
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _OVERHEAD, _MOST = 1.1, 0.9
-"""Of a GPU: activations and graphs beside weights and cache; the largest share that is advised."""
+"""Shares of a GPU: activations and graphs beside weights and cache; the largest share that is advised."""
 _KEPT = 0.99
 """Share of responses whose ratio has to stay within bounds for a mask of whole responses to be harmless."""
 
@@ -55,7 +55,7 @@ class Sides:
 
 @dataclass(frozen=True)
 class Update:
-    """Seconds of a sync, and what the generator's own probe saw, where it has one."""
+    """Seconds of a sync, and the result of the generator's own probe, where it has one."""
 
     start: float
     sync: float
@@ -65,7 +65,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Planned:
-    """The rollout that memory is reckoned for; tokens are the most that are allowed."""
+    """The rollout that memory is planned for; tokens are the most that are allowed."""
 
     prompts: int
     group_size: int
@@ -83,37 +83,37 @@ class Planned:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that was found."""
+    """All findings."""
 
     sides: Sides
     exact: bool
     engine: bool
-    """Whether the generator has an engine with weights of its own."""
+    """True if the generator has an engine with weights of its own."""
     unscored: tuple[str, ...]
     """Keys in force by which the generator draws and the training does not score."""
     compared: dict[str, Compared]
-    """By the type in which the trainer computes, its own first."""
+    """Comparisons by the type in which the trainer computes, its own first."""
     moved: float
     after: Compared
-    """Once the policy has moved by `moved` nats."""
+    """Comparison once the policy has moved by `moved` nats."""
     updates: tuple[Update, Update]
     tokens_per_second: float
     planned: Planned
     policy: nn.Module
     device: torch.device
     steps: str | None = None
-    """How `native` decoded: see `NativeGenerator.steps`. None of another generator."""
+    """Decoding of `native`: see `NativeGenerator.steps`. None for another generator."""
     shares_prompts: bool = False
-    """Whether training may compute the prompt of a group once."""
+    """True if training may compute the prompt of a group once."""
 
 
 def scored(sampling: Sampling) -> Sampling:
-    """The settings without those that the training does not score by."""
+    """Return the settings without those that the training does not score by."""
     return replace(sampling, **{name: getattr(Sampling(), name) for name in sampling.unscored})
 
 
 def advice(found: Findings) -> Iterator[str]:
-    """Settings, each with the measured number that leads to it."""
+    """Yield settings, each with the measured number that leads to it."""
     if found.unscored:
         weighed = "validation alone may use it" if found.exact else "algo/correction weighs for it"
         yield (
@@ -195,7 +195,7 @@ def _share(device: torch.device, weights: float, cache: float, formula: str) -> 
 
 
 def _attention(policy: nn.Module) -> tuple[int, int, int]:
-    """Layers, heads of keys and values, and the size of a head, by the model's config."""
+    """Return layers, heads of keys and values, and the size of a head, from the model's config."""
     config: Any = base_of(policy).config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -21,7 +21,7 @@ _NORMAL = (
 
 
 def say_versions(model: LanguageModel, generator: Any, device: torch.device) -> None:
-    """Before anything is loaded: what is examined, and with what."""
+    """Print the model, the generator and the versions, before anything is loaded."""
     table = _table("What is examined", "", "")
     table.add_row("model", model.name)
     table.add_row("generator", type(generator).__name__)
@@ -46,7 +46,7 @@ def _named(device: torch.device) -> str:
 
 
 def say(found: Findings) -> None:
-    """The numbers, the seconds, the verdict and the advice."""
+    """Print the numbers, the seconds, the verdict and the advice."""
     console = Console()
     console.print()
     console.print(_numbers(found))
@@ -100,7 +100,7 @@ def _verdict(found: Findings) -> str:
 
 
 def _ways(found: Findings) -> str:
-    """Say which of the quicker ways to decode and to learn this model takes."""
+    """Return the fast paths of decoding and learning that this model takes."""
     decoded = {
         "cuda_graphs": "CUDA graphs of operations on its weights, over keys and values that are held once a prompt",
         "lean_steps": "operations on its weights, over keys and values that are held once a prompt",

@@ -15,17 +15,17 @@ _LONG = "word " * 1000
 _NO_TOOL = "no_such_tool"
 
 _EXAMPLES = {"string": "a", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
-"""By the type of a JSON schema."""
+"""Example values by the type of a JSON schema."""
 
 
 def texts(tokenizer: Any) -> list[str]:
-    """A number, nonsense, nothing, a long text, and a control token spelled out."""
+    """Return a number, nonsense, nothing, a long text, and a control token spelled out."""
     return ["0", NONSENSE, "", _LONG, str(tokenizer.eos_token)]
 
 
 def calls(toolbox: Toolbox) -> dict[str, ToolCall]:
-    """Calls by what they are: of each tool a right one, if example values can make one, and one without its arguments;
-    and one of a tool that is not there."""
+    """Return calls by description: for each tool a correct one, if example values can make one, and one without its
+    arguments; and one of a missing tool."""
     made: dict[str, ToolCall] = {}
     for name, tool in toolbox.tools.items():
         arguments = _example(tool.schema["function"]["parameters"])
@@ -37,7 +37,7 @@ def calls(toolbox: Toolbox) -> dict[str, ToolCall]:
 
 
 def scripts(said: Sequence[str], most: int) -> list[tuple[str, ...]]:
-    """Turns of several episodes, so that each text begins one.
+    """Return the turns of several episodes, so that each text begins one.
 
     Args:
         said: The texts.
@@ -47,7 +47,7 @@ def scripts(said: Sequence[str], most: int) -> list[tuple[str, ...]]:
 
 
 def written(call: ToolCall, parser: Parser, tokenizer: Any) -> str | None:
-    """The call in the first form that the run's own parser reads; None: it reads none that is known."""
+    """Return the call in the first form that the run's own parser reads; None: it reads none that is known."""
     for text in _forms(call, parser, tokenizer):
         read = parser.parse(text).calls
         if len(read) == 1 and isinstance(read[0], ToolCall) and _asks(read[0]) == _asks(call):
@@ -73,7 +73,7 @@ def _forms(call: ToolCall, parser: Parser, tokenizer: Any) -> Iterator[str]:
 
 
 def _example(schema: Mapping[str, Any]) -> Any:
-    """A value that a JSON schema could mean."""
+    """Return a value that fits a JSON schema."""
     if schema.get("enum"):
         return schema["enum"][0]
     if options := schema.get("anyOf") or schema.get("oneOf"):

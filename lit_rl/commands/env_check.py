@@ -32,20 +32,20 @@ from lit_rl.process_state import generators_kept
 from lit_rl.rollout import PromptBatch
 
 _SECONDS, _SECONDS_OF_LEAKS = 2.0, 10.0
-"""For the first round of episodes, and for the search for leaks: what does not fit in is left out."""
+"""Seconds for the first round of episodes, and for the search for leaks: what does not fit in is left out."""
 _WAIT = 60.0
-"""Seconds more than this process took for the same, before another process is given up."""
+"""Seconds more than this process took for the same, after which another process is given up."""
 _ROWS = 256
-"""Of the data, in which a row for each kind of environment is looked for."""
+"""Rows of the data in which one for each kind of environment is searched."""
 
 
 def env_check(run: Run, *, settings: Mapping[str, Any], actions: Sequence[str] | None = None) -> int:
-    """Print an episode as the policy would read it, and what speaks against learning from such episodes.
+    """Print an episode as the policy would read it, and the findings against learning from such episodes.
 
     Args:
         run: Built by the command line.
         settings: The node of `env=`, for another process to build.
-        actions: What the policy says, turn by turn. None: numbers, nonsense, nothing, long texts, calls of the tools.
+        actions: The policy's texts, turn by turn. None: numbers, nonsense, nothing, long texts, tool calls.
 
     Raises:
         ConfigError: what would refuse a run: see the docs of environments; or nothing answers the policy.
@@ -70,7 +70,7 @@ def env_check(run: Run, *, settings: Mapping[str, Any], actions: Sequence[str] |
 
 @dataclass(frozen=True)
 class _Checked:
-    """What is looked at: the parts of a run, as far as nothing refuses them."""
+    """The parts of a run that are checked, as far as nothing refuses them."""
 
     module: OnPolicyModule
     factory: EnvironmentFactory
@@ -78,13 +78,14 @@ class _Checked:
     batch: PromptBatch
     """The first row for each kind of environment."""
     kinds: list[str]
-    """Of each of these rows."""
+    """Kind of each of these rows."""
     episodes: int
-    """Of a rollout."""
+    """Episodes of a rollout."""
 
     @classmethod
     def of(cls, run: Run) -> _Checked:
-        """All that a run refuses before it loads weights is refused here, in the same words."""
+        """Return the parts. Everything that a run refuses before it loads weights is refused here, with the same
+        messages."""
         module, data = run.generating, run.data
         module.reward_functions.run_on(run.trainer.strategy.root_device)
         factory = getattr(module, "env", None)
@@ -115,15 +116,15 @@ class _Checked:
         return cls(module, factory, interaction, _picked(batch, list(first.values())), list(first), episodes)
 
     def seed(self, number: int) -> int:
-        """Of the episodes of a row, in the first rollout of the run."""
+        """Return the seed of the episodes of a row, in the first rollout of the run."""
         return int(prompt_key(self.module.seed, 0, self.batch.rows[number], 0)) & 0x7FFFFFFF
 
     def columns(self, number: int) -> dict[str, Any]:
-        """The prompt and the other columns of a row."""
+        """Return the prompt and the other columns of a row."""
         return {"prompt": self.batch.prompts[number], **{name: of[number] for name, of in self.batch.columns.items()}}
 
     def cases(self, actions: Sequence[str] | None) -> tuple[list[Case], dict[str, str | None]]:
-        """What is played; and the calls in it with their texts, None where a call cannot be written."""
+        """Return the cases to play; and their calls with their texts, None where a call cannot be written."""
         cases, asked, parsers = [], {}, self.interaction.parsers
         for number, kind in enumerate(self.kinds):
             said = [*map(str, actions or ())]
@@ -152,7 +153,7 @@ def _picked(batch: PromptBatch, rows: Sequence[int]) -> PromptBatch:
 
 @dataclass(frozen=True)
 class _Look:
-    """Episodes that were played once, by what plays them again."""
+    """Episodes that were played once, by the player that can play them again."""
 
     checked: _Checked
     player: Player
@@ -191,7 +192,7 @@ def _played(player: Player, case: Case) -> None:
 
 
 def _within(player: Player, cases: Sequence[Case], seconds: float) -> Iterator[Played]:
-    """The episodes that fit into the time, one at least."""
+    """Yield the episodes that fit into the time, one at least."""
     spent = 0.0
     for case in cases:
         if spent > seconds:
@@ -206,7 +207,7 @@ def _counted(checked: _Checked) -> Any:
 
 
 def _pay(checked: _Checked) -> Iterator[Finding]:
-    """What the run's reward says of episodes in which nothing is achieved."""
+    """Yield findings about the run's rewards for episodes in which nothing is achieved."""
     module, rewards = checked.module, {}
     for number, kind in enumerate(checked.kinds):
         batch = _picked(checked.batch, [number])
@@ -240,7 +241,7 @@ def _pay(checked: _Checked) -> Iterator[Finding]:
 
 
 def _show(console: Console, checked: _Checked, case: Case) -> None:
-    """The first episode as the policy reads it."""
+    """Print the first episode as the policy reads it."""
     module = checked.module
     console.print(Text("An episode as the policy reads it; ⟦...⟧ is what it says", style="bold"))
     try:
@@ -261,7 +262,7 @@ _STYLES = {"ok": "green", "note": "yellow", "WRONG": "bold red"}
 
 
 def _told(console: Console, found: Iterator[Finding]) -> Iterator[Finding]:
-    """Prints each finding; those that are wrong."""
+    """Print each finding; return those that are wrong."""
     console.print()
     for each in found:
         console.print(Text.assemble((f"{each.level:<6}", _STYLES[each.level]), f"{each.what}: {each.seen}"))

@@ -19,7 +19,7 @@ from lit_rl.commands.literal import instantiated
 from lit_rl.environments.parsers import Parser
 
 _SEEDS = "1", "2"
-"""Of the hashes of texts: the second where this process has the first."""
+"""Seeds of text hashes: the second where this process has the first."""
 
 
 class Elsewhere:
@@ -27,9 +27,9 @@ class Elsewhere:
 
     Args:
         settings: The node of `env=`, whose targets were checked.
-        parsers: See `Player`.
-        cases: See `Player`.
-        max_image_pixels: Likewise.
+        parsers: See `EpisodePlayer`.
+        cases: See `EpisodePlayer`.
+        max_image_pixels: See `EpisodePlayer`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Elsewhere:
             )
 
     def lines(self, seconds: float) -> list[tuple[str, ...]] | str:
-        """The lines of each case, see `Played`; or why there are none.
+        """Return the lines of each case, see `PlayedEpisode`; or the reason why there are none.
 
         Args:
             seconds: To wait for them.
@@ -70,7 +70,7 @@ class Elsewhere:
         return [tuple(lines) for lines in json.loads(self._result.read_text())]
 
     def close(self) -> None:
-        """End the process, and remove what it read and wrote."""
+        """End the process, and remove its files."""
         self._process.kill()
         self._process.wait()
         self._folder.cleanup()

@@ -18,33 +18,33 @@ Level = Literal["ok", "note", "WRONG"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     """The check, in a word or two."""
     level: Level
     seen: str
     why: str = ""
-    """What it means for a training, where something is to be said."""
+    """Its meaning for a training, where there is one."""
     fix: str = ""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """How a run asks its environments."""
+    """The rollouts of a run, as its environments see them."""
 
     episodes: int
     turns: int
-    """Of an episode at most."""
+    """Most turns of an episode."""
     at_once: float
-    """Calls that go on beside each other at most; infinity: any number."""
+    """Most concurrent calls; infinity: any number."""
 
 
 _GROUP = "completions of a group would play different games, and a resumed run would go on differently"
 
 
 def works(first: Sequence[Played]) -> Finding:
-    """Whether every call gave what it should."""
+    """Check that every call returned a valid result."""
     what, failed = "calls", list(dict.fromkeys(played.failed for played in first if played.failed is not None))
     if not failed:
         count = sum(len(played.calls) for played in first)
@@ -65,7 +65,7 @@ def works(first: Sequence[Played]) -> Finding:
 def repeats(
     first: Sequence[Played], second: Sequence[Played], elsewhere: Sequence[Sequence[str]] | str
 ) -> Iterator[Finding]:
-    """Whether the same seed and turns make the same episode: again in this process, and in another one.
+    """Check that the same seed and turns make the same episode: again in this process, and in another one.
 
     Args:
         first: Episodes.
@@ -106,7 +106,7 @@ def repeats(
 
 
 def stands_alone(alone: Sequence[Played], among: Sequence[Played]) -> Finding:
-    """Whether episodes are the same when others go on at the same time.
+    """Check that episodes are the same when others go on at the same time.
 
     Args:
         alone: Episodes.
@@ -124,12 +124,12 @@ def stands_alone(alone: Sequence[Played], among: Sequence[Played]) -> Finding:
 
 
 def generators(first: Sequence[Played], *, at_once: bool, elsewhere: bool) -> Finding:
-    """Whether the global random generators are left alone.
+    """Check that the global random generators are left alone.
 
     Args:
         first: Episodes.
-        at_once: Whether other calls go on at the same time.
-        elsewhere: Whether they were played in workers, whose generators nobody sees.
+        at_once: True if other calls run at the same time.
+        elsewhere: True if they were played in workers, whose generators cannot be seen.
     """
     what = "random generators"
     if elsewhere:
@@ -156,7 +156,7 @@ _REMEDIES = {
 
 
 def leaks(found: Growth) -> Finding:
-    """Whether episodes leave something behind."""
+    """Check that episodes leave nothing behind."""
     what = "left behind"
     if not found.episodes:
         return Finding(what, "note", "an episode takes too long here to play enough of them for a look")
@@ -172,11 +172,11 @@ def leaks(found: Growth) -> Finding:
 
 
 def lengths(first: Sequence[Played], tokens: Callable[[str], int], most: int) -> Iterator[Finding]:
-    """Whether what the policy reads is within its limit.
+    """Check that the policy's texts to read are within its limit.
 
     Args:
         first: Episodes.
-        tokens: Of a text.
+        tokens: Counts the tokens of a text.
         most: `env.max_observation_tokens`.
     """
     what = "lengths"
@@ -205,11 +205,11 @@ def lengths(first: Sequence[Played], tokens: Callable[[str], int], most: int) ->
 
 
 def tools(first: Sequence[Played], calls: Mapping[str, str | None]) -> Iterator[Finding]:
-    """Whether calls of tools are answered with something to read.
+    """Check that tool calls are answered with something to read.
 
     Args:
         first: Episodes.
-        calls: What each call is, with the text that the policy calls it with; None: it cannot be written.
+        calls: Each call's description, with the policy's text for it; None: it cannot be written.
     """
     what = "tools"
     if unwritten := [name for name, text in calls.items() if text is None]:
@@ -247,10 +247,10 @@ def tools(first: Sequence[Played], calls: Mapping[str, str | None]) -> Iterator[
 
 
 def pay(rewards: Mapping[str, float | None]) -> Finding:
-    """Whether an episode pays in which nothing, or nonsense, is said.
+    """Check the rewards of episodes in which nothing, or nonsense, is written.
 
     Args:
-        rewards: By what is said: the reward of the whole; None where it has none.
+        rewards: Reward of the episode by the text that is written in it; None where it has none.
     """
     what = "pay for nothing"
     told = ", ".join(f"{said} {'no reward' if value is None else f'{value:g}'}" for said, value in rewards.items())
@@ -264,12 +264,12 @@ def pay(rewards: Mapping[str, float | None]) -> Finding:
 
 
 def times(first: Sequence[Played], limit: float, rollout: Rollout) -> Finding:
-    """What calls take, and what that makes of a rollout.
+    """Report the times of calls, and what follows for a rollout.
 
     Args:
         first: Episodes.
         limit: `env.step_timeout`, seconds.
-        rollout: Of the run.
+        rollout: The run's rollouts.
     """
     resets = [call.seconds for played in first for call in played.calls if call.name == "reset"]
     answers = [call.seconds for played in first for call in played.calls if call.name.startswith("turn")] or [0.0]
@@ -294,7 +294,7 @@ def _ms(seconds: Sequence[float]) -> str:
 
 
 def _difference(one: Sequence[str], other: Sequence[str]) -> str:
-    """The first line that differs."""
+    """Return the first line that differs."""
     pairs = zip([*one, "it was over"], [*other, "it was over"])
     a, b = next((a, b) for a, b in pairs if a != b)
     return f"{_line(a)}, and then {_line(b)}"

@@ -16,28 +16,28 @@ from itertools import pairwise
 from pathlib import Path
 
 _LEAST, _MOST = 4, 40
-"""Episodes between two looks: below the first nothing can be said."""
+"""Fewest and most episodes between two measurements: below the first there is no result."""
 _FROM = {"threads": 0.1, "child processes": 0.1, "open files": 0.1, "Python objects": 20.0, "KiB of memory": 32.0}
-"""What an episode has to leave behind. What is left more rarely may be a pool that fills; a run has hundreds of
-thousands of episodes."""
+"""Least growth an episode that is reported. Anything rarer may be a pool that fills; a run has hundreds of thousands
+of episodes."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What grew over two equal numbers of episodes."""
+    """Resources that grew over two equal numbers of episodes."""
 
     episodes: int
-    """Of each half; 0: they take too long for a look."""
+    """Episodes of each half; 0: they take too long to measure."""
     grown: dict[str, float]
-    """An episode, by what grew in both halves."""
+    """Growth an episode, by resource, where it grew in both halves."""
 
 
 def growth(play: Callable[[int], None], cases: int, budget: float) -> Growth:
-    """Play episodes, and look at what the process holds before, halfway and after.
+    """Play episodes, and measure the resources of the process before, halfway and after.
 
     Args:
         play: Plays an episode of the case with this number, and keeps nothing.
-        cases: How many there are.
+        cases: Number of cases.
         budget: Seconds for all of it, about.
     """
     began = time.perf_counter()
@@ -57,7 +57,8 @@ def growth(play: Callable[[int], None], cases: int, budget: float) -> Growth:
 
 
 def held() -> dict[str, float]:
-    """What this process holds: counts, and KiB of memory of its own. Cyclic garbage is collected before."""
+    """Return the resources of this process: counts, and KiB of memory of its own. Cyclic garbage is collected
+    before."""
     gc.collect()
     _give_back()  # else what leaks fills memory that was freed before, unseen
     # Small blocks of Python's own allocator: counting them costs nothing, unlike tracing each.
@@ -71,7 +72,7 @@ def held() -> dict[str, float]:
 
 
 def _kept_kib(status: str) -> float:
-    """Of memory that is the process's own. Pages of files (libraries) come and go as the system likes."""
+    """Return KiB of the process's own memory. Pages of files (libraries) come and go as the system likes."""
     return float(sum(map(int, re.findall(r"^(?:RssAnon|RssShmem|VmSwap):\s+(\d+) kB", status, re.M))))
 
 

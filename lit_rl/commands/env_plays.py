@@ -31,12 +31,12 @@ class Case:
     """One episode to be played."""
 
     kind: str
-    """Of the environments of `env=`, by name."""
+    """Name of the kind of environment, of those of `env=`."""
     columns: Mapping[str, Any]
     """The prompt and the other columns of a row of the data."""
     seed: int
     turns: tuple[str, ...]
-    """What the policy says, turn by turn."""
+    """The policy's texts, turn by turn."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Played:
-    """An episode as it went."""
+    """A played episode."""
 
     lines: tuple[str, ...]
-    """All that the policy or its training would see, a line a call: two episodes are equal where these are."""
+    """Everything that the policy or its training would see, a line a call: two episodes are equal where these are."""
     calls: tuple[Call, ...]
     opening: str
-    """What it began with, as text; empty: with nothing."""
+    """The opening observation as text; empty: there is none."""
     replies: tuple[tuple[str, Reply], ...]
     """Each turn with its reply."""
     failed: str | None
-    """The call that did not work out, and why; None: all did."""
+    """The call that failed, and the reason; None: all succeeded."""
 
 
 class Player:
@@ -70,7 +70,7 @@ class Player:
 
     Args:
         factory: Makes the environments.
-        parsers: What reads the calls of tools, by the name of the kind.
+        parsers: Parsers of tool calls, by the name of the kind.
         max_image_pixels: As `Interaction.max_image_pixels`.
     """
 
@@ -84,11 +84,11 @@ class Player:
         self._factory, self._parsers, self._runner = factory, parsers, Runner()
 
     def play(self, case: Case) -> Played:
-        """The episode, alone."""
+        """Play one episode, alone."""
         return self.interleaved([case])[0]
 
     def interleaved(self, cases: Sequence[Case]) -> list[Played]:
-        """Episodes that go on at the same time, a call of each in turn."""
+        """Play episodes at the same time, a call of each in turn."""
         plays = [self._begun(case) for case in cases]
         for _ in zip_longest(*(play.calls_in_order() for play in plays)):
             pass
@@ -102,11 +102,11 @@ class Player:
 
 
 class _Failed(Exception):
-    """A call did not work out."""
+    """A call that failed."""
 
 
 class _Play:
-    """One episode while it goes on."""
+    """One episode while it is played."""
 
     def __init__(
         self,
@@ -127,11 +127,11 @@ class _Play:
         self._failed: str | None = None
 
     def played(self) -> Played:
-        """As it went, when it is over."""
+        """Return the episode, once it is over."""
         return Played(tuple(self._lines), tuple(self._calls), self._opening, tuple(self._replies), self._failed)
 
     def calls_in_order(self) -> Iterator[None]:
-        """Makes the next call each time it is asked on."""
+        """Make the next call at each step of this iterator."""
         try:
             yield from self._until_over()
         except _Failed as failed:
@@ -189,7 +189,7 @@ class _Given:
 
 
 async def _watched(coroutine: Coroutine[Any, Any, Any], max_image_pixels: int | None) -> _Given:
-    """What it gives or raises, its seconds, and the global generators that it moves."""
+    """Return the result or error of a call, its seconds, and the global generators that it moved."""
     IMAGE_LIMIT.set(max_image_pixels)
     before, began = _generators(), time.perf_counter()
     value, error = None, None

@@ -19,13 +19,13 @@ class Talk:
 
     episode: Episode
     ids: list[int]
-    """All that the policy reads and says."""
+    """All tokens that the policy reads and writes."""
     learned: list[bool]
-    """Of each token: whether the policy said it."""
+    """True for each token that the policy wrote."""
 
     @property
     def said(self) -> list[int]:
-        """What the policy said."""
+        """Token ids that the policy wrote."""
         return [token for token, learned in zip(self.ids, self.learned) if learned]
 
 
@@ -37,15 +37,15 @@ def talk(
     turns: Sequence[str],
     max_new_tokens: int,
 ) -> Talk:
-    """Say the turns until the conversation is over. A turn that is too long is cut, as a policy's is.
+    """Play the turns until the conversation is over. A turn that is too long is cut, as a policy's is.
 
     Args:
-        interaction: Of the run.
-        tokenizer: Of the policy.
-        batch: Of one prompt.
-        seed: Of the episode.
-        turns: What the policy says.
-        max_new_tokens: Of one turn.
+        interaction: The run's interaction.
+        tokenizer: The policy's tokenizer.
+        batch: A batch of one prompt.
+        seed: Seed of the episode.
+        turns: The policy's texts.
+        max_new_tokens: Most tokens of one turn.
 
     Raises:
         LitRLError: what would end a run.

@@ -27,7 +27,7 @@ def evaluate(run: Run) -> int:
 
 
 def test(run: Run) -> int:
-    """The same through `Trainer.test`: metrics under the prefix `test/`."""
+    """Evaluate through `Trainer.test`: metrics have the prefix `test/`."""
     with told_of_memory(run.module):
         run.trainer.test(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, verbose=False)
     return _report(run, "test")
@@ -53,7 +53,7 @@ def _report(run: Run, stage: str) -> int:
 
 
 def _decoding(module: PolicyModule) -> str:
-    """How it was decoded: the names of metrics are the same for each temperature."""
+    """Return the decoding in words: the names of metrics are the same for each temperature."""
     if not isinstance(module, GeneratingModule):
         return ""
     temperature, count = module.evaluation.temperature, module.evaluation.group_size
@@ -62,7 +62,7 @@ def _decoding(module: PolicyModule) -> str:
 
 
 def predict(run: Run) -> int:
-    """Completions of the validation prompts, one JSON line each, in `predictions.jsonl` (one file a rank)."""
+    """Write completions of the validation prompts, one JSON line each, to `predictions.jsonl` (one file a rank)."""
     with told_of_memory(run.module):
         batches: Any = run.trainer.predict(run.module, datamodule=run.data, ckpt_path=run.ckpt_path) or []
     if run.dry:

@@ -28,16 +28,16 @@ class Export:
     """One export."""
 
     module: PolicyModule
-    """What was trained, not loaded yet."""
+    """The trained module, not loaded yet."""
     checkpoint: Path
     folder: Path
-    """Where it goes: a new folder, or an earlier export, which is replaced."""
+    """Target: a new folder, or an earlier export, which is replaced."""
     facts: Mapping[str, Any]
-    """Of the model card."""
+    """Facts for the model card."""
     push_to_hub: str | None = None
     """A repository of the hub, `user/name`; None sends nothing."""
     private: bool = True
-    """Whether a repository that is made new is private."""
+    """True to make a new repository private."""
 
 
 def export(job: Export) -> int:
@@ -59,12 +59,12 @@ def export(job: Export) -> int:
 
 
 def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model card says of a run.
+    """Return the facts about a run for its model card.
 
     Args:
         model: Name or hub id of what the run began with.
         algorithm: Name of the algorithm.
-        dataset: What it learned from.
+        dataset: Name of the data.
         summary: What the run wrote down of itself: rewards `before` and `after`, which prompts, the `command` that
             began it, and those that it `went_on` by.
     """
@@ -93,12 +93,12 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
 
 
 FOLDER = "runs/mine"
-"""Stands in a card for the folder of the run."""
+"""Placeholder in a card for the folder of the run."""
 
 
 def for_readers(commands: Sequence[str]) -> str:
-    """The commands of one run, a line each, as they train likewise in a folder of the reader's own: with `path/to/` in
-    place of the author's folders, and with one folder where several commands have to share it.
+    """Return the commands of one run, a line each, so that they train likewise in a reader's folder: with `path/to/`
+    in place of the author's folders, and with one folder where several commands have to share it.
 
     Args:
         commands: Without secrets, as `redact_command` leaves them. One that cannot be read is left out.
@@ -121,7 +121,7 @@ def _anywhere(words: list[str], *, alone: bool) -> str:
 
 
 def _measured(after: Mapping[str, float], before: Mapping[str, float] | None) -> dict[str, str]:
-    """A mean and its 95 % interval, and the same before training where it was measured."""
+    """Return a mean and its 95 % interval, and the same before training where it was measured."""
     known = {"before": _mean(before)} if before and "reward" in before else {}
     return known | {"after": _mean(after)}
 
@@ -133,7 +133,7 @@ def _mean(numbers: Mapping[str, float]) -> str:
 
 
 def _load(job: Export) -> int:
-    """Give the model the checkpoint's weights; the optimizer step that they are of."""
+    """Give the model the checkpoint's weights; return their optimizer step."""
     module = job.module
     module.configure_model()
     saved = saved_policy(job.checkpoint)
@@ -143,7 +143,7 @@ def _load(job: Export) -> int:
 
 
 def _send(folder: Path, repository: str, step: int, private: bool) -> str:
-    """Upload a folder; returns its address."""
+    """Upload a folder; return its address."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 

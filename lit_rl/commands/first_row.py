@@ -34,13 +34,13 @@ def first_row(
     rename: Mapping[str, str] | None = None,
     map_row: RowFunction | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """The first row of `path` under the names that it is read by, and where it stands.
+    """Return the first row of `path` under the names that it is read by, and its place.
 
     Of a file its beginning is read; a .json array, a folder and the hub are opened as for a training.
 
     Args:
         path: As `data.path`; the other settings are those of `SourcedDataModule` too.
-        own: What its source alone makes of rows.
+        own: Changes to rows that its source alone makes.
 
     Raises:
         DataError: nothing is there, it cannot be read, or it has no row.

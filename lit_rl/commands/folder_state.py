@@ -15,7 +15,7 @@ import yaml
 from lit_rl.errors import ConfigError, StorageError, nearest
 
 _RELEASE = "# lit_rl=="
-"""How config.yaml begins, as Lightning's begins with its own."""
+"""First characters of config.yaml, as Lightning's begins with its own."""
 _CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
 
 
@@ -30,7 +30,7 @@ def check_is_no_file(folder: Path) -> None:
 
 
 def check_is_folder(folder: Path) -> None:
-    """Refuse what is no folder, where a run has to be.
+    """Refuse a path that is no folder, where a run has to be.
 
     Raises:
         ConfigError: names it, and the nearest run that stands beside it.
@@ -42,7 +42,7 @@ def check_is_folder(folder: Path) -> None:
 
 
 def check_has_config(folder: Path) -> None:
-    """Refuse what has no config.yaml, where a run's settings are read.
+    """Refuse a folder without config.yaml, where a run's settings are read.
 
     Raises:
         ConfigError: names it, and the nearest run that stands beside it.
@@ -52,7 +52,7 @@ def check_has_config(folder: Path) -> None:
 
 
 def check_has_checkpoint(folder: Path) -> None:
-    """Refuse what has no checkpoint at all, where the newest one is asked for.
+    """Refuse a folder without any checkpoint, where the newest one is asked for.
 
     Raises:
         StorageError: names the folder that is empty, and the nearest run that stands beside it.
@@ -62,7 +62,7 @@ def check_has_checkpoint(folder: Path) -> None:
 
 
 def no_checkpoint(folder: Path) -> StorageError:
-    """What is said where a command reads the newest checkpoint of a run, and there is no whole one."""
+    """Return the error of a command that reads the newest checkpoint of a run, where there is no whole one."""
     return StorageError(
         f"ckpt_path=last: there is no whole checkpoint in {folder / 'checkpoints'}. Set run_dir to the run that is "
         f"meant, or ckpt_path to a file.{nearest_run(folder)}"
@@ -70,40 +70,41 @@ def no_checkpoint(folder: Path) -> StorageError:
 
 
 def nearest_run(folder: Path) -> str:
-    """``" Did you mean 'runs/x'?"``, of the runs in the same folder; empty where none is near, or it is one itself."""
+    """Return ``" Did you mean 'runs/x'?"`` for a run in the same folder; empty where none is near, or this is a run
+    itself."""
     runs = {file.parent.name for file in folder.parent.glob("*/config.yaml")}
     near = None if folder.name in runs else nearest(folder.name, runs)
     return "" if near is None else f" Did you mean {str(folder.with_name(near))!r}?"
 
 
 def held(folder: Path, state: str) -> ConfigError:
-    """What is said of a folder where another run is.
+    """Return the error about a folder that holds another run.
 
     Args:
-        folder: As it was given.
-        state: What it holds.
+        folder: The folder as the user typed it.
+        state: Its contents, such as "a finished run".
     """
     return ConfigError(f"run_dir={folder} holds {state}. Continue it with ckpt_path=last, or take another run_dir.")
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a run there has ended. (A summary without a run is the user's, and is not read.)"""
+    """Tell whether a run in this folder has finished. (A summary without a run is the user's, and is not read.)"""
     ours = holds_a_run(folder) or any((folder / "checkpoints").glob("*.ckpt"))
     return ours and read_summary(folder).get("status") == "finished"
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether config.yaml is one that a run wrote: it is there before anything else of the run is."""
+    """Tell whether a run wrote config.yaml, which is there before anything else of the run is."""
     return is_of_a_run(read_config(folder))
 
 
 def is_of_a_run(config: Mapping[str, Any]) -> bool:
-    """Whether a run wrote this; another program's config.yaml has other keys."""
+    """Tell whether a run wrote this config; another program's config.yaml has other keys."""
     return config.keys() >= _CONFIG_KEYS
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What config.yaml says; empty where it cannot be read."""
+    """Return config.yaml as a mapping; empty where it cannot be read."""
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -112,8 +113,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What the summary says so far; empty where there is none. Nothing depends on a damaged one: it is made anew,
-    with a warning."""
+    """Return the summary; empty where there is none. Nothing depends on a damaged one: it is written anew, with a
+    warning."""
     file = folder / "summary.json"
     if not file.is_file():
         return {}
@@ -129,19 +130,19 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def release(package: str = "lit-rl") -> str:
-    """The version of lit_rl, or of another package; empty where it is not installed as one."""
+    """Return the version of lit_rl, or of another package; empty where it is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return ""
 
 
 def signed(config: str) -> str:
-    """The text of config.yaml, under a line with the version of lit_rl that writes it."""
+    """Return the text of config.yaml under a line with the version of lit_rl that writes it."""
     return f"{_RELEASE}{release()}\n{config}" if release() else config
 
 
 def written_by(folder: Path) -> str:
-    """The version of lit_rl that wrote config.yaml; empty where nothing says it."""
+    """Return the version of lit_rl that wrote config.yaml; empty where the file does not name one."""
     with contextlib.suppress(OSError, ValueError), (folder / "config.yaml").open(encoding="utf-8") as file:
         first = file.readline(200)
         return first.removeprefix(_RELEASE).strip() if first.startswith(_RELEASE) else ""
@@ -150,8 +151,7 @@ def written_by(folder: Path) -> str:
 
 @contextlib.contextmanager
 def told_of_release(folder: Path) -> Iterator[None]:
-    """Where settings or a checkpoint of a run are refused in this block, the error also says that another version of
-    lit_rl made the run, if one did."""
+    """Add a note to errors about settings or a checkpoint of a run that another version of lit_rl made."""
     theirs, ours = written_by(folder), release()
     try:
         yield

@@ -15,12 +15,12 @@ from lit_rl.errors import StorageError
 
 
 def safe(text: str) -> str:
-    """Text that is not to be trusted, for an element or an attribute in quotes; control characters as escapes."""
+    """Escape untrusted text for an element or an attribute in quotes; control characters become visible escapes."""
     return html.escape(visible(text))
 
 
 def data(value: Any) -> str:
-    """A value for the page's script to parse: as JSON in which no tag can end or begin, and every character is ASCII.
+    """Return a value for the page's script to parse: ASCII JSON in which no tag can end or begin.
 
     Raises:
         ValueError: there is NaN or infinity in it, which JSON has not.
@@ -29,15 +29,15 @@ def data(value: Any) -> str:
 
 
 def document(title: str, style: str, body: str, script: str, *, attributes: str = "", images: bool = False) -> str:
-    """The whole file.
+    """Return the whole file.
 
     Args:
         title: Plain text.
         style: The style sheet.
         body: Markup, with everything foreign in it `safe`.
         script: The only one that may run. It ends the body.
-        attributes: Of the body.
-        images: Whether the body shows some, which it holds itself.
+        attributes: Attributes of the body.
+        images: Allow images that the body holds itself.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     seen = "img-src data:; " if images else ""
@@ -52,7 +52,7 @@ def document(title: str, style: str, body: str, script: str, *, attributes: str 
 
 
 def write(target: Path, text: str) -> None:
-    """Beside the target first, then renamed: it is there whole or as it was.
+    """Write a file beside the target, then rename it: the target is whole or as it was.
 
     Raises:
         StorageError: it cannot be written.

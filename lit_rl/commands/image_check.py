@@ -14,9 +14,9 @@ from rich.text import Text
 
 from lit_rl.callbacks.pictures import Pictures
 from lit_rl.callbacks.text import printable
-from lit_rl.commands.first_row import as_read
 from lit_rl.data.corpus import set_key
 from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.formats import as_read
 from lit_rl.data.image_parts import ImageReader
 from lit_rl.data.image_prompts import Processor, count_of_placeholders
 from lit_rl.data.offline.example_module import ExampleDataModule
@@ -25,7 +25,7 @@ from lit_rl.errors import DataError
 from lit_rl.videos import VideoRef, Visual, shown_in
 
 _NAMES, _BAD = 4, 10
-"""Names of a set that are shown; bad images that are."""
+"""Most names of a set, and most bad images, that are shown."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,19 @@ class SeenSet:
 
     name: str
     rows: Sequence[Sequence[Visual]]
-    """Of each row, in the order in which they are shown; videos too."""
+    """Images and videos of each row, in the order in which they are shown."""
     tokens: Sequence[int]
-    """Of each row: how many tokens of its prompt stand for images; empty where that is not known."""
+    """Tokens of each row's prompt that stand for images; empty where that is not known."""
 
     @property
     def refs(self) -> list[Visual]:
-        """Of all rows, each once."""
+        """References of all rows, each once."""
         return list(dict.fromkeys(ref for row in self.rows for ref in row))
 
 
 def seen_sets(data: RolloutDataModule | ExampleDataModule, processor: Processor) -> list[SeenSet]:
-    """The images of the training rows, and of each validation set. Prompts of rollouts that validate have no tokens."""
+    """Return the images of the training rows, and of each validation set. Prompts of rollouts that validate have no
+    tokens."""
     tokens_of_images = partial(count_of_placeholders, processor.placeholders)
     if isinstance(data, RolloutDataModule):
         names = ["train", *map(set_key, data.val_names)]
@@ -65,7 +66,7 @@ def seen_sets(data: RolloutDataModule | ExampleDataModule, processor: Processor)
 
 
 def say_images(console: Console, sets: Sequence[SeenSet]) -> None:
-    """Print what the sets show."""
+    """Print the images of each set."""
     console.print(Text("\nImages", style="bold"))
     for seen in sets:
         console.print(Text(f"{seen.name}: {_counted(seen)}"))
@@ -97,7 +98,8 @@ def _spread(counts: Sequence[int]) -> str:
 
 
 def say_bad_images(console: Console, data: RolloutDataModule | ExampleDataModule) -> None:
-    """Name what `data.on_bad_row=skip` left out because of its images: everything is read once more for that."""
+    """Print the rows that `data.on_bad_row=skip` left out because of their images: everything is read once more for
+    that."""
     bad = sum(counts.get("bad", 0) for counts in data.report.values())
     if not bad or getattr(data, "stream_buffer", None) is not None:  # of a stream only its beginning is read
         return
@@ -125,7 +127,7 @@ def _bad_images(data: RolloutDataModule | ExampleDataModule) -> Iterator[str]:
 
 
 def _mapped(rows: Rows, i: int, options: Any) -> dict[str, Any] | None:
-    """The row under the names that it is read by; None where that fails, which is no matter of images."""
+    """Return the row under the names that it is read by; None where that fails, which is no matter of images."""
     try:
         return as_read(rows[i], rows.where(i), rename=options.rename, map_row=options.map_row).row
     except DataError:

@@ -20,13 +20,13 @@ from lit_rl.errors import INTERRUPTED, SIGNALLED, TERMINATED, BackendError
 
 
 class Left(KeyboardInterrupt):
-    """A signal came. No `Exception` and no `SystemExit`, which a function's failure policy takes for a failure; and
-    event loops of asyncio let it out."""
+    """A signal to end. Neither an `Exception` nor a `SystemExit`, which a function's failure policy takes for a
+    failure; and asyncio's event loops let it out."""
 
 
 @contextlib.contextmanager
 def at_once(trainer: L.Trainer, then: Callable[[int], None]) -> Iterator[None]:
-    """A signal leaves this block, from wherever the main thread stands in it, and then the process.
+    """Leave this block at a signal, from wherever the main thread stands in it, and then end the process.
 
     Processes that this one started for other ranks get the signal too. Lightning's own handler of SIGTERM stays away:
     outside of a fit it takes a note, which is read between two batches, and ends with exit code 0; of several ranks it
@@ -83,7 +83,7 @@ def at_once(trainer: L.Trainer, then: Callable[[int], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def exits_are_errors(trainer: L.Trainer) -> Iterator[None]:
     """Turn an exit in the middle of a training into an error: of a callback that calls `sys.exit`, or of a Ctrl-C that
-    nobody but Lightning has caught. A run that did not come to its end must not end with 0.
+    only Lightning has caught. A run that did not come to its end must not exit with 0.
 
     Raises:
         BackendError: with the exit code that was asked for; 1 where that was none or 0.

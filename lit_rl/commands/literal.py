@@ -11,7 +11,7 @@ _BEGINS = re.compile(r"(\\*)\$\{")
 
 
 def literal(node: Any) -> Any:
-    """Plain values as OmegaConf gives them back: each `${` is escaped, with the backslashes before it."""
+    """Escape each `${` of plain values, with the backslashes before it, so that OmegaConf gives them back unchanged."""
     if isinstance(node, str):
         return _BEGINS.sub(lambda found: found[1] * 2 + "\\${", node)
     if isinstance(node, list):
@@ -20,5 +20,5 @@ def literal(node: Any) -> Any:
 
 
 def instantiated(node: Any) -> Any:
-    """The objects of plain values. Hydra resolves them before it builds, and once more as it reads each."""
+    """Instantiate plain values. Hydra resolves them before it builds, and once more as it reads each."""
     return instantiate(literal(literal(node)), _convert_="all")

@@ -9,42 +9,43 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
-
-import lightning as L
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from typing import TYPE_CHECKING, Any
 
 from lit_rl.commands import parent
 from lit_rl.errors import SIGNALLED, BackendError, LitRLError
+
+if TYPE_CHECKING:
+    import lightning as L
 
 _GRACE = 10.0
 """Seconds that processes have to end by themselves: their next collective fails."""
 
 _LAST = 30.0
-"""Seconds that they have to end where all is done."""
+"""Seconds that they have to end after all work is done."""
 
 _EVERY = 0.5
-"""Seconds between two looks at processes that this one started. Lightning's own first look is after five."""
+"""Seconds between two checks of the child processes. Lightning's own first check is after five."""
 
 _TO_END = 5.0
 """Seconds from a lost connection to the end of the process at its other end."""
 
 _TO_HEAR = 120.0
-"""Seconds that this process has to hear of one that is gone, by a collective that fails, and to leave its work, which
-may be a checkpoint or an export that it writes alone."""
+"""Seconds that this process has to notice the loss of another one, by a collective that fails, and to leave its work,
+which may be a checkpoint or an export that it writes alone."""
 
 _known: list[subprocess.Popen[Any]] = []
-"""All that this process has started for other ranks: later jobs of a sweep have the same ones, and no launcher."""
+"""All processes that this one has started for other ranks: later jobs of a sweep have the same ones, and no
+launcher."""
 
 _ended_with: list[subprocess.Popen[Any]] = []
-"""Those of them that were ended with a job that failed."""
+"""Children that were ended with a job that failed."""
 
 
 class OtherRankFailed(LitRLError):
-    """Another rank failed before this one, which heard of it by a lost connection. Its exit code is this one's too.
+    """Failure of another rank before this one, which noticed a lost connection. Its exit code is this one's too.
 
     Args:
-        said: What that rank wrote down: `error.json`.
+        said: That rank's `error.json`.
     """
 
     def __init__(self, said: Mapping[str, Any]) -> None:
@@ -54,10 +55,10 @@ class OtherRankFailed(LitRLError):
 
 
 def wait_for_those_started(launcher: Any, seconds: float = _LAST) -> None:
-    """Let the processes that this one started end too, where it has done its work: the next job of a sweep finds none.
+    """Wait for the child processes to end too, after this one's work is done: the next job of a sweep finds none.
 
     Args:
-        launcher: As below.
+        launcher: Lightning's, of the strategy.
         seconds: Until one that hangs while it ends is left alone.
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -69,14 +70,14 @@ def wait_for_those_started(launcher: Any, seconds: float = _LAST) -> None:
 def watching_those_started(
     trainer: L.Trainer, gave_up: Callable[[BackendError], int], seconds: float = _TO_HEAR
 ) -> Iterator[None]:
-    """Where a process that this one started for another rank fails, this one ends by itself, and says why.
+    """End this process with a reason if a child process of another rank fails.
 
     Lightning kills this one, which then leaves no word. Here it has time to hear of it: a collective of gloo fails at
     once. One that stands where nothing fails, as in a collective of NCCL or where the ranks meet, is ended. Those that
     this one starts know of it, and end with it (`commands.parent`).
 
     Args:
-        trainer: Whose launcher starts processes.
+        trainer: The Trainer; its launcher starts processes.
         gave_up: Writes the error down, and returns the exit code. Called in a thread.
         seconds: Until this process is ended; where the ranks have not met yet it has nothing to lose, and has less.
 
@@ -127,17 +128,18 @@ def _watch(trainer: L.Trainer, over: threading.Event, gave_up: Callable[[Backend
 
 
 def _failed() -> subprocess.Popen[Any] | None:
-    """The first that has ended by an error. One that a signal has ended in good order is none: this one ends too."""
+    """Return the first child that has ended with an error. One that a signal has ended in good order is none: this one
+    ends too."""
     ended = (each for each in _known if each.poll())
     return next((each for each in ended if not SIGNALLED < each.returncode <= SIGNALLED + signal.NSIG), None)
 
 
 def how_one_ended(rank: int, seconds: float = _TO_END) -> tuple[str, bool] | None:
-    """What ended another rank, where this process has started it and has lost the connection to it.
+    """Return the reason why another rank ended, if this process has started it and has lost the connection to it.
 
     Args:
-        rank: Of this process.
-        seconds: That a process has to end whose connections are closed.
+        rank: Rank of this process.
+        seconds: Time for a process to end whose connections are closed.
 
     Returns:
         A clause with its rank and its process, and whether a signal killed it: then it said nothing itself. None where
@@ -151,12 +153,12 @@ def how_one_ended(rank: int, seconds: float = _TO_END) -> tuple[str, bool] | Non
 
 
 def _killed() -> subprocess.Popen[Any] | None:
-    """The first that a signal killed: where several ended, the others have lost their connection to it."""
+    """Return the first child that a signal killed: where several ended, the others have lost their connection to it."""
     return next((each for each in _known if (each.poll() or 0) < 0), None)
 
 
 def _how_it_ended(process: subprocess.Popen[Any], rank: int) -> str:
-    """Lightning starts the ranks of a node in their order."""
+    """Return a clause about the end of a child. Lightning starts the ranks of a node in their order."""
     who = f"Rank {rank + 1 + _known.index(process)} (process {process.pid})"
     if process.returncode < 0:
         with contextlib.suppress(ValueError):
@@ -171,13 +173,15 @@ def stop_lightnings_observer() -> None:
 
     A thread of Lightning's looks every five seconds, and kills this process once one that it started has failed.
     """
+    from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver):
             thread._child_processes = []  # it looks at none, and has nothing else to do
 
 
 def end_those_started(launcher: Any, grace: float = _GRACE) -> None:
-    """End the processes that this one started for other ranks, where it has failed.
+    """End the child processes of other ranks, after this one has failed.
 
     Args:
         launcher: Lightning's, of the strategy; one that starts no processes is let alone.
@@ -196,5 +200,5 @@ def end_those_started(launcher: Any, grace: float = _GRACE) -> None:
 
 
 def _started(launcher: Any) -> list[subprocess.Popen[Any]]:
-    """Without those that it forks or spawns, and joins by itself."""
+    """Return a launcher's child processes, without those that it forks or spawns, and joins by itself."""
     return [process for process in getattr(launcher, "procs", ()) if isinstance(process, subprocess.Popen)]

@@ -11,7 +11,7 @@ from lit_rl.ops.intervals import wilson
 
 @dataclass(frozen=True)
 class Paired:
-    """What the values of both runs, prompt by prompt, say."""
+    """The result of a paired test on two runs."""
 
     prompts: int
     first: float
@@ -23,23 +23,23 @@ class Paired:
     high: float
     """Ends of its 95 % interval; infinite for a single prompt."""
     p: float
-    """Chance of a difference as large, or larger, where the runs do not differ; two-sided."""
+    """Probability of a difference as large, or larger, where the runs do not differ; two-sided."""
     test: str
     """`McNemar` or `t`."""
 
     @property
     def interval(self) -> str:
-        """For people."""
+        """The interval as text."""
         return f"[{self.low:+.3f}, {self.high:+.3f}]" if math.isfinite(self.high) else "one prompt"
 
     @property
     def p_text(self) -> str:
-        """`p` for people."""
+        """`p` as text."""
         return "<0.0001" if self.p < 1e-4 else f"{self.p:.4f}"
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> Paired:
-    """Of finite values of the same prompts, one a prompt, in the same order; at least one.
+    """Test finite values of the same prompts, one a prompt, in the same order; at least one.
 
     Where every value is 0 or 1: McNemar's exact test (1947), and the interval that Newcombe (1998) makes of the two
     Wilson intervals and their correlation, which stays right near 0 and 1. Else the t test of the differences, and its
@@ -62,14 +62,15 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Paired:
 
 
 def mcnemar(better: int, worse: int) -> float:
-    """Chance, two-sided, that a fair coin splits the prompts that changed as unevenly as this, or more."""
+    """Return the two-sided probability that a fair coin splits the prompts that changed as unevenly as this, or
+    more."""
     changed, fewer = better + worse, min(better, worse)
     tail = sum(math.comb(changed, k) for k in range(fewer + 1))
     return min(1.0, 2 * tail / 2**changed)
 
 
 def newcombe(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """The interval of a difference of paired shares (Newcombe 1998, method 10)."""
+    """Return the interval of a difference of paired shares (Newcombe 1998, method 10)."""
     n = len(first)
     p, q = sum(first) / n, sum(second) / n
     (low_p, high_p), (low_q, high_q) = wilson(p, n), wilson(q, n)
@@ -89,7 +90,8 @@ def newcombe(first: Sequence[float], second: Sequence[float]) -> tuple[float, fl
 
 
 def t_within(t: float, freedom: int) -> float:
-    """Chance that Student's t of so many degrees of freedom lies within -t and t (Abramowitz and Stegun 26.7.3 and 4).
+    """Return the probability that Student's t with these degrees of freedom lies within -t and t (Abramowitz and
+    Stegun 26.7.3 and 4).
 
     `t`: at least 0. `freedom`: at least 1.
     """
@@ -103,7 +105,7 @@ def t_within(t: float, freedom: int) -> float:
 
 
 def t_quantile(within: float, freedom: int) -> float:
-    """The t that so large a share lies within, `within` in (0, 1)."""
+    """Return the t that this share lies within, `within` in (0, 1)."""
     low, high = 0.0, 1.0
     while t_within(high, freedom) < within:
         high *= 2

@@ -18,20 +18,20 @@ from collections.abc import Callable, Iterator
 from lit_rl.errors import BackendError
 
 STARTED_BY = "LIT_RL_STARTED_BY"
-"""Variable in which rank 0 leaves its process id for those that it starts."""
+"""Variable in which rank 0 leaves its process id for the ranks that it starts."""
 
 GRACE = 10.0
 """Seconds in which this process may end by itself, as where a collective fails: it knows more then."""
 
 _EVERY = 0.5
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 _over = threading.Event()
 _gave_up: Callable[[BackendError], int] | None = None
 
 
 def end_with_it() -> None:
-    """Where rank 0 has started this process, watch whether it is there, from now on."""
+    """Watch from now on, if rank 0 has started this process, that rank 0 is alive."""
     told = os.environ.pop(STARTED_BY, None)  # what this process starts is not rank 0's
     if told is None or os.environ.get("LOCAL_RANK", "0") == "0" or os.name != "posix":
         return
@@ -40,7 +40,7 @@ def end_with_it() -> None:
 
 @contextlib.contextmanager
 def told() -> Iterator[None]:
-    """Leave our process id for the ranks that are started meanwhile."""
+    """Leave our process id for the ranks that are started in this block."""
     os.environ[STARTED_BY] = str(os.getpid())
     try:
         yield
@@ -50,8 +50,8 @@ def told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def missed(gave_up: Callable[[BackendError], int]) -> Iterator[None]:
-    """Work that this process does together with rank 0. Behind it, it may write for as long as it takes: rank 0, which
-    has done its own, may be gone.
+    """Mark work that this process does together with rank 0. After it, it may write for as long as it takes: rank 0,
+    which has finished its own part, may be gone.
 
     Args:
         gave_up: Writes the error down, and returns the exit code. Called in a thread.
@@ -85,7 +85,7 @@ def _watch(parent: int) -> None:
 
 
 def _is_there(process: int) -> bool:
-    """Whether it goes on; one that has ended and that nobody has asked for yet does not."""
+    """Tell whether a process is alive; a zombie is not."""
     try:
         os.kill(process, 0)
         with open(f"/proc/{process}/stat") as file:
@@ -97,7 +97,7 @@ def _is_there(process: int) -> bool:
 
 
 def have_met() -> bool:
-    """Whether the ranks have met, so that there may be a collective that fails."""
+    """Tell whether the ranks have met, so that there may be a collective that fails."""
     is_initialized = getattr(
         sys.modules.get("torch.distributed"), "is_initialized", None
     )  # while it loads there is none

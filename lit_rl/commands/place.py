@@ -16,7 +16,7 @@ from lit_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """Who this process is among those that meet, and where."""
+    """The rank of this process, and the address where all processes meet."""
 
     rank: int
     size: int
@@ -26,11 +26,11 @@ class Place:
     port: int
     first_of_node: bool = True
     opens: bool = False
-    """Whether this process opens the port. torchrun opens it itself."""
+    """True if this process opens the port. torchrun opens it itself."""
     by_hand: bool = False
-    """Whether nothing but the user starts the others."""
+    """True if the user starts the other processes, and nothing else does."""
     attempt: str = ""
-    """Apart for each attempt that meets at the same port."""
+    """A name that differs between attempts that meet at the same port."""
 
 
 def devices_of_launcher(devices: Any) -> Any:
@@ -42,7 +42,7 @@ def devices_of_launcher(devices: Any) -> Any:
 
 
 def number_of(devices: Any) -> int | None:
-    """Return how many devices these are, written as Lightning takes them; None where the machine says."""
+    """Return the number of devices, written as Lightning takes them; None where it depends on the machine."""
     if isinstance(devices, int | str) and str(devices).isdigit():
         return int(devices)
     if isinstance(devices, str):
@@ -51,7 +51,8 @@ def number_of(devices: Any) -> int | None:
 
 
 def place_of(num_nodes: int) -> Place | None:
-    """Who this process is, by what the launcher set; None where it starts all other processes itself, or is alone.
+    """Return the placement of this process from the launcher's variables; None where it starts all other processes
+    itself, or is alone.
 
     Args:
         num_nodes: `trainer.num_nodes`.
@@ -111,7 +112,7 @@ def _of_slurm() -> Place:
 
 
 def _by_hand(num_nodes: int) -> Place | None:
-    """Of the first process of a node, which starts the others there."""
+    """Return the placement of the first process of a node, which starts the others there."""
     environment = LightningEnvironment()
     if num_nodes <= 1 or environment.local_rank() != 0:
         return None

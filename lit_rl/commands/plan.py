@@ -20,12 +20,12 @@ from lit_rl.errors import BackendError, StorageError, in_words
 
 
 def plan(run: Run, *, memory_gb: float | None, probe: bool) -> int:
-    """Print the plan, and after a few optimizer steps on this machine the seconds of one; returns the exit code.
+    """Print the plan, and after a few optimizer steps on this machine the seconds of one; return the exit code.
 
     Args:
-        run: Of the training that is planned, without callbacks. Its weights are read for the probe only.
+        run: The training that is planned, without callbacks. Its weights are read for the probe only.
         memory_gb: Memory of another machine, in GiB; None is this one, as it is free now. Another one is not probed.
-        probe: Whether to take those steps. A run of several ranks takes none, since no other process is started.
+        probe: Take those steps. A run of several ranks takes none, since no other process is started.
 
     Raises:
         ConfigError: nothing fits, with what each part needs; or what `fit` would refuse.
@@ -49,7 +49,7 @@ def _say(text: str) -> None:
 
 
 def _of_ranks(module: Any, ranks: int) -> str:
-    """What the tables count of a run of several ranks, none of which but this one is there."""
+    """Return a line about the ranks that the tables count, of which this is the only one."""
     memory = module.memory()
     over = 1 if memory is None else memory.spread_over
     spread = f" Weights, gradients and optimizer state are divided over {over} ranks." if over > 1 else ""
@@ -58,7 +58,7 @@ def _of_ranks(module: Any, ranks: int) -> str:
 
 
 def prepared(run: Run) -> tuple[Any, MemoryPlan | None, int | None]:
-    """The batches of a run as `fit` would cut them, its memory plan, and the bytes that may be given out."""
+    """Return the batches of a run as `fit` would cut them, its memory plan, and the bytes that may be used."""
     module, data, trainer = run.module, run.data, run.trainer
     module.trainer, data.trainer = trainer, trainer
     trainer.datamodule = data  # pyright: ignore
@@ -70,7 +70,7 @@ def prepared(run: Run) -> tuple[Any, MemoryPlan | None, int | None]:
 
 
 def memory_table(sizes: MemoryPlan, room: int) -> Table:
-    """Bytes by part, while the policy learns and while it generates."""
+    """Return a table of bytes by part, while the policy learns and while it generates."""
     columns: dict[str, Mapping[str, int]] = {"learning": sizes.learning}
     if sizes.generating:
         columns["generating"] = sizes.generating
@@ -90,11 +90,11 @@ def memory_table(sizes: MemoryPlan, room: int) -> Table:
 
 @dataclass(frozen=True)
 class ProbedStep:
-    """What an optimizer step took, in seconds."""
+    """Seconds of an optimizer step."""
 
     whole: float
     of_rollout: Mapping[str, float]
-    """The phases of a rollout that was made in it; none in a step that learns from an earlier step's rollout."""
+    """Phases of a rollout that was made in it; none in a step that learns from an earlier step's rollout."""
 
     @property
     def rest(self) -> float:
@@ -102,7 +102,8 @@ class ProbedStep:
 
 
 def expected(steps: Sequence[ProbedStep], steps_per_rollout: int) -> ProbedStep:
-    """One of many steps, judged by those after the first, which does some things once; by it alone where it is all.
+    """Return the expected step of a long run, judged by those after the first, which does some things once; by the
+    first alone where it is the only one.
 
     A rollout's seconds are shared by the steps that learn from it.
     """
@@ -115,14 +116,14 @@ def expected(steps: Sequence[ProbedStep], steps_per_rollout: int) -> ProbedStep:
 
 
 class Probe(L.Callback):
-    """Takes the time of some optimizer steps, and ends the training.
+    """Times some optimizer steps, and ends the training.
 
     The first has to warm up: a step is tried in several ways, kernels are made for its shapes. So a second follows
     where that is no long wait, and more where they are short.
     """
 
     LONG, ENOUGH, MOST = 60.0, 10.0, 6
-    """Seconds of a first step that is not followed; seconds of all that are; the most steps."""
+    """Seconds of a first step that is not followed by more; seconds of all that are; the most steps."""
 
     def __init__(self, steps_per_rollout: int) -> None:
         self.steps: list[ProbedStep] = []
@@ -147,7 +148,7 @@ class Probe(L.Callback):
 
 
 def _seconds(run: Run, batches: Any) -> str:
-    """Take a few optimizer steps, and say what one of many will take."""
+    """Take a few optimizer steps, and return a line with the expected seconds of one."""
     count = getattr(batches, "steps_per_rollout", 1)
     probe = Probe(count)
     run.trainer.callbacks.append(probe)  # pyright: ignore

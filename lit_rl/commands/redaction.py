@@ -12,8 +12,8 @@ from lit_rl.commands.secret_forms import REDACTED, is_named, without
 
 
 def redact_command(command: str) -> str:
-    """A command line whose words are redacted as a config is: `group.key=value` by the names of its key, and a value
-    with a part that is a secret as a whole."""
+    """Redact the words of a command line as a config is: `group.key=value` by the names of its key, and a value with a
+    secret in it as a whole."""
     return shlex.join(_redacted_word(*word.partition("=")) for word in shlex.split(command))
 
 
@@ -33,7 +33,7 @@ def _redacted_word(key: str, equals: str, value: str) -> str:
 
 
 def redact(node: Any, key: str = "") -> Any:
-    """The tree with everything that is a secret by its name or its form replaced."""
+    """Return the tree with everything replaced that is a secret by its name or its form."""
     if isinstance(node, dict):
         return {name: redact(value, str(name)) for name, value in node.items()}
     if isinstance(node, list):

@@ -25,23 +25,23 @@ from lit_rl.errors import BackendError, ConfigError
 from lit_rl.loopback import is_loopback
 
 LONGEST_WAIT = default_pg_timeout.total_seconds()
-"""Seconds until one who has not come is given up: as long as torch waits."""
+"""Seconds until a missing process is given up: torch's own timeout."""
 
 _SAID_AFTER = (1.0, 30.0, 300.0)
-"""Seconds of waiting after which something is said."""
+"""Seconds of waiting after which a line is printed."""
 _LOOK_EVERY = 0.2
 """Seconds."""
 _END = b"end"
-"""After the last piece."""
+"""Mark after the last piece."""
 _distributed: Any = torch.distributed
 
 
 class Rendezvous:
-    """All processes, met. Until all are `ready`, whoever waits for another ends with it, should that one have `failed`.
+    """All processes, met. Until all are `ready`, a process that waits for a `failed` one ends with it.
 
     Args:
-        place: Who this one is.
-        command: What the user typed.
+        place: Placement of this process.
+        command: The typed command.
         job: Number of the job of a sweep.
         patience: Seconds.
 
@@ -68,30 +68,30 @@ class Rendezvous:
     # ------------------------------------------------------------------ what is said
 
     def tell(self, name: str, what: Mapping[str, Any]) -> None:
-        """By rank 0, once: say it to all others."""
+        """Send this to all others. Called by rank 0, once a name."""
         with self._held():
             self._store.set(name, json.dumps(what))
 
     def hear(self, name: str) -> dict[str, Any]:
-        """By the others: what rank 0 tells."""
+        """Wait for a message of rank 0. Called by the others."""
         self._wait(lambda: self._store.check([name]), lambda: self._where(0))
         with self._held():
             return json.loads(self._store.get(name))
 
     def answer(self, what: Any) -> None:
-        """By the others, once."""
+        """Send an answer to rank 0. Called by the others, once."""
         with self._held():
             self._store.set(f"answer/{self.place.rank}", json.dumps(what))
 
     def answers(self) -> list[Any]:
-        """By rank 0: what they answer, in the order of ranks."""
+        """Wait for the answers of the others, in the order of ranks. Called by rank 0."""
         others = range(1, self.place.size)
         self._wait_for_all("answer", others)
         with self._held():
             return [json.loads(self._store.get(f"answer/{rank}")) for rank in others]
 
     def shared(self, name: str, mine: Any) -> list[Any]:
-        """By all, once: what each of them says, in the order of ranks."""
+        """Gather one value from every rank, in the order of ranks. Called by all, once a name."""
         with self._held():
             self._store.set(f"{name}/{self.place.rank}", json.dumps(mine))
         self._wait_for_all(name, range(self.place.size))
@@ -99,7 +99,7 @@ class Rendezvous:
             return [json.loads(self._store.get(f"{name}/{rank}")) for rank in range(self.place.size)]
 
     def send(self, pieces: Iterable[bytes], receivers: int) -> None:
-        """By rank 0: bytes to as many others as there are, so that no more than one piece is held."""
+        """Send bytes to this number of receivers, with no more than one piece in the store. Called by rank 0."""
         for number, piece in enumerate(itertools.chain(pieces, [_END])):
             with self._held():
                 self._store.set(f"piece/{number}", piece)
@@ -108,7 +108,7 @@ class Rendezvous:
                 self._store.delete_key(f"piece/{number}")
 
     def received(self) -> Iterator[bytes]:
-        """By those others: the pieces."""
+        """Yield the pieces. Called by those receivers."""
         for number in itertools.count():
             key = f"piece/{number}"
             self._wait(lambda key=key: self._store.check([key]), lambda: self._where(0))
@@ -122,14 +122,15 @@ class Rendezvous:
     # ------------------------------------------------------------------ whether all are well
 
     def ready(self) -> None:
-        """By all, once what the run is made of has been built."""
+        """Wait until all ranks have built their run. Called by all."""
         with self._held():
             self._store.set(f"ready/{self.place.rank}", b"")
         self._wait_for_all("ready", range(self.place.size))
         self._begun = True
 
     def failed(self, error: Exception) -> None:
-        """By one that does not come to be ready: the others, who would wait for it, end with the same error."""
+        """Make the others, which would wait for this rank, end with the same error. Called by a rank that never gets
+        ready."""
         if self._begun:
             return
         where = f"{self._where(self.place.rank)} ({socket.gethostname()})"
@@ -185,7 +186,7 @@ class Rendezvous:
         self._wait_until(lambda: self._none_failed() and come(), whom)
 
     def _wait_until(self, come: Callable[[], bool], whom: Callable[[], str]) -> None:
-        """Until it is so; whom it waits for is said at times."""
+        """Wait until a condition holds; print now and then which ranks are missing."""
         began, due = time.monotonic(), list(_SAID_AFTER)
         while True:
             with self._held():
@@ -231,7 +232,7 @@ class Rendezvous:
         return f"{self.place.address}:{self.place.port}"
 
     def _to_type(self) -> str:
-        """What starts the other nodes, where that is for the user to do."""
+        """Return the commands that start the other nodes, where the user has to."""
         if not self.place.by_hand or self.place.rank != 0:
             return ""
         reachable = socket.gethostname() if is_loopback(self.place.address) else self.place.address

@@ -30,12 +30,12 @@ from lit_rl.rollout import PromptBatch, Rollout
 
 _CHUNK = 1 << 24
 _LARGE = 4 << 30
-"""Bytes of gradients held at once above which a note says so."""
+"""Bytes of gradients held at once above which a note is printed."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What is compared, built but not loaded."""
+    """The objectives to compare, built but not loaded."""
 
     modules: list[tuple[str, PolicyGradient]]
     """Objectives with their names, all of one model description, one reference and one sampling."""
@@ -45,15 +45,15 @@ class Replay:
     checkpoint: Path
     """The file of the policy's weights."""
     folder: Path
-    """Where the numbers are written."""
+    """Folder for the numbers."""
     fabric: L.Fabric
     """Device and precision."""
     notes: list[str]
-    """What a reader has to know of how it was done."""
+    """Notes on the method for the reader."""
 
 
 def replay(job: Replay) -> int:
-    """Loss and gradient of every objective, for the whole rollout as one optimizer step; prints and writes them.
+    """Compute, print and write loss and gradient of every objective, for the whole rollout as one optimizer step.
 
     Raises:
         StorageError: the checkpoint is not of the run's model.
@@ -83,7 +83,7 @@ def replay(job: Replay) -> int:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What came of one objective."""
+    """The measurements of one objective."""
 
     outcome: Outcome
     gradient: Tensor
@@ -95,7 +95,7 @@ class _Measured:
 
 
 def _load(job: Replay) -> int:
-    """One policy for all modules, with the checkpoint's weights, and one reference; its step."""
+    """Load one policy for all modules, with the checkpoint's weights, and one reference; return its step."""
     wanted = job.rollout.ref_logprobs is None and any(module.needs_reference for _, module in job.modules)
     host = next((m for _, m in job.modules if m.needs_reference == wanted), job.modules[0][1])
     host.configure_model()
@@ -114,7 +114,7 @@ def _load(job: Replay) -> int:
 
 
 def _plan(module: PolicyGradient, rollout: SavedRollout) -> BatchPlan:
-    """The whole rollout as one optimizer step, cut as the run cut it."""
+    """Return the whole rollout as one optimizer step, cut as the run cut it."""
     return BatchPlan(
         prompts_per_rollout=len(rollout.rows),
         group_size=module.group_size,
@@ -152,7 +152,7 @@ def _notes(job: Replay, step: int) -> list[str]:
 
 
 def _measure(name: str, module: PolicyGradient, job: Replay) -> _Measured:
-    """Loss and gradient of one objective, and what it saw."""
+    """Return loss and gradient of one objective, and its view of the tokens."""
     with generators_kept():
         torch.manual_seed(module.seed)  # dropout, where there is any, and random shares are the same for all
         with job.fabric.autocast(), module.rollout_context():
@@ -162,7 +162,7 @@ def _measure(name: str, module: PolicyGradient, job: Replay) -> _Measured:
 
 
 def _credited(module: PolicyGradient, job: Replay) -> tuple[Scored, Rollout]:
-    """The rollout with this objective's advantages. Log-probs that were saved with it are never taken anew."""
+    """Return the rollout with this objective's advantages. Log-probs that were saved with it are never recomputed."""
     saved, device = job.rollout, job.fabric.device
     greedy = None if saved.greedy_rewards is None else saved.greedy_rewards.to(device)
     texts = module.tokenizer.batch_decode([ids[mask].tolist() for ids, mask in _prompts(saved)])
@@ -207,7 +207,7 @@ def _backward(name: str, module: PolicyGradient, seen: SeenTokens, job: Replay) 
 
 
 def _of_tokens(micro: Rollout, gradient: Tensor | None) -> Metrics:
-    """The mean size of an advantage, and the share of loss tokens whose log-prob the objective does not move."""
+    """Return the mean size of an advantage, and the share of loss tokens whose log-prob the objective does not move."""
     mask, advantages = micro.loss_mask, micro.advantages
     assert advantages is not None
     per_token = advantages if advantages.ndim == 2 else advantages[:, None].expand(mask.shape)
@@ -223,7 +223,7 @@ def _trained(policy: nn.Module) -> list[nn.Parameter]:
 
 
 def _add_gradient(gradient: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Add what stands in `.grad` to the vector, and clear it."""
+    """Add each `.grad` to the vector, and clear it."""
     start = 0
     for p in parameters:
         if p.grad is not None:
@@ -233,11 +233,11 @@ def _add_gradient(gradient: Tensor, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _dot(one: Tensor, two: Tensor) -> float:
-    """In float64, a piece at a time: float32 sums over millions of entries lose digits."""
+    """Return the dot product in float64, a piece at a time: float32 sums over millions of entries lose digits."""
     return sum(float(a.double() @ b.double()) for a, b in zip(one.split(_CHUNK), two.split(_CHUNK)))
 
 
 def _cosine(one: Tensor, two: Tensor) -> float:
-    """NaN where one of them is 0."""
+    """Return the cosine of two vectors; NaN where one of them is 0."""
     sizes: Any = math.sqrt(_dot(one, one)) * math.sqrt(_dot(two, two))
     return _dot(one, two) / sizes if sizes else math.nan

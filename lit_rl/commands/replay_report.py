@@ -16,7 +16,7 @@ from lit_rl.commands.run_dir import finite
 from lit_rl.errors import StorageError
 
 _ACROSS = 7
-"""Objectives in one block of the matrix: what 80 columns hold."""
+"""Objectives in one block of the matrix: as many as 80 columns hold."""
 
 CLIP_SHARES = ("clip_ratio/region_mean", "cispo_clip_ratio")
 """Names under which losses report the share of tokens that they clip."""
@@ -30,12 +30,12 @@ class Outcome:
     loss: float
     gradient_norm: float
     metrics: dict[str, float]
-    """By the names of `docs/metrics.md`, without `train/`; and `advantage_size` and `no_gradient`."""
+    """Metrics by the names of `docs/metrics.md`, without `train/`; and `advantage_size` and `no_gradient`."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a replay found."""
+    """All results of a replay."""
 
     rollout: str
     rollout_step: int
@@ -47,11 +47,11 @@ class Report:
     notes: list[str]
     objectives: list[Outcome]
     cosines: list[list[float]]
-    """Of every gradient with every other; NaN where one of them is 0."""
+    """Cosines of every gradient with every other; NaN where one of them is 0."""
 
 
 def say(report: Report) -> None:
-    """Two tables that fit into 80 columns, and the notes."""
+    """Print two tables that fit into 80 columns, and the notes."""
     console = Console()
     title = (
         f"Rollout of step {report.rollout_step} ({report.completions} completions), policy of step {report.policy_step}"
@@ -89,7 +89,7 @@ def _share(value: float) -> str:
 
 
 def write(report: Report, folder: Path) -> None:
-    """`replay_<time>.json` in the run's folder, and a line that says so."""
+    """Write `replay_<time>.json` in the run's folder, and print its path."""
     path = folder / f"replay_{datetime.now():%Y-%m-%d_%H%M%S_%f}.json"
     try:
         path.write_text(json.dumps(finite(asdict(report)), indent=2, allow_nan=False) + "\n")

@@ -26,30 +26,30 @@ from lit_rl.rollout import Rollout
 
 @dataclass(frozen=True)
 class SeenTokens:
-    """A rollout with one objective's credit, and what the policy says of its tokens."""
+    """A rollout with one objective's credit, and the policy's numbers for its tokens."""
 
     scored: Scored
     rollout: Rollout
     logprobs: Tensor
-    """Float32 `(b, t)`: of the policy whose gradient was taken; filled part by part."""
+    """Float32 `(b, t)`: log-probs of the policy whose gradient was taken; filled part by part."""
     entropies: Tensor
-    """Likewise of its next-token distributions; NaN until a part is added that says it."""
+    """Entropies of its next-token distributions, likewise; NaN until a part with them is added."""
 
     @classmethod
     def of(cls, scored: Scored, rollout: Rollout) -> SeenTokens:
-        """Before any part of it was scored."""
+        """Return the rollout before any part of it was scored."""
         shape, device = rollout.loss_mask.shape, rollout.loss_mask.device
         return cls(scored, rollout, torch.zeros(shape, device=device), torch.full(shape, torch.nan, device=device))
 
     def add(self, rows: Tensor, scores: TokenScores) -> None:
-        """A micro-batch: its rows, which are trimmed on the right."""
+        """Add a micro-batch: its rows, which are trimmed on the right."""
         self.logprobs[rows, : scores.logprobs.shape[1]] = scores.logprobs.detach()
         if scores.entropy is not None:
             self.entropies[rows, : scores.entropy.shape[1]] = scores.entropy.detach()
 
 
 def write_tokens(seen: SeenTokens, step: int, folder: Path, tokenizer: Any) -> None:
-    """`samples/replay_<step>.parquet` in the run's folder, and a line that says so.
+    """Write `samples/replay_<step>.parquet` in the run's folder, and print its path.
 
     Raises:
         StorageError: it cannot be written.
@@ -67,8 +67,8 @@ def write_tokens(seen: SeenTokens, step: int, folder: Path, tokenizer: Any) -> N
 
 
 def _as_it_was_written(table: dict[str, list[Any]], step: int, folder: Path) -> dict[str, list[Any]]:
-    """Columns that the rollout's own file has and this table lacks (rank, the data's, notes of rewards), where both
-    have the same completions in the same order."""
+    """Add columns that the rollout's own file has and this table lacks (rank, the data's, notes of rewards), where
+    both have the same completions in the same order."""
     stored = next((each for each in tables_in(folder) if each.name == f"step_{step:08d}"), None)
     if stored is None:
         return {}

@@ -28,11 +28,12 @@ from lit_rl.errors import StorageError
 from lit_rl.rollout import PromptForm
 
 MEASURED = tuple(f"{name}{end}" for name in ("reward", "win_rate") for end in ("", "_low", "_high"))
-"""What the closing table shows of a validation: names behind the set's."""
+"""Metrics in the closing table: names behind the set's."""
 
 
 def phase_totals(metrics: Path) -> dict[str, dict[str, float]]:
-    """Seconds and tokens per second of each phase, summed over a metrics.jsonl; of the update its `mfu` if logged."""
+    """Return seconds and tokens per second of each phase, summed over a metrics.jsonl; for the update its `mfu` if
+    logged."""
     seconds, tokens, used = dict.fromkeys(PHASES, 0.0), 0.0, 0.0
     for row in read_rows(metrics):
         if "time/update" in row:
@@ -52,7 +53,7 @@ def phase_totals(metrics: Path) -> dict[str, dict[str, float]]:
 
 
 def read_rows(metrics: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; none where there is no file."""
+    """Return the rows of a metrics.jsonl; none where there is no file."""
     if not metrics.is_file():
         return []
     try:
@@ -63,7 +64,7 @@ def read_rows(metrics: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def told_what_is_missing(trainer: L.Trainer) -> Iterator[None]:
-    """However this ends: one line where loggers or samples of it could not be written."""
+    """Print one line at the end of this block, however it ends, where loggers or samples could not be written."""
     try:
         yield
     finally:
@@ -73,7 +74,7 @@ def told_what_is_missing(trainer: L.Trainer) -> Iterator[None]:
 
 
 def closing_table(summary: dict[str, Any]) -> None:
-    """Accuracy before and after, where the time went, and the alarm that ended the run if one did."""
+    """Print accuracy before and after, the time by phase, and the alarm that ended the run if one did."""
     console = Console()
     _measured_table(console, summary, "reward", "Held-out reward, mean and 95 % interval")
     _measured_table(console, summary, "win_rate", "Held-out win rate, mean and 95 % interval")
@@ -94,7 +95,7 @@ def closing_table(summary: dict[str, Any]) -> None:
 
 
 def _measured_table(console: Console, summary: dict[str, Any], measure: str, title: str) -> None:
-    """One row a validation set and decoding; nothing where it was not measured."""
+    """Print one row a validation set and decoding; nothing where it was not measured."""
     table = Table(title=title, title_justify="left")
     for column in ("set", "decoding", "before", "after"):
         table.add_column(column, no_wrap=True)
@@ -133,18 +134,18 @@ def _interval(numbers: dict[str, float] | None, measure: str) -> str:
 
 @dataclass(frozen=True)
 class Written:
-    """Where a run has written what, through either command line."""
+    """The paths that a run has written, through either command line."""
 
     run_dir: Path
-    """Of the metrics."""
+    """Folder of the metrics."""
     root: Path
     """The Trainer's `default_root_dir`, where callbacks write."""
     model: Path | None
     """An export, or None."""
     verified: str = ""
-    """What its verification saw."""
+    """Result of its verification."""
     curves: Path | None = None
-    """Of TensorBoard, where that logs."""
+    """Folder of TensorBoard, where that logs."""
 
 
 def closing_lines(
@@ -155,14 +156,14 @@ def closing_lines(
     prompts: PromptForm | None = None,
     trackers: Sequence[str] = (),
 ) -> list[str]:
-    """Where everything is, and the commands to go on with: a line for each file that there is.
+    """Return a line for each file that there is, and the commands to continue with.
 
     Args:
-        written: What the run has written.
+        written: Paths that the run has written.
         evaluation: The command that evaluates the run; empty where there is none.
         chat: The command that talks to its model; None where there is none.
         loaded_by: transformers' class for the export.
-        prompts: What the run learned to answer.
+        prompts: Kind of prompt that the run learned to answer.
         trackers: Lines of `tracker_lines`.
     """
     samples, metrics, alarms = written.root / "samples", written.run_dir / "metrics.jsonl", written.root / ALARMS
@@ -190,12 +191,13 @@ _SEES = "AutoModelForImageTextToText"
 
 
 def writes_text(loaded_by: str) -> bool:
-    """Whether a model of this class of transformers' writes completions."""
+    """Tell whether a model of this transformers class writes completions."""
     return loaded_by in (_SEES, "AutoModelForCausalLM")
 
 
 def tracker_lines(loggers: Sequence[Logger]) -> Iterator[str]:
-    """Where W&B, MLflow, Trackio and CSV wrote what they were given, a line each. One that cannot say it has none."""
+    """Yield a line for each of W&B, MLflow, Trackio and CSV with the place of its logs. A logger that fails to name it
+    has none."""
     for logger in loggers:
         with contextlib.suppress(Exception):  # a logger that fails ends no run
             if line := _where_it_wrote(logger):

@@ -32,7 +32,7 @@ class Trial:
     kind: str
     text: str
     own: dict[str, Any] | None = None
-    """The columns of its own line, where that brings a prompt: then it answers that one, and no row of the data."""
+    """Columns of its own line, where that has a prompt: then it answers that one, and no row of the data."""
 
 
 def reward_test(run: Run, *, rows: int = 4, completions: str | None = None) -> int:
@@ -111,7 +111,7 @@ def _read(path: Path) -> list[Trial]:
 
 
 def _own_rows(given: Sequence[Trial] | None) -> PromptBatch | None:
-    """The rows that the lines of the file are themselves; None where they answer those of the data."""
+    """Return the rows that the lines of the file are themselves; None where they answer those of the data."""
     own = [trial.own for trial in given or () if trial.own is not None]
     if not own:
         return None
@@ -123,7 +123,7 @@ def _own_rows(given: Sequence[Trial] | None) -> PromptBatch | None:
 
 
 def _trials(batch: PromptBatch) -> Iterator[Trial]:
-    """Right, wrong and empty completions of every row, as far as its columns tell them."""
+    """Yield correct, wrong and empty completions of every row, as far as its columns allow."""
     answers = [None if a is None else str(a) for a in batch.columns.get("answer", [None] * len(batch))]
     for row, answer in enumerate(answers):
         own = batch.columns["completion"][row] if "completion" in batch.columns else None
@@ -138,7 +138,7 @@ def _trials(batch: PromptBatch) -> Iterator[Trial]:
 
 
 def _inputs(batch: PromptBatch, trials: Sequence[Trial], tokenizer: Any) -> dict[str, Any]:
-    """What `Rewards.score` takes, by its argument names."""
+    """Return the arguments of `Rewards.score`, by name."""
     prompts = [batch.prompts[trial.row] for trial in trials]
     completions: list[str | list[Message]] = [
         trial.text if isinstance(prompt, str) else [{"role": "assistant", "content": trial.text}]
@@ -151,7 +151,7 @@ def _inputs(batch: PromptBatch, trials: Sequence[Trial], tokenizer: Any) -> dict
 
 
 def _score(reward: Rewards, inputs: dict[str, Any]) -> tuple[Scores, dict[str, tuple[float, float]]]:
-    """The scores of all functions, and the seconds that the first and the second call of each alone took."""
+    """Return the scores of all functions, and the seconds of the first and the second call of each alone."""
     seconds = {}
     for name in reward.names:
         alone = reward.only(name)

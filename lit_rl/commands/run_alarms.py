@@ -13,7 +13,7 @@ Weight = Literal["failed", "warning", "note"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One of them."""
+    """One alarm or note."""
 
     weight: Weight
     """`failed`: it ended the run. `warning`: something was left out or is broken. `note`: worth a look."""
@@ -21,7 +21,7 @@ class Finding:
 
 
 def findings(run: RunFiles) -> list[Finding]:
-    """The weightiest first."""
+    """Return all findings, the weightiest first."""
     found = [*_ends(run), *(Finding("warning", said) for said in run.rung), *_counted(run), *_data(run), *_looks(run)]
     found += [Finding("warning", each) for each in run.unread]
     return sorted(found, key=lambda finding: ("failed", "warning", "note").index(finding.weight))
@@ -49,7 +49,7 @@ _COUNTED = {
     "judge/failures": "of comparisons had no verdict",
     "template/rewritten": "of episodes would be rendered otherwise by the chat template before their last turn",
 }
-"""Shares that should be 0, and what they are shares of."""
+"""Shares that should be 0, and the quantity that each is a share of."""
 
 
 def _counted(run: RunFiles) -> Iterator[Finding]:
@@ -91,7 +91,7 @@ def _data(run: RunFiles) -> Iterator[Finding]:
 
 
 def _looks(run: RunFiles) -> Iterator[Finding]:
-    """What a reader should see before the curves: of the last tenth of the run."""
+    """Yield notes about the last tenth of the run that a reader should see before the curves."""
     if (share := _late(run, "train/frac_reward_zero_std")) is not None and share > 0.8:
         yield Finding("note", f"{share:.0%} of the last completions are in groups of equal reward: they teach nothing.")
     if (share := _late(run, "train/completions/clipped_ratio")) is not None and share > 0.25:

@@ -11,7 +11,7 @@ from lit_rl.commands.curves import Line
 from lit_rl.commands.run_files import RunFiles, Series
 
 PHASES = ("generate", "reward", "score", "update")
-"""Of a rollout, see `lit_rl.algorithms.evaluation.speed`; a run that learns from a data set has updates only."""
+"""Phases of a rollout, see `lit_rl.algorithms.evaluation.speed`; a run that learns from a data set has updates only."""
 
 _LEARNED = (
     "reward", "win_rate", "pass@*", "accuracy", "rewards/accuracies", "margin", "rewards/margins",
@@ -52,37 +52,37 @@ GROUPS = (
     ("Optimizer steps", _STEPS),
     ("Speed", _SPEED),
 )
-"""A title, and names without `train/` or `val/` in the order of what is looked at first; `*` is any text. A name is of
-the first group that lists it, and of a last one, `Other`, where none does."""
+"""Titles, each with names without `train/` or `val/` in reading order; `*` is any text. A name is in the first group
+that lists it, else in a last one, `Other`."""
 
 SECOND = ("val_sampled", "val_greedy")
 """Prefixes of validations by another decoding than the `eval` group's, which a run makes at its ends: one of them."""
 
 
 def decoding(temperature: float) -> str:
-    """How completions were drawn, in words."""
+    """Return the decoding of completions in words."""
     return "greedy" if temperature == 0 else f"sampled at {temperature:g}"
 
 
 _NO_CURVE = ("*_low", "*_high", "prompts", "epoch")
-"""Ends of intervals, and counts that say nothing of the run."""
+"""Ends of intervals, and counts that do not describe the run."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Pictures that belong together."""
+    """Charts that belong together."""
 
     title: str
     charts: list[tuple[str, list[Line]]] = field(default_factory=list)
-    """Names with what is drawn of them, the first one first."""
+    """Names with their lines, the first one first."""
     constant: list[tuple[str, float]] = field(default_factory=list)
     """Names whose number was always the same."""
     repeated: list[tuple[str, str]] = field(default_factory=list)
-    """Names that have the numbers of another one, and that one."""
+    """Names with the numbers of another one, and that one."""
 
 
 def groups_of(runs: Sequence[tuple[str, RunFiles]]) -> list[Group]:
-    """Every metric of the runs, those that have none left out.
+    """Return every metric of the runs in groups, without empty ones.
 
     Args:
         runs: With a name for each in the legends, empty for a single one.
@@ -128,18 +128,18 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def sets_of(names: Iterable[str]) -> list[str]:
-    """The validation sets of a run, by the names of its metrics; the one without a name is ""."""
+    """Return the validation sets of a run, by the names of its metrics; the one without a name is ""."""
     found = (re.fullmatch(r"val/(?:(.+)/)?(?:reward|loss|prompts|win_rate)", name) for name in names)
     return list(dict.fromkeys(match[1] or "" for match in found if match))
 
 
 def of_set(leaf: str, name: str, stage: str = "val") -> str:
-    """The name that a metric has in `metrics.jsonl` for a validation set."""
+    """Return the name of a metric of a validation set in `metrics.jsonl`."""
     return f"{stage}/{name}/{leaf}" if name else f"{stage}/{leaf}"
 
 
 def _lines_of(run: RunFiles, label: str, colour: int | None) -> Iterator[tuple[str, Line]]:
-    """Names without their prefixes, each with a line: training first."""
+    """Yield names without their prefixes, each with a line: training first."""
     before = f"{label}: " if label else ""
     sets = sorted((name for name in sets_of(run.series) if name), key=len, reverse=True)
     known = sets_of(run.series)
@@ -163,7 +163,7 @@ def _lines_of(run: RunFiles, label: str, colour: int | None) -> Iterator[tuple[s
 
 
 def _of_validation(run: RunFiles, leaf: str, name: str, label: str, colour: int) -> Iterator[tuple[str, Line]]:
-    """The validations as points; and those of the second decoding, which a run makes at its ends, hollow."""
+    """Yield the validations as points; and those of the second decoding, which a run makes at its ends, hollow."""
     second = next((stage for stage in SECOND if of_set(leaf, name, stage) in run.series), None)
     decodings = _decodings(run, name, "reward" if second else leaf)
     for number, stage in enumerate(("val", second) if second else ("val",)):
@@ -183,7 +183,8 @@ def _at(series: Series | None, steps: Sequence[float]) -> list[float] | None:
 
 
 def _decodings(run: RunFiles, name: str, leaf: str) -> list[str]:
-    """How the validations at the ends of a run decoded, the `eval` group's way first; none where nothing says it."""
+    """Return the decodings of the validations at the ends of a run, the `eval` group's first; none where the summary
+    has none."""
     found: dict[str, None] = {}
     for when in ("before", "after"):
         of_name = _mapping(_mapping(run.summary.get(when)).get(name))
@@ -194,7 +195,8 @@ def _decodings(run: RunFiles, name: str, leaf: str) -> list[str]:
 def measured(
     summary: Mapping[str, object], name: str, decoding: str
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """What `summary.json` says of a set and a decoding before and after the training; empty where it says nothing."""
+    """Return the numbers of a set and a decoding in `summary.json`, before and after training; empty where it has
+    none."""
     before, after = (
         _mapping(_mapping(_mapping(summary.get(when)).get(name)).get(decoding)) for when in ("before", "after")
     )

@@ -25,7 +25,7 @@ from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.export.checked_folder import unpublished
 
 Start = Literal["new", "anew", "resumed"]
-"""How a run begins in its folder: with nothing there; in place of one that died before its first checkpoint; or from a
+"""Start of a run in its folder: in an empty one; in place of a run that died before its first checkpoint; or from a
 checkpoint."""
 
 HF_STEPS = "hf_steps"
@@ -54,18 +54,18 @@ class Stood:
     """The files of a run before a start that may be refused."""
 
     contents: Mapping[Path, bytes | None]
-    """Of those that a start writes anew; None where there is none."""
+    """Contents of the files that a start writes anew; None where there is none."""
     sizes: Mapping[Path, int]
-    """Of the record, to which it adds."""
+    """Sizes of the record's files, to which a start adds."""
 
 
 @dataclass(frozen=True)
 class RunDir(RunNames):
-    """The folder of a run that is to be, goes on or has ended: what may be written there, and what stands there."""
+    """The folder of a run that starts, resumes or has ended: its files, and the ones that may be written."""
 
     def read_summary(self) -> dict[str, Any]:
-        """What the summary says so far; empty where there is none. Nothing depends on a damaged one: it is made anew,
-        with a warning."""
+        """Return the summary; empty where there is none. Nothing depends on a damaged one: it is written anew, with a
+        warning."""
         return folder_state.read_summary(self.path)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ class RunDir(RunNames):
         _replace(self.config, folder_state.signed(text))
 
     def write_error(self, what: dict[str, Any]) -> dict[str, Any] | None:
-        """Say what ended the run. Of several ranks the first one says it: the others fail of its failure.
+        """Write the error that ended the run. Of several ranks the first one writes it: the others fail because of it.
 
         Returns:
             What another rank has said before; None where this is the first.
@@ -89,7 +89,7 @@ class RunDir(RunNames):
 
     @property
     def finished(self) -> bool:
-        """Whether a run here has ended. (A summary without a run is the user's, and is not read.)"""
+        """True if a run here has finished. (A summary without a run is the user's, and is not read.)"""
         return folder_state.is_finished(self.path)
 
     def open(self, start: Start, lock: RunLock | None = None) -> RunLock:
@@ -130,7 +130,7 @@ class RunDir(RunNames):
             raise folder_state.held(self.path, state)
 
     def make(self) -> None:
-        """Make the folder where it is not there.
+        """Make the folder if it is missing.
 
         Raises:
             StorageError: it cannot be written.
@@ -146,11 +146,11 @@ class RunDir(RunNames):
             ) from error
 
     def missing(self) -> list[Path]:
-        """The folders that `open` will make, the innermost first."""
+        """Return the folders that `open` will make, the innermost first."""
         return [path for path in (self.path, *self.path.parents) if not path.exists()]
 
     def keeps(self, made: Sequence[Path], kept_for: str) -> bool:
-        """Whether `withdraw`, of the same arguments, would leave the folder as it is."""
+        """Tell whether `withdraw`, with the same arguments, would leave the folder as it is."""
         if self.path not in made:
             return True
         if not os.path.isdir(self.path):  # the Path's own raises where a name is too long
@@ -177,7 +177,7 @@ class RunDir(RunNames):
         _remove_empty([*inside, *made])
 
     def stands(self) -> Stood:
-        """What is there before a start goes on with the run, for `put_back`."""
+        """Return the files before a start resumes the run, for `put_back`."""
         written = (self.config, self.summary, self.error, self.page, self.path / "csv" / "metrics.csv")
         return Stood(
             {path: path.read_bytes() if path.is_file() else None for path in written},
@@ -185,7 +185,7 @@ class RunDir(RunNames):
         )
 
     def put_back(self, stood: Stood) -> None:
-        """After a start that was refused before it went on with the run, which is as it was."""
+        """Restore the files after a start that was refused before it resumed the run."""
         for path, data in stood.contents.items():
             if data is None:
                 path.unlink(missing_ok=True)
@@ -198,7 +198,8 @@ class RunDir(RunNames):
                 os.truncate(path, stood.sizes[path])
 
     def _of_the_user(self, start: Start) -> Iterator[Path]:
-        """What this run would replace and no run wrote. A folder is a run's by its config.yaml, or by a checkpoint."""
+        """Yield files that this run would replace and that no run wrote. A folder is a run's by its config.yaml, or by
+        a checkpoint."""
         if not self.path.is_dir() or self.holds_a_run:
             return
         if self.config.exists():
@@ -208,11 +209,11 @@ class RunDir(RunNames):
 
     @property
     def holds_a_run(self) -> bool:
-        """Whether config.yaml is one that a run wrote: it is there before anything else of the run is."""
+        """True if a run wrote config.yaml, which is there before anything else of the run is."""
         return folder_state.holds_a_run(self.path)
 
     def read_config(self) -> dict[str, Any]:
-        """What config.yaml says; empty where it cannot be read."""
+        """Return config.yaml as a mapping; empty where it cannot be read."""
         return folder_state.read_config(self.path)
 
     @property
@@ -221,8 +222,8 @@ class RunDir(RunNames):
         return int(self.read_summary().get("steps", 0))
 
     def remove_partial(self) -> None:
-        """Remove what a process that died left of the checkpoint or the export that it was writing. For one process,
-        before it trains."""
+        """Remove a partial checkpoint or export that a process left when it died. Called by one process, before it
+        trains."""
         for path in self.checkpoints.glob(f"*.ckpt{PARTIAL}[0-9]*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         steps = self.path / HF_STEPS
@@ -233,30 +234,30 @@ class RunDir(RunNames):
                 shutil.rmtree(path)
 
     def clear_record(self) -> None:
-        """Remove what a run wrote that died before its first checkpoint: the next one starts from nothing."""
+        """Remove the record of a run that died before its first checkpoint: the next one starts from nothing."""
         if self.holds_a_run and not self.finished:
             for path in record_files(self.path):
                 path.unlink()
             self.summary.unlink(missing_ok=True)
 
     def last_checkpoint(self) -> Path | None:
-        """The newest checkpoint that is whole; None where there is none."""
+        """Return the newest whole checkpoint; None where there is none."""
         return self.newest_checkpoint()[0]
 
     def newest_checkpoint(self) -> tuple[Path | None, list[Path]]:
-        """The newest checkpoint that is whole, None where there is none; and the damaged ones that are newer."""
+        """Return the newest whole checkpoint, None where there is none; and the damaged ones that are newer."""
         return newest_whole(list(self.checkpoints.glob("*.ckpt")))
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    """Those that hold nothing, the innermost first."""
+    """Remove the folders that are empty, the innermost first."""
     for folder in folders:
         with contextlib.suppress(OSError):  # it holds something, or is not there
             folder.rmdir()
 
 
 def finite(node: Any) -> Any:
-    """The tree with NaN and infinity, which JSON has not, as null."""
+    """Return the tree with null for NaN and infinity, which JSON lacks."""
     if isinstance(node, dict):
         return {key: finite(value) for key, value in node.items()}
     if isinstance(node, list):

@@ -21,7 +21,7 @@ from lit_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Series:
-    """The numbers of one metric in the order in which they were written; what had no value is left out."""
+    """The numbers of one metric in the order in which they were written, without missing values."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     """Optimizer steps."""
@@ -32,7 +32,7 @@ class Series:
         return len(self.steps)
 
     def first_of_each_step(self) -> Series:
-        """One validation a step: the last step is validated by `fit` and after it."""
+        """Return one value a step: the last step is validated by `fit` and after it."""
         found = {step: value for step, value in zip(reversed(self.steps), reversed(self.values))}
         steps = sorted(found)
         return Series(array("d", steps), array("d", (found[step] for step in steps)))
@@ -40,35 +40,35 @@ class Series:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run, as its files tell it."""
+    """A run as read from its files."""
 
     path: Path
     config: dict[str, Any]
-    """`config.yaml`, in which the run has left out secrets."""
+    """`config.yaml`, from which the run has left out secrets."""
     config_text: str
     series: dict[str, Series]
-    """By the names of `metrics.jsonl`, in the order in which they appear there."""
+    """Series by the names of `metrics.jsonl`, in the order in which they appear there."""
     summary: dict[str, Any]
     error: dict[str, Any]
     """`error.json`; empty where nothing ended the run."""
     rung: list[str]
-    """What alarms said while it trained: `alarms.jsonl`."""
+    """Messages of alarms during training: `alarms.jsonl`."""
     unread: list[str]
-    """What could not be read, a sentence each."""
+    """A sentence for each file that could not be read."""
 
     @property
     def samples(self) -> list[SampleTable]:
-        """What is in `samples/`, by name."""
+        """The tables in `samples/`, by name."""
         return tables_in(self.path / "samples")
 
     @property
     def last_step(self) -> int:
-        """The last step that anything was logged at; 0 where nothing was."""
+        """The last step at which anything was logged; 0 where nothing was."""
         return int(max((series.steps[-1] for series in self.series.values() if len(series)), default=0))
 
 
 def read(run_dir: Path) -> RunFiles:
-    """Everything but the samples.
+    """Read everything but the samples.
 
     Raises:
         ConfigError: it is no folder, or neither config.yaml nor metrics.jsonl is there.
@@ -94,7 +94,7 @@ def read(run_dir: Path) -> RunFiles:
 
 
 def _is_there(path: Path, unread: list[str]) -> bool:
-    """Whether there is a file. A device or a pipe in its place is none: it may have no end."""
+    """Tell whether there is a file. A device or a pipe is none: it may have no end."""
     if path.exists() and not path.is_file():
         unread.append(f"{path.name} is no file: not read.")
     return path.is_file()
@@ -148,7 +148,7 @@ def _series(path: Path, unread: list[str]) -> dict[str, Series]:
 
 
 def _rows(path: Path, unread: list[str]) -> Iterator[Any]:
-    """Every line; None for one that is no JSON. What follows the last line end is still being written."""
+    """Yield every line parsed; None for one that is no JSON. Text after the last line end is still being written."""
     if not _is_there(path, unread):
         return
     try:

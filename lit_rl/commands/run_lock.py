@@ -25,11 +25,11 @@ _MOST_TRIES = 100
 
 
 class RunLock:
-    """Held from its making until `close`, or until the process ends.
+    """A lock that is held from its construction until `close`, or until the process ends.
 
     Args:
-        folder: Of a run; it is there.
-        setting: What a message tells the user to change.
+        folder: Existing folder of a run.
+        setting: Name of the setting in messages.
 
     Raises:
         StorageError: another process holds it, or the folder cannot be written.
@@ -73,7 +73,7 @@ class RunLock:
         return file
 
     def _names(self, file: TextIO) -> bool:
-        """Whether the path still leads to the file that is open."""
+        """Tell whether the path still leads to the file that is open."""
         try:
             named, held = self.path.stat(), os.fstat(file.fileno())
         except FileNotFoundError:
@@ -95,7 +95,7 @@ def _about_this_process() -> dict[str, str | int]:
 
 
 def _said(file: TextIO) -> str:
-    """What the one who holds it wrote; empty where that cannot be read."""
+    """Return the note of the process that holds it; empty where that cannot be read."""
     try:
         file.seek(0)
         about = json.loads(file.read())

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PAGE = "report.html"
-"""What `lit-rl report` makes of the rest: written anew at each end of a run."""
+"""File name of the page that `lit-rl report` writes, and a run at each of its ends."""
 
 
 @dataclass(frozen=True)
 class RunNames:
-    """A folder and the names in it."""
+    """A run's folder and the paths in it."""
 
     path: Path
 

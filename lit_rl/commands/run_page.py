@@ -28,12 +28,12 @@ _MOST_CONFIG = 60_000
 """Characters of a config that are shown."""
 
 HIGHER = ("reward", "win_rate", "accuracy", "rewards/accuracies", "margin", "rewards/margins", "mean_token_accuracy")
-"""What a run is judged by, where it has it: the higher the better."""
+"""Metrics that a run is judged by, where it has them: the higher the better."""
 LOWER = ("loss",)
 
 
 def page(run: RunFiles) -> str:
-    """The whole page, of a few megabytes at most whatever the run's size."""
+    """Return the whole page, of a few megabytes at most whatever the run's size."""
     found, written = findings(run), samples_of(run)
     body = (
         f"<header>{_head(run)}</header>{_contents(found, written)}<main>"
@@ -79,7 +79,7 @@ def _head(run: RunFiles) -> str:
 
 
 def status_of(run: RunFiles) -> str:
-    """finished, stopped, failed, running (or killed: nobody is left to say so), or unknown."""
+    """Return finished, stopped, failed, running (or killed, which nothing records), or unknown."""
     said = run.summary.get("status")
     if run.error:
         return "failed"
@@ -87,7 +87,7 @@ def status_of(run: RunFiles) -> str:
 
 
 def duration(seconds: Any) -> str:
-    """For people; `-` where it is not known."""
+    """Format seconds for people; `-` where they are not known."""
     if not isinstance(seconds, (int, float)):
         return "-"
     if seconds < 100:
@@ -119,7 +119,7 @@ def _results(run: RunFiles) -> str:
 
 
 def _measured_rows(run: RunFiles) -> Iterator[Sequence[str]]:
-    """Of each validation set what the run is judged by, with intervals where there are any."""
+    """Yield the metrics that the run is judged by for each validation set, with intervals where there are any."""
     for name in sets_of(run.series):
         for leaf in (*HIGHER, *LOWER):
             series = run.series.get(of_set(leaf, name))
@@ -167,7 +167,7 @@ def _interval_of(numbers: Mapping[str, float], leaf: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] | None = None) -> str:
-    """Rows of markup; the first cell of each names it.
+    """Return a table from cells of markup; the first cell of each row is its head.
 
     Args:
         head: Texts of ours.
@@ -190,7 +190,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[
 
 
 def alarm_list(found: Sequence[Finding]) -> str:
-    """Under a title; nothing where there is none."""
+    """Return the findings under a title; nothing where there is none."""
     if not found:
         return ""
     lines = "".join(f'<li class="{each.weight}"><b>{each.weight}</b>{safe(each.text[:2000])}</li>' for each in found)
@@ -199,7 +199,7 @@ def alarm_list(found: Sequence[Finding]) -> str:
 
 
 def curves(groups: Sequence[Group]) -> str:
-    """Groups with a title each, their first charts open."""
+    """Return groups with a title each, their first charts open."""
     parts, left = [], _MOST_CHARTS
     for group in groups:
         taken = group.charts[:left]
@@ -281,7 +281,8 @@ _NO_SAMPLES = '<p class="dim">This run wrote no samples (callbacks.samples write
 
 
 def _by_tokens(run: RunFiles, written: SampleFiles) -> str:
-    """Why no file here has some colours, and what gives them, where there is a rollout to take them from."""
+    """Return a note on colours that no file has, and on the command that adds them, where there is a rollout to take
+    them from."""
     held = {name for each in written.files for row in each["rows"] for name in row.get("t", ())}
     missing = [_COLOURS[name] for name in ("logprob", "ratio", "kl", "entropy", "mask") if name not in held]
     saved = any((run.path / "rollouts").glob("step_*.pt"))
@@ -323,7 +324,7 @@ def _time(run: RunFiles) -> str:
 
 
 def _typical(run: RunFiles, name: str, form: str) -> str:
-    """The median of a metric over the lines of the log; empty where it was not logged."""
+    """Return the median of a metric over the lines of the log; empty where it was not logged."""
     found = run.series.get(name)
     return format(median(found.values), form) if found else ""
 
@@ -336,14 +337,14 @@ _OF_DEVICES = {
 
 
 def _used(run: RunFiles) -> str:
-    """Return a line of how much of the devices was used."""
+    """Return a line about the utilisation of the devices."""
     told = {words: _typical(run, name, form) for name, (words, form) in _OF_DEVICES.items()}
     said = " · ".join(f"{value} {words}" for words, value in told.items() if value)
     return f'<p class="dim">Medians over the lines of the log: {said}.</p>' if said else ""
 
 
 def _traces(run: RunFiles) -> str:
-    """Links to what debug=profile wrote, beside the page."""
+    """Return links to the files of debug=profile, beside the page."""
     files = sorted(path.name for path in (run.path / PROFILE).glob("*") if path.is_file())
     links = (f'<a href="{PROFILE}/{quote(name)}">{safe(name)}</a>' for name in files)
     how = "a trace opens in ui.perfetto.dev, or chrome://tracing"
@@ -358,7 +359,7 @@ _HELD = {
 
 
 def _memory(run: RunFiles) -> str:
-    """What rank 0 held at most, as the summary has it."""
+    """Return a table of rank 0's peak memory, from the summary."""
     peaks = run.summary.get("peak_memory")
     peaks = peaks if isinstance(peaks, dict) else {}
     rows = [(name, _size(peaks[key])) for key, name in _HELD.items() if isinstance(peaks.get(key), int)]
@@ -368,12 +369,13 @@ def _memory(run: RunFiles) -> str:
 
 
 def _size(size: int) -> str:
-    """Bytes, with as many decimals wherever the page has them: 0.66 beside 0.662 would look like two measurements."""
+    """Format bytes with as many decimals wherever the page has them: 0.66 beside 0.662 would look like two
+    measurements."""
     return f"{size / 2**20:.0f} MiB" if size < 2**30 / 10 else f"{size / 2**30:.2f} GiB"
 
 
 def _shares(phases: Mapping[str, float]) -> str:
-    """A bar of the phases, its keys, and what they are shares of."""
+    """Return a bar of the phases, its legend, and the total that they are shares of."""
     total = sum(phases.values()) or 1
     parts = [(f"c{i}", safe(name), value / total) for i, (name, value) in enumerate(phases.items())]
     bar = "".join(f'<i class="{colour}" style="flex: {share:.4f}"></i>' for colour, _, share in parts)
@@ -427,7 +429,7 @@ def _set_by(preset: str | None) -> str:
 
 
 def config_value(value: Any) -> str:
-    """A value of a config in one line."""
+    """Format a value of a config in one line."""
     if value is None:
         return "null"
     if isinstance(value, str):

@@ -98,7 +98,7 @@ select, input, button { font: inherit; color: inherit; background: var(--card); 
   .interval-of { display: block; }
 }
 """
-"""Dark and light by what the reader's system asks for."""
+"""The style sheet, dark or light by the reader's system."""
 
 SCRIPT = """
 'use strict';
@@ -346,4 +346,4 @@ if (files.length) {
 }
 document.documentElement.dataset.ready = '1';
 """
-"""Reads the page and the JSON in it alone. It sets its mark, `data-ready`, where it came to its end."""
+"""The script, which reads the page and the JSON in it alone. It sets the mark `data-ready` at its end."""

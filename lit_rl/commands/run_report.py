@@ -13,7 +13,7 @@ from lit_rl.commands.run_names import PAGE, RunNames
 
 
 def report(run_dir: Path) -> int:
-    """Write the page, and say where it is.
+    """Write the page, and print its path.
 
     Raises:
         ConfigError: the folder holds no run.
@@ -24,14 +24,14 @@ def report(run_dir: Path) -> int:
 
 
 def write(run_dir: Path) -> Path:
-    """The page's file."""
+    """Write the page, and return its path."""
     target = RunNames(run_dir).page
     html_file.write(target, run_page.page(run_files.read(run_dir)))
     return target
 
 
 def write_at_the_end(run_dir: Path) -> None:
-    """The page of a run that has ended, which nothing that fails here changes: one line says what came of it."""
+    """Write the page of a run that has ended. Failures are printed in one line, and never change the exit code."""
     try:
         said = line(write(run_dir))
     except Exception as error:
@@ -40,7 +40,8 @@ def write_at_the_end(run_dir: Path) -> None:
 
 
 def write_or_say_what_to_add(run_dir: RunNames) -> None:
-    """The page of a run of LightningCLI that has ended, where it logged its metrics; else the keys that make it do."""
+    """Write the page of a LightningCLI run that has ended, where it logged its metrics; else print the keys that make
+    it do so."""
     if run_dir.metrics.is_file():
         return write_at_the_end(run_dir.path)
     keys = f"--trainer.logger=lit_rl.callbacks.JsonlLogger --trainer.logger.path={run_dir.metrics}"
@@ -49,13 +50,13 @@ def write_or_say_what_to_add(run_dir: RunNames) -> None:
 
 
 def line(target: Path) -> str:
-    """Of the console."""
+    """Return the line for the console."""
     return f"report        {target}  (one file: open it in a browser)"
 
 
 @dataclass(frozen=True)
 class RunPage:
-    """A run in a notebook: the page, in a frame of its own that can reach nothing around it."""
+    """A run in a notebook: the page, in a sandboxed frame."""
 
     run_dir: Path
     height: int = 800
@@ -70,7 +71,8 @@ class RunPage:
 
 
 def show(run_dir: str | Path) -> RunPage:
-    """What a notebook displays as the page of `lit-rl report`, as the run is at that moment; it writes nothing.
+    """Return an object that a notebook displays as the page of `lit-rl report`, as the run is at that moment. Writes
+    nothing.
 
     Args:
         run_dir: The folder of a run, of one that still goes on too.

@@ -17,7 +17,7 @@ from lit_rl.episodes import words_of
 from lit_rl.errors import StorageError
 
 ROLLOUTS, BY_TOKENS, ROWS, CHARACTERS, TOKENS = 4, 4, 48, 4000, 800
-"""At most: rollouts, rollouts by tokens, completions of one of them, characters of a text, tokens of a completion."""
+"""Most rollouts, rollouts by tokens, completions of one of them, characters of a text, tokens of a completion."""
 
 SIZE = 3_000_000
 """Characters and numbers of all samples together, beyond which no further completion is taken."""
@@ -32,22 +32,22 @@ REASONS = {
     "failed": "not in the loss: its environment failed",
     "left": "not in the loss: the algorithm left it out (groups, rejection)",
 }
-"""Why a token teaches nothing, by what the page calls it."""
+"""Reasons why a token is not learned from, by the page's names for them."""
 
 
 @dataclass(frozen=True)
 class SampleFiles:
-    """What of the samples is in the page."""
+    """The samples in the page."""
 
     files: list[dict[str, Any]] = field(default_factory=list)
-    """As the page's script reads them."""
+    """Files in the form that the page's script reads."""
     left_out: list[str] = field(default_factory=list)
-    """Sentences."""
+    """Sentences about samples that were left out."""
 
 
 def samples_of(run: RunFiles) -> SampleFiles:
-    """The newest replay, rollouts and tokens from the first to the last, the first and the last validation of each set
-    and decoding."""
+    """Return the newest replay, rollouts and tokens from the first to the last, the first and the last validation of
+    each set and decoding."""
     there = run.samples
     chosen, total = chosen_tables(there), len(there)
     found = SampleFiles()
@@ -67,8 +67,8 @@ def samples_of(run: RunFiles) -> SampleFiles:
 
 
 def chosen_tables(tables: Sequence[SampleTable]) -> list[SampleTable]:
-    """Which of those in `samples/`, in the order in which they are offered: first what has colours for tokens, and the
-    newest of a kind before the others."""
+    """Choose tables of `samples/`, in the order of the menu: first those with colours for tokens, and the newest of a
+    kind before the others."""
     validations: dict[str, list[SampleTable]] = {}
     for table in tables:
         if (validation := validation_of(table)) is not None:
@@ -82,7 +82,7 @@ def chosen_tables(tables: Sequence[SampleTable]) -> list[SampleTable]:
 
 
 def _add(found: SampleFiles, table: SampleTable, room: int, cut: bool) -> int:
-    """The size of what was added."""
+    """Add a table, and return the size of what was added."""
     rollout = read_table(table, ROWS)
     prompts: list[str] = []
     rows: list[dict[str, Any]] = []
@@ -107,13 +107,13 @@ def _add(found: SampleFiles, table: SampleTable, room: int, cut: bool) -> int:
 
 
 def validation_of(table: SampleTable) -> str | None:
-    """What tells those of one validation set and decoding from others, by their names; None of a rollout."""
+    """Return the part of the name that is equal for validations of one set and decoding; None for a rollout."""
     match = re.fullmatch(r"val_\d+_(t.*)", table.name)
     return match[1] if match else None
 
 
 def title(table: SampleTable) -> str:
-    """Set and decoding of a validation, in words; empty of anything else."""
+    """Return set and decoding of a validation in words; empty for anything else."""
     match = re.fullmatch(r"t([0-9.e+-]+)(?:_(.+))?", validation_of(table) or "")
     if match is None:
         return ""
@@ -121,7 +121,7 @@ def title(table: SampleTable) -> str:
 
 
 def label(table: SampleTable, step: int) -> str:
-    """What it is, in words."""
+    """Return the name of a table in words."""
     if name := title(table):
         return f"{name}, step {step}"
     if table.name.startswith("replay_"):
@@ -166,7 +166,7 @@ def _completion_text(each: Recorded) -> str:
 
 
 def _tokens(each: Recorded, tokens: Tokens, mask_cut: bool) -> dict[str, list[Any]]:
-    """Lists of one length: texts, reasons, and those numbers that the file holds."""
+    """Return lists of one length: texts, reasons, and the numbers that the file holds."""
     columns: dict[str, Sequence[float] | None] = {
         "advantage": tokens.advantages,
         "logprob": tokens.sampler_logprobs,
@@ -179,8 +179,8 @@ def _tokens(each: Recorded, tokens: Tokens, mask_cut: bool) -> dict[str, list[An
 
 
 def measures(tokens: Tokens) -> dict[str, list[float]]:
-    """Of each token what the file allows: `ratio` of the policy now, or when it was trained, to the one that drew it;
-    `kl` to the reference by k3; `entropy`; `value`."""
+    """Return the measures of each token that the file allows: `ratio` of the policy now, or when it was trained, to
+    the one that drew it; `kl` to the reference by k3; `entropy`; `value`."""
     found: dict[str, list[float]] = {}
     now = tokens.logprobs or tokens.old_logprobs
     before = (tokens.old_logprobs or tokens.sampler_logprobs) if tokens.logprobs else tokens.sampler_logprobs
@@ -201,12 +201,12 @@ def _exp(value: float) -> float:
 
 
 def reasons(each: Recorded, tokens: Tokens, mask_cut: bool) -> Iterator[str]:
-    """Of each token why it teaches nothing, a key of `REASONS`.
+    """Yield for each token the reason why it is not learned from, a key of `MASK_REASONS`.
 
     Args:
         each: The completion.
         tokens: Its own.
-        mask_cut: Whether the run masks completions that were cut.
+        mask_cut: True if the run masks completions that were cut.
     """
     why = "left"
     if each.end in ("failed", "timeout"):
@@ -227,8 +227,8 @@ def _number(value: float) -> float | None:
 
 
 def distributions(run: RunFiles) -> list[tuple[str, list[tuple[str, list[float]]]]]:
-    """Rewards, advantages and lengths of completions in rollouts from the first to the last: names with rows for
-    `histograms`. A rollout counts that could be read, and a column that is not the same number everywhere."""
+    """Return rewards, advantages and lengths of completions in rollouts from the first to the last: names with rows
+    for `histograms`. Rollouts that cannot be read are left out, and columns with one number everywhere."""
     import pyarrow
 
     rollouts = spread([table for table in run.samples if re.fullmatch(r"step_\d+", table.name)], 6)

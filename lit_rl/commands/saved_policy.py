@@ -15,14 +15,14 @@ from lit_rl.callbacks.checkpoint_files import fault_of_contents, unusable, verif
 
 @dataclass(frozen=True)
 class SavedPolicy:
-    """What a checkpoint holds of it."""
+    """The policy in a checkpoint."""
 
     weights: dict[str, Tensor]
-    """By the names that the module gives them."""
+    """Tensors by their names in the module."""
     step: int
     """Optimizer steps that it has taken."""
     beside: dict[str, Any]
-    """What the run stood on, as its checkpoint notes it, and what was asked for beside it, where it is there."""
+    """The settings that the checkpoint notes of its run, and the keys that were asked for, where they are there."""
 
 
 def saved_policy(checkpoint: Path, beside: Sequence[str] = ()) -> SavedPolicy:

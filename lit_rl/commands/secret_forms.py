@@ -22,14 +22,14 @@ WORDS = {
     "a JSON web token": r"eyJ[\w-]{6,4096}\.eyJ[\w-]{6,4096}\.[\w-]{6,}",
     "a key of W&B": r"(?:wandb_v\d_\w{20,}|local-[0-9a-f]{40}(?![0-9a-f]))",
 }
-"""By its first letters, and long enough to be real; each with what it is called in a message."""
+"""Tokens that are recognised by their first letters and are long enough to be real, by their name in a message."""
 
 _QUERY = (
     r"(?:key|sig|signature|token|secret|password|passwd|pwd|x-(?:amz|goog)-[\w-]+"
     r"|(?:api|access|auth|client|id|private|refresh|secret|security|session|subscription)[_-]?(?:key|token|secret))"
 )
 _BASE64 = r"(?=[A-Za-z0-9+/]{0,60}?(?:[0-9=]|(?:[a-z]{1,60}[A-Z]{1,60}){2}))[A-Za-z0-9+/]{12,}=*"
-"""With digits or capitals within, which words of a language have not."""
+"""Base64 with digits or capitals within, which words of a language do not have."""
 TEXTS = {
     "a password in an address": r"://((?:\$\{[^{}]*\}|[^\s/?#@:$])*:(?!\$\{)[^\s/?#@]+@)",
     "a token in an address": r"https?://([\w-]{20,}@)",
@@ -39,20 +39,20 @@ TEXTS = {
     "a header of HTTP": r"(?im:^(?:(?:proxy-)?authorization|x-auth[\w-]*|x-api-key)) ?: ?((?![^\r\n]*\$\{)\S[^\r\n]*)",
     "a private key": r"(?s:(-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)))",
 }
-"""By what stands around it; the group is the secret. A reference in its place is none."""
+"""Secrets that are recognised by the text around them; the group is the secret. A reference in its place is none."""
 
 _OWN_WORDS = {what: re.compile(rf"(?<![\w./-]){form}(?![\w/-]|\.\w)") for what, form in WORDS.items()}
-"""Where a user types it, a part of a path is none."""
+"""Tokens in typed text, where a part of a path is none."""
 _IN_TEXTS = {what: re.compile(form) for what, form in TEXTS.items()}
 _HIDDEN = [*_IN_TEXTS.values(), re.compile(rf"\b({'|'.join(WORDS.values())})")]
 _COMMIT = re.compile(r"\b([0-9a-f]{40})\b")
-"""40 hexadecimal digits were a key of W&B, too. So whoever types them is not refused."""
+"""40 hexadecimal digits, which were a key of W&B, too. So typing them is not refused."""
 
 NAMES = (
     *("token", "api_key", "apikey", "access_key", "secret_key", "private_key", "signing_key", "account_key", "secret"),
     *("password", "passwd", "passphrase", "pwd", "credential", "authorization", "cookie"),
 )
-"""How a key ends that holds a secret, after an underscore or a hyphen; several of them with an s."""
+"""Endings of keys that hold a secret, after an underscore or a hyphen; several of them with an s."""
 _NAME = re.compile(
     rf"(?i)(?:^|_)(?:{'|'.join(NAMES)})s?$|^x_auth(?:_|$)"
     r"|(?:^|_)(?:db|user|admin|root|smtp|ftp|http|proxy|sql|mysql|pg|postgres|redis|mongo|ssh|login)_?pass$|^pass$"
@@ -64,21 +64,22 @@ _TOKENS_OF_TEXTS = re.compile(
 _NO_SECRET = re.compile(
     r"|\?\?\?|null|none|true|false|auto|<.*>|\[.*\]|[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*_(?:KEY|TOKEN|SECRET|PASSWORD)"
 )
-"""Under any name: nothing, words of YAML, tokens of a vocabulary, names of environment variables."""
+"""No secret under any name: nothing, YAML's words, tokens of a vocabulary, names of environment variables."""
 _COUNT = re.compile(r"[\d_]+")
 _ASSIGNED = re.compile(r"(?<![\w-])([\w-]{1,64})=")
-"""As messages of errors and command lines say it: `password=...`."""
+"""The form of messages and command lines: `password=...`."""
 _WORD = re.compile(r"\S*")
 
 
 def secret_in(text: str) -> str | None:
-    """What a text that a user typed holds, by its form: a word of `WORDS` or `TEXTS`; None where it holds no secret."""
+    """Return the kind of secret in a text that a user typed, by its form: a key of `WORDS` or `TEXTS`; None where it
+    holds no secret."""
     forms = {**_OWN_WORDS, **_IN_TEXTS}
     return next((what for what, form in forms.items() if form.search(text)), None)
 
 
 def is_named(key: str, value: object) -> bool:
-    """Whether a value is a secret by the name of its key.
+    """Tell whether a value is a secret by the name of its key.
 
     Args:
         key: Its own name, without those of the groups around it; Hydra's `+` and the hyphens of an option may be there.
@@ -96,10 +97,10 @@ def is_named(key: str, value: object) -> bool:
 
 
 def without(text: str, *, commits: bool = False) -> str:
-    """The text with every secret of a known form replaced.
+    """Return the text with every secret of a known form replaced.
 
     Args:
-        commits: Whether 40 hexadecimal digits are a commit, and stay.
+        commits: Leave 40 hexadecimal digits: they are a commit.
     """
     for form in _HIDDEN if commits else (*_HIDDEN, _COMMIT):
         text = form.sub(_replaced, text)

@@ -30,13 +30,13 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Serve:
-    """What is served, and where."""
+    """The model to serve, and the address."""
 
     model: LanguageModel
     settings: EngineSettings
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 is a free one."""
+    """Port; 0 is a free one."""
     log: str | None = None
     """File that the server's output is added to; None: a temporary one."""
     startup_timeout: float = 600.0
@@ -46,7 +46,7 @@ class Serve:
 
 
 def serve(job: Serve) -> int:
-    """Start the server, say how a run uses it, and stay until Ctrl-C, SIGTERM or its end.
+    """Start the server, print how a run uses it, and stay until Ctrl-C, SIGTERM or its end.
 
     Raises:
         BackendError: vLLM is not installed.
@@ -92,7 +92,7 @@ def _server(job: Serve) -> ServerProcess:
 
 
 def _say_how(job: Serve, server: ServerProcess) -> None:
-    """The overrides to paste, on stdout."""
+    """Print the overrides to paste, on stdout."""
     longest = server.client.models(10.0).get(job.model.label)
     words = ["generator=vllm_server", f"generator.urls=[{server.url}]", *job.typed]
     sys.stdout.write(

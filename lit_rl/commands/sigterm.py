@@ -13,7 +13,7 @@ from lit_rl.errors import TERMINATED
 
 @contextmanager
 def sigterm_ends() -> Iterator[None]:
-    """SIGTERM leaves by way of every `finally`, with its exit code; a second one is ignored meanwhile.
+    """End at SIGTERM by way of every `finally`, with its exit code; a second one is ignored meanwhile.
 
     Raises:
         SystemExit: with 128 + the number of the signal.

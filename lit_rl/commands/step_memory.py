@@ -15,11 +15,11 @@ from lit_rl.errors import BackendError, in_words, is_out_of_memory
 from lit_rl.generation.base import DecodingMemoryError
 
 _OF_LEARNING = ("gradients", "buckets", "optimizer")
-"""Parts of a plan that are not there where nothing is learned."""
+"""Parts of a plan that exist only during learning."""
 
 
 def planned(module: PolicyModule) -> MemoryPlan | None:
-    """Bytes by part; None where model or rows are not known. Once the module is set up."""
+    """Return bytes by part; None where model or rows are not known. Called once the module is set up."""
     memory, step = module.memory(), module.step
     if memory is None or step is None:
         return None
@@ -28,8 +28,8 @@ def planned(module: PolicyModule) -> MemoryPlan | None:
 
 
 def peak_memory() -> dict[str, int]:
-    """Bytes that this process held at most since it began: `process` of the machine's memory; and where it used a GPU,
-    `tensors` there, and `reserved`, with what PyTorch keeps for the next ones. Empty where nobody counts."""
+    """Return the peak bytes of this process: `process` of the machine's memory; and where it used a GPU, `tensors`
+    there, and `reserved`, with PyTorch's cache. Empty where the system does not count."""
     found = {"process": size} if (size := process_peak()) else {}
     if on_gpu():
         found |= {"tensors": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
@@ -38,7 +38,7 @@ def peak_memory() -> dict[str, int]:
 
 @contextmanager
 def told_of_memory(module: PolicyModule) -> Iterator[None]:
-    """Where memory runs out in this block, the error says what was planned, and what to set.
+    """Add the plan, and the settings that lower it, to the error where memory runs out in this block.
 
     Raises:
         BackendError: of an error of which `lit_rl.errors.is_out_of_memory` is true.
@@ -55,7 +55,7 @@ def told_of_memory(module: PolicyModule) -> Iterator[None]:
 
 
 def _said(error: Exception, module: PolicyModule) -> BackendError | None:
-    """None where nothing is known of the model."""
+    """Return the explained error; None where nothing is known of the model."""
     fits = module._trainer is not None and module.trainer.state.fn == "fit"
     if isinstance(error, DecodingMemoryError):
         if said := _while_decoding(error, module, fits):
@@ -66,7 +66,7 @@ def _said(error: Exception, module: PolicyModule) -> BackendError | None:
 
 
 def _while_decoding(error: DecodingMemoryError, module: PolicyModule, fits: bool) -> BackendError | None:
-    """None where nothing is known of the model."""
+    """Return the error of a decoding that ran out of memory; None where nothing is known of the model."""
     memory, at_once = module.memory(), error.at_once
     if memory is None:
         return None
@@ -83,7 +83,7 @@ def _while_decoding(error: DecodingMemoryError, module: PolicyModule, fits: bool
 
 
 def _while_scoring(error: Exception, module: PolicyModule) -> BackendError | None:
-    """Outside of a training: a plan has the models, and not what a validation computes of its rows."""
+    """Return the error of a validation: a plan has the models, and not the memory that scoring its rows takes."""
     memory, rows = module.memory(), getattr(getattr(module.trainer, "datamodule", None), "val_batch_size", None)
     if memory is None or rows is None:
         return None
@@ -97,7 +97,7 @@ def _while_scoring(error: Exception, module: PolicyModule) -> BackendError | Non
 
 
 def _listed(parts: Mapping[str, int], module: PolicyModule) -> str:
-    """Their sum, what there was, and each."""
+    """Return the sum of the parts, the memory there was, and each part."""
     room = module.room()
     had = "" if room is None else f" of {in_words(room)}"
     return f"{in_words(sum(parts.values()))}{had} ({', '.join(f'{n} {in_words(size)}' for n, size in parts.items())})"
@@ -108,10 +108,10 @@ def _first_words(error: BaseException) -> str:
 
 
 def out_of_memory(error: BaseException, module: PolicyModule) -> BackendError:
-    """The error with what was planned, and what to set.
+    """Return the error with the plan, and the settings that lower it.
 
     Args:
-        error: Of which `lit_rl.errors.is_out_of_memory` is true.
+        error: One that satisfies `lit_rl.errors.is_out_of_memory`.
         module: That was trained.
     """
     first = _first_words(error)

@@ -18,21 +18,21 @@ from lit_rl.commands.run_page import HIGHER, LOWER
 from lit_rl.errors import ConfigError, StorageError
 
 JOBS = "jobs.jsonl"
-"""In the sweep's folder: a line for each start and each end of a job. The last line of a job counts."""
+"""File in the sweep's folder with a line for each start and each end of a job. The last line of a job counts."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One of a sweep, as its files tell it."""
+    """One job of a sweep, as read from its files."""
 
     number: int
     given: dict[str, str]
     """Its overrides as they were typed, by key."""
     folder: Path
     code: int | None = None
-    """Its exit code; None while nothing says that it ended."""
+    """Its exit code; None while it has not ended."""
     message: str = ""
-    """The error's."""
+    """The message of its error."""
     run: RunFiles | None = None
     """None where it has left no files of a run."""
     measure: str = ""
@@ -42,8 +42,8 @@ class Job:
 
     @property
     def state(self) -> str:
-        """In words: finished, stopped (and by which alarm) or failed, with the exit code where it is not 0; or not
-        ended."""
+        """The state in words: finished, stopped (and by which alarm) or failed, with the exit code where it is not 0;
+        or not ended."""
         if self.code is None:
             return "not ended"
         said = self.run.summary.get("status") if self.run is not None and not self.run.error else None
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def seconds(self) -> Any:
-        """Of the run; None where it has not said so."""
+        """Seconds of the run; None where it has not logged them."""
         return self.run.summary.get("seconds") if self.run is not None else None
 
 
@@ -69,13 +69,13 @@ class Sweep:
 
     folder: Path
     jobs: list[Job]
-    """By number."""
+    """Jobs by number."""
     keys: list[str] = field(default_factory=list)
-    """Those that differ between jobs."""
+    """Keys that differ between jobs."""
 
     @property
     def heads(self) -> list[str]:
-        """Of the keys: their last words, or all of a key where two end alike."""
+        """Column heads of the keys: their last words, or all of a key where two end alike."""
         ends = [key.rpartition(".")[2] for key in self.keys]
         return [end if ends.count(end) == 1 else key for end, key in zip(ends, self.keys)]
 
@@ -94,12 +94,12 @@ class Sweep:
 
 
 def is_lower(measure: str) -> bool:
-    """Whether the lower the better."""
+    """Tell whether lower is better."""
     return measure.rpartition("/")[2] in LOWER
 
 
 def note(folder: Path, row: Mapping[str, Any]) -> None:
-    """Append what is known of a job. A sweep goes on where that cannot be written."""
+    """Append a line about a job. A sweep continues where that cannot be written."""
     line = json.dumps(redact({**row, "overrides": [_hidden(each) for each in row["overrides"]]})) + "\n"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def note(folder: Path, row: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path) -> Sweep:
-    """Every job that began there, with what its files hold by now.
+    """Read every job that began there, with the contents of its files by now.
 
     Raises:
         ConfigError: none did.
@@ -145,7 +145,7 @@ def _job(sweep: Path, row: Mapping[str, Any]) -> Job:
 
 
 def _measured(run: RunFiles) -> tuple[str, float | None, float | None]:
-    """The metric that a run is judged by, its last value and its best: of a validation, else of the training."""
+    """Return the metric that a run is judged by, its last value and its best: of a validation, else of the training."""
     for name in (*_of_validations(run), *(f"train/{leaf}" for leaf in (*HIGHER, *LOWER))):
         if (series := run.series.get(name)) is not None and len(series):
             values = series.first_of_each_step().values
@@ -160,6 +160,6 @@ def _of_validations(run: RunFiles) -> Iterator[str]:
 
 
 def _hidden(override: str) -> str:
-    """An override without a secret that its key names."""
+    """Return an override without a secret that its key names."""
     key, between, value = override.partition("=")
     return f"{key}{between}{redact({key.rpartition('.')[2]: value})[key.rpartition('.')[2]]}"

@@ -16,10 +16,10 @@ MOST_CURVES = COLOURS
 
 
 def page(title: str, cells: tuple[Sequence[str], Sequence[Sequence[str]]], errors: Sequence[str], sweep: Sweep) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
-        title: How many jobs, and by what they are judged.
+        title: Number of jobs, and the metric that they are judged by.
         cells: Heads of the table, and its rows.
         errors: Messages of jobs that failed.
         sweep: For the pictures.
@@ -40,7 +40,7 @@ def page(title: str, cells: tuple[Sequence[str], Sequence[Sequence[str]]], error
 
 
 def _keys(sweep: Sweep) -> str:
-    """For each key its values from left to right, and above each the last values of its jobs."""
+    """Return a chart for each key: its values from left to right, and above each the last values of its jobs."""
     drawn = []
     for measure in sweep.measures:
         for key in sweep.keys:
@@ -55,7 +55,7 @@ def _keys(sweep: Sweep) -> str:
 
 
 def _ordered(values: Iterable[str]) -> list[str]:
-    """Numbers by size, anything else as it came."""
+    """Sort numbers by size; keep the order of anything else."""
     try:
         return sorted(values, key=float)
     except ValueError:
@@ -63,7 +63,7 @@ def _ordered(values: Iterable[str]) -> list[str]:
 
 
 def _curves(sweep: Sweep) -> str:
-    """Of the jobs whose last values are the best, where there are more than colours."""
+    """Return the curves of the jobs; of those with the best last values, where there are more than colours."""
     there = [job for job in sweep.jobs if job.run is not None]
     if len(there) > MOST_CURVES and len(sweep.measures) == 1:
         sign = 1 if is_lower(sweep.measures[0]) else -1
@@ -79,7 +79,7 @@ def _curves(sweep: Sweep) -> str:
 
 
 def _measured(shown: Sequence[Job]) -> str:
-    """A picture for each metric by which jobs are judged, with nothing else in it."""
+    """Return a chart of its own for each metric by which jobs are judged."""
     lines: dict[str, list[Line]] = {}
     for i, job in enumerate(shown):
         if job.run is not None and job.measure:
@@ -90,6 +90,6 @@ def _measured(shown: Sequence[Job]) -> str:
 
 
 def _label(sweep: Sweep, job: Job) -> str:
-    """Its number, and what tells it from the others."""
+    """Return the job's number, and the settings in which it differs from the others."""
     said = (f"{head}={job.given.get(key, '-')}" for head, key in zip(sweep.heads, sweep.keys))
     return " ".join([f"job {job.number}:", *said]) if sweep.keys else f"job {job.number}"

@@ -20,11 +20,11 @@ from lit_rl.commands.run_page import duration
 from lit_rl.commands.sweep import JOBS, Job, Sweep, read
 
 NAME = "sweep"
-"""Of the files that are written: `sweep.md`, `sweep.csv`, `sweep.html`."""
+"""Name of the files that are written: `sweep.md`, `sweep.csv`, `sweep.html`."""
 
 
 def write_at_the_end(folder: Path) -> None:
-    """The table of a sweep that has ended, which nothing that fails here changes: one line says what came of it."""
+    """Write the table of a sweep that has ended. Failures are printed in one line, and never change the exit code."""
     if not (folder / JOBS).is_file():
         return
     try:
@@ -35,7 +35,7 @@ def write_at_the_end(folder: Path) -> None:
 
 
 def write(folder: Path) -> int:
-    """Print the table, write it and the page into the folder, and say where they are.
+    """Print the table, write it and the page into the folder, and print their paths.
 
     Raises:
         ConfigError: no job of a sweep has begun there.
@@ -56,7 +56,7 @@ def write(folder: Path) -> int:
 
 
 def _cells(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    """The heads of the columns and the rows, for people; the winner's number has a star."""
+    """Return the heads of the columns and the rows as text; the winner's number has a star."""
     several = len(sweep.measures) > 1
     head = ["job", *sweep.heads, *(["measured"] if several else [])]
     return [*head, "last", "best", "steps", "time", "state", "folder"], [
@@ -65,7 +65,7 @@ def _cells(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
 
 
 def _title(sweep: Sweep) -> str:
-    """How many jobs, and by what they are judged."""
+    """Return the number of jobs, and the metric that they are judged by."""
     jobs = f"{len(sweep.jobs)} job{'s' * (len(sweep.jobs) != 1)}"
     return f"{jobs}, measured by {sweep.measures[0]}" if len(sweep.measures) == 1 else jobs
 
@@ -82,7 +82,7 @@ def _row(sweep: Sweep, job: Job, names_it: bool) -> list[str]:
 
 
 def _messages(sweep: Sweep) -> list[tuple[str, str]]:
-    """Each message after the jobs that ended with it: ``("jobs 0, 2", "optimizer.lr=...")``."""
+    """Return each message after the jobs that ended with it: ``("jobs 0, 2", "optimizer.lr=...")``."""
     found: dict[str, list[str]] = {}
     for job in sweep.jobs:
         if job.message:
@@ -91,12 +91,12 @@ def _messages(sweep: Sweep) -> list[tuple[str, str]]:
 
 
 def _errors(sweep: Sweep) -> list[str]:
-    """A line for each message."""
+    """Return a line for each message."""
     return [f"{jobs}: {message}" for jobs, message in _messages(sweep)]
 
 
 def markdown(sweep: Sweep) -> str:
-    """A table that GitHub shows, and the messages of jobs that failed, which may quote a completion."""
+    """Return a table for GitHub, and the messages of jobs that failed, which may quote a completion."""
     head, rows = _cells(sweep)
     lines = [
         f"# {as_markdown(sweep.folder.name)}",
@@ -119,7 +119,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def as_csv(sweep: Sweep) -> str:
-    """One row a job, with numbers as they were logged; what a job has not is empty."""
+    """Return one row a job, with numbers as they were logged; missing values are empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     ours = ("measure", "last", "best", "steps", "seconds", "state", "exit_code", "error", "folder")

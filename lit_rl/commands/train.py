@@ -48,30 +48,30 @@ class Run:
     trainer: L.Trainer
     run_dir: RunDir
     ckpt_path: str | None
-    """A checkpoint file to go on from."""
+    """A checkpoint file to resume from."""
     command: str
-    """What the user typed, so that the printed commands can repeat it."""
+    """The command that the user typed, so that the printed commands can repeat it."""
     dataset: str
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of single commands, by the command's name."""
     evaluation: str = ""
     """The command that evaluates the run once it has ended."""
     lock: RunLock | None = None
-    """What keeps other runs out of the folder. None: nothing is written, or another rank holds it."""
+    """The lock that keeps other runs out of the folder. None: nothing is written, or another rank holds it."""
 
     @property
     def dry(self) -> bool:
-        """`fast_dev_run`: nothing is written."""
+        """True with `fast_dev_run`: nothing is written."""
         return bool(self.trainer.fast_dev_run)  # pyright: ignore
 
     @property
     def began(self) -> bool:
-        """Whether it trains, or has trained: what it goes on with was taken."""
+        """True once it trains or has trained: the state that it resumes from was loaded."""
         records = [each for each in self.trainer.callbacks if isinstance(each, Record)]  # pyright: ignore
         return any(each.began for each in records) if records else self.module.told_at is not None
 
     def close(self) -> None:
-        """Stop what was started, and let the next run into the folder."""
+        """Stop everything that was started, and let the next run into the folder."""
         try:
             if isinstance(self.module, GeneratingModule):
                 self.module.close()
@@ -84,7 +84,7 @@ class Run:
 
     @property
     def generating(self) -> GeneratingModule:
-        """The module, for commands that have completions written or scored.
+        """The module, for commands that need completions generated or scored.
 
         Raises:
             ConfigError: it trains a model that scores, which has no generator and no reward.
@@ -98,7 +98,7 @@ class Run:
 
 
 def train(run: Run) -> int:
-    """Fit, with a validation before and after; returns the exit code."""
+    """Fit, with a validation before and after; return the exit code."""
     started = time.time()
     summary = run.run_dir.read_summary() if run.ckpt_path else {}
     earlier = summary.get("seconds", 0.0)
@@ -131,9 +131,9 @@ def train(run: Run) -> int:
 
 @contextlib.contextmanager
 def _kept(run: Run, summary: dict[str, Any]) -> Iterator[None]:
-    """Behind an error after the last step (of a callback, a logger, the last validation): its checkpoint and its model
-    are written all the same. Of an error before that, the checkpoint is `GracefulStop`'s, and the model is written
-    where there is none. With several processes a rank alone cannot save what all of them hold."""
+    """Write the checkpoint and the model even if an error follows the last step (of a callback, a logger, the last
+    validation). After an earlier error the checkpoint is `GracefulStop`'s, and the model is written where there is
+    none. With several processes a single rank cannot save the state that all of them hold."""
     try:
         yield
     except Exception as error:
@@ -147,12 +147,12 @@ def _kept(run: Run, summary: dict[str, Any]) -> Iterator[None]:
 
 
 def keep(run: Run, summary: dict[str, Any], error: Exception) -> None:
-    """Write what a run has learned that ends with an error, as far as it is not saved; the error gets a note of it.
+    """Save the weights of a run that ends with an error, as far as they are not saved; the error gets a note of it.
 
     Args:
         run: The run.
         summary: Gets the step of the export.
-        error: What ended it.
+        error: The error that ended it.
     """
     trainer, step = run.trainer, run.trainer.global_step
     spoiled = isinstance(error, NumericError) or run.module.moves_weights
@@ -178,7 +178,7 @@ def keep(run: Run, summary: dict[str, Any], error: Exception) -> None:
 
 
 def note_failure(run: Run, code: int) -> None:
-    """Put into the summary, beside what it said, that an error has ended the run: who waits for its end reads it there.
+    """Add to the summary that an error has ended the run, for programs that wait for its end.
 
     Args:
         code: The exit code.
@@ -195,8 +195,8 @@ def note_failure(run: Run, code: int) -> None:
 
 
 def _note_command(run: Run, summary: dict[str, Any]) -> None:
-    """Put what was typed, without secrets, into the summary: under `command` what began the run, under `went_on` what
-    went on with it; and into the module, for the cards of its exports."""
+    """Put the typed command, without secrets, into the summary: under `command` the one that began the run, under
+    `went_on` those that resumed it; and into the module, for the cards of its exports."""
     if not run.command:
         return
     command, folder = redact_command(run.command), run.run_dir.path.resolve()
@@ -230,7 +230,7 @@ def _count_the_last_step(trainer: L.Trainer) -> None:
 
 
 def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -> None:
-    """Measure, export, sum up and say where everything is."""
+    """Measure, export, sum up, and print the paths of everything."""
     _count_the_last_step(run.trainer)
     measure(run, summary, "after")
     summary["export"] = export(run, summary)
@@ -267,7 +267,7 @@ def _say_where_everything_is(run: Run, summary: dict[str, Any]) -> None:
 
 
 def _what_rang(trainer: L.Trainer) -> str | None:
-    """The alarm that ended the run, and where: `alarm dead_groups at step 11 of 30`; None where none did."""
+    """Return the alarm that ended the run, and its step: `alarm dead_groups at step 11 of 30`; None where none did."""
     for each in trainer.callbacks:  # pyright: ignore
         if isinstance(each, Alarm) and each.stopped_at is not None:
             planned = f" of {trainer.max_steps}" if trainer.max_steps > 0 else ""
@@ -309,7 +309,7 @@ def measure(run: Run, summary: dict[str, Any], when: str) -> None:
 
 
 def _collect(run: Run, results: dict[str, dict[str, dict[str, float]]], stage: str, temperature: float) -> None:
-    """What the last validation said of every set, by its decoding."""
+    """Add the metrics of the last validation for every set, by decoding."""
     drawn = decoding(temperature)
     for key, value in run.trainer.callback_metrics.items():
         head, _, leaf = key.rpartition("/")
@@ -319,7 +319,7 @@ def _collect(run: Run, results: dict[str, dict[str, dict[str, float]]], stage: s
 
 
 def _losses(run: Run) -> dict[str, float]:
-    """What the last validation said under the names that the algorithm calls its headline."""
+    """Return the metrics of the last validation that the algorithm names as its headline."""
     headline = getattr(run.module, "headline", ())
     return {
         name: float(value)
@@ -331,10 +331,10 @@ def _losses(run: Run) -> dict[str, float]:
 def export(
     run: Run, summary: dict[str, Any], around: contextlib.AbstractContextManager[Any] | None = None
 ) -> str | None:
-    """Write and verify `hf/` on rank 0, and note of which step it is; returns one line on what the verification saw.
+    """Write and verify `hf/` on rank 0, and note its step in the summary; return one line on the verification.
 
     Args:
-        around: What is told where it fails; None lets that be raised.
+        around: Context manager that handles its failure; None lets that be raised.
     """
     module = run.module
     state = full_state_dict(module.policy)
@@ -374,7 +374,7 @@ def _has_validation(run: Run) -> bool:
 
 
 def _save_last_step(run: Run) -> Path:
-    """Write the last step as a checkpoint, where the saving interval did not hit it; returns its place."""
+    """Write the last step as a checkpoint, where the saving interval did not hit it; return its path."""
     target = run.run_dir.checkpoints / f"step_{run.trainer.global_step:08d}.ckpt"
     # Of a resumed run it may be a damaged one that was passed over.
     saved = target.exists() and (run.ckpt_path is None or is_whole(target))
@@ -394,7 +394,7 @@ def _save(run: Run, summary: dict[str, Any]) -> None:
 
 
 def _stopped(run: Run, summary: dict[str, Any], stop: GracefulStop) -> int:
-    """A signal came while it trained: what is not saved yet is saved, and then it says how to go on."""
+    """Save the rest after a signal during training, and print the command that resumes."""
     if not run.dry and run.trainer.global_step and not stop.gave_up:  # then it stands in the middle of something
         _save_last_step(run)
     if run.trainer.is_global_zero and not run.dry:
@@ -409,7 +409,8 @@ def _stopped(run: Run, summary: dict[str, Any], stop: GracefulStop) -> int:
 
 
 def _export_stopped(run: Run, summary: dict[str, Any]) -> None:
-    """Behind the checkpoint, for who pressed Ctrl-C: other signals announce an end in seconds. One more leaves it."""
+    """Export after the checkpoint if the signal was Ctrl-C: other signals announce an end within seconds. One more
+    Ctrl-C skips it."""
     say, main = Console(), run.trainer.is_global_zero
     if main:
         say.print(f"Writing its model to {run.run_dir.hf}; Ctrl-C ends at once ...", soft_wrap=True, highlight=False)
@@ -422,7 +423,8 @@ def _export_stopped(run: Run, summary: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _told_how_to_export(run: Run) -> Iterator[None]:
-    """What cannot be written now is made of the checkpoint later. A defect keeps its traceback."""
+    """Point to a later export from the checkpoint where the model cannot be written now. A defect keeps its
+    traceback."""
     try:
         yield
     except (LitRLError, OSError) as error:
@@ -431,14 +433,14 @@ def _told_how_to_export(run: Run) -> Iterator[None]:
 
 
 def _how_to_export(run: Run) -> str:
-    """A line on a run that has a checkpoint."""
+    """Return a line with the command that exports a checkpoint of the run."""
     if not any(run.run_dir.checkpoints.glob("*.ckpt")):
         return ""
     return f"\nFor its model, without going on:\n  lit-rl export run_dir={shlex.quote(str(run.run_dir.path))}"
 
 
 def _not_generated(run: Run) -> None:
-    """A rollout failed while it trained: say how to go on once what makes them is well again."""
+    """Print how to resume once the generator works again, after a rollout failed during training."""
     if run.trainer.is_global_zero and not run.dry and run.run_dir.last_checkpoint() is not None:
         line = "A rollout failed. Once its cause is mended, go on from the newest checkpoint with:"
         line += f"\n  {run.command} ckpt_path=last"
@@ -446,7 +448,7 @@ def _not_generated(run: Run) -> None:
 
 
 def _go_on(run: Run) -> str:
-    """What is saved, and how to go on from it. With nothing saved the same command begins anew."""
+    """Return lines on what is saved, and the command that resumes. With nothing saved the same command begins anew."""
     step, command = run.trainer.global_step, f"\n  {run.command} ckpt_path=last"
     newest = max((step_of(path) for path in run.run_dir.checkpoints.glob("*.ckpt")), default=None)
     if newest is not None:
@@ -463,7 +465,7 @@ def _go_on(run: Run) -> str:
 
 @contextlib.contextmanager
 def _signals(run: Run) -> Iterator[GracefulStop]:
-    """The callback that catches signals while the policy trains (one that never saw any, where there is none).
+    """Yield the callback that catches signals during training (one that never catches any, where there is none).
 
     Around the training, in a validation or an export, a signal ends the process at once: all that is trained is saved.
     """

@@ -39,11 +39,11 @@ class Scale:
     advantage: float
     log_ratio: float
     has_ratio: bool
-    """Whether log-probs of the training were recorded."""
+    """True if log-probs of the training were recorded."""
 
     @classmethod
     def of(cls, rollouts: Sequence[RecordedRollout]) -> Scale:
-        """The largest that are shown."""
+        """Return the scale of the largest sizes that are shown."""
         tokens = [each.tokens for rollout in rollouts for each in rollout.shown if each.tokens is not None]
         ratios = [abs(ratio) for each in tokens for ratio in log_ratios(each)]
         return cls(
@@ -54,19 +54,20 @@ class Scale:
 
 
 def log_ratios(tokens: Tokens) -> list[float]:
-    """Of the training's probability to the sampler's; none where the training's was not recorded."""
+    """Return the log-ratios of the training's probability to the sampler's; none where the training's was not
+    recorded."""
     if tokens.old_logprobs is None:
         return []
     return [old - sampler for old, sampler in zip(tokens.old_logprobs, tokens.sampler_logprobs)]
 
 
 def page(title: str, rollouts: Sequence[RecordedRollout], most_tokens: int) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
-        title: Of the run.
-        rollouts: In their order.
-        most_tokens: Of an episode; what is beyond them is left out, and it says so.
+        title: Title of the page.
+        rollouts: Rollouts in their order.
+        most_tokens: Most tokens of an episode; a note says how many more are left out.
     """
     scale = Scale.of(rollouts)
     shown = [each for rollout in rollouts for each in rollout.shown]
@@ -133,7 +134,7 @@ def _group(number: int, members: Sequence[Recorded], scale: Scale, most_tokens: 
 
 
 def _pictures(images: Sequence[dict[str, Any]]) -> str:
-    """Thumbnails; the name of an image that is not there any more."""
+    """Return thumbnails; the name of an image that is not there any more."""
     shown = "".join(map(_picture, images))
     return f'<p class="pictures">{shown}</p>\n' if shown else ""
 
@@ -189,7 +190,7 @@ def _turn(kind: str, who: str, said: str) -> str:
 
 
 def _turns(each: Recorded, scale: Scale, most_tokens: int) -> Iterator[str]:
-    """The policy's turns and what answered them: by tokens where they were recorded, else by messages."""
+    """Yield the policy's turns and their answers: by tokens where they were recorded, else by messages."""
     said = by_turn(each.messages)
     last = each.tokens.turn[-1] if each.tokens else -1
     for turn in range(max(len(said), last + 1)):
@@ -209,7 +210,8 @@ def _turns(each: Recorded, scale: Scale, most_tokens: int) -> Iterator[str]:
 def _turn_of_tokens(
     tokens: Tokens, turn: int, who: str, answers: Sequence[dict], scale: Scale, most: int
 ) -> Iterator[str]:
-    """What the policy wrote in a turn and what it read after it; the words of an answer that it did not read."""
+    """Yield the tokens that the policy wrote in a turn and those that it read after it; the text of an answer that it
+    did not read."""
     first, last = bisect_left(tokens.turn, turn), min(bisect_right(tokens.turn, turn), most)
     middle = next((i for i in range(first, last) if not tokens.by_policy[i]), last)
     roles = ", ".join(dict.fromkeys(_safe(answer["role"]) for answer in answers)) or "between turns"
@@ -223,7 +225,7 @@ def _turn_of_tokens(
 
 
 def by_turn(messages: Sequence[dict]) -> list[tuple[dict, list[dict]]]:
-    """Each turn of the policy with its answers."""
+    """Return each turn of the policy with its answers."""
     turns: list[tuple[dict, list[dict]]] = []
     for message in messages:
         if message["role"] == "assistant":
@@ -234,7 +236,7 @@ def by_turn(messages: Sequence[dict]) -> list[tuple[dict, list[dict]]]:
 
 
 def _spans(tokens: Tokens, start: int, end: int, scale: Scale) -> Iterator[str]:
-    """One `<i>` a token: its author and shades as classes, its numbers for who points at it."""
+    """Yield one `<i>` a token: its author and shades as classes, its numbers as a tooltip."""
     ratios = log_ratios(tokens)
     for i in range(start, end):
         text, shown = tokens.text[i], _safe(tokens.text[i])
@@ -254,7 +256,7 @@ def _spans(tokens: Tokens, start: int, end: int, scale: Scale) -> Iterator[str]:
 
 
 def _shade(signs: str, value: float, full: float) -> str:
-    """The first letter above 0, the second below; nothing at 0."""
+    """Return a class: the first letter above 0, the second below; nothing at 0."""
     if not value or not full:
         return ""
     return f"{signs[value < 0]}{math.ceil(LEVELS * min(1.0, abs(value) / full))}"

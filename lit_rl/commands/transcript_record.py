@@ -31,19 +31,20 @@ class Tokens:
     turn: list[int]
     by_policy: list[bool]
     learned: list[bool]
-    """Whether it is in the loss."""
+    """True for a token in the loss."""
     sampler_logprobs: list[float]
     advantages: list[float]
     old_logprobs: list[float] | None
-    """Of the policy that drew them, as training scores them; None where the run took none."""
+    """Log-probs of the policy that drew the tokens, as training scores them; None where the run took none."""
     logprobs: list[float] | None = None
-    """Of the policy that learned from them last, or that `lit-rl replay` scored them with; None where nobody did."""
+    """Log-probs of the policy that learned from them last, or that `lit-rl replay` scored them with; None where there
+    is none."""
     ref_logprobs: list[float] | None = None
-    """Likewise of the reference."""
+    """Log-probs of the reference, likewise."""
     entropies: list[float] | None = None
-    """Likewise of that policy's next-token distributions, in nats."""
+    """Entropies of that policy's next-token distributions, in nats, likewise."""
     values: list[float] | None = None
-    """Likewise of the critic."""
+    """Values of the critic, likewise."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -54,63 +55,63 @@ class Recorded:
     """One completion."""
 
     number: int
-    """Of its row."""
+    """Number of its row."""
     group: int
-    """Equal for completions of one prompt."""
+    """Number of its group: equal for completions of one prompt."""
     prompt: str | list[dict[str, Any]]
     messages: list[dict[str, Any]]
-    """What came after the prompt; of a completion of one turn, its text."""
+    """Messages after the prompt; for a completion of one turn, its text."""
     reward: float
     """NaN: unscored."""
     advantage: float
-    """The mean of its tokens in the loss; NaN where there is none."""
+    """The mean over its tokens in the loss; NaN where there is none."""
     end: str
     turn_rewards: list[float | None]
     calls: int
     failed_calls: int
     error: str
     tokens: Tokens | None
-    """None where no tokens were written: of validations, and of completions of one turn."""
+    """None where no tokens were written: in validations, and for completions of one turn."""
     images: list[dict[str, Any]] = field(default_factory=list)
-    """Of the prompt, each with its `bytes` or its `path`."""
+    """Images of the prompt, each with its `bytes` or its `path`."""
     returned: list[dict[str, Any]] = field(default_factory=list)
-    """Likewise those that tools and environments showed, in their order."""
+    """Images that tools and environments returned, in their order."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Of each reward function; NaN where it did not apply."""
+    """Score of each reward function; NaN where it did not apply."""
     columns: dict[str, str] = field(default_factory=dict)
-    """The data's own columns, and what rewards noted, as text."""
+    """The data's own columns, and notes of rewards, as text."""
 
     @property
     def turns(self) -> int:
-        """Of the policy."""
+        """Number of the policy's turns."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
     @property
     def bad(self) -> bool:
-        """Whether something went wrong in it: the environment, or a call."""
+        """True if the environment or a call failed."""
         return self.end in ("failed", "timeout") or bool(self.error) or self.failed_calls > 0
 
 
 @dataclass(frozen=True)
 class RecordedRollout:
-    """One rollout or validation, and the completions of it that are shown."""
+    """One rollout or validation, with those of its completions that are shown."""
 
     name: str
     step: int
     """Optimizer steps that the policy had taken."""
     completions: int
-    """All of them."""
+    """Number of all completions."""
     mean_reward: float
-    """Of those that were scored; NaN where none was."""
+    """Mean over those that were scored; NaN where none was."""
     shown: list[Recorded]
-    """Of the groups at its beginning."""
+    """Completions of the groups at its beginning."""
 
 
 def read(run_dir: Path, files: str, rollouts: int, episodes: int) -> list[RecordedRollout]:
-    """Rollouts that are spread evenly from the first to the last.
+    """Read rollouts that are spread evenly from the first to the last.
 
     Args:
-        run_dir: Of the run.
+        run_dir: Folder of the run.
         files: Which names in its `samples/`, such as `step_*`.
         rollouts: At most.
         episodes: Completions at most, all of them together.
@@ -130,7 +131,7 @@ def read(run_dir: Path, files: str, rollouts: int, episodes: int) -> list[Record
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of them, the first and the last included; the last where it is one."""
+    """Return at most `most` of the items, the first and the last included; the last where it is one."""
     if most >= len(items):
         return list(items)
     if most == 1:
@@ -139,7 +140,7 @@ def spread(items: Sequence[Any], most: int) -> list[Any]:
 
 
 def read_table(stored: SampleTable, most: int) -> RecordedRollout:
-    """One rollout or validation, of which so many completions are shown at most.
+    """Read one rollout or validation, of which at most `most` completions are shown.
 
     Raises:
         StorageError: its file is damaged.
@@ -161,21 +162,21 @@ def read_table(stored: SampleTable, most: int) -> RecordedRollout:
 
 
 ASKED = ("prompt", *IMAGE_COLUMNS, *VIDEO_COLUMNS)
-"""Columns that say what a completion answers."""
+"""Columns that hold the prompt."""
 
 
 def asked(table: pyarrow.Table) -> list[Any]:
-    """Of each row what its prompt says and shows."""
+    """Return the text and images of each row's prompt."""
     return table.select([name for name in ASKED if name in table.column_names]).to_pylist()
 
 
 def _groups(keys: Sequence[Any]) -> list[int]:
-    """The number of each row's group: neighbours with one key are one."""
+    """Return the number of each row's group: neighbours with one key are one."""
     return [number for number, (_, members) in enumerate(groupby(keys)) for _ in members]
 
 
 def whole_groups(groups: Sequence[int], most: int) -> int:
-    """How many rows to take, `most` or fewer: whole groups, or a part of the first."""
+    """Return the number of rows to take, `most` or fewer: whole groups, or a part of the first."""
     if most >= len(groups):
         return len(groups)
     end = most
@@ -219,29 +220,29 @@ _OF_THE_TABLE = {
     "step", "prompt", "completion", "reward", "advantage", "ended", "group", "end", "turn_rewards", "messages",
     "episode_error",
 }  # fmt: skip
-"""Columns that a completion's own fields hold."""
+"""Columns that have a field of their own."""
 
 
 def _images(value: Any) -> list[dict[str, Any]]:
-    """Those in a column; none where it holds something else."""
+    """Return the images in a column; none where it holds something else."""
     many = value if isinstance(value, list) else [value]
     return [each for each in many if isinstance(each, dict) and each.keys() == {"bytes", "path"}]
 
 
 def _first_frames(value: Any) -> list[dict[str, Any]]:
-    """Of the videos in a column."""
+    """Return the first frames of the videos in a column."""
     many = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
     return [frame for each in many for frame in _images(each)[:1]]
 
 
 def _json(text: str) -> Any:
-    """Text that arrow could not store (half a surrogate pair) was made JSON twice."""
+    """Parse JSON. Text that arrow could not store (half a surrogate pair) was made JSON twice."""
     value = json.loads(text)
     return json.loads(value) if isinstance(value, str) else value
 
 
 def _prompt(text: str) -> str | list[dict[str, Any]]:
-    """Messages are stored as JSON, and a prompt that is a text as it is."""
+    """Parse a prompt: messages are stored as JSON, a plain text as it is."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -34,7 +34,7 @@ _BLUE, _AMBER, _GREEN, _RED, _VIOLET = "37,99,235", "217,119,6", "22,163,74", "2
 
 
 def style() -> str:
-    """The style sheet."""
+    """Return the style sheet."""
     rules = [
         f"[data-by=author] .p {{ background: rgba({_BLUE},.3) }}",
         f"[data-by=author] .q {{ background: rgba({_BLUE},.1); opacity: .6 }}",
@@ -56,7 +56,7 @@ COLOURINGS = {
     "ratio": "ratio: training to sampler",
     "logprob": "log-prob of the sampler",
 }
-"""What tokens may be coloured by."""
+"""Quantities that tokens may be coloured by."""
 
 SCRIPT = """
 'use strict';
@@ -90,4 +90,4 @@ document.addEventListener('mouseover', event => {
 document.body.dataset.by = at('by').value;
 filter();
 """
-"""Reads the page alone. It holds nothing that an episode says."""
+"""The script, which reads the page alone. It holds no text of an episode."""

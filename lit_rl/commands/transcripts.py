@@ -12,18 +12,18 @@ from lit_rl.commands.transcript_record import read
 from lit_rl.errors import ConfigError, in_range
 
 NAME = "transcripts.html"
-"""In the run's folder. It is written anew each time."""
+"""File in the run's folder. It is written anew each time."""
 
 
 def transcripts(run_dir: Path, files: str = "step_*", rollouts: int = 4, episodes: int = 64, tokens: int = 2000) -> int:
     """Write the page.
 
     Args:
-        run_dir: Of the run.
+        run_dir: Folder of the run.
         files: Which files of `run_dir/samples`: a name without its ending, with `*` for what may stand there.
-        rollouts: Of these at most, spread evenly from the first to the last.
-        episodes: At most, over all rollouts.
-        tokens: Of an episode at most.
+        rollouts: Most of these files, spread evenly from the first to the last.
+        episodes: Most episodes, over all rollouts.
+        tokens: Most tokens of an episode.
 
     Raises:
         ConfigError: there is no such file, or a limit is no number from 1 on.
