@@ -35,8 +35,9 @@ def test_docstrings_open_with_a_verb_or_a_noun(shape: ModuleType, root: Path) ->
 def test_the_meter_by_hand(shape: ModuleType, tmp_path: Path) -> None:
     """Two packages of a few lines, each with something to flag."""
     files = {
-        "a/one.py": '"""A."""\n\nimport os\n\n\ndef used():\n    """Return it."""\n    return os.sep\n\n\n# why\nX = used()\n',
-        "a/two.py": "from p.a.one import X\n\n\nclass Twice:\n    def get(self):\n        return getattr(self, 'x', X)\n",
+        "a/one.py": '"""A."""\nimport os\n\ndef used():\n    """Return it."""\n    return os.sep\n# why\nX = used()\n',
+        "a/two.py": "from p.a.one import X\n\n\nclass Twice:\n    def get(self):\n        return getattr(self, 'x', "
+        "X)\n",
         "b/two.py": '"""Whether it is so."""\n\n\nclass Twice:\n    """A class."""\n',
     }
     for name, text in files.items():

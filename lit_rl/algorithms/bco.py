@@ -19,17 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.checks.data_and_trainer import NeedsAllRows
 from lit_rl.algorithms.families.verdicts import VerdictModule
-from lit_rl.algorithms.preflight.offline import AllRows
-from lit_rl.algorithms.terms.density_ratio import DensityRatio, PromptWeights, prompt_embeddings
-from lit_rl.algorithms.terms.reward_shift import RewardShift
+from lit_rl.algorithms.terms.verdict_terms import DensityRatio, PromptWeights, RewardShift, prompt_embeddings
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.data.offline.example import Example
-from lit_rl.errors import ConfigError
-from lit_rl.examples import TokenBatch, VerdictBatch
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.ops.preference.verdicts import bco
-from lit_rl.ops.step import Metrics
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.examples import TokenBatch, VerdictBatch
+from lit_rl.data.example_set import Example
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.ops.preference_losses import bco
+from lit_rl.ops.reductions import Metrics
 
 
 class BCO(VerdictModule):
@@ -47,7 +46,7 @@ class BCO(VerdictModule):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Any = None,
         *,
         beta: float = 0.1,
@@ -156,7 +155,9 @@ class BCO(VerdictModule):
         with self.rollout_context():
             self.prompt_weights.compute(rows, self.embed, pad_id=self.model.pad_id, device=self.device)
 
-    def reads_all_rows(self) -> Iterator[AllRows]:
+    def reads_all_rows(self) -> Iterator[NeedsAllRows]:
         yield from super().reads_all_rows()
         if self.prompt_weights is not None:
-            yield AllRows("algo/prompt_weights=density_ratio is fitted to a sample of", "take algo/prompt_weights=none")
+            yield NeedsAllRows(
+                "algo/prompt_weights=density_ratio is fitted to a sample of", "take algo/prompt_weights=none"
+            )

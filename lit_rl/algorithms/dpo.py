@@ -18,20 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.families.pairs import Columns, PairModule, Sides, pair_metrics, policy_columns
-from lit_rl.algorithms.preflight import preferences as pair_checks
+from lit_rl.algorithms.checks import preference_checks as pair_checks
+from lit_rl.algorithms.families.pairs import ChosenRejected, Columns, PairModule, pair_metrics, policy_columns
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.errors import in_range
-from lit_rl.examples import PairBatch
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.models.policy.text_forward import TextScores
-from lit_rl.models.reference.base import ReferenceFree
-from lit_rl.ops.masking import masked_mean
-from lit_rl.ops.preference.divergences import reverse_kl
-from lit_rl.ops.preference.losses import sigmoid
-from lit_rl.ops.preference.pairs import sums_of_pairs
-from lit_rl.ops.step import Metrics
+from lit_rl.core.errors import in_range
+from lit_rl.core.examples import PairBatch
+from lit_rl.models.forward import TextScores
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.models.references import ReferenceFree
+from lit_rl.ops.preference_losses import reverse_kl, sigmoid, sums_of_pairs
+from lit_rl.ops.reductions import Metrics, masked_mean
 
 
 class DPO(PairModule):
@@ -57,7 +54,7 @@ class DPO(PairModule):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Any = None,
         *,
         beta: float = 0.1,
@@ -74,9 +71,9 @@ class DPO(PairModule):
             model, reward, beta=beta, preference=preference, preference_weights=preference_weights, **shared
         )
         in_range("algo.tail_weight", tail_weight, low=0, high=1)
-        pair_checks.divergence_is_read(self.preference, divergence)
+        pair_checks.check_divergence(self.preference, divergence)
         if likelihood_weights:
-            pair_checks.weighs_pairs(self.preference)
+            pair_checks.check_pair_weights(self.preference)
         self.divergence, self.tail_weight, self.likelihood_weights = divergence, tail_weight, likelihood_weights
         self.precomputed = PrecomputedReference.of(self.reference, precompute_reference, reference_cache)
 
@@ -100,8 +97,8 @@ class DPO(PairModule):
         loss = self.preference_loss(batch, columns, whole, weights)
         loss, aux = self.with_aux(loss, scores.aux_loss, batch.totals)
         pairs = self.pairs(columns, batch)
-        rewards = Sides(self.beta * pairs.chosen_ratio, self.beta * pairs.rejected_ratio)
-        return loss, pair_metrics(rewards, Sides(pairs.chosen, pairs.rejected), batch, scores) | aux
+        rewards = ChosenRejected(self.beta * pairs.chosen_ratio, self.beta * pairs.rejected_ratio)
+        return loss, pair_metrics(rewards, ChosenRejected(pairs.chosen, pairs.rejected), batch, scores) | aux
 
     @torch.no_grad()
     def _likelihoods(self, batch: PairBatch, scores: TextScores) -> Tensor:

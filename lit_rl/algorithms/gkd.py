@@ -22,26 +22,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
-from lit_rl.algorithms.preflight.data import fits_context
-from lit_rl.algorithms.preflight.footprint import frozen_bytes
-from lit_rl.algorithms.preflight.offline import AllRows, longest_prompt
-from lit_rl.algorithms.rollouts.plan import mix
-from lit_rl.algorithms.rollouts.rewriting import prompts_of, with_completions
+from lit_rl.algorithms.checks.data_and_trainer import NeedsAllRows, check_context_length, longest_rewritten_prompt
+from lit_rl.algorithms.checks.model_sizes import frozen_bytes
+from lit_rl.algorithms.loop.offline import OfflinePolicyModule
+from lit_rl.algorithms.rollouts.rewritten_rows import prompts_to_rewrite, with_completions
+from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.errors import ConfigError, in_range
-from lit_rl.examples import ExampleBatch, TextBatch, Totals
-from lit_rl.interruption import ends_the_run
-from lit_rl.models.policy.disagreement import disagreement
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.models.policy.sharding import unsharded
-from lit_rl.models.policy.text_forward import refuse_leaks
-from lit_rl.models.reference.base import OnCPU, Scorer
-from lit_rl.models.reference.teacher import Teacher
-from lit_rl.ops.preference.divergence_jsd import generalized_jsd
-from lit_rl.ops.step import Metrics, mean_of
-from lit_rl.rollout import Completions, PromptBatch
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.examples import ExampleBatch, TextBatch, Totals
+from lit_rl.core.interrupts import run_ending_hook
+from lit_rl.core.rollout import Completions, PromptBatch
+from lit_rl.models.distillation import Teacher, distillation_scores
+from lit_rl.models.forward import refuse_leaks
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.models.references import OnCPU, Scorer
+from lit_rl.models.sharding import unsharded
+from lit_rl.ops.imitation import generalized_jsd
+from lit_rl.ops.reductions import Metrics, mean_of
 
 Writer = Literal["data", "student", "teacher"]
 """The writer of the completions of an optimizer step."""
@@ -70,7 +68,7 @@ class GKD(OfflinePolicyModule):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Any = None,
         *,
         teacher: LanguageModel | str,
@@ -112,7 +110,7 @@ class GKD(OfflinePolicyModule):
             self.teacher.check_differs()
             if self.rewrites:
                 longest, new_tokens = self._longest_prompt(), self.sampling.max_new_tokens
-                fits_context(self.model, "sampling.max_new_tokens", longest, new_tokens, "data.max_length")
+                check_context_length(self.model, "sampling.max_new_tokens", longest, new_tokens, "data.max_length")
 
     def refuse_leaks(self) -> None:
         super().refuse_leaks()
@@ -137,12 +135,12 @@ class GKD(OfflinePolicyModule):
     def _longest_prompt(self) -> int:
         """Return the number of tokens of the longest prompt that a completion is generated for."""
         data: Any = self.trainer.datamodule  # pyright: ignore
-        return longest_prompt(data.options, data.corpus.train.examples)
+        return longest_rewritten_prompt(data.options, data.corpus.train.examples)
 
-    def reads_all_rows(self) -> Iterator[AllRows]:
+    def reads_all_rows(self) -> Iterator[NeedsAllRows]:
         yield from super().reads_all_rows()
         if self.rewrites:
-            yield AllRows(
+            yield NeedsAllRows(
                 "algo.on_policy_fraction above 0 and algo.teacher_completions=true look for the prompt of",
                 "set algo.on_policy_fraction=0 and algo.teacher_completions=false",
             )
@@ -174,8 +172,8 @@ class GKD(OfflinePolicyModule):
             GenerationError: a generated token is not in the tokenizer.
         """
         micro_batches = batch.whole or (batch,)
-        prompts = prompts_of(micro_batches, self.ranks)
-        with ends_the_run(), self.rollout_context():
+        prompts = prompts_to_rewrite(micro_batches, self.ranks)
+        with run_ending_hook(), self.rollout_context():
             completions = self.generate(prompts) if writer == "student" else self._of_teacher(prompts)
         self.rest()
         self.teacher.check_written(completions.response_ids, writer)
@@ -201,7 +199,7 @@ class GKD(OfflinePolicyModule):
     def loss(self, batch: TextBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
         divergence = partial(generalized_jsd, beta=self.beta, temperature=self.temperature)
         with self.teacher.scoring(self.policy, self.teacher_policy) as teacher:
-            found = disagreement(
+            found = distillation_scores(
                 self.policy,
                 teacher,  # pyright: ignore
                 batch.tokens,

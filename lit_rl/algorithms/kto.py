@@ -22,20 +22,19 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_rl.algorithms.checks.argument_checks import try_settings
 from lit_rl.algorithms.families.verdicts import VerdictModule
-from lit_rl.algorithms.preflight.settings import settings
-from lit_rl.algorithms.signatures import setting, takes_positions
-from lit_rl.algorithms.terms.mismatched import RunLength, mismatched_texts
+from lit_rl.algorithms.signatures import accepts_positional, setting_of
+from lit_rl.algorithms.terms.verdict_terms import RunLength, mismatched_texts
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.data.offline.example_set import ExampleSet
-from lit_rl.errors import ConfigError
-from lit_rl.examples import VerdictBatch
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.models.policy.modes import evaluation_mode
-from lit_rl.models.policy.text_forward import score_texts
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.preference.verdicts import kto
-from lit_rl.ops.step import Metrics
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.examples import VerdictBatch
+from lit_rl.data.example_set import ExampleSet
+from lit_rl.models.forward import score_texts
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.models.modes import evaluation_mode
+from lit_rl.ops.preference_losses import kto
+from lit_rl.ops.reductions import Metrics, masked_sum
 
 BALANCE = (1.0, 4 / 3)
 """The range of w_d n_d / (w_u n_u) that section 4.2 of the paper recommends."""
@@ -54,7 +53,7 @@ class KTO(VerdictModule):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Any = None,
         *,
         beta: float = 0.1,
@@ -64,7 +63,7 @@ class KTO(VerdictModule):
         super().__init__(model, reward, beta=beta, **shared)
         zero = torch.zeros(1)
         baseline = [zero[0]] if _reads_baseline(verdict) else []
-        settings("verdict", partial(verdict, zero, zero > 0, *baseline, 0.1))
+        try_settings("verdict", partial(verdict, zero, zero > 0, *baseline, 0.1))
         self.verdict = verdict
 
     @property
@@ -122,7 +121,7 @@ class KTO(VerdictModule):
         names = ("desirable_weight", "undesirable_weight")
         if not set(names) <= inspect.signature(self.verdict).parameters.keys():
             return
-        of_good, of_bad = (setting(self.verdict, name) for name in names)
+        of_good, of_bad = (setting_of(self.verdict, name) for name in names)
         left, right = of_good * good, of_bad * bad
         if BALANCE[0] * right <= left * (1 + 1e-6) and left <= BALANCE[1] * right * (1 + 1e-6) and left:
             return
@@ -140,4 +139,4 @@ class KTO(VerdictModule):
 
 def _reads_baseline(verdict: Callable) -> bool:
     """Tell whether it is `verdict(ratio, desirable, baseline, beta)`, not `verdict(ratio, desirable, beta)`."""
-    return takes_positions(verdict, 4)
+    return accepts_positional(verdict, 4)

@@ -20,19 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.checks import preference_checks as preflight
 from lit_rl.algorithms.families.judged import JudgedModule
-from lit_rl.algorithms.preflight import judged as preflight
-from lit_rl.algorithms.rollouts.opponents import duels, policy_rows
-from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.generation.mixture import GeometricMixture
-from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens, mean_entropy, mean_of
-from lit_rl.rewards.judges.base import Judge
-from lit_rl.rewards.sums.weighted import Rewards
-from lit_rl.rollout import Completions, PromptBatch, Rollout, select
+from lit_rl.algorithms.rollouts.scored import Scored, generate_opponent_pairs, policy_rows
+from lit_rl.core.rollout import Completions, PromptBatch, Rollout, select
+from lit_rl.generation.decoding import GeometricMixture
+from lit_rl.models.forward import TokenScores
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum, mean_entropy, mean_of
+from lit_rl.rewards.judges import Judge
+from lit_rl.rewards.weighted_rewards import Rewards
 
 
 class NashMD(JudgedModule):
@@ -53,7 +50,7 @@ class NashMD(JudgedModule):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Rewards | Callable | None = None,
         *,
         judge: Judge | Callable[..., Any] | None = None,
@@ -63,9 +60,9 @@ class NashMD(JudgedModule):
     ) -> None:
         super().__init__(model, reward, judge=judge, beta=beta, **shared)
         self.mixture_coef = mixture_coef
-        preflight.two_policies(type(self).__name__, self.group_size, self.reference)
-        preflight.native_generator(self.generator)
-        preflight.for_each_epoch("algo.mixture_coef", mixture_coef, high=1, open_low=False)
+        preflight.check_two_policies(type(self).__name__, self.group_size, self.reference)
+        preflight.check_native_generator(self.generator)
+        preflight.check_per_epoch("algo.mixture_coef", mixture_coef, high=1, open_low=False)
 
     # ------------------------------------------------------------------ generate -> judge
 
@@ -74,7 +71,9 @@ class NashMD(JudgedModule):
         scoring = partial(self.reference.scoring, self.policy, self.reference_policy)
         mixture = GeometricMixture(self.policy, scoring, self.at_epoch(self.mixture_coef))
         own = self.own_completions(batch)
-        return duels(self.source, self.request(batch, group_size=1), own, mixture, self.reference_policy)
+        return generate_opponent_pairs(
+            self.source, self.request(batch, group_size=1), own, mixture, self.reference_policy
+        )
 
     def advantages(
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
@@ -88,7 +87,7 @@ class NashMD(JudgedModule):
             loss_mask=scored.completions.response_mask & learned[:, None],
             ref_logprobs=ref,
         )
-        return rollout, _of_duels(rollout, wins)
+        return rollout, _judge_metrics(rollout, wins)
 
     def reference_of(self, scored: Scored) -> Tensor:
         return self.reference_in(policy_rows(scored.completions), scored.completions)
@@ -133,7 +132,7 @@ class NashMD(JudgedModule):
         return super().coefficients() | {"mixture_coef": self.at_epoch(self.mixture_coef)}
 
 
-def _of_duels(rollout: Rollout, wins: Tensor) -> Metrics:
+def _judge_metrics(rollout: Rollout, wins: Tensor) -> Metrics:
     """Return metrics of the judge's verdicts and of the rewards of policy and opponent."""
     judged, ended = ~wins.isnan(), rollout.completions.ended.float()
     ours, theirs = rollout.rewards[0::2], rollout.rewards[1::2]

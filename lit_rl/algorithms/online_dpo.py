@@ -18,15 +18,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_rl.algorithms.families.judged_pairs import JudgedPairs
-from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.ops.preference.losses import sigmoid
-from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens
-from lit_rl.rewards.judges.base import Judge
-from lit_rl.rewards.sums.weighted import Rewards
-from lit_rl.rollout import Rollout
+from lit_rl.algorithms.families.judged import JudgedPairs
+from lit_rl.core.rollout import Rollout
+from lit_rl.models.forward import TokenScores
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.ops.preference_losses import sigmoid
+from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals
+from lit_rl.rewards.judges import Judge
+from lit_rl.rewards.weighted_rewards import Rewards
 
 
 class OnlineDPO(JudgedPairs):
@@ -44,7 +43,7 @@ class OnlineDPO(JudgedPairs):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Rewards | Callable | None = None,
         *,
         judge: Judge | Callable[..., Any] | None = None,

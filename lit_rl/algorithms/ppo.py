@@ -23,36 +23,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lit_rl.algorithms.checks import model_sizes, policy_gradient_checks
+from lit_rl.algorithms.checks.memory import AuxiliaryTexts, Network, NumberSizes
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.algorithms.optim.schedules import After, GivenSchedule, Schedule, as_schedule
-from lit_rl.algorithms.optim.torch_schedules import FromTorch
-from lit_rl.algorithms.preflight import estimators, footprint
-from lit_rl.algorithms.preflight.memory import Beside, Network, Numbers
-from lit_rl.algorithms.rollouts.micro_batches import without_gradient
+from lit_rl.algorithms.optim.schedules import After, FromTorch, Schedule, ScheduleLike, as_schedule
+from lit_rl.algorithms.rollouts.rollout_plan import without_gradient
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import arguments_for
 from lit_rl.algorithms.terms.credit import Credit, turns_of
-from lit_rl.data.offline.encode import Encoder
-from lit_rl.data.supervised import SupervisedText
-from lit_rl.errors import ConfigError, in_range
-from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.models.policy.text_forward import score_texts
-from lit_rl.models.scoring.critic import AdapterCritic, Critic, SeparateCritic, SharedTrunk
-from lit_rl.models.scoring.reward_adapter import RewardAdapter
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.rollout import Completions, PromptBatch, Rollout
+from lit_rl.core.transfers import to_device
+from lit_rl.data.encode import Encoder
+from lit_rl.data.supervised_text import SupervisedText
+from lit_rl.models.critics import AdapterCritic, Critic, SeparateCritic, SharedTrunk
+from lit_rl.models.forward import TokenScores, score_texts
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.models.scoring import RewardAdapter
 from lit_rl.ops.advantages import whiten_tokens
-from lit_rl.ops.correction import auto_correction
+from lit_rl.ops.engine_mismatch import auto_correction
 from lit_rl.ops.kl import corrected_k3
-from lit_rl.ops.losses import MAX_LOG_RATIO, clipped_policy_loss
-from lit_rl.ops.masking import masked_moments, masked_sum
-from lit_rl.ops.ratios import token_ratio
-from lit_rl.ops.reductions import StepTotals, token_mean
-from lit_rl.ops.returns import gae
-from lit_rl.ops.step import Metrics, StepTokens, Summed
-from lit_rl.ops.values import clipped_value_loss, value_sums
-from lit_rl.rewards.sums.weighted import Rewards, Scores
-from lit_rl.rollout import Completions, PromptBatch, Rollout
-from lit_rl.transfers import to_device
+from lit_rl.ops.policy_losses import MAX_LOG_RATIO, clipped_policy_loss, token_ratio
+from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, Summed, masked_moments, masked_sum, token_mean
+from lit_rl.ops.returns import clipped_value_loss, gae, value_sums
+from lit_rl.rewards.weighted_rewards import Rewards, Scores
 
 
 class PPO(PolicyGradient):
@@ -83,12 +77,12 @@ class PPO(PolicyGradient):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Rewards | Callable,
         *,
         critic: Critic | None = None,
         critic_lr: float | None = None,
-        critic_scheduler: GivenSchedule | None = None,
+        critic_scheduler: ScheduleLike | None = None,
         critic_warmup: int = 0,
         advantage: Callable = gae,
         whitening: Callable | None = whiten_tokens,
@@ -142,7 +136,7 @@ class PPO(PolicyGradient):
         if completions.episodes is not None:
             failed = torch.tensor([episode.failed for episode in completions.episodes], device=values.device)
             values = values.masked_fill(failed, torch.nan)
-        return with_function(scores, "reward_adapter", values)
+        return with_reward_function(scores, "reward_adapter", values)
 
     def advantages(
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
@@ -168,7 +162,7 @@ class PPO(PolicyGradient):
         )
         self.kl.update(old, ref, sampled, self.ranks)
         rollout, weighing = self.engine.at_rollout(rollout, self.global_step)
-        return rollout, distances | weighing | _of_rollout(scored, credit, old, ref, self.data_ranks)
+        return rollout, distances | weighing | _rollout_metrics(scored, credit, old, ref, self.data_ranks)
 
     @torch.no_grad()
     def values(self, completions: Completions) -> Tensor:
@@ -213,7 +207,7 @@ class PPO(PolicyGradient):
             "value/ratio_var": Summed(_ratio_moments(scores.logprobs, rollout), "variance"),
         }
         losses = {"loss/policy_avg": (policy.detach(), share), "loss/value_avg": (critic.detach(), share)}
-        return policy + self.vf_coef * critic, metrics | of_values | _under_trls_names(metrics) | losses | sums
+        return policy + self.vf_coef * critic, metrics | of_values | _with_trl_names(metrics) | losses | sums
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -262,14 +256,14 @@ class PPO(PolicyGradient):
         """True if prompts may be shared: not with a head on the policy's trunk, which reads whole rows."""
         return super().shares_prompts and not isinstance(self.value_function, SharedTrunk)
 
-    def beside(self) -> Beside | None:
+    def beside(self) -> AuxiliaryTexts | None:
         if self.ptx is None or self.step is None:
             return None
         of_all_ranks = self.step.units * self.step.rows * self.data_ranks
-        return Beside(self.ptx.batch_size, of_all_ranks, self.ptx.max_tokens)
+        return AuxiliaryTexts(self.ptx.batch_size, of_all_ranks, self.ptx.max_tokens)
 
-    def critic_network(self, policy: Network, numbers: Numbers) -> Network | None:
-        return footprint.critic_network(self.value_function, policy, numbers, self.model)
+    def critic_network(self, policy: Network, numbers: NumberSizes) -> Network | None:
+        return model_sizes.critic_network(self.value_function, policy, numbers, self.model)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         critic: dict[str, Any] = {"params": self.value_function.parameters(self.policy, self.critic), "name": "critic"}
@@ -295,8 +289,8 @@ class PPO(PolicyGradient):
         return {**super().unproven_with_zero, **own, "algo.critic_warmup": self.critic_warmup}
 
     def check_advantage(self) -> None:
-        estimators.is_there(self.advantage, such_as="gae")
-        estimators.check_of_tokens(self.advantage, self.whitening)
+        policy_gradient_checks.require_estimator(self.advantage, such_as="gae")
+        policy_gradient_checks.check_token_estimator(self.advantage, self.whitening)
 
     def _check(self) -> None:
         self.value_function.check(self.model)
@@ -314,7 +308,7 @@ class PPO(PolicyGradient):
             )
 
 
-def with_function(scores: Scores, name: str, values: Tensor) -> Scores:
+def with_reward_function(scores: Scores, name: str, values: Tensor) -> Scores:
     """Add a reward function of weight 1 to the scores; it applies to every completion whose value is not NaN."""
     column = values.detach().float().cpu()
     return replace(
@@ -326,7 +320,9 @@ def with_function(scores: Scores, name: str, values: Tensor) -> Scores:
     )
 
 
-def _of_rollout(scored: Scored, credit: Credit, old: Tensor | None, ref: Tensor | None, world_size: int) -> Metrics:
+def _rollout_metrics(
+    scored: Scored, credit: Credit, old: Tensor | None, ref: Tensor | None, world_size: int
+) -> Metrics:
     """Return `objective/*` of the rollout, without rows that have no reward and metrics whose log-probs are missing."""
     device, mask = credit.rewards.device, scored.completions.response_mask
     has_reward = ~credit.rewards.isnan()
@@ -352,7 +348,7 @@ def _ratio_moments(logprobs: Tensor, rollout: Rollout) -> Tensor:
     return masked_moments(token_ratio(now, old, mask).clamp(max=MAX_LOG_RATIO).exp(), mask)
 
 
-def _under_trls_names(metrics: Metrics) -> Metrics:
+def _with_trl_names(metrics: Metrics) -> Metrics:
     """Return the policy's metrics under the names of TRL's PPO."""
     names = {
         "policy/approxkl_avg": "approx_kl",

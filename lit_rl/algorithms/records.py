@@ -11,21 +11,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_rl.algorithms.evaluation.statistics import Averages, input_tokens, rollout_metrics
-from lit_rl.algorithms.evaluation.tables import sample_table
-from lit_rl.algorithms.evaluation.token_columns import token_columns
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.evaluation.sample_tables import sample_table, token_columns
+from lit_rl.algorithms.evaluation.summary_statistics import Averages, input_tokens, rollout_metrics
 from lit_rl.algorithms.evaluation.validation import prefixed
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.rollouts.episodes import metrics_of
+from lit_rl.algorithms.rollouts.episode_outcomes import episode_metrics
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.errors import RewardError
-from lit_rl.examples import Totals
+from lit_rl.core.errors import RewardError
+from lit_rl.core.examples import Totals
+from lit_rl.core.rollout import Rollout
 from lit_rl.generation.collect import texts_of
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.repetition import repeated_share
-from lit_rl.ops.step import Metrics
-from lit_rl.rewards.sums.weighted import Scores
-from lit_rl.rollout import Rollout
+from lit_rl.ops.reductions import Metrics, masked_sum
+from lit_rl.ops.token_statistics import repeated_share
+from lit_rl.rewards.weighted_rewards import Scores
 
 MAX_UNSCORED = 8
 """The number of consecutive rollouts without any reward after which a run ends."""
@@ -82,9 +80,9 @@ class Records:
         self._stats = rollout_metrics(scores.names, **of_all)
         self._stats |= {"num_tokens": float(self._tokens_seen), "rollout_tokens": float(tokens)}
         self._stats["num_input_tokens_seen"] = float(self._input_tokens_seen)
-        self.add(_logged_by_rewards(scores, ranks))
+        self.add(_metrics_of_rewards(scores, ranks))
         if completions.episodes is not None:
-            self.add(metrics_of(completions.episodes, ranks))
+            self.add(episode_metrics(completions.episodes, ranks))
         if completions.kept_logmass is not None:
             mask = completions.response_mask
             kept = masked_sum(completions.kept_logmass.exp(), mask)
@@ -92,10 +90,10 @@ class Records:
         repeated, long_enough = repeated_share(completions.response_ids, completions.response_mask)
         self.add({"completions/repetition": (repeated.sum(), long_enough.sum())})
         texts = texts_of(host, tokenizer)
-        self.samples = sample_table(step, scored.batch, texts, host, scores, _one_a_row(rollout))
+        self.samples = sample_table(step, scored.batch, texts, host, scores, _advantage_of_rows(rollout))
         if completions.episodes is not None:
             self.samples |= token_columns(completions, rollout, tokenizer)
-        self.noted = _noted(self.samples, {*scored.batch.columns, *scores.extras})
+        self.noted = _plain_columns(self.samples, {*scored.batch.columns, *scores.extras})
         self._opened = time.perf_counter()
 
     def stepped(self, grad_norm: Tensor, *, skipped: bool) -> None:
@@ -133,7 +131,7 @@ class Records:
         """
         stats = dict(self._stats)
         tokens = stats.pop("rollout_tokens")
-        means = {**stats, **_reduced(self.averages, ranks, kept=kept), **coefficients, **rates}
+        means = {**stats, **_reduce(self.averages, ranks, kept=kept), **coefficients, **rates}
         # Reading the averages has waited for the GPU, so the seconds of the update are complete.
         phases = {**seconds, "update": time.perf_counter() - self._opened}
         metrics = prefixed(means, "train")
@@ -168,15 +166,15 @@ class Records:
         self._opened = time.perf_counter()  # seconds before the resume are not known
 
 
-_PLAIN = {bool, int, float, str, type(None)}
+_PLAIN_TYPES = {bool, int, float, str, type(None)}
 
 
-def _noted(samples: Mapping[str, list[Any]], names: Collection[str]) -> dict[str, list[Any]]:
+def _plain_columns(samples: Mapping[str, list[Any]], names: Collection[str]) -> dict[str, list[Any]]:
     """Return rewards and the named columns, if a checkpoint can contain all of their values."""
     return {
         name: values
         for name, values in samples.items()
-        if (name.startswith("rewards/") or name in names) and {type(value) for value in values} <= _PLAIN
+        if (name.startswith("rewards/") or name in names) and {type(value) for value in values} <= _PLAIN_TYPES
     }
 
 
@@ -224,7 +222,7 @@ class OfflineRecords:
             kept: Whether the averages are kept for a later log line.
         """
         asked = time.perf_counter()
-        means = {**_reduced(self.averages, ranks, kept=kept), **coefficients, **rates}
+        means = {**_reduce(self.averages, ranks, kept=kept), **coefficients, **rates}
         self._seconds += time.perf_counter() - asked  # reading the averages has waited for the GPU
         metrics = prefixed(means | {"num_tokens": float(self._tokens_seen)}, "train")
         metrics |= {"time/update": self._seconds} | ({"time/generate": generated_in} if generated_in else {})
@@ -242,7 +240,7 @@ class OfflineRecords:
         self.averages.load_state(saved["averages"], device)
 
 
-def _reduced(averages: Averages, ranks: Ranks, *, kept: bool) -> dict[str, float]:
+def _reduce(averages: Averages, ranks: Ranks, *, kept: bool) -> dict[str, float]:
     """Reduce the averages to numbers; with `kept`, the averages themselves stay as they are. A collective."""
     return (copy.copy(averages) if kept else averages).reduce(ranks)
 
@@ -260,7 +258,7 @@ def learning_rates(optimizer: Optimizer) -> dict[str, float]:
     return {"lr": first["lr"]} | {f"lr_{group['name']}": group["lr"] for group in others}
 
 
-def _one_a_row(rollout: Rollout) -> Tensor | None:
+def _advantage_of_rows(rollout: Rollout) -> Tensor | None:
     """Return each row's advantage for the sample table: the mean over its loss tokens; for pairs the verdict."""
     advantages = rollout.verdicts if rollout.advantages is None else rollout.advantages
     if advantages is None or advantages.ndim == 1:
@@ -268,7 +266,7 @@ def _one_a_row(rollout: Rollout) -> Tensor | None:
     return (advantages * rollout.loss_mask).sum(1) / rollout.loss_mask.sum(1).clamp(min=1)
 
 
-def _logged_by_rewards(scores: Scores, ranks: Ranks) -> Metrics:
+def _metrics_of_rewards(scores: Scores, ranks: Ranks) -> Metrics:
     """Return the metrics that rewards passed to `log_metric`, as means over all ranks."""
     return {
         name: (torch.full((), float(total), device=ranks.device), torch.full((), float(count), device=ranks.device))

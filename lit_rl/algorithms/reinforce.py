@@ -15,13 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.ops.correction import auto_correction
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.ops.engine_mismatch import auto_correction
 from lit_rl.ops.kl import corrected_k3
-from lit_rl.ops.losses import clipped_policy_loss
+from lit_rl.ops.policy_losses import clipped_policy_loss
 from lit_rl.ops.reductions import token_mean
 from lit_rl.ops.returns import reinforce_plus_plus
-from lit_rl.rewards.sums.weighted import Rewards
+from lit_rl.rewards.weighted_rewards import Rewards
 
 
 class Reinforce(PolicyGradient):
@@ -37,7 +37,7 @@ class Reinforce(PolicyGradient):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Rewards | Callable,
         *,
         advantage: Callable = reinforce_plus_plus,

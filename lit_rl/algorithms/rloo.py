@@ -18,14 +18,13 @@ from functools import partial
 from typing import Any
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.models.policy.loaded import GivenModel
+from lit_rl.models.loaded_model import ModelLike
 from lit_rl.ops.advantages import leave_one_out
-from lit_rl.ops.correction import auto_correction
+from lit_rl.ops.engine_mismatch import auto_correction
 from lit_rl.ops.kl import corrected_k3
-from lit_rl.ops.losses import clipped_policy_loss
-from lit_rl.ops.ratios import sequence_sum_ratio
+from lit_rl.ops.policy_losses import clipped_policy_loss, sequence_sum_ratio
 from lit_rl.ops.reductions import sequence_mean
-from lit_rl.rewards.sums.weighted import Rewards
+from lit_rl.rewards.weighted_rewards import Rewards
 
 SEQUENCE_CLIPPED = partial(clipped_policy_loss, ratio=sequence_sum_ratio)
 """The clipped surrogate with the ratio of the whole sequence."""
@@ -49,7 +48,7 @@ class RLOO(PolicyGradient):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Rewards | Callable,
         *,
         advantage: Callable = leave_one_out,

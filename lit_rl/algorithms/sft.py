@@ -15,17 +15,16 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
-from lit_rl.algorithms.rollouts.plan import mix
+from lit_rl.algorithms.loop.offline import OfflinePolicyModule
+from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.errors import in_range
-from lit_rl.examples import TextBatch, Totals
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.models.policy.neftune import noisy_embeddings
-from lit_rl.models.policy.options import ForwardOptions
+from lit_rl.core.errors import in_range
+from lit_rl.core.examples import TextBatch, Totals
+from lit_rl.models.forward_inputs import noisy_embeddings
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.models.loaded_model import ModelLike
 from lit_rl.ops.imitation import cross_entropy
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.step import Metrics, mean_entropy, mean_of
+from lit_rl.ops.reductions import Metrics, masked_sum, mean_entropy, mean_of
 
 
 class SFT(OfflinePolicyModule):
@@ -48,7 +47,7 @@ class SFT(OfflinePolicyModule):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Any = None,
         *,
         imitation: Callable = cross_entropy,

@@ -13,36 +13,36 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
-from lit_rl.ops.step import WeightsInside
+from lit_rl.ops.reductions import WeightsInside
 
 
 def arguments_for(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `offered` that the function has parameters for."""
-    if takes_everything(function):
-        return {name: value for name, value in offered.items() if name not in _given(function)}
+    if takes_any_keyword(function):
+        return {name: value for name, value in offered.items() if name not in _preset_keywords(function)}
     return {name: value for name, value in offered.items() if name in parameters(function)}
 
 
 def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the function's parameters, without those that a `functools.partial` has set."""
-    given = _given(function)
+    given = _preset_keywords(function)
     kinds = inspect.signature(function).parameters.values()
     return tuple(p.name for p in kinds if p.name not in given and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
 
 
-def takes_everything(function: Callable[..., Any]) -> bool:
+def takes_any_keyword(function: Callable[..., Any]) -> bool:
     """Tell whether the function has `**keywords`."""
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
-def reads(function: Callable[..., Any], name: str) -> bool:
+def reads_column(function: Callable[..., Any], name: str) -> bool:
     """Tell whether the function is passed the column `name` if it is offered."""
     return bool(arguments_for(function, {name: None}))
 
 
-def unwrapped(function: Any) -> Any:
+def unwrap(function: Any) -> Any:
     """Return the function inside a `functools.partial`, or inside LightningCLI's `WithKeywords`."""
-    return unwrapped(function.func) if hasattr(function, "func") else function
+    return unwrap(function.func) if hasattr(function, "func") else function
 
 
 def copies_for(function: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -50,26 +50,26 @@ def copies_for(function: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
 
     Functions of lit_rl change nothing, and get the tensors themselves.
     """
-    return tensors if is_shipped(function) else tuple(tensor.clone() for tensor in tensors)
+    return tensors if is_from_lit_rl(function) else tuple(tensor.clone() for tensor in tensors)
 
 
-def is_shipped(function: Any) -> bool:
+def is_from_lit_rl(function: Any) -> bool:
     """Tell whether a function is defined in lit_rl."""
-    return str(getattr(unwrapped(function), "__module__", None)).startswith("lit_rl.")
+    return str(getattr(unwrap(function), "__module__", None)).startswith("lit_rl.")
 
 
 def name_of(function: Any) -> str:
     """Return the name of a function, with or without settings."""
-    return getattr(unwrapped(function), "__name__", type(function).__name__)
+    return getattr(unwrap(function), "__name__", type(function).__name__)
 
 
-def setting(function: Callable[..., Any], name: str) -> Any:
+def setting_of(function: Callable[..., Any], name: str) -> Any:
     """Return the value of a function's keyword: as it was set, or its default."""
-    given = _given(function)
+    given = _preset_keywords(function)
     return given[name] if name in given else inspect.signature(function).parameters[name].default
 
 
-def _given(function: Callable[..., Any]) -> Mapping[str, Any]:
+def _preset_keywords(function: Callable[..., Any]) -> Mapping[str, Any]:
     return getattr(function, "keywords", {})
 
 
@@ -78,12 +78,12 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
 
     An annotation that cannot be resolved, such as a name that only a type checker imports, is `Any` too.
     """
-    plain = unwrapped(function)
+    plain = unwrap(function)
     routine = plain if inspect.isroutine(plain) else type(plain).__call__
-    return {name: _resolved(routine, name) for name in inspect.signature(plain).parameters}
+    return {name: _resolve_annotation(routine, name) for name in inspect.signature(plain).parameters}
 
 
-def _resolved(routine: Callable[..., Any], name: str) -> Any:
+def _resolve_annotation(routine: Callable[..., Any], name: str) -> Any:
     annotations = getattr(routine, "__annotations__", {})
     if name not in annotations:
         return Any
@@ -95,16 +95,16 @@ def _resolved(routine: Callable[..., Any], name: str) -> Any:
         return Any
 
 
-def notes(annotation: Any) -> tuple[Any, ...]:
+def annotated_metadata(annotation: Any) -> tuple[Any, ...]:
     """Return the `Annotated` metadata of an annotation, or of all options of a union."""
     if get_origin(annotation) is Annotated:
         return annotation.__metadata__
     if get_origin(annotation) in (Union, UnionType):
-        return tuple(note for option in get_args(annotation) for note in notes(option))
+        return tuple(note for option in get_args(annotation) for note in annotated_metadata(option))
     return ()
 
 
-def takes_positions(function: Callable[..., Any], count: int) -> bool:
+def accepts_positional(function: Callable[..., Any], count: int) -> bool:
     """Tell whether the function can be called with exactly this many positional arguments."""
     try:
         inspect.signature(function).bind(*[None] * count)

@@ -1,11 +1,16 @@
-"""Uploads of `samples/` to a data set of the Hugging Face hub, during the run and at its end."""
+"""Uploads of `samples/` to a data set of the Hugging Face hub, during the run and at its end.
+
+One push at a time runs beside the training (`HubPushes`), in a thread that no exit waits for.
+"""
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -13,12 +18,76 @@ from typing import Any
 
 import lightning as L
 
-from lit_rl import offline
 from lit_rl.callbacks.graceful_stop import GracefulStop
-from lit_rl.callbacks.hub_pushes import HubPushes
-from lit_rl.callbacks.sample_files import SAMPLE_FILES
-from lit_rl.callbacks.unwritten import Unwritten
-from lit_rl.errors import ConfigError, in_range
+from lit_rl.callbacks.loggers import WriteFailures
+from lit_rl.callbacks.output_files import SAMPLE_FILES
+from lit_rl.core import machine
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.progress_bar import delayed_progress
+
+
+class HubPushes:
+    """The pushes of one callback, one at a time.
+
+    `HfApi.run_as_future` is not used: at its exit Python waits for that pool without a timeout, and the hub's client
+    waits for an answer without one.
+
+    Args:
+        what: The activity, for a warning and a progress bar: "sending samples to user/name".
+        unwritten: Recorder of failures, called in the thread of the training.
+    """
+
+    def __init__(self, what: str, unwritten: WriteFailures) -> None:
+        self.what, self.unwritten = what, unwritten
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._then: Callable[[bool], None] = lambda done: None
+
+    def start(self, push: Callable[[], object], then: Callable[[bool], None]) -> None:
+        """Begin a push; none may be in progress.
+
+        Args:
+            push: Function for a thread of its own; it reads only what nobody else writes.
+            then: Callback that `busy` or `wait` calls when the push is over, with whether it succeeded.
+        """
+        assert self._thread is None
+
+        def run() -> None:
+            try:
+                push()
+            except Exception as error:
+                self._error = error
+
+        self._error, self._then = None, then
+        self._thread = threading.Thread(target=run, name="hub push", daemon=True)
+        self._thread.start()
+
+    def busy(self) -> bool:
+        """Tell whether a push is in progress, and record one that has ended."""
+        if self._thread is None:
+            return False
+        if self._thread.is_alive():
+            return True
+        self._thread, error = None, self._error
+        if error is not None:
+            self.unwritten.note(self.what, error)
+        self._then(error is None)
+        return False
+
+    def wait(self, until: float) -> bool:
+        """Wait for the push in progress, under a progress bar; return whether it is over.
+
+        Args:
+            until: The end of the wait, by the clock `time.monotonic`.
+        """
+        seconds = max(0.0, until - time.monotonic())
+        if self._thread is not None:
+            for _ in delayed_progress(range(math.ceil(seconds)), f"{self.what}, at most", "s"):
+                self._thread.join(min(1.0, max(0.0, until - time.monotonic())))
+                if not self._thread.is_alive():
+                    break
+        return not self.busy()
+
 
 CARD = """---
 pretty_name: Completions of lit_rl
@@ -70,7 +139,7 @@ class HubSamples(L.Callback):
         if repo is not None:
             _check_name(repo)
         self.repo, self.private, self.minutes, self.wait = repo, private, minutes, wait
-        self.unwritten = Unwritten("HubSamples")
+        self.unwritten = WriteFailures("HubSamples")
         self._pushes = HubPushes(f"sending samples to {repo}", self.unwritten)
         self._sent: Files | None = None
         """Files on the hub; None where that is not known: before the first push, and after one that failed."""
@@ -111,11 +180,11 @@ class HubSamples(L.Callback):
         self._last = time.monotonic()
         with self.unwritten.spared(self._pushes.what):
             run_dir = Path(trainer.default_root_dir).resolve()
-            there = _files(run_dir)
+            there = _sample_files(run_dir)
             if not there or there == self._sent:
                 return
             copy = tempfile.TemporaryDirectory(prefix="lit_rl_samples_", ignore_cleanup_errors=True)
-            for name in sorted(there.keys() if self._sent is None else _new(there, self._sent)):
+            for name in sorted(there.keys() if self._sent is None else _changed_files(there, self._sent)):
                 shutil.copyfile(run_dir / "samples" / name, Path(copy.name) / name)
             folder = f"{run_dir.parent.name}_{run_dir.name}"  # jobs of sweeps are called 0, 1, ...
             push = partial(self._send, copy, folder, f"lit_rl, {folder}, step {trainer.global_step}", there, self._sent)
@@ -134,27 +203,27 @@ class HubSamples(L.Callback):
         assert self.repo is not None
         api, operations = HfApi(), []
         with copy:
-            if (why := offline.why_unreachable()) is not None:
+            if (why := machine.why_hub_is_unreachable()) is not None:
                 raise ConnectionError(f"the hub was not asked: {why}")
             if sent is None:
                 api.create_repo(self.repo, repo_type="dataset", private=self.private, exist_ok=True)
                 held = api.list_repo_files(self.repo, repo_type="dataset")
-                sent = dict.fromkeys(_of_the_run(held, folder), (-1, -1))
+                sent = dict.fromkeys(_files_in_run_folder(held, folder), (-1, -1))
                 if "README.md" not in held:
                     operations.append(CommitOperationAdd("README.md", CARD.encode()))
-            new, gone = _new(there, sent), sorted(sent.keys() - there.keys())
+            new, gone = _changed_files(there, sent), sorted(sent.keys() - there.keys())
             operations += [CommitOperationAdd(f"{folder}/{name}", Path(copy.name) / name) for name in new]
             operations += [CommitOperationDelete(f"{folder}/{name}") for name in gone]
             api.create_commit(self.repo, operations, repo_type="dataset", commit_message=message)
 
 
-def _files(run_dir: Path) -> Files:
+def _sample_files(run_dir: Path) -> Files:
     """Return the sample files that a run has written up to now."""
     files = [path for pattern in SAMPLE_FILES for path in (run_dir / "samples").glob(pattern)]
     return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
-def _new(there: Files, sent: Files) -> list[str]:
+def _changed_files(there: Files, sent: Files) -> list[str]:
     return sorted(name for name in there if there[name] != sent.get(name))
 
 
@@ -172,7 +241,7 @@ def _check_name(repo: str) -> None:
         ) from error
 
 
-def _of_the_run(held: Sequence[str], run: str) -> list[str]:
+def _files_in_run_folder(held: Sequence[str], run: str) -> list[str]:
     """Return the names of the sample files in the folder of a run."""
     names = [path.removeprefix(f"{run}/") for path in held if path.startswith(f"{run}/")]
     return [name for name in names if any(fnmatch(name, pattern) for pattern in SAMPLE_FILES)]

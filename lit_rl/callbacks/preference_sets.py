@@ -14,16 +14,16 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.algorithms.ranks import sharing_rows
-from lit_rl.callbacks.kept_images import KeptImages
+from lit_rl.algorithms.data_parallel import tensor_parallel_size
+from lit_rl.callbacks.output_files import ImageWriter
+from lit_rl.core.errors import ConfigError, StorageError, did_you_mean, in_range
+from lit_rl.core.rollout import Prompt
+from lit_rl.core.visuals import IMAGE_COLUMNS as IMAGE_COLUMNS
+from lit_rl.core.visuals import VIDEO_COLUMNS as VIDEO_COLUMNS
+from lit_rl.data.example_formats import OTHER_MASKS
 from lit_rl.data.kinds import COLUMNS
-from lit_rl.data.offline.formats import OTHER_MASKS
+from lit_rl.data.rendering import control_tokens
 from lit_rl.data.splits import prompt_key
-from lit_rl.data.templates import control_tokens
-from lit_rl.errors import ConfigError, StorageError, did_you_mean, in_range
-from lit_rl.images import COLUMNS as IMAGE_COLUMNS
-from lit_rl.rollout import Prompt
-from lit_rl.videos import COLUMNS as VIDEO_COLUMNS
 
 Row = dict[str, Any]
 
@@ -130,7 +130,7 @@ class PreferenceSets(L.Callback):
         if trainer.world_size > 1:
             of_all_ranks = [{} for _ in range(trainer.world_size)]
             torch.distributed.all_gather_object(of_all_ranks, of_this_rank)
-            of_all_ranks = of_all_ranks[:: sharing_rows(trainer)]
+            of_all_ranks = of_all_ranks[:: tensor_parallel_size(trainer)]
         if trainer.is_global_zero:
             for name in self.sets:
                 self._append(trainer, name, [row for rows in of_all_ranks for row in rows[name]])
@@ -139,13 +139,13 @@ class PreferenceSets(L.Callback):
         """Return the rows for each set from the last rollout of an `OnPolicyModule`, on this rank."""
         scored, table = module.scored, module.samples
         size = len(table["completion"]) // len(scored.batch)
-        control = unreadable_texts(module)
+        control = forbidden_texts(module)
         found: dict[str, list[Row]] = {name: [] for name in self.sets}
         for i, prompt in enumerate(scored.batch.prompts):
             group = slice(i * size, (i + 1) * size)
             columns = zip(table["completion"][group], table["reward"][group], table["ended"][group], strict=True)
             members = [Member(*column) for column in columns]
-            members = [m for m in members if not math.isnan(m.reward) and readable(m.text, prompt, control)]
+            members = [m for m in members if not math.isnan(m.reward) and is_readable(m.text, prompt, control)]
             rest = {name: values[i] for name, values in scored.batch.columns.items() if name not in _RESERVED}
             for name in self.sets:
                 for row in getattr(self, f"_{name}")(members):
@@ -184,7 +184,7 @@ class PreferenceSets(L.Callback):
 
     def _append(self, trainer: L.Trainer, name: str, rows: Sequence[Row]) -> None:
         known, lines, path = self._known[name], [], self._path(trainer, name)
-        images = KeptImages(path.parent)
+        images = ImageWriter(path.parent)
         for row in rows:
             named = images.named(row)
             digest = _digest(named)
@@ -197,10 +197,10 @@ class PreferenceSets(L.Callback):
             images.write(row)
             lines.append(json.dumps(named, default=str) + "\n")
         if lines:
-            append(path, "".join(lines).encode())
+            append_bytes(path, "".join(lines).encode())
 
 
-def append(path: Path, data: bytes) -> None:
+def append_bytes(path: Path, data: bytes) -> None:
     """Add all of the bytes to a file, or none.
 
     Raises:
@@ -234,13 +234,13 @@ def _digest(row: Mapping[str, Any]) -> bytes:
     return hashlib.blake2b(json.dumps([prompt_key(prompt), said]).encode(), digest_size=16).digest()
 
 
-def unreadable_texts(module: Any) -> list[str]:
+def forbidden_texts(module: Any) -> list[str]:
     """Return the texts that no message may hold: control tokens, and what a processor takes for an image."""
     processor = getattr(getattr(module, "model", None), "processor", None)
     return [*control_tokens(module.tokenizer), *(processor.reserved if processor is not None else ())]
 
 
-def readable(text: str, prompt: Prompt, control: Sequence[str]) -> bool:
+def is_readable(text: str, prompt: Prompt, control: Sequence[str]) -> bool:
     """Tell whether a data module reads the completion: not blank, no NUL, and no control token in a message."""
     if not text.strip() or "\0" in text:
         return False

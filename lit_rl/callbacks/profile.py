@@ -10,8 +10,8 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from lit_rl.callbacks.unwritten import Unwritten
-from lit_rl.errors import ConfigError
+from lit_rl.callbacks.loggers import WriteFailures
+from lit_rl.core.errors import ConfigError
 
 OPERATORS = 40
 """Rows of the table."""
@@ -45,7 +45,7 @@ class Profile(L.Callback):
             )
         self.begin, self.end = numbers
         self.folder = Path(folder)
-        self.unwritten = Unwritten("Profile")
+        self.unwritten = WriteFailures("Profile")
         self._profile: profile | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

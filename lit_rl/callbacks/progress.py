@@ -10,7 +10,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm.auto import tqdm
 
-from lit_rl.callbacks.text import plan_table
+from lit_rl.callbacks.display import plan_table
 
 SHOWN = {
     "train/reward": "reward",
@@ -33,10 +33,10 @@ SHOWN = {
 LARGE = 2**30
 """Bytes of weights that take seconds to read."""
 
-_COUNTS = 50
+_COLUMNS_OF_COUNTS = 50
 """Columns for the share, a bar, steps, times and speed."""
 
-_WITHOUT_A_BAR = "{n_fmt}/{total_fmt} [{remaining}{postfix}]"
+_FORMAT_WITHOUT_BAR = "{n_fmt}/{total_fmt} [{remaining}{postfix}]"
 
 
 class Progress(ProgressBar):
@@ -76,7 +76,7 @@ class Progress(ProgressBar):
         total = trainer.estimated_stepping_batches
         plan = getattr(pl_module, "plan", None)
         if plan is not None:
-            plan_table([*plan.table(), ("optimizer steps of this run", _length(trainer, total))])
+            plan_table([*plan.table(), ("optimizer steps of this run", _describe_length(trainer, total))])
         self._began = (time.monotonic(), trainer.global_step)
         self._bar = tqdm(
             total=int(total) if total != float("inf") else None,
@@ -94,7 +94,7 @@ class Progress(ProgressBar):
             return
         # Not between two steps: reading a metric waits for the GPU.
         if not self._bar.disable and trainer.global_step > self._bar.n:
-            _say_beside(self._bar, _values(trainer))
+            _show_values(self._bar, _values(trainer))
             self._bar.update(trainer.global_step - self._bar.n)
         elif (
             self._bar.disable
@@ -173,7 +173,7 @@ def _counts_of(trainer: L.Trainer) -> list[int]:
     return [int(count) if count != float("inf") else 0 for count in trainer.num_val_batches]
 
 
-def _length(trainer: L.Trainer, total: float) -> str:
+def _describe_length(trainer: L.Trainer, total: float) -> str:
     """Describe how many steps the run takes, and which setting limits them."""
     if total == float("inf"):
         return "until trainer.max_time"
@@ -190,15 +190,15 @@ def _values(trainer: L.Trainer) -> dict[str, str]:
     return {name: f"{name}={float(metrics[key]):.3f}" for key, name in SHOWN.items() if key in metrics}
 
 
-def _say_beside(bar: tqdm, values: dict[str, str]) -> None:
+def _show_values(bar: tqdm, values: dict[str, str]) -> None:
     """Show the values beside the counts; in a narrow terminal in place of the bar, which tqdm would keep."""
-    room = (bar.format_dict["ncols"] or 120) - _COUNTS
-    text = _fitting(values, room)
-    bar.bar_format = _WITHOUT_A_BAR if len(text) > room else None
+    room = (bar.format_dict["ncols"] or 120) - _COLUMNS_OF_COUNTS
+    text = _values_that_fit(values, room)
+    bar.bar_format = _FORMAT_WITHOUT_BAR if len(text) > room else None
     bar.set_postfix_str(text, refresh=False)
 
 
-def _fitting(values: dict[str, str], room: int) -> str:
+def _values_that_fit(values: dict[str, str], room: int) -> str:
     """Join the values that fit, in their order: the first and the loss always."""
     kept = {name for place, name in enumerate(values) if place == 0 or name == "loss"}
     for name in values:

@@ -8,17 +8,16 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_rl.callbacks.file_names import ALARMS
+from lit_rl.callbacks.output_files import ALARMS, SAMPLE_FILES, restore_sample_files
 from lit_rl.callbacks.preference_sets import SETS
-from lit_rl.callbacks.rollouts import STEP_FILES
-from lit_rl.callbacks.sample_files import SAMPLE_FILES, cut_back
+from lit_rl.callbacks.saved_rollouts import ROLLOUT_FILES
 
-FILES = (
+RECORD_FILES = (
     "metrics.jsonl",
     ALARMS,
     "events.out.tfevents.[0-9]*",
     *(f"samples/{name}" for name in SAMPLE_FILES),
-    f"rollouts/{STEP_FILES}",
+    f"rollouts/{ROLLOUT_FILES}",
     *(f"datasets/{name}.jsonl" for name in SETS),
     "csv/metrics.csv",
     "csv/samples*.csv",
@@ -78,7 +77,7 @@ class Record(L.Callback):
     def _cut(self, sizes: dict[str, int], there: set[Path]) -> None:
         """Truncate or remove the files that were `there`: a logger may have begun others since."""
         samples = self.run_dir / "samples"
-        cut_back(samples, {Path(name).name for name in sizes if Path(name).parent.name == samples.name})
+        restore_sample_files(samples, {Path(name).name for name in sizes if Path(name).parent.name == samples.name})
         for path in record_files(self.run_dir):
             if path.parent == samples or path not in there:
                 continue  # sample files are whole, and may have been joined
@@ -91,5 +90,5 @@ class Record(L.Callback):
 
 
 def record_files(run_dir: Path) -> list[Path]:
-    """Return the files of a folder that match `FILES`."""
-    return sorted(path for pattern in FILES for path in run_dir.glob(pattern) if path.is_file())
+    """Return the files of a folder that match `RECORD_FILES`."""
+    return sorted(path for pattern in RECORD_FILES for path in run_dir.glob(pattern) if path.is_file())

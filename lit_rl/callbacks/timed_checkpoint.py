@@ -18,9 +18,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils._pytree import tree_leaves
 
-from lit_rl.algorithms.optim.zero import ZeROStrategy
-from lit_rl.durable import check_room
-from lit_rl.errors import StorageError, in_range
+from lit_rl.algorithms.optim.strategies import ZeROStrategy
+from lit_rl.core.durable_files import check_free_space
+from lit_rl.core.errors import StorageError, in_range
 
 
 class TimedCheckpoint(ModelCheckpoint):
@@ -76,7 +76,7 @@ class TimedCheckpoint(ModelCheckpoint):
             one = _bytes(trained) + sum(map(_state_size, trainer.optimizers))
         there = any(Path(self.dirpath).glob("*.ckpt"))
         try:
-            check_room(self.dirpath, one * (1 if there else 2) + _bytes(weights))
+            check_free_space(self.dirpath, one * (1 if there else 2) + _bytes(weights))
         except OSError as error:
             raise StorageError(
                 f"There is no room for a checkpoint, the one before it and the export: {error}. Take a run_dir on "

@@ -28,9 +28,9 @@ import lightning as L
 import torch
 from torch.distributed import DistError
 
-from lit_rl.algorithms import ranks
-from lit_rl.callbacks.rank_store import own_store
-from lit_rl.errors import BackendError, in_range
+from lit_rl.algorithms import data_parallel
+from lit_rl.callbacks.graceful_stop import callback_store
+from lit_rl.core.errors import BackendError, in_range
 
 _SHARE = 0.9
 """Share of the process group's timeout after which the watchdog acts, while it still can report."""
@@ -80,9 +80,9 @@ class Watchdog(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._end()
-        store = own_store("watchdog", trainer.global_rank) if trainer.world_size > 1 else None
+        store = callback_store("watchdog", trainer.global_rank) if trainer.world_size > 1 else None
         if store is not None:
-            self._watch = _Watch(trainer, store, self.limit or _SHARE * _timeout(trainer), self.all_wait)
+            self._watch = _Watch(trainer, store, self.limit or _SHARE * _group_timeout(trainer), self.all_wait)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._end()
@@ -164,7 +164,7 @@ class _Watch:
     def _waited(self) -> float:
         """Return the seconds spent in one call that waits for others; 0 where it computes."""
         frames = self._stack()
-        if not waits_for_others(frames):
+        if not waits_for_ranks(frames):
             self._stood = None, 0.0, 0.0
             return 0.0
         # A later call may be at the same place: then a batch has begun or ended in between.
@@ -177,7 +177,7 @@ class _Watch:
         """Return `waited` where the process computed nothing meanwhile, and can only be waiting for ranks; else 0."""
         place, _, computed = self._stood
         computes = time.process_time() - computed > _IDLE * waited
-        return 0.0 if place is None or computes or may_wait_for_more(self._stack()) else waited
+        return 0.0 if place is None or computes or may_wait_for_others_than_ranks(self._stack()) else waited
 
     def _stack(self) -> list[FrameType]:
         """Return the frames of the watched thread, the innermost first."""
@@ -246,7 +246,7 @@ class _Watch:
                 f"All ranks wait for each other, rank {self._rank} for {waited:.0f} s: at different places, or over a "
                 "network that is gone."
             ]
-        parts += [_where(rank, each) for rank, each in found.items()]
+        parts += [_describe_rank(rank, each) for rank, each in found.items()]
         if together:
             own = self._standing(waited)["stack"]
             return " ".join(parts) + (
@@ -259,7 +259,7 @@ class _Watch:
         )
 
 
-def waits_for_others(frames: list[FrameType]) -> bool:
+def waits_for_ranks(frames: list[FrameType]) -> bool:
     """Tell whether a thread is where it waits for other ranks.
 
     That is a call of torch.distributed, a method of `Ranks` that reads its result, or a backward pass, in which
@@ -270,7 +270,7 @@ def waits_for_others(frames: list[FrameType]) -> bool:
     """
     for frame in frames:
         path = frame.f_code.co_filename
-        if path.startswith(f"{_TORCH}{os.sep}distributed{os.sep}") or path == ranks.__file__:
+        if path.startswith(f"{_TORCH}{os.sep}distributed{os.sep}") or path == data_parallel.__file__:
             return True
         if not path.startswith(f"{_TORCH}{os.sep}"):
             return False
@@ -279,7 +279,7 @@ def waits_for_others(frames: list[FrameType]) -> bool:
     return False
 
 
-def may_wait_for_more(frames: list[FrameType]) -> bool:
+def may_wait_for_others_than_ranks(frames: list[FrameType]) -> bool:
     """Tell whether a waiting thread may wait for something else than ranks.
 
     That may be a server that receives weights, a reward, a disk, or its own backward pass, which may still reduce
@@ -300,14 +300,14 @@ def _with_callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _timeout(trainer: L.Trainer) -> float:
+def _group_timeout(trainer: L.Trainer) -> float:
     from torch.distributed.constants import default_pg_timeout
 
     given: Any = getattr(trainer.strategy, "_timeout", None)
     return (given or default_pg_timeout).total_seconds()
 
 
-def _where(rank: int, found: dict[str, Any] | None) -> str:
+def _describe_rank(rank: int, found: dict[str, Any] | None) -> str:
     if found is None:
         return f"Rank {rank} does not answer either: its process is stopped, or its code lets no thread run."
     who = f"Rank {rank} (process {found['pid']} on {found['host']})"

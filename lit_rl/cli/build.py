@@ -13,17 +13,20 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
+from lit_rl.algorithms.checks.data_and_trainer import check_process_count
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, check_mesh
-from lit_rl.algorithms.preflight.data import one_process_a_device
-from lit_rl.cli.listing import some_keys
+from lit_rl.cli.listing import neighbouring_keys
 from lit_rl.cli.schemas import TARGETS, parameters
 from lit_rl.cli.targets import ALLOWED, check_target, targets
-from lit_rl.commands.literal import instantiated
-from lit_rl.errors import BackendError, ConfigError, LitRLError, did_you_mean, in_range
-from lit_rl.keywords import UnknownKeyword
+from lit_rl.core.errors import BackendError, ConfigError, LitRLError, UnknownKeyword, did_you_mean, in_range
+from lit_rl.runs.instantiate import instantiate_plain
 
-OPTIONAL = {"lit_rl.models.policy.lora.Lora", "lit_rl.data.supervised.SupervisedText", "lit_rl.constraints.Structured"}
+OPTIONAL = {
+    "lit_rl.models.adapters.Lora",
+    "lit_rl.data.supervised_text.SupervisedText",
+    "lit_rl.core.rollout.Structured",
+}
 """Objects that exist only if one of their settings does."""
 
 
@@ -90,7 +93,7 @@ def build(tree: Any) -> Any:
     from hydra.errors import InstantiationException
 
     try:
-        return instantiated(tree)
+        return instantiate_plain(tree)
     except InstantiationException as error:
         cause = error.__cause__ or error.__context__
         if isinstance(cause, LitRLError) and not isinstance(cause, UnknownKeyword):
@@ -120,7 +123,7 @@ def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> st
         where = f"{key}.{word}" if key else word
         shipped = target in TARGETS.values()
         command = "lit-rl train --cfg job" if shipped else f"python -m pydoc {target}"
-        listed = some_keys(target.rpartition(".")[2], word, names, command)
+        listed = neighbouring_keys(target.rpartition(".")[2], word, names, command)
         return f"{where} is not a key of {target}.{did_you_mean(word, names)}{listed}"
     came = ", ".join(f"{name}={value!r}" for name, value in node.items() if not isinstance(value, dict | None))
     came = came.replace(f"_target_={target!r}, ", "")
@@ -183,7 +186,7 @@ def check_trainer(trainer: L.Trainer, asked: Any) -> None:
             f"trainer.strategy={typed} makes its processes of this one, and their weights would come back through a "
             "file that is no checkpoint of a run. Take strategy=ddp, which starts the command for each device."
         )
-    one_process_a_device(trainer.num_devices, trainer.num_nodes)
+    check_process_count(trainer.num_devices, trainer.num_nodes)
     check_mesh(trainer.strategy)
     if isinstance(trainer.strategy, FSDPTPStrategy):
         trainer.strategy.check_sizes()

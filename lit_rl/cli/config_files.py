@@ -14,7 +14,7 @@ import yaml
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigSource
 
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
 
 LARGEST = 100_000
 """Values that a file may hold once its aliases are written out. Ours hold hundreds."""

@@ -12,8 +12,8 @@ from omegaconf import DictConfig, flag_override
 from lit_rl.cli import data_kinds
 from lit_rl.cli.build import build, plain
 from lit_rl.cli.data_kinds import GROUPS, learns_from, typed_keys
-from lit_rl.commands.data_check import data_check
 from lit_rl.models import LanguageModel
+from lit_rl.runs.data_check import data_check
 
 
 def name_of(data: dict[str, Any]) -> str:

@@ -14,15 +14,15 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_rl.cli import own_keys
-from lit_rl.cli.early import DRAW, TELL_THE_DATA
-from lit_rl.cli.own_keys import typed_value
+from lit_rl.cli import key_checks
+from lit_rl.cli.fast_checks import DRAW, TELL_THE_DATA
+from lit_rl.cli.key_checks import typed_value
+from lit_rl.cli.run_info import is_over_a_run, training_command
 from lit_rl.cli.targets import ALLOWED, check_target
-from lit_rl.cli.whereabouts import entered, is_over_a_run
-from lit_rl.commands.first_row import first_row
-from lit_rl.data.formats import row_function
+from lit_rl.core.errors import ConfigError, DataError, did_you_mean
+from lit_rl.data.first_row import first_row
 from lit_rl.data.kinds import COLUMNS, Kind, format_for, is_verdict, kind_of
-from lit_rl.errors import ConfigError, DataError, did_you_mean
+from lit_rl.data.rows import row_function
 
 GROUPS: dict[Kind | None, str] = {
     "texts": "texts",
@@ -60,10 +60,10 @@ LEARNS_FROM: dict[str, Kind | None] = {
 """Kinds that the shipped algorithms need, as their `learns_from` says; None: prompts to be answered."""
 
 SERVES: dict[str, tuple[Kind | None, ...]] = {
-    "lit_rl.data.datamodule.RolloutDataModule": (None,),
-    "lit_rl.data.offline.datamodule.SupervisedDataModule": ("texts",),
-    "lit_rl.data.offline.datamodule.PreferenceDataModule": ("pairs", "verdicts"),
-    "lit_rl.data.offline.datamodule.StepwiseDataModule": ("stepwise",),
+    "lit_rl.data.prompt_module.RolloutDataModule": (None,),
+    "lit_rl.data.example_module.SupervisedDataModule": ("texts",),
+    "lit_rl.data.example_module.PreferenceDataModule": ("pairs", "verdicts"),
+    "lit_rl.data.example_module.StepwiseDataModule": ("stepwise",),
 }
 """Kinds that the shipped data modules make, as their `serves` says."""
 
@@ -146,7 +146,7 @@ def _check_answers(config: DictConfig) -> None:
 def _with_algorithm_of(kind: Kind | None) -> str:
     """Return the typed line, with the algorithm that learns from rows of this kind."""
     algo = f"algo={ALGORITHMS.get(kind, 'grpo')}"
-    return entered([algo if word.startswith("algo=") else word for word in HydraConfig.get().overrides.task])
+    return training_command([algo if word.startswith("algo=") else word for word in HydraConfig.get().overrides.task])
 
 
 def groups_of(kind: Kind | None, task: str) -> list[str]:
@@ -195,7 +195,7 @@ def _line(config: DictConfig, wanted: Kind | None) -> str:
     group = (COMPUTED if path is None else GROUPS)[wanted]
     more = [] if path is None or "data.path" in typed_keys() else ["data.path=FILE"]
     at = next((i for i, word in enumerate(typed) if word.startswith("data=")), len(typed))
-    return entered([*typed[:at], f"data={group}", *more, *typed[at + 1 :]])
+    return training_command([*typed[:at], f"data={group}", *more, *typed[at + 1 :]])
 
 
 def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
@@ -237,7 +237,7 @@ def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
 
 def typed_keys() -> set[str]:
     """Return the keys and groups of the command line."""
-    return {key.partition("@")[0] for key in own_keys.typed()}
+    return {key.partition("@")[0] for key in key_checks.overridden_keys()}
 
 
 def learns_from(config: DictConfig) -> Kind | None:

@@ -12,18 +12,18 @@ from omegaconf import DictConfig
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.algorithms.optim.precision import BF16
-from lit_rl.algorithms.reward_model import RewardModeling
-from lit_rl.callbacks.checkpoint_files import step_of
-from lit_rl.cli import data_choice, own_keys, run_trust
+from lit_rl.algorithms.optim.master_weights import BF16
+from lit_rl.algorithms.reward_modeling import RewardModeling
+from lit_rl.callbacks.checkpoint_io import step_of
+from lit_rl.cli import data_choice, key_checks, run_trust
 from lit_rl.cli.build import ALLOWED, build, check_target, plain
-from lit_rl.cli.precision import precision_of
 from lit_rl.cli.replays import checkpoint_of, config_of
-from lit_rl.commands.export import Export, card_facts, export
-from lit_rl.commands.run_dir import HF_STEPS, RunDir
-from lit_rl.commands.sigterm import sigterm_ends
-from lit_rl.errors import BackendError, ConfigError, StorageError
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.cli.trainer_settings import precision_of
+from lit_rl.core.errors import BackendError, ConfigError, StorageError
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.runs.exit_signals import exit_on_sigterm
+from lit_rl.runs.export_checkpoint import CheckpointExport, card_facts, export
+from lit_rl.runs.run_dir import HF_STEPS, RunDir
 
 KEYS = ("run_dir", "ckpt_path", "export", "trust_run", "model.name")
 """Keys that may be typed; all others are the run's. A base model may have moved since."""
@@ -31,11 +31,11 @@ KEYS = ("run_dir", "ckpt_path", "export", "trust_run", "model.name")
 
 def run(config: DictConfig) -> int:
     """Find the run and its checkpoint, and export it."""
-    own_keys.check("lit-rl export", own_keys.typed(), KEYS)
+    key_checks.check_command_keys("lit-rl export", key_checks.overridden_keys(), KEYS)
     run_dir = RunDir(Path(str(config.run_dir)).expanduser())
     tree = config_of(run_dir)
     checkpoint = checkpoint_of(config, run_dir)
-    if "model.name" in own_keys.typed():
+    if "model.name" in key_checks.overridden_keys():
         tree["algo"]["model"]["name"] = str(config.model.name)
     with _told_where_the_base_was(str(tree["algo"]["model"].get("name"))):
         module = _module(tree["algo"], config)
@@ -49,8 +49,8 @@ def run(config: DictConfig) -> int:
     default = run_dir.hf if ended else run_dir.path / HF_STEPS / f"step_{step_of(checkpoint):08d}"
     folder = Path(own.pop("folder") or default).expanduser()
     facts = card_facts(module.model.name, algorithm, data_choice.name_of(tree["data"]), summary)
-    with sigterm_ends(), _told_where_the_base_was(module.model.name):  # what is half written goes
-        return export(Export(module, checkpoint, folder, facts, **own))
+    with exit_on_sigterm(), _told_where_the_base_was(module.model.name):  # what is half written goes
+        return export(CheckpointExport(module, checkpoint, folder, facts, **own))
 
 
 def _held(model: LanguageModel, checkpoint: Path, trainer: Mapping[str, Any]) -> LanguageModel:

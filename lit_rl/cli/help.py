@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-from lit_rl.cli.listing import defaults
+from lit_rl.cli.listing import default_choices
 
 _KEYS = """\
   model=PATH_OR_HUB_ID         or one of: lit-rl list model
@@ -186,7 +186,7 @@ def overview() -> str:
 
 def page() -> str:
     """Return the help page of a training."""
-    taken = " ".join(f"{group}={choice}" for group, choice in defaults().items())
+    taken = " ".join(f"{group}={choice}" for group, choice in default_choices().items())
     fill = {"width": 119, "initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
     return (
         "lit_rl: RL post-training of language models on PyTorch Lightning\n\n"

@@ -15,8 +15,8 @@ from jsonargparse import ArgumentError
 from lit_rl.cli.build import ALLOWED
 from lit_rl.cli.lightning_words import no_such_key
 from lit_rl.cli.schemas import parameters
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.errors import ConfigError, LitRLError, did_you_mean
+from lit_rl.core.errors import ConfigError, LitRLError, did_you_mean
+from lit_rl.data.prompt_module import RolloutDataModule
 
 Factories = Mapping[str, Sequence[type]]
 """Keys that take one of a few classes."""

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lit_rl.cli import typed_secrets
-from lit_rl.cli.key_names import schema_keys
-from lit_rl.cli.listing import some_keys
-from lit_rl.cli.stored_schemas import versions
-from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.cli.listing import neighbouring_keys, schema_keys
+from lit_rl.cli.schemas import schema_versions
+from lit_rl.core.errors import ConfigError, did_you_mean
 
 _CONFIG = ("--config", "-c")
 _TRAINER = "--trainer."
@@ -56,7 +55,7 @@ def _check_bare(word: str, command: str) -> None:
 def _check_secret(key: str, value: str) -> None:
     """Refuse a secret. jsonargparse has no references to the environment, so the message names a file that others may
     not read."""
-    if not value.startswith("--") and typed_secrets.held(key, value):
+    if not value.startswith("--") and typed_secrets.secret_kind(key, value):
         raise ConfigError(
             f"{key} holds what looks like a secret. A command line is no place for one: everybody on this machine sees "
             "it in the list of processes, and it stays in the shell's history. Put it into an environment variable "
@@ -77,7 +76,7 @@ def _check_key(key: str) -> None:
     keys = schema_keys()
     known = [name for name in keys["Trainer"] if not name.startswith("_")]
     name = key.rstrip("+").partition(".")[0]
-    if keys["_versions_"] == versions() and name not in known:
+    if keys["_versions_"] == schema_versions() and name not in known:
         raise no_such_key("trainer", name, known)
 
 
@@ -90,5 +89,5 @@ def no_such_key(head: str, name: str, names: Sequence[str]) -> ConfigError:
         names: Those that there are; none where that is not known.
     """
     key = f"{head}.{name}" if head else name
-    listed = some_keys(head, name, names, "lit-rl fit --help")
+    listed = neighbouring_keys(head, name, names, "lit-rl fit --help")
     return ConfigError(f"{key} is not a key.{did_you_mean(name, names)}{listed}")

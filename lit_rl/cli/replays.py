@@ -15,21 +15,21 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.algorithms.optim.precision import BF16, FLOAT32
-from lit_rl.algorithms.rollouts import state
+from lit_rl.algorithms.optim.master_weights import BF16, FLOAT32
+from lit_rl.algorithms.rollouts import checkpoints as state
 from lit_rl.algorithms.terms.groups import DynamicSampling
-from lit_rl.callbacks.rollouts import SavedRollout, saved_rollouts
+from lit_rl.callbacks.saved_rollouts import SavedRollout, saved_rollouts
 from lit_rl.cli import run_trust
 from lit_rl.cli.build import build, plain
-from lit_rl.cli.precision import AUTO, automatic_on
-from lit_rl.commands import folder_state
-from lit_rl.commands.literal import literal
-from lit_rl.commands.replay import Replay, replay
-from lit_rl.commands.run_dir import RunDir
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.errors import ConfigError, StorageError, did_you_mean
+from lit_rl.cli.trainer_settings import AUTO, automatic_precision_on
+from lit_rl.core.errors import ConfigError, StorageError, did_you_mean
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models import LanguageModel
-from lit_rl.rewards.sums.weighted import Rewards
+from lit_rl.reports import run_files
+from lit_rl.rewards.weighted_rewards import Rewards
+from lit_rl.runs.instantiate import escape_interpolations
+from lit_rl.runs.replay_rollout import Replay, replay
+from lit_rl.runs.run_dir import RunDir
 
 KEYS = (
     "run_dir",
@@ -121,7 +121,7 @@ def _preset(name: str, run: dict[str, Any], allow: list[str]) -> dict[str, Any]:
     _check_objective(name, get_class(compose("config", [f"algo={name}"]).algo._target_))
     algo = OmegaConf.to_container(compose(f"algo/{name}").algo)
     elsewhere = dict.fromkeys((*_OF_THE_RUN, *_OF_NO_USE, "eval")) | {
-        "sampling": literal(run["sampling"]),
+        "sampling": escape_interpolations(run["sampling"]),
         "allow_targets": allow,
     }
     return plain(OmegaConf.create(elsewhere | {"algo": algo}))["algo"]
@@ -138,7 +138,7 @@ def _check_objective(name: str, made: Any) -> None:
 
 def config_of(run_dir: RunDir) -> dict[str, Any]:
     path = run_dir.path / "config.yaml"
-    folder_state.check_has_config(run_dir.path)
+    run_files.check_has_config(run_dir.path)
     try:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -204,7 +204,7 @@ def _seeing(
             f"The data of {path} have changed since it was written, and its completions would see other images. Put "
             "the rows, the images and the processor of the run back, or replay a run of the data as they are now."
         )
-    completions = state.made(rollout.completions, data.vision, lambda: model.processor)
+    completions = state.restore_pixels(rollout.completions, data.vision, lambda: model.processor)
     return replace(rollout, completions=completions)
 
 
@@ -268,7 +268,7 @@ def placed(
         accelerator=accelerator or "auto", devices=1, precision=FLOAT32 if narrow else precision or FLOAT32
     )
     if precision == AUTO:
-        precision = automatic_on(fabric.device, type(fabric.strategy), model).precision
+        precision = automatic_precision_on(fabric.device, type(fabric.strategy), model).precision
     return model.held_in("bfloat16") if precision == BF16 else model, fabric, notes
 
 

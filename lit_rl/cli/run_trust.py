@@ -10,24 +10,25 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lit_rl.cli.build import ALLOWED, check_target, targets
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
 
 _NAMES_CODE = (
     "lit_rl.rewards.",
     "lit_rl.environments.",
-    "lit_rl.data.verifiers_tasks.",
+    "lit_rl.data.tasks.VerifiersTasks.",
     "lit_rl.generation.rollout_function.",
-    "lit_rl.algorithms.optim.optimizers.ByPath",
-    "lit_rl.algorithms.optim.schedule_by_path.",
+    "lit_rl.algorithms.optim.optimizers.ByPath.",
+    "lit_rl.algorithms.optim.schedules.ScheduleByPath.",
 )
 """Objects of ours that import a module or a Python file by its path, or start a program."""
 
 _BUILTIN = tuple(
     f"lit_rl.{name}."
     for name in (
-        *(f"rewards.builtin.{name}" for name in ("environment", "format", "lengths", "math", "math_verify")),
-        *(f"rewards.builtin.{name}" for name in ("reasoning", "repetition", "text")),
-        *("rewards.sums.weighted", "rewards.judges.base", "environments.calculator", "environments.guess"),
+        *("rewards.text_rewards", "rewards.token_rewards", "rewards.math_rewards"),
+        *(f"rewards.task_rewards.{name}" for name in ("environment", "environment_turns")),
+        *(f"rewards.task_rewards.{name}" for name in ("ReasoningGymScore", "ReasoningGymExact")),
+        *("rewards.weighted_rewards.Rewards", "rewards.judges.RewardJudge", "environments.games"),
     )
 )
 """Objects among these that compute from texts alone, or make rows: they run nobody's code, ask no server and load no

@@ -8,14 +8,14 @@ import platform
 import sys
 from pathlib import Path
 
-from lit_rl.commands.folder_state import release
+from lit_rl.reports.run_files import installed_version
 
 _NEEDED = ("torch", "lightning", "transformers", "peft", "datasets", "hydra-core")
 
 
 def version() -> str:
     """Return the version of lit_rl."""
-    return release() or "not installed as a package (found by PYTHONPATH)"
+    return installed_version() or "not installed as a package (found by PYTHONPATH)"
 
 
 def run() -> int:
@@ -30,9 +30,9 @@ def run() -> int:
     for number, line in enumerate(_devices()):
         table.add_row("" if number else "devices", line)
     for name in _NEEDED:
-        table.add_row(name, release(name) or "not installed")
+        table.add_row(name, installed_version(name) or "not installed")
     for name, extra in optional().items():
-        table.add_row(name, release(name) or f"not installed: pip install 'lit-rl[{extra}]'")
+        table.add_row(name, installed_version(name) or f"not installed: pip install 'lit-rl[{extra}]'")
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     hub = "not asked (HF_HUB_OFFLINE is set)" if offline else "online (set HF_HUB_OFFLINE=1 to stay offline)"
     table.add_row("model hub", hub)
@@ -78,7 +78,7 @@ def _memory() -> str:
 
 def _devices() -> list[str]:
     """Return the devices that torch sees."""
-    if not release("torch"):
+    if not installed_version("torch"):
         return ["torch is not installed"]
     import torch
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_rl.errors import BackendError, ConfigError, did_you_mean
+from lit_rl.core.errors import BackendError, ConfigError, did_you_mean
 
 ALLOWED = ("lit_rl.", "lightning.", "torch.optim.")
 """Prefixes that `_target_` may have. `allow_targets=[my_package]` adds the user's own, by their own hand."""

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lit_rl.generation.base import Gap
-from lit_rl.rollout import Completions
+from lit_rl.core.rollout import Completions
+from lit_rl.generation.generator import Gap
 
-Name = tuple[int, tuple[int, ...]]
+RolloutName = tuple[int, tuple[int, ...]]
 """The index of a rollout, and the data-set rows of its prompts."""
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnAhead:
     """Completions that were requested ahead."""
 
     completions: Completions
@@ -44,11 +44,11 @@ class Ahead:
         return bool(self._requests)
 
     @property
-    def names(self) -> list[Name]:
+    def names(self) -> list[RolloutName]:
         """The names of all requests, waiting, in flight or done."""
         return [request.name for request in self._requests]
 
-    def start(self, name: Name, draw: Callable[[], Drawn]) -> None:
+    def start(self, name: RolloutName, draw: Callable[[], DrawnAhead]) -> None:
         """Draw in a thread, after all earlier requests. Where one of those fails, this one fails with it."""
         request = _Request(name)
         request.begin(draw, self._requests[-1] if self._requests else None)
@@ -59,7 +59,7 @@ class Ahead:
         for request in self._requests:
             request.wait()
 
-    def take(self) -> tuple[Name, Drawn] | None:
+    def take(self) -> tuple[RolloutName, DrawnAhead] | None:
         """Return the next completions, after a wait for them; None where nothing was requested.
 
         Raises:
@@ -75,7 +75,7 @@ class Ahead:
         assert request.drawn is not None
         return request.name, request.drawn
 
-    def peek(self, patience: float | None = None) -> list[tuple[Name, Drawn]]:
+    def peek(self, patience: float | None = None) -> list[tuple[RolloutName, DrawnAhead]]:
         """Return all completions, after a wait for them, up to the first failure; they stay in the queue.
 
         Args:
@@ -87,11 +87,11 @@ class Ahead:
             request.wait(None if until is None else max(0.0, until - time.monotonic()))
         return [(request.name, request.drawn) for request in self._requests if request.drawn is not None]
 
-    def put(self, name: Name, drawn: Drawn) -> None:
+    def put(self, name: RolloutName, drawn: DrawnAhead) -> None:
         """Append completions that an earlier process of the run has drawn."""
         self._requests.append(_Request(name, drawn))
 
-    def put_first(self, name: Name, drawn: Drawn) -> None:
+    def put_first(self, name: RolloutName, drawn: DrawnAhead) -> None:
         """Put back completions that were taken and not used, before all others."""
         self._requests.appendleft(_Request(name, drawn))
 
@@ -104,18 +104,18 @@ class Ahead:
 class _Request:
     """One request, and its result."""
 
-    def __init__(self, name: Name, drawn: Drawn | None = None) -> None:
+    def __init__(self, name: RolloutName, drawn: DrawnAhead | None = None) -> None:
         self.name, self.drawn = name, drawn
         self.error: BaseException | None = None
         self._done = threading.Event()
         if drawn is not None:
             self._done.set()
 
-    def begin(self, draw: Callable[[], Drawn], before: _Request | None) -> None:
+    def begin(self, draw: Callable[[], DrawnAhead], before: _Request | None) -> None:
         name = f"rollout {self.name[0]}"
         threading.Thread(target=self._work, args=(draw, before), name=name, daemon=True).start()
 
-    def _work(self, draw: Callable[[], Drawn], before: _Request | None) -> None:
+    def _work(self, draw: Callable[[], DrawnAhead], before: _Request | None) -> None:
         try:
             if before is not None:
                 before.wait()

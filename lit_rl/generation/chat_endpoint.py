@@ -21,13 +21,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
 from typing import Any, Generic, TypeVar
 
-from lit_rl.environments.parser_choice import check_parser
-from lit_rl.errors import GenerationError, in_range
-from lit_rl.generation.chat_conversation import ChatConversation, ChatReading
-from lit_rl.generation.chat_requests import MODEL, ChatRequest, ChatTurn, RequestRefused, read_request
-from lit_rl.generation.rollout_handle import RolloutHandle
-from lit_rl.own_loop import awaited, no_loop
-from lit_rl.rollout import Prompt
+from lit_rl.core.errors import GenerationError, in_range
+from lit_rl.core.event_loops import hide_running_loop, run_coroutine
+from lit_rl.core.rollout import Prompt
+from lit_rl.environments.tool_parsers import check_parser
+from lit_rl.generation.chat_conversation import (
+    MODEL,
+    ChatConversation,
+    ChatReading,
+    ChatRequest,
+    ChatRequestRefused,
+    ChatTurn,
+    read_request,
+)
+from lit_rl.generation.rollout_function import RolloutHandle
 
 _SPARE_THREADS = 32
 """Threads for other uses, such as the lookup of names."""
@@ -110,7 +117,7 @@ class ChatEndpoint(Generic[Result]):
         Raises:
             GenerationError: an agent ended without having asked the policy for a turn.
         """
-        results = awaited(self._play(agent, around or nullcontext()))
+        results = run_coroutine(self._play(agent, around or nullcontext()))
         for row, (conversation, result) in enumerate(zip(self._conversations, results)):
             raised = result if isinstance(result, Exception) else None
             if conversation.turns:
@@ -142,7 +149,7 @@ class ChatEndpoint(Generic[Result]):
         # A thread for each agent: `asyncio.to_thread` has few, and who waits for one is not asking the policy.
         self._loop.set_default_executor(ThreadPoolExecutor(len(self._conversations) + _SPARE_THREADS))
         async with around:
-            with _Server(self._take) as server:
+            with _ChatServer(self._take) as server:
                 self._live = set(range(len(self._conversations)))
                 tasks = [asyncio.ensure_future(self._write(agent, row, server.url(row))) for row in sorted(self._live)]
                 try:
@@ -202,7 +209,7 @@ class ChatEndpoint(Generic[Result]):
         """Draw a turn for all agents that wait."""
         rows = sorted(self._waiting)
         asked = [self._waiting[row] for row in rows]
-        with no_loop():  # engines may run one
+        with hide_running_loop():  # engines may run one
             out = self._trainer.generate(
                 [each.ids for each in asked], rows=rows, max_new_tokens=[each.room for each in asked]
             )
@@ -221,7 +228,7 @@ class ChatEndpoint(Generic[Result]):
         try:
             return future.result()
         except CancelledError:
-            raise RequestRefused("the agent's time or the rollout is over", status=409) from None
+            raise ChatRequestRefused("the agent's time or the rollout is over", status=409) from None
 
     def _asked(self, row: int, request: ChatRequest, future: Future[ChatTurn]) -> None:
         if row not in self._live:
@@ -233,10 +240,10 @@ class ChatEndpoint(Generic[Result]):
             ids, room = self._conversations[row].ask(request)
             most = self._trainer.sampling.max_new_tokens
             self._waiting[row] = _Waiting(request, ids, min(most, room, request.max_new_tokens or most), [future])
-        except RequestRefused as refused:
+        except ChatRequestRefused as refused:
             future.set_exception(refused)
         except Exception as error:  # the policy cannot be asked so: a chat template, a parser
-            future.set_exception(RequestRefused(str(error), status=500))
+            future.set_exception(ChatRequestRefused(str(error), status=500))
             self._broken = error
         self._came.set()
 
@@ -272,12 +279,12 @@ class _Waiting:
     since: float = field(default_factory=time.monotonic)
 
 
-class _Server:
+class _ChatServer:
     """The HTTP server, on the loopback alone, under a path that cannot be guessed."""
 
     def __init__(self, take: Callable[[int, ChatRequest], ChatTurn]) -> None:
         self._key = secrets.token_urlsafe(16)
-        self._http = _Quiet(("127.0.0.1", 0), _handler(self._key, take))
+        self._http = _HTTPServer(("127.0.0.1", 0), _handler(self._key, take))
         self._thread = threading.Thread(
             target=self._http.serve_forever, args=(0.02,), name="lit_rl-chat-endpoint", daemon=True
         )
@@ -286,7 +293,7 @@ class _Server:
         """Return the address of a completion's policy."""
         return f"http://127.0.0.1:{self._http.server_address[1]}/{self._key}/{row}/v1"
 
-    def __enter__(self) -> _Server:
+    def __enter__(self) -> _ChatServer:
         self._thread.start()
         return self
 
@@ -295,7 +302,7 @@ class _Server:
         self._http.server_close()
 
 
-class _Quiet(ThreadingHTTPServer):
+class _HTTPServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024  # all agents of a rollout connect at once
     block_on_close = False  # a client that keeps its connection open holds up nobody
@@ -318,10 +325,10 @@ def _row_of(path: str, key: str, route: str) -> int:
     parts = path.split("?")[0].strip("/").split("/", 3)
     if len(parts) == 4 and parts[0] == key and parts[1].isdigit() and parts[2:] == ["v1", route]:
         return int(parts[1])
-    raise RequestRefused(f"there is no route {route} here", status=404)
+    raise ChatRequestRefused(f"there is no route {route} here", status=404)
 
 
-def _pass_over(file: BufferedIOBase, size: int) -> None:
+def _discard_body(file: BufferedIOBase, size: int) -> None:
     """Discard an unread body, up to the largest size: only then does its sender read the answer."""
     left = min(size, _LARGEST_BODY)
     while left > 0 and (piece := file.read(min(left, _PIECE))):
@@ -335,7 +342,7 @@ def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[Bas
         def do_GET(self) -> None:
             try:
                 _row_of(self.path, key, "models")
-            except RequestRefused as refused:
+            except ChatRequestRefused as refused:
                 self._send(refused.status, "application/json", refused.body)
                 return
             listed = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "lit_rl"}]}
@@ -347,14 +354,14 @@ def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[Bas
                 row = _row_of(self.path, key, "chat/completions")  # first: any user of this machine may send a body
                 if unread is None or unread > _LARGEST_BODY:
                     why = f"the request has more than {_LARGEST_BODY} bytes, or does not say how many"
-                    raise RequestRefused(why, status=413)
+                    raise ChatRequestRefused(why, status=413)
                 body, unread = self.rfile.read(unread), 0
                 request = read_request(body)
                 turn = take(row, request)
-            except RequestRefused as refused:
+            except ChatRequestRefused as refused:
                 if unread != 0:
                     self.close_connection = True
-                    _pass_over(self.rfile, unread or 0)
+                    _discard_body(self.rfile, unread or 0)
                 self._send(refused.status, "application/json", refused.body)
                 return
             if request.stream:

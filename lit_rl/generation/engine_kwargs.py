@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.core.errors import ConfigError, did_you_mean
 
 KEY = "generator.generation_kwargs"
 
@@ -70,7 +70,7 @@ _SHARED_KEYS = {
     name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "bad_words")
 }
 
-VLLM = EngineNames(
+VLLM_NAMES = EngineNames(
     engine="vLLM's SamplingParams",
     keys=_SHARED_KEYS
     | {
@@ -147,7 +147,7 @@ _HF_FREE = frozenset(
 )
 
 
-def of_transformers(names: Iterable[str]) -> EngineNames:
+def transformers_names(names: Iterable[str]) -> EngineNames:
     """Return the names of `GenerationConfig`, which are given: all but a few choose a token, and lit_rl does that
     itself."""
     keys = _SHARED_KEYS | {

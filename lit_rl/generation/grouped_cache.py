@@ -1,9 +1,9 @@
-"""A cache that holds the keys and values of a prompt once for all samples of its group, and the attention over it.
+"""The grouped cache (``generator.grouped_cache``): keys and values of a prompt held once for all samples of its group.
 
 A decode step has one query a row. With ``n`` prompts, ``m`` rows of each, ``k`` key heads that serve ``r`` query heads
 each, prompts of ``p`` tokens and ``t`` tokens drawn so far, the scores of a layer are two products and one softmax:
 
-    prompt  (n, k, m r, d) @ (n, k, d, p)         every query that looks at a prompt is a row of one matrix
+    prompt  (n, k, m r, d) @ (n, k, d, p)         every query over a prompt is a row of one matrix
     own     (n m, k, r, d) @ (n m, k, d, t)       so the keys of a head are read once for its r queries
     softmax over the p + t scores of a query, in float32 or better
 
@@ -11,32 +11,42 @@ That is the softmax of plain attention over the same keys, split where the keys 
 keys are neither repeated over the group nor copied at a token; a row's own are written into a buffer that doubles when
 it is full. Left padding of prompts is a bias of minus infinity on their scores.
 
-16-bit products on a CPU read all of the room, and what is not written yet is hidden by the same bias: oneDNN builds a
+16-bit products on a CPU read the whole buffer, and unwritten columns are hidden by the same bias: oneDNN builds a
 kernel for each new shape, so a product over t tokens would cost more to build than to run, and one of a part of the
-room copies it first. So do steps that are captured in a graph (``step_graphs``): there the column of the next token is
-a number on the device, and no shape depends on it.
+buffer copies it first. So do steps that are captured in a CUDA graph (``fast_decoding``): there the column of the next
+token is a number on the device, and no shape depends on it.
 
-Models reach it by two registries of transformers, under the name ``IMPLEMENTATION``: one of attention functions and one
-of masks. Both are strict. They stand in for ``sdpa`` only, whose meaning is known: anything that plain attention over
-the cached keys would not do raises `NotGrouped`.
+Models reach the cache by two registries of transformers, under the name ``IMPLEMENTATION``: one of attention functions
+and one of masks. Both are strict. They stand in for ``sdpa`` only, whose meaning is known: anything that plain
+attention over the cached keys would not do raises `NotGrouped`.
+
+A model is proven before its first batch, by a few tokens. It is decoded both ways with the same arithmetic, and its
+logits have to agree; each of its attentions has to equal, in float64, the one over grouped keys. So anything that a
+model's attention does beyond plain causal attention over its cache (windows shorter than the text, biases, sinks,
+masked tokens, keys that are changed after they were cached) is found rather than looked up in a list of models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lit_rl.errors import GenerationError
-from lit_rl.generation.decoding import at_columns, joined, moved_up
-from lit_rl.models.policy.attention import is_causal, plain_attention
-from lit_rl.models.policy.trial import Unfit
+from lit_rl.core.errors import GenerationError
+from lit_rl.generation.decode_batches import DecodeBatch
+from lit_rl.generation.decoding import DecodingSteps, at_columns, empty_cache, joined, moved_up
+from lit_rl.models.forward_inputs import forward_parameters
+from lit_rl.models.shared_attention import is_causal, keeps_whole_texts, plain_attention, text_config, using_attention
+from lit_rl.models.trial import EquivalenceTrial, Unfit
+from lit_rl.models.trunk import base_of
 
 IMPLEMENTATION = "lit_rl_grouped"
 """The name of this attention in a model's config while it decodes."""
@@ -432,7 +442,7 @@ class GroupedCache(Cache):
         return x if self._place is None else x[self._place]
 
 
-class ProvingCache(GroupedCache):
+class GroupedProvingCache(GroupedCache):
     """A cache that compares each attention with plain attention over repeated and joined keys and values, in float64.
 
     Later layers get the latter, computed as plain ``sdpa`` computes it. So a model that uses this cache as intended
@@ -471,7 +481,7 @@ def _in_float64(layer: GroupedLayer) -> GroupedLayer:
     return twin
 
 
-def attention(
+def grouped_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -511,5 +521,117 @@ def no_mask(*, attention_mask: Tensor | None = None, **asked: Any) -> None:
         raise NotGrouped("a token does not see all that came before it")
 
 
-ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention)
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, grouped_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, no_mask)
+
+
+_GROUPED_TRIAL = EquivalenceTrial(
+    "generator.grouped_cache", "Each sample has its prompt's keys and values for itself", most=0.01
+)
+"""On deterministic kernels the logits of the two ways are equal."""
+
+
+class GroupedSteps(DecodingSteps):
+    """Decode steps with the keys and values of a prompt held once a group, for a policy that `grouped_cache_proven`
+    approves."""
+
+    kind: type[GroupedCache] = GroupedCache
+    whole = False
+    """True where products read the whole buffer for the rows' own tokens, so that no shape depends on their number."""
+
+    @property
+    def joinable(self) -> bool:
+        return True
+
+    @property
+    def full(self) -> bool:
+        return self._cache.own_length >= self._max_new_tokens
+
+    def _share_out(self, batch: DecodeBatch) -> None:
+        length = batch.prompt_mask.shape[1]
+        layers: list[Any] = self._cache.layers
+        whole = all(layer.keys is not None and layer.keys.shape[2] == length for layer in layers)
+        if not whole or not keeps_whole_texts(self._cache, length + self._max_new_tokens):
+            raise NotGrouped("the layers of its cache do not hold the whole text")
+        self._cache = self.kind(
+            self._cache,
+            batch.prompt_mask,
+            batch.repeats,
+            self._max_new_tokens,
+            batch.numbers,
+            padded=batch.padded,
+            whole=self.whole,
+        )
+
+    def _step(self, ids: Tensor) -> Tensor:
+        with using_attention(base_of(self._policy), IMPLEMENTATION):
+            return self._run(ids, self._next_position, attention_mask=None, grouped_cache=self._cache)
+
+    @property
+    def prompts(self) -> int:
+        return self._cache.prompts
+
+    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, lasts: Tensor, **seen: Tensor) -> Tensor:
+        with using_attention(base_of(self._policy), IMPLEMENTATION), self._cache.reading(mask):
+            return self._logits(ids, positions, lasts, attention_mask=None, grouped_cache=self._cache, **seen)
+
+    def _shift(self, columns: Tensor) -> None:
+        self._cache.shift(columns)
+
+    def _keep_cache(self, kept: Tensor) -> None:
+        self._cache.batch_select_indices(kept)
+
+    def _join_cache(self, others: DecodingSteps) -> None:
+        self._cache.join(others._cache)
+
+
+class _GroupedProvingSteps(GroupedSteps):
+    kind = GroupedProvingCache
+
+
+def fits_grouped_cache(policy: nn.Module, length: int) -> bool:
+    """Tell whether a policy may be able to: a model of transformers with its ``sdpa`` attention, whose cache keeps
+    every token of texts of ``length``."""
+    model = base_of(policy)
+    if not isinstance(model, PreTrainedModel) or "position_ids" not in forward_parameters(policy):
+        return False
+    return text_config(model)._attn_implementation == "sdpa" and keeps_whole_texts(empty_cache(policy), length)
+
+
+def grouped_cache_proven(policy: nn.Module) -> bool:
+    """Decode a few tokens of two prompts both ways, and compare. Call it in evaluation mode, without gradient."""
+    return _GROUPED_TRIAL.passes(policy, lambda: decode_both_ways(policy, partial(_GroupedProvingSteps, policy)))
+
+
+def decode_both_ways(policy: nn.Module, quicker: Callable[[DecodeBatch, int], DecodingSteps]) -> tuple[Tensor, Tensor]:
+    """Return the logits of a `probe_batch` by quicker steps, and by the model's own; see `decode_probe`."""
+    batch = probe_batch(policy)
+    own = decode_probe(DecodingSteps(policy, batch, 5))
+    return decode_probe(quicker(batch, 5)), own
+
+
+def probe_batch(policy: nn.Module) -> DecodeBatch:
+    """Return a batch of two prompts of five and three tokens, two rows each."""
+    device = next(policy.parameters()).device
+    size = text_config(base_of(policy)).vocab_size
+    ids = (torch.arange(10, device=device) * 7 + 1).view(2, 5) % size
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, :2] = False
+    rows = torch.arange(4)
+    return DecodeBatch(ids, mask, 2, rows.to(device), rows, [0, 1])
+
+
+def decode_probe(steps: DecodingSteps) -> Tensor:
+    """Return logits ``(4, 4, v)`` of a `probe_batch` with five new tokens at most: of two steps with another token for
+    every row, one with several tokens, and one more."""
+    size, device = steps.logits.shape[-1], steps.logits.device
+    chunks = [[3 % size], [5 % size, 4 % size], [6 % size], [2 % size, 7 % size]]
+    positions = torch.tensor([7, 7, 5, 5], device=device)
+    logits = []
+    for step in range(4):
+        if step == 2:
+            steps.feed(chunks, positions, torch.zeros_like(positions))
+        else:
+            steps.advance((torch.arange(4, device=device) * 5 + step + 2) % size)
+        logits.append(steps.logits)
+    return torch.stack(logits)

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lit_rl.errors import GenerationError, LitRLError
-from lit_rl.interruption import Interrupted
+from lit_rl.core.errors import GenerationError, LitRLError
+from lit_rl.core.interrupts import Interrupted
 
 Result = TypeVar("Result")
 
@@ -41,16 +41,16 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[An
     return said
 
 
-def beside_the_training() -> bool:
+def in_background_thread() -> bool:
     """Tell whether this is a background thread while the main one uses the ranks' group: no collective may be
     entered."""
     return getattr(_thread, "beside", False)
 
 
 @contextmanager
-def beside() -> Iterator[None]:
+def background_thread() -> Iterator[None]:
     """Mark the calls inside as those of a background thread, which enters no collective."""
-    before = beside_the_training()
+    before = in_background_thread()
     _thread.beside = True
     try:
         yield
@@ -58,7 +58,7 @@ def beside() -> Iterator[None]:
         _thread.beside = before
 
 
-def together(work: Callable[[], Result]) -> Result:
+def run_on_all_ranks(work: Callable[[], Result]) -> Result:
     """Run `work` on every rank; where one fails, all raise that rank's error. A collective.
 
     In a background thread it runs the work and no more: each rank's error is its own.
@@ -68,7 +68,7 @@ def together(work: Callable[[], Result]) -> Result:
             rank's, with its number in front.
         Interrupted: likewise, where that rank was interrupted.
     """
-    if beside_the_training():
+    if in_background_thread():
         return work()
     error: LitRLError | Interrupted | None = None
     result: Any = None

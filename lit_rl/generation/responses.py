@@ -1,23 +1,27 @@
-"""The responses of all rows while they are decoded: each grows by a token at a time, at its own pace."""
+"""Responses while they are decoded: each grows by a token at a time, at its own pace.
+
+`Responses` holds the tokens of all rows and the rows that still run. Finished rows are reported to
+`Prompts.on_finished` while others are still written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lit_rl.errors import GenerationError
-from lit_rl.generation.batches import Decoded
-from lit_rl.generation.transforms import Drawn, EndDetector
-from lit_rl.rollout import Prompts, Sampling
-from lit_rl.turns import Heard, Said
-from lit_rl.vision import Later
+from lit_rl.core.episode import EnvironmentTurn, PolicyTurn
+from lit_rl.core.errors import GenerationError
+from lit_rl.core.rollout import Prompts, Sampling
+from lit_rl.core.vision_inputs import Later
+from lit_rl.generation.decode_batches import Decoded
+from lit_rl.generation.token_sampler import Drawn, EndDetector
 
 
 @dataclass(frozen=True)
-class Look:
+class RowStates:
     """The state of some rows on the host."""
 
     rows: list[int]
@@ -102,7 +106,7 @@ class Responses:
         """The number of tokens between two looks: on an accelerator the host waits for it."""
         return self._ends.every
 
-    def look(self, rows: Tensor) -> Look:
+    def look(self, rows: Tensor) -> RowStates:
         """Read the state of these rows in one transfer, long ``(m,)``, and end those that have completed a stop string.
 
         Tokens behind it are removed: the row is as if it had ended with the stop string.
@@ -114,7 +118,7 @@ class Responses:
             self._since, (asked, running, finites, known, _) = 0, facts.tolist()
             for row, length in zip(asked, known):
                 self._known[row] = length
-            return Look(asked, list(map(bool, running)), known, None, all(finites))
+            return RowStates(asked, list(map(bool, running)), known, None, all(finites))
         columns = lengths[:, None] + torch.arange(1 - self._ends.window - self._since, 0, device=rows.device)
         facts = torch.cat([facts.T, self._ids[rows[:, None], columns.clamp(min=0)]], 1)
         self._since, told = 0, facts.tolist()
@@ -123,7 +127,7 @@ class Responses:
             spoken, new = length - begin, length - self._known[row]
             behind.append(self._ends.behind(tail[-spoken:], spoken, new) if new else None)
             self._known[row] = length - (behind[-1] or 0)
-        return Look(
+        return RowStates(
             rows=[each[0] for each in told],
             running=[bool(each[1]) and back is None for each, back in zip(told, behind, strict=True)],
             lengths=[self._known[each[0]] for each in told],
@@ -167,13 +171,13 @@ class Responses:
         self.ended[row], self.lengths[row], self._columns[row] = ended, end, self._longest
         self._known[row] = end
 
-    def said(self, rows: Sequence[int]) -> list[Said]:
+    def said(self, rows: Sequence[int]) -> list[PolicyTurn]:
         """Return the newest turn of each of these rows, for the responder."""
         assert self._turns is not None
         at = torch.tensor(rows, device=self._ids.device)
         facts = torch.stack([self._turns.now[at], self._begun[at], self.lengths[at], self.ended[at].long()], 1)
         told = zip(rows, torch.cat([facts, self._ids[at]], 1).tolist(), strict=True)
-        return [Said(row, turn, ids[begun:end], bool(ended)) for row, (turn, begun, end, ended, *ids) in told]
+        return [PolicyTurn(row, turn, ids[begun:end], bool(ended)) for row, (turn, begun, end, ended, *ids) in told]
 
     def texts(self, rows: Sequence[int]) -> list[list[int]]:
         """Return all tokens of these rows so far."""
@@ -193,7 +197,7 @@ class Responses:
         """Return the newest turn of a row, 0 for the first."""
         return 0 if self._turns is None else int(self._turns.now[row])
 
-    def hear(self, heard: Heard) -> int:
+    def hear(self, heard: EnvironmentTurn) -> int:
         """Write the answer to a row, and begin its next turn.
 
         Returns:
@@ -255,3 +259,43 @@ class _Turns:
         self.sampled = torch.zeros(shape, dtype=torch.bool, device=device)
         self.index = torch.zeros(shape, dtype=torch.long, device=device)
         self.now = torch.zeros(shape[0], dtype=torch.long, device=device)
+
+
+OnFinished = Callable[[int, list[int]], None]
+"""A function of a row of the completions and its tokens."""
+
+
+class FinishedRows:
+    """Rows of one turn, each reported once.
+
+    Args:
+        on_finished: Called for each row.
+        responses: The responses of the rows.
+    """
+
+    def __init__(self, on_finished: OnFinished, responses: Responses) -> None:
+        self._on_finished, self._responses = on_finished, responses
+        self._told: set[int] = set()
+
+    def tell(self, look: RowStates) -> None:
+        """Report those of these rows that are finished, and were not reported before."""
+        new = [row for row, runs in zip(look.rows, look.running, strict=True) if not runs and row not in self._told]
+        self._told.update(new)
+        for row, ids in zip(new, self._responses.texts(new) if new else (), strict=True):
+            self._on_finished(row, ids)
+
+
+def report_batch(on_finished: OnFinished | None, rows: Tensor, decoded: Decoded) -> None:
+    """Report a batch, all of whose rows are finished."""
+    if on_finished is None:
+        return
+    for row, ids, mask in zip(rows.tolist(), decoded.ids, decoded.mask):
+        on_finished(row, ids[mask].tolist())
+
+
+def report_group(on_finished: OnFinished | None, number: int, answers: Sequence[list[int]], group_size: int) -> None:
+    """Report an engine's answers to a prompt: a greedy answer stands for the whole group."""
+    if on_finished is None:
+        return
+    for sample in range(group_size):
+        on_finished(number * group_size + sample, answers[sample % len(answers)])

@@ -7,12 +7,20 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from lit_rl.environments.parser_choice import check_parser
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.task_sets import (
+    VERIFIERS_COLUMN,
+    VERIFIERS_SCORES,
+    TaskRow,
+    TaskSet,
+    VerifiersScores,
+    scores_of,
+    verifiers,
+)
+from lit_rl.environments.tool_parsers import check_parser
+from lit_rl.generation.chat_conversation import MODEL
 from lit_rl.generation.chat_endpoint import ChatEndpoint, check_times
-from lit_rl.generation.chat_requests import MODEL
-from lit_rl.generation.rollout_handle import RolloutHandle
-from lit_rl.tasksets import COLUMN, SCORES, Scores, TaskRow, TaskSet, scores_of, verifiers
+from lit_rl.generation.rollout_function import RolloutHandle
 
 ON_THIS_MACHINE = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 """An agent that chats and calls the task's tools, as a process of this machine."""
@@ -38,7 +46,7 @@ class VerifiersHarness:
         ConfigError: `patience` or `agent_timeout` is out of range, or there is no such parser.
     """
 
-    columns = (SCORES,)
+    columns = (VERIFIERS_SCORES,)
     """Returned keys beside the tokens."""
 
     def __init__(
@@ -62,19 +70,19 @@ class VerifiersHarness:
         )
 
     def __call__(self, prompts: Sequence[Any], trainer: RolloutHandle) -> dict[str, list[Any]]:
-        if COLUMN not in trainer.columns:
+        if VERIFIERS_COLUMN not in trainer.columns:
             raise ConfigError("VerifiersHarness plays rows of data=verifiers, and the data is another.")
-        rows = [TaskRow.read(text) for text in trainer.columns[COLUMN]]
+        rows = [TaskRow.read(text) for text in trainer.columns[VERIFIERS_COLUMN]]
         games = {taskset: taskset.environment(self.env) for taskset in dict.fromkeys(row.taskset for row in rows)}
 
-        async def episode(number: int, url: str) -> Scores:
+        async def episode(number: int, url: str) -> VerifiersScores:
             return _scores(await games[rows[number].taskset].run_episode(rows[number].task(), _context(url)))
 
         played = self._endpoint(trainer).play(episode, around=_serving(games), instead=prompts)
         errors = [each if isinstance(each, Exception) else None for each in played.results]
         scores = [None if error else each for error, each in zip(errors, played.results)]
         # verifiers has scored none of these, so those whose completion was full have failed too.
-        return {**played.rollout, "episode_error": errors, SCORES: scores}
+        return {**played.rollout, "episode_error": errors, VERIFIERS_SCORES: scores}
 
 
 @asynccontextmanager
@@ -95,7 +103,7 @@ class EpisodeFailed(Exception):
     """An error of an episode, as verifiers reports it."""
 
 
-def _scores(episode: Any) -> Scores:
+def _scores(episode: Any) -> VerifiersScores:
     """Return the scores of the agent that is trained.
 
     Raises:

@@ -18,14 +18,14 @@ Their properties, on policy, a token at a time:
 "Unbiased" is about the tokens' own distributions given their prefix; no estimator here corrects for prefixes that an
 older policy wrote. Nothing is clamped: where a token is more than 88.7 nats likelier under the reference than under the
 policy, k3 and what is made of it are infinite in float32, and the optimizer step is left out with a warning. Positions
-outside the loss mask must hold finite numbers; `lit_rl.algorithms.terms.kl` fills them.
+outside the loss mask must hold finite numbers; `lit_rl.algorithms.terms.regularizers` fills them.
 """
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rl.ops.masking import masked_mean
+from lit_rl.ops.reductions import masked_mean
 
 _FAR = 5.0
 """Nats beyond which the slope of `corrected_k3` is written out: up to there autograd's is right to 4e-6."""

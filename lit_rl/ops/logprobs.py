@@ -7,7 +7,8 @@ Under truncation (top-k, top-p, min-p) the distribution is the softmax over a se
 these very logits, and the token that is scored. That token was kept when it was drawn; a later policy, or a reference,
 may have moved it out, and would call it impossible. Gradients take S as given: it has none of its own.
 
-Earlier tokens change the logits first (``lit_rl.ops.history``): all of the above is about the changed ones.
+Earlier tokens change the logits first (``lit_rl.ops.sampling_distribution``): all of the above is about the changed
+ones.
 """
 
 from collections.abc import Iterator
@@ -18,9 +19,8 @@ import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
-from lit_rl.ops import transforms
-from lit_rl.ops.history import History
-from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
+from lit_rl.ops import sampling_distribution
+from lit_rl.ops.sampling_distribution import NO_TRUNCATION, History, Truncation
 
 CPU_BLOCK, GPU_BLOCK = 2**22, 2**26
 """Numbers in one float32 block: 16 MiB, three times as fast as 64 MiB on a CPU; 256 MiB, enough rows to fill a GPU."""
@@ -89,7 +89,7 @@ class _Terms:
             numbers = self.history.at(block)(numbers, ids[block])
         if self.truncation.off:
             return numbers / self.temperature
-        return transforms.temperature(numbers, self.temperature)
+        return sampling_distribution.temperature(numbers, self.temperature)
 
 
 class _Scores(torch.autograd.Function):
@@ -163,7 +163,7 @@ class _Cut(NamedTuple):
     def apply(self, block: tuple[slice, slice], scaled: Tensor) -> Tensor:
         lowest, first = self.lowest[block].unsqueeze(-1), self.first[block].unsqueeze(-1)
         early = torch.arange(scaled.shape[-1], device=scaled.device) < first
-        return transforms.ban(scaled, (scaled < lowest) | ((scaled == lowest) & early))
+        return sampling_distribution.ban(scaled, (scaled < lowest) | ((scaled == lowest) & early))
 
 
 def _with_drawn(kept: Tensor, scaled: Tensor, ids: Tensor) -> Tensor:

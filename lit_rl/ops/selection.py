@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rl.ops.masking import masked_mean
-from lit_rl.ops.step import StepTokens
+from lit_rl.ops.reductions import StepTokens, masked_mean
 
 
 def top_entropy(

@@ -13,8 +13,8 @@ from doc_runs import left_as_found, script
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from lit_rl.cli import key_names, schemas
-from lit_rl.commands import defaults
+from lit_rl.cli import listing, schemas
+from lit_rl.reports import config_changes
 
 
 def test_the_configuration_reference_is_up_to_date(root: Path) -> None:
@@ -25,8 +25,8 @@ def test_the_configuration_reference_is_up_to_date(root: Path) -> None:
         said = (reference.PAGES / f"{group}.md").read_text()
         assert said == reference.page(group), "run: python scripts/config_reference.py"
     assert {path.stem for path in reference.PAGES.glob("*.md")} == reference.GROUPS.keys()
-    assert key_names.SCHEMA_KEYS.read_text() == reference.schema_keys(), "run: python scripts/config_reference.py"
-    assert defaults.FILE.read_text() == reference.usual(), "run: python scripts/config_reference.py"
+    assert listing.SCHEMA_KEYS.read_text() == reference.schema_keys(), "run: python scripts/config_reference.py"
+    assert config_changes.DEFAULTS_FILE.read_text() == reference.usual(), "run: python scripts/config_reference.py"
 
 
 def test_the_page_of_errors_is_up_to_date(root: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_names_on_the_pages_of_the_api_are_up_to_date(root: Path) -> None:
         if pages.MODULE.search(text := path.read_text()) and pages.written(text) != text
     ]
     assert not stale and pages.MODULES.read_text() == pages.modules_page(), "run: python scripts/api_pages.py"
-    assert dict(pages.public("lit_rl.rewards.builtin.text"))["exact_match"].startswith(
+    assert dict(pages.public("lit_rl.rewards.text_rewards"))["exact_match"].startswith(
         "1 where the completion is the answer"
     )
     assert [name for name, _ in pages.offered("lit_rl.algorithms.gkd", "GKD")] == ["GKD"], "and no helper"
@@ -118,7 +118,7 @@ def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
         *([f"env={name}"] for name in ("tools", "mcp", "environment", "gymnasium", "rollout_func")),
     ]
     with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
-        schemas.register()
+        schemas.register_schemas()
         seen: set[str] = set()
         for path in sorted((root / "conf" / "algo").rglob("*.yaml")):
             found = set(re.findall(r"/schemas/(\w+)@", path.read_text()))

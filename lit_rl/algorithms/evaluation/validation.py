@@ -1,4 +1,7 @@
-"""Validation by generating: own sampling, means with 95 % intervals, pass@k, each prompt counted once."""
+"""Validation by generating: own sampling, means with 95 % intervals, pass@k, each prompt counted once.
+
+With `eval.log_policy` the policy and its reference score the completions too: entropy and distance to the reference.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lit_rl.algorithms.evaluation.statistics import Averages, mean_with_interval, pass_at_k
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.rollouts.episodes import metrics_of
-from lit_rl.episodes import Episode
-from lit_rl.errors import in_range
-from lit_rl.ops.masking import masked_sum
-from lit_rl.rewards.sums.weighted import Scores
-from lit_rl.rollout import Completions, PromptBatch, Sampling
-from lit_rl.transfers import to_host
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.evaluation.summary_statistics import Averages, mean_with_interval, pass_at_k
+from lit_rl.algorithms.optim.strategies import shards_weights
+from lit_rl.algorithms.rollouts.episode_outcomes import episode_metrics
+from lit_rl.algorithms.rollouts.rollout_plan import without_gradient
+from lit_rl.core.episode import Episode
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.rollout import Completions, PromptBatch, Sampling
+from lit_rl.core.transfers import to_host
+from lit_rl.models.forward import score
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.ops.reductions import masked_sum
+from lit_rl.rewards.weighted_rewards import Scores
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ class EvaluationRows:
                 "ended": ended[part].tolist(),
                 "wins": None if wins is None else wins[part].tolist(),
                 "sums": {name: each[part].tolist() for name, each in sums.items()},
-                "episodes": [_counted(each) for each in (completions.episodes or ())[part]],
+                "episodes": [_without_texts(each) for each in (completions.episodes or ())[part]],
             }
 
     def gather(self, ranks: Ranks) -> None:
@@ -140,7 +148,7 @@ class EvaluationRows:
             metrics[f"rewards/{name}/mean"] = float(values[..., i].nanmean())
         if episodes := self.episodes:
             averages = Averages()
-            averages.add(metrics_of(episodes, Ranks()))  # already gathered over all ranks
+            averages.add(episode_metrics(episodes, Ranks()))  # already gathered over all ranks
             metrics |= averages.reduce()
         for name in seen[0]["sums"] if seen else ():
             total = sum(sum(row["sums"][name]) for row in seen)
@@ -164,7 +172,7 @@ class EvaluationRows:
         return metrics
 
 
-def _counted(episode: Episode) -> Episode:
+def _without_texts(episode: Episode) -> Episode:
     """Return an episode without its texts."""
     return replace(episode, prompt="", messages=[], extra={})
 
@@ -188,3 +196,48 @@ def prefixed(metrics: Mapping[str, float], *parts: str) -> dict[str, float]:
     """Return metrics with a prefix: `prefixed({"reward": 1}, "val", "math")` is `{"val/math/reward": 1}`."""
     head = "/".join(part for part in parts if part)
     return {f"{head}/{name}": value for name, value in metrics.items()}
+
+
+MOST_ROWS = 16
+"""Most completions of one forward pass: validation batches are larger than micro-batches."""
+
+
+def check_policy_scores(name: str, rolls_out: bool, sampling: Sampling, strategy: Any) -> None:
+    """Refuse `eval.log_policy` where it has nothing to log, or is not supported.
+
+    Args:
+        name: Name of the method.
+        rolls_out: Whether it learns from its own completions.
+        sampling: Sampling of the training, under whose distribution the completions are scored.
+        strategy: The Trainer's strategy; None without one.
+
+    Raises:
+        ConfigError: names what to set.
+    """
+    if not rolls_out:
+        raise ConfigError(
+            f"eval.log_policy=true: {name} learns from a data set, and logs val/entropy and its distances with the "
+            "validation's loss. Leave it out."
+        )
+    if sampling.greedy:
+        raise ConfigError(
+            "eval.log_policy=true scores completions under the training's distribution, and with "
+            "sampling.temperature=0 there is none. Set it above 0; the validation itself may be greedy "
+            "(eval.temperature=0)."
+        )
+    if shards_weights(strategy):
+        raise ConfigError(
+            f"eval.log_policy=true is not built for weights in parts ({type(strategy).__name__}): take strategy=auto "
+            "or ddp, or leave it out."
+        )
+
+
+def entropies(policy: Any, completions: Completions, sampling: Sampling, options: ForwardOptions) -> Tensor:
+    """Return `(b, t)`, in nats: the entropy of the policy's distribution at each sampled token."""
+
+    def of_rows(part: Completions) -> Tensor:
+        found = score(policy, part, sampling, entropy=True, options=options).entropy
+        assert found is not None
+        return found
+
+    return without_gradient(policy, completions, of_rows, rows_at_once=MOST_ROWS)

@@ -17,24 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
-from lit_rl.data.message_forms import told_of
-from lit_rl.data.templates import control_tokens, encode_prompt, kwargs_of_row
-from lit_rl.errors import ConfigError, LitRLError
+from lit_rl.algorithms.rollouts.rollout_source import RolloutRequest, RolloutSource
+from lit_rl.core.errors import ConfigError, LitRLError
+from lit_rl.core.process_state import preserve_generators
+from lit_rl.core.rollout import PromptBatch
+from lit_rl.data.message_forms import tools_argument
+from lit_rl.data.rendering import control_tokens, encode_prompt, row_template_kwargs
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.loaded import LoadedModel
-from lit_rl.process_state import generators_kept
-from lit_rl.rewards.judges.base import Judge, ask, check_verdicts
-from lit_rl.rewards.sums.weighted import TrainerState
-from lit_rl.rollout import PromptBatch
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.loaded_model import LoadedModel
+from lit_rl.rewards.judges import Judge, ask_judge, check_verdicts
+from lit_rl.rewards.weighted_rewards import TrainerState
 
 BASE = "base"
 """The name of the policy before its first step."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class ComparedAnswer:
     """A completion of the other model."""
 
     text: str
@@ -42,7 +42,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class ComparedDrawing:
     """The settings for drawing the other model's completions: those of the policy's, with noise of their own."""
 
     source: RolloutSource
@@ -62,7 +62,7 @@ class ComparedModel:
 
     def __init__(self, policy: LanguageModel) -> None:
         self.policy = policy
-        self._answers: dict[tuple[Any, ...], list[Answer]] = {}
+        self._answers: dict[tuple[Any, ...], list[ComparedAnswer]] = {}
         self._loaded: tuple[LanguageModel, nn.Module] | None = None
 
     def describe(self, against: str) -> LanguageModel:
@@ -82,7 +82,7 @@ class ComparedModel:
             return LanguageModel(against, dtype=self.policy.dtype)
 
     @torch.no_grad()
-    def answers(self, against: str, drawing: Drawing, options: Any = None) -> list[Answer]:
+    def answers(self, against: str, drawing: ComparedDrawing, options: Any = None) -> list[ComparedAnswer]:
         """Return as many completions of every prompt as the policy gives; those of a prompt are neighbours.
 
         Args:
@@ -101,7 +101,7 @@ class ComparedModel:
         """Free the weights; the completions stay."""
         self._loaded = None
 
-    def _draw(self, against: str, drawing: Drawing, options: Any) -> list[Answer]:
+    def _draw(self, against: str, drawing: ComparedDrawing, options: Any) -> list[ComparedAnswer]:
         model, weights = self._load(against, drawing)
         tokenizer: Any = model.tokenizer
         batch = drawing.asked.batch
@@ -111,12 +111,12 @@ class ComparedModel:
         with drawing.source.aside(), drawing.context():
             completions = drawing.source.draw_other(asked)
         texts = texts_of(completions, tokenizer)
-        return [Answer(*answer) for answer in zip(texts, response_ids(completions), strict=True)]
+        return [ComparedAnswer(*answer) for answer in zip(texts, response_ids(completions), strict=True)]
 
-    def _load(self, against: str, drawing: Drawing) -> tuple[LanguageModel, nn.Module]:
+    def _load(self, against: str, drawing: ComparedDrawing) -> tuple[LanguageModel, nn.Module]:
         if self._loaded is None:
             description = self.describe(against)
-            with _keys_of_the_evaluation(), generators_kept():
+            with _keys_of_the_evaluation(), preserve_generators():
                 torch.manual_seed(drawing.asked.seed)  # fresh adapters are random, and change nothing yet
                 weights = description.load()
             self._loaded = description, weights.eval().requires_grad_(False).to(drawing.device)  # pyright: ignore
@@ -153,9 +153,9 @@ def compare(
     second: list[float | None] = [None] * len(ours) if their_rewards is None else _or_none(their_rewards)
     # A judge may favour the first completion: every other time that is the other model's.
     turned = [i % 2 == 1 for i in range(len(ours))]
-    firsts, seconds = _seats(our_messages, their_messages, turned)
-    first_rewards, second_rewards = _seats(_or_none(our_rewards), second, turned)
-    verdicts: Any = ask(
+    firsts, seconds = _order_pairs(our_messages, their_messages, turned)
+    first_rewards, second_rewards = _order_pairs(_or_none(our_rewards), second, turned)
+    verdicts: Any = ask_judge(
         judge,
         prompts,
         firsts,
@@ -177,12 +177,12 @@ def _prompt_ids(tokenizer: Any, batch: PromptBatch, against: str, options: Any) 
     found = []
     for number, prompt in enumerate(batch.prompts):  # the policy reads the row's tools and arguments too
         columns = {name: values[number] for name, values in batch.columns.items()}
-        kwargs = given | kwargs_of_row(columns, settings["where"]) | told_of(columns.get("tools"))
+        kwargs = given | row_template_kwargs(columns, settings["where"]) | tools_argument(columns.get("tools"))
         found.append(encode_prompt(tokenizer, prompt, chat_template_kwargs=kwargs, **settings))
     return found
 
 
-def _seats(ours: Sequence[Any], theirs: Sequence[Any], turned: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+def _order_pairs(ours: Sequence[Any], theirs: Sequence[Any], turned: Sequence[bool]) -> tuple[list[Any], list[Any]]:
     """Return the first and second side of each comparison: ours and theirs, or swapped."""
     pairs = [(b, a) if turn else (a, b) for a, b, turn in zip(ours, theirs, turned, strict=True)]
     return [a for a, _ in pairs], [b for _, b in pairs]

@@ -10,22 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
-from lit_rl.algorithms.preflight import given
-from lit_rl.algorithms.preflight import preferences as pair_checks
+from lit_rl.algorithms.checks import argument_checks
+from lit_rl.algorithms.checks import preference_checks as pair_checks
+from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.signatures import copies_for
-from lit_rl.algorithms.terms.whole_step import WholeStep, share_of
-from lit_rl.errors import in_range
-from lit_rl.examples import PairBatch
-from lit_rl.models.policy.text_forward import TextScores
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.preference.divergences import reverse_kl
-from lit_rl.ops.preference.losses import sigmoid
-from lit_rl.ops.preference.pairs import Pairs, sums_of_pairs
-from lit_rl.ops.step import Metrics, mean_entropy, mean_of
+from lit_rl.algorithms.terms.whole_step import WholeStep, micro_batch_share
+from lit_rl.core.errors import in_range
+from lit_rl.core.examples import PairBatch
+from lit_rl.models.forward import TextScores
+from lit_rl.ops.preference_losses import Pairs, reverse_kl, sigmoid, sums_of_pairs
+from lit_rl.ops.reductions import Metrics, masked_sum, mean_entropy, mean_of
 
 Preference = Callable[..., Tensor]
-"""A function of `lit_rl.ops.preference`: `(pairs, beta)` to the loss of each pair."""
+"""A function of `lit_rl.ops.preference_losses`: `(pairs, beta)` to the loss of each pair."""
 
 Columns = dict[str, Tensor]
 """Columns `(b,)` by their name in `Pairs`."""
@@ -59,9 +56,9 @@ class PairModule(OfflinePolicyModule, ABC):
         super().__init__(model, reward, **shared)
         in_range("algo.beta", beta, low=0, open_low=True)
         self.beta = beta
-        self.preference = pair_checks.by_name(preference)
-        self.preference_weights = pair_checks.weights(self.preference, preference_weights)
-        self.coupled_losses = pair_checks.over_step(self.preference)
+        self.preference = pair_checks.losses_by_name(preference)
+        self.preference_weights = pair_checks.loss_weights(self.preference, preference_weights)
+        self.coupled_losses = pair_checks.losses_over_step(self.preference)
         self.couples_rows = bool(self.coupled_losses)
 
     @abstractmethod
@@ -101,7 +98,7 @@ class PairModule(OfflinePolicyModule, ABC):
         total, constants = torch.zeros((), device=self.device), self._constants(batch)
         for name, function in self.preference.items():
             compared = partial(_losses_of_pairs, function, self.beta, constants)
-            rows = share_of(compared, batch, whole if name in self.coupled_losses else None, **columns)
+            rows = micro_batch_share(compared, batch, whole if name in self.coupled_losses else None, **columns)
             if weights is not None:
                 rows = rows * weights
             total = total + self.preference_weights[name] * rows.sum() / self.denominator(batch.totals)
@@ -111,11 +108,11 @@ class PairModule(OfflinePolicyModule, ABC):
 def _losses_of_pairs(function: Preference, beta: float, constants: dict[str, Any], **columns: Tensor) -> Tensor:
     columns = dict(zip(columns, copies_for(function, *columns.values())))
     losses = function(Pairs(**columns, **constants), beta)
-    given.of_shape("preference", losses, tuple(next(iter(columns.values())).shape[:1]))
+    argument_checks.check_shape("preference", losses, tuple(next(iter(columns.values())).shape[:1]))
     return losses
 
 
-class Sides(NamedTuple):
+class ChosenRejected(NamedTuple):
     """Values `(b,)` of the chosen and of the rejected completions."""
 
     chosen: Tensor
@@ -123,7 +120,7 @@ class Sides(NamedTuple):
 
 
 @torch.no_grad()
-def pair_metrics(rewards: Sides, logps: Sides, batch: PairBatch, scores: TextScores) -> Metrics:
+def pair_metrics(rewards: ChosenRejected, logps: ChosenRejected, batch: PairBatch, scores: TextScores) -> Metrics:
     """Return TRL's metrics of a micro-batch.
 
     Args:

@@ -22,36 +22,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.checks import argument_checks, policy_gradient_checks
+from lit_rl.algorithms.checks import policy_gradient_checks as preflight
+from lit_rl.algorithms.checks.policy_gradient_checks import check_lag, check_sampling
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
-from lit_rl.algorithms.preflight import estimators, given, losses, zero_advantages
-from lit_rl.algorithms.preflight import policy_gradient as preflight
-from lit_rl.algorithms.preflight.sampling import lag_is_corrected, sampling_teaches
-from lit_rl.algorithms.rollouts import state
+from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.signatures import copies_for, multiplies_weights, name_of, parameters, reads
-from lit_rl.algorithms.terms.advantages import AdvantageClip, Whitening
-from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL, KLControl
-from lit_rl.algorithms.terms.credit import CreditAssignment
-from lit_rl.algorithms.terms.engine_correction import EngineCorrection
-from lit_rl.algorithms.terms.entropy import EntropyBonus
-from lit_rl.algorithms.terms.groups import needs_spread
-from lit_rl.algorithms.terms.kl import KLPenalty, ReferenceKL
-from lit_rl.algorithms.terms.replay import GroupReplay
-from lit_rl.algorithms.terms.running_norm import RunningNorm
-from lit_rl.algorithms.terms.selection import OffPolicyMask, TokenSelection
-from lit_rl.algorithms.terms.step_tokens import step_tokens
-from lit_rl.algorithms.terms.turn_rewards import TurnRewards
-from lit_rl.environments.source import Interactive
-from lit_rl.errors import in_range
-from lit_rl.models.policy.forward import TokenScores, score
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.models.policy.loading import drops_out
+from lit_rl.algorithms.signatures import copies_for, multiplies_weights, name_of, parameters, reads_column
+from lit_rl.algorithms.terms.credit import AdvantageClip, CreditAssignment, RunningNorm, TurnRewardWarning, Whitening
+from lit_rl.algorithms.terms.groups import GroupReplay, needs_spread
+from lit_rl.algorithms.terms.regularizers import (
+    AdaptiveEntropy,
+    AdaptiveKL,
+    EntropyBonus,
+    FixedEntropy,
+    FixedKL,
+    KLControl,
+    KLPenalty,
+    ReferenceKL,
+)
+from lit_rl.algorithms.terms.token_weights import EngineCorrection, OffPolicyMask, TokenSelection, step_tokens
+from lit_rl.core.errors import in_range
+from lit_rl.core.rollout import Completions, Rollout
+from lit_rl.environments.environment_base import Interactive
+from lit_rl.models.forward import TokenScores, score
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.models.loading import drops_out
 from lit_rl.ops.kl import k1
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens
-from lit_rl.rewards.sums.weighted import Rewards
-from lit_rl.rollout import Completions, Rollout
+from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum
+from lit_rl.rewards.weighted_rewards import Rewards
 
 
 class PolicyGradient(OnPolicyModule, ABC):
@@ -97,7 +96,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Rewards | Callable,
         *,
         advantage: Callable,
@@ -126,12 +125,17 @@ class PolicyGradient(OnPolicyModule, ABC):
         skip_zero_advantages: bool = True,
         **shared: Any,
     ) -> None:
-        given.functions(loss=loss, kl=kl, reward_kl=reward_kl, reduction=reduction)
-        given.functions(True, advantage=advantage, correction=correction, rejection=rejection, whitening=whitening)
-        given.environment(env)
-        given.functions(True, shaping=shaping, weight_norm=weight_norm, selection=selection)
+        argument_checks.check_functions(loss=loss, kl=kl, reward_kl=reward_kl, reduction=reduction)
+        argument_checks.check_functions(
+            True, advantage=advantage, correction=correction, rejection=rejection, whitening=whitening
+        )
+        argument_checks.check_environment(env)
+        argument_checks.check_functions(True, shaping=shaping, weight_norm=weight_norm, selection=selection)
         super().__init__(model, reward, **shared)
-        self.credit, self.turn_rewards = CreditAssignment(shaping, reward_norm, reward_clip), TurnRewards(advantage)
+        self.credit, self.turn_rewards = (
+            CreditAssignment(shaping, reward_norm, reward_clip),
+            TurnRewardWarning(advantage),
+        )
         self.kl = ReferenceKL(
             in_reward=KLPenalty("algo.reward_beta", reward_beta, reward_kl),
             in_loss=KLPenalty("algo.beta", beta, kl),
@@ -149,14 +153,14 @@ class PolicyGradient(OnPolicyModule, ABC):
         self._check_terms()
         self.needs_reference = self.kl.needs_reference
         self.needs_greedy_rewards = "greedy_rewards" in parameters(advantage)
-        reads_step = reads(loss, "step") or self.selection.needs_step
+        reads_step = reads_column(loss, "step") or self.selection.needs_step
         self.needs_step = reads_step or (selection is not None and entropy is not None)
         made_of_old = self.kl.needs_old_logprobs, self.engine.needs_old_logprobs, replay
         self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
-        self._loss_reads = tuple(name for name in ("weights", "step") if reads(loss, name))
+        self._loss_reads = tuple(name for name in ("weights", "step") if reads_column(loss, name))
         self._loss_multiplies_weights = multiplies_weights(loss)
         self.skip_zero_advantages = skip_zero_advantages
-        self._zero_advantages_teach_nothing = zero_advantages.teach_nothing(loss, reduction)
+        self._zero_advantages_teach_nothing = policy_gradient_checks.can_skip_zero_advantages(loss, reduction)
 
     @property
     def beta(self) -> float:
@@ -178,7 +182,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         credit = self.credit(scored, tokenizer=self.model.tokenizer, ranks=self.ranks)
         credit, distances = self.kl.take_off_rewards(credit, old, ref, sampled)
         advantages = self.ranks.apply(self.advantage, credit.columns(completions))
-        given.of_shape("advantage", advantages, (len(sampled),), tuple(sampled.shape))
+        argument_checks.check_shape("advantage", advantages, (len(sampled),), tuple(sampled.shape))
         advantages = self.whitening(advantages, credit.rewards, completions, self.ranks)
         rollout = Rollout(
             completions=completions.without_episodes,
@@ -205,7 +209,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def compares_completions(self) -> bool:
         """Tell whether the advantage needs several completions of one prompt."""
-        return estimators.compares_within_groups(self.advantage)
+        return policy_gradient_checks.compares_within_groups(self.advantage)
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -232,7 +236,9 @@ class PolicyGradient(OnPolicyModule, ABC):
         offered = {"weights": copied, "step": step}
         read = {name: offered[name] for name in self._loss_reads}
         columns = copies_for(self.policy_loss, logprobs, old, rollout.advantages, mask)
-        tokens, metrics = losses.checked(self.policy_loss(*columns, **read), logprobs, self.policy_loss)
+        tokens, metrics = policy_gradient_checks.check_loss_output(
+            self.policy_loss(*columns, **read), logprobs, self.policy_loss
+        )
         tokens, off_policy = self.off_policy(tokens, logprobs, sampler, rollout.advantages, mask)
         selected = self.selection(entropy, mask, step)
         tokens = tokens * selected
@@ -241,7 +247,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         tokens, distances = self.kl.add_to_loss(tokens, rollout, logprobs, old)
 
         objective = self.reduction(*copies_for(self.reduction, tokens, mask), totals)
-        given.of_shape("reduction", objective, ())
+        argument_checks.check_shape("reduction", objective, ())
         metrics = metrics | weighing | off_policy | distances
         if entropy is not None:
             metrics |= {"entropy": (masked_sum(entropy.detach(), mask), mask.sum())}
@@ -255,7 +261,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             # Balance is a property of a batch: the router's loss is computed and averaged by micro-batches.
             objective = objective + self.router_aux_loss_coef * scores.aux_loss / totals.micro_batches
             metrics |= {"aux_loss": (scores.aux_loss.detach(), one)}
-        losses.check_gradient(objective, logprobs)
+        policy_gradient_checks.check_gradient(objective, logprobs)
         return objective, metrics
 
     @property
@@ -321,7 +327,7 @@ class PolicyGradient(OnPolicyModule, ABC):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         super().load_rank_state(saved)
         for name, term in self._stateful().items():
-            term.load_state(state.saved_by_term(saved["terms"], name, type(term).__name__))
+            term.load_state(checkpoints.saved_by_term(saved["terms"], name, type(term).__name__))
         if self.replay is not None:
             self.replay.see(self.seen_rows(), self.processor)
 
@@ -347,24 +353,24 @@ class PolicyGradient(OnPolicyModule, ABC):
     def _check_terms(self) -> None:
         """Refuse incompatible terms before anything is loaded; each term has already checked its own settings."""
         name, weighted = type(self).__name__, self.engine.correction is not None
-        preflight.rewards_are_there(name, self.reward_functions.names)
-        sampling_teaches(self.sampling, self.generator, weighted=weighted)
-        lag_is_corrected(self.generator, weighted=weighted)
+        preflight.require_rewards(name, self.reward_functions.names)
+        check_sampling(self.sampling, self.generator, weighted=weighted)
+        check_lag(self.generator, weighted=weighted)
         self.check_advantage()
-        losses.loss_settings(self.policy_loss)
-        losses.weights_are_declared(self.policy_loss)
-        preflight.terms_take_their_settings(self.policy_loss, self.selection.choose, self.engine, self.credit.shaping)
-        preflight.group_is_large_enough(name, self.group_size, compares_completions=self.compares_completions)
+        policy_gradient_checks.check_loss_settings(self.policy_loss)
+        policy_gradient_checks.check_declared_weights(self.policy_loss)
+        preflight.check_term_settings(self.policy_loss, self.selection.choose, self.engine, self.credit.shaping)
+        preflight.check_group_size(name, self.group_size, compares_completions=self.compares_completions)
         if self.groups is not None:
             self.groups.fits(self.group_size, compares_completions=self.compares_completions)
             self.groups.check_rewards(self.reward_functions.names)
         if self.replay is not None:
             needs_spread("algo/replay=buffer", self.group_size)
-        preflight.controller_has_a_term(self.kl.control, self.beta, self.reward_beta)
-        preflight.weights_fit(self.engine, multiplied_by_loss=multiplies_weights(self.policy_loss))
+        preflight.check_controller(self.kl.control, self.beta, self.reward_beta)
+        preflight.check_engine_weights(self.engine, multiplied_by_loss=multiplies_weights(self.policy_loss))
 
     def check_advantage(self) -> None:
         """Refuse an estimator that `advantages` cannot call, or that ignores a transformation of the rewards."""
-        estimators.is_there(self.advantage, such_as="group_normalized")
-        estimators.check_of_rows(self.advantage, type(self).__name__)
-        estimators.check_what_it_reads(self.advantage, self.credit, self.reward_beta, self.whitening)
+        policy_gradient_checks.require_estimator(self.advantage, such_as="group_normalized")
+        policy_gradient_checks.check_row_estimator(self.advantage, type(self).__name__)
+        policy_gradient_checks.check_estimator_inputs(self.advantage, self.credit, self.reward_beta, self.whitening)

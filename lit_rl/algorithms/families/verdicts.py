@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
+from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
-from lit_rl.errors import ConfigError, in_range
-from lit_rl.examples import VerdictBatch
-from lit_rl.models.policy.text_forward import TextScores
-from lit_rl.models.reference.base import ReferenceFree
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.step import Metrics, mean_entropy, mean_of
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.examples import VerdictBatch
+from lit_rl.models.forward import TextScores
+from lit_rl.models.references import ReferenceFree
+from lit_rl.ops.reductions import Metrics, masked_sum, mean_entropy, mean_of
 
 
 class VerdictModule(OfflinePolicyModule, ABC):

@@ -10,39 +10,35 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.evaluation.policy_scores import check_policy_scores
-from lit_rl.algorithms.evaluation.tables import sample_table
-from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, prefixed
-from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedModel, Drawing, compare
+from lit_rl.algorithms.checks import argument_checks
+from lit_rl.algorithms.checks import data_and_trainer as preflight
+from lit_rl.algorithms.checks.memory import RowLengths
+from lit_rl.algorithms.checks.preference_checks import check_win_rate, warn_unused_judge
+from lit_rl.algorithms.evaluation.sample_tables import sample_table
+from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, check_policy_scores, prefixed
+from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedDrawing, ComparedModel, compare
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.strategies import whole_weights
-from lit_rl.algorithms.preflight import data as preflight
-from lit_rl.algorithms.preflight import given
-from lit_rl.algorithms.preflight.memory import Lengths
-from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
-from lit_rl.algorithms.rollouts.early_rewards import EarlyRewards
-from lit_rl.algorithms.rollouts.episodes import check_spans, sound_rows, warn_of_failures
-from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource, given_up_together
-from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.environments.source import EpisodeSource
-from lit_rl.episodes import Episode
-from lit_rl.errors import ConfigError
-from lit_rl.generation.base import Generator, InProcessGenerator, as_generator
+from lit_rl.algorithms.rollouts.episode_outcomes import check_spans, sound_rows, warn_of_failures
+from lit_rl.algorithms.rollouts.phase_costs import Stopwatch
+from lit_rl.algorithms.rollouts.rollout_source import EarlyRewards, RolloutRequest, RolloutSource, abort_on_all_ranks
+from lit_rl.core.episode import Episode
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.interrupts import interruptible, run_ending_hook
+from lit_rl.core.process_state import preserve_settings
+from lit_rl.core.rollout import Completions, PromptBatch, Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.environments.environment_base import EpisodeSource
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
+from lit_rl.generation.generator import Generator, InProcessGenerator, as_generator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
-from lit_rl.interruption import ends_the_run, may_be_given_up
-from lit_rl.models.policy.foresight import refuse_foresight
-from lit_rl.process_state import settings_kept
-from lit_rl.rewards.judges.base import Judge
-from lit_rl.rewards.judges.functions import as_judge
-from lit_rl.rewards.scorers.placed import Placed
-from lit_rl.rewards.sums.begun import BegunRewards
-from lit_rl.rewards.sums.weighted import Rewards, Scores, TrainerState
-from lit_rl.rollout import Completions, PromptBatch, Sampling
+from lit_rl.models.forward import refuse_lookahead
+from lit_rl.rewards.classifiers import OnRunDevice
+from lit_rl.rewards.judges import Judge, as_judge
+from lit_rl.rewards.weighted_rewards import PendingRewards, Rewards, Scores, TrainerState
 
-_NOT_CHOSEN = Sampling()
+_DEFAULT_SAMPLING = Sampling()
 """The default sampling, whose completions are shortened to fit the model's context."""
 
 
@@ -69,21 +65,25 @@ class GeneratingModule(PolicyModule):
         reward: Any,
         *,
         generator: Generator | None = None,
-        sampling: Sampling = _NOT_CHOSEN,
+        sampling: Sampling = _DEFAULT_SAMPLING,
         evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
         judge: Judge | Callable[..., Any] | None = None,
         log_entropy: bool = True,
         **shared: Any,
     ) -> None:
-        given.keywords(type(self), shared, PolicyModule)
-        given.reward(type(self), model, reward)
-        given.instance("sampling", sampling, Sampling, "sampling=Sampling(max_new_tokens=256), of lit_rl")
-        given.instance("evaluation", evaluation, Evaluation, "evaluation=Evaluation(group_size=4), of lit_rl")
+        argument_checks.check_keywords(type(self), shared, PolicyModule)
+        argument_checks.check_reward(type(self), model, reward)
+        argument_checks.check_instance(
+            "sampling", sampling, Sampling, "sampling=Sampling(max_new_tokens=256), of lit_rl"
+        )
+        argument_checks.check_instance(
+            "evaluation", evaluation, Evaluation, "evaluation=Evaluation(group_size=4), of lit_rl"
+        )
         super().__init__(model, **shared)
         self.reward_functions = reward if isinstance(reward, Rewards) else Rewards(reward)
         self.generator: Generator = NativeGenerator() if generator is None else as_generator(generator)
         self.sampling, self.evaluation = sampling, evaluation
-        self._sampling_is_chosen = sampling is not _NOT_CHOSEN
+        self._sampling_is_chosen = sampling is not _DEFAULT_SAMPLING
         self.judge = as_judge(judge)
         self.log_entropy = log_entropy
         self.stopwatch = Stopwatch("generate", "reward", memory=self.phase_memory)
@@ -95,16 +95,16 @@ class GeneratingModule(PolicyModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         self.reward_functions.run_on(self.trainer.strategy.root_device)
-        if isinstance(self.judge, Placed):
+        if isinstance(self.judge, OnRunDevice):
             self.judge.run_device = self.trainer.strategy.root_device
 
-    def decoding(self) -> Lengths | None:
+    def decoding(self) -> RowLengths | None:
         data: Any = self.trainer.datamodule  # pyright: ignore
         if not isinstance(self.generator, InProcessGenerator):
             return None
         longest = self.longest_prompt(max(getattr(data, "longest_prompt", 0), data.longest_val_prompt))
         new_tokens = max(self.longest_response(self.sampling), self.evaluation.max_new_tokens or 0)
-        return Lengths(longest, new_tokens, self.group_size)
+        return RowLengths(longest, new_tokens, self.group_size)
 
     def bound_decoding(self, sequences: int | None) -> None:
         if isinstance(self.generator, InProcessGenerator):
@@ -122,7 +122,7 @@ class GeneratingModule(PolicyModule):
     def shorten_to_context(self, longest: int) -> None:
         """Shorten the default sampling to fit after prompts of `longest` tokens. `env` limits episodes itself."""
         if not self._sampling_is_chosen and self.interaction is None and longest:
-            self.sampling = preflight.shortened(self.model, self.sampling, longest)
+            self.sampling = preflight.shorten_sampling(self.model, self.sampling, longest)
             self._sampling_is_chosen = True
 
     def longest_prompt(self, longest: int) -> int:
@@ -139,10 +139,10 @@ class GeneratingModule(PolicyModule):
             self._check_draws_beside_images(against)
         if against is not None:
             data = getattr(self.trainer_or_none, "datamodule", None)
-            can_be_compared(against, self.judge, self.reward_functions.names, data)
+            check_win_rate(against, self.judge, self.reward_functions.names, data)
             self._compared_model.describe(against)
         elif not self.learns_by_judge:
-            judge_is_asked(type(self).__name__, self.judge)
+            warn_unused_judge(type(self).__name__, self.judge)
         if self.evaluation.log_policy:
             strategy = getattr(self.trainer_or_none, "strategy", None)
             check_policy_scores(type(self).__name__, self.rolls_out, self.sampling, strategy)
@@ -172,7 +172,7 @@ class GeneratingModule(PolicyModule):
         shown = data.first_shown() if self.model.sees and hasattr(data, "first_shown") else None
         if shown is not None:
             with self.rollout_context():
-                refuse_foresight(self.policy, *shown)
+                refuse_lookahead(self.policy, *shown)
 
     def close(self) -> None:
         """Stop the generator's engine, if it has one; another is started when it is needed again."""
@@ -273,7 +273,7 @@ class GeneratingModule(PolicyModule):
 
     def reward_together(self, batch: PromptBatch, completions: Completions) -> Scores:
         """Call `reward` on every rank: if one of them aborts, all do. A collective."""
-        with given_up_together(self.ranks):
+        with abort_on_all_ranks(self.ranks):
             scores = self.reward(batch, completions)
         return self.of_tensor_group(scores)
 
@@ -283,13 +283,13 @@ class GeneratingModule(PolicyModule):
         texts: Sequence[str],
         ids: Sequence[Sequence[int]],
         episodes: Sequence[Episode] | None = None,
-        begun: BegunRewards | None = None,
+        begun: PendingRewards | None = None,
     ) -> Scores:
         """Score completions of any model with the reward functions; those of a prompt are contiguous.
 
         `begun` are early calls of the functions on some of these completions.
         """
-        leave = nullcontext() if self.reward_functions.waits_for_ranks else may_be_given_up()
+        leave = nullcontext() if self.reward_functions.waits_for_ranks else interruptible()
         with self.stopwatch.measure("reward"), leave:
             prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch), episodes)
             return self.reward_functions.score(
@@ -333,7 +333,7 @@ class GeneratingModule(PolicyModule):
         strategy = trainer.strategy if trainer else None
         here = isinstance(self.generator, InProcessGenerator)
         whole = whole_weights(strategy, self.policy) if here else nullcontext()
-        with settings_kept("a rollout"), torch.no_grad(), precision, whole:
+        with preserve_settings("a rollout"), torch.no_grad(), precision, whole:
             yield
 
     def rest(self) -> None:
@@ -345,10 +345,10 @@ class GeneratingModule(PolicyModule):
     def evaluate(self, batch: PromptBatch, dataloader_idx: int = 0) -> tuple[Completions, Scores]:
         """Complete and score a batch with the evaluation's own sampling and noise that the training never uses."""
         apart = replace(batch, rollout=-1 - dataloader_idx)
-        together = given_up_together(self.ranks)
-        with ends_the_run(), together, self.source.aside(), self.rollout_context():
+        together = abort_on_all_ranks(self.ranks)
+        with run_ending_hook(), together, self.source.aside(), self.rollout_context():
             # Scoring is a collective then, so no rank may enter it while another has aborted.
-            drawn = given_up_together(self.ranks) if self.reward_functions.waits_for_ranks else nullcontext()
+            drawn = abort_on_all_ranks(self.ranks) if self.reward_functions.waits_for_ranks else nullcontext()
             with drawn:
                 completions = self.generate_to_score(
                     apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size
@@ -365,7 +365,7 @@ class GeneratingModule(PolicyModule):
         table = sample_table(self.global_step, batch, texts, completions, scores, advantages=None)
         wins, against = None, self.evaluation.win_rate_against
         if against is not None and not self.trainer.predicting:
-            with ends_the_run(), may_be_given_up(alone=False):
+            with run_ending_hook(), interruptible(alone=False):
                 theirs, wins = self._compared(against, replace(batch, rollout=-1 - dataloader_idx), texts, scores)
             table = {"opponent": theirs, "win": wins.tolist()} | table
         of_tokens = self.said_by_policy(completions) if self.evaluation.log_policy else {}
@@ -378,7 +378,7 @@ class GeneratingModule(PolicyModule):
         """Return completions of the other model, and the probability that the policy's are better, by `compare`."""
         asked = self.request(batch, self.evaluation.sampling(self.sampling), self.evaluation.group_size)
         options = getattr(getattr(self.trainer, "datamodule", None), "options", None)
-        drawing = Drawing(self.source, asked, self.device, self.rollout_context)
+        drawing = ComparedDrawing(self.source, asked, self.device, self.rollout_context)
         answers = self._compared_model.answers(against, drawing, options)
         theirs, their_rewards = [answer.text for answer in answers], None
         if self.judge.reads_rewards:

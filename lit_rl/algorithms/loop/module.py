@@ -21,86 +21,105 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from lit_rl.algorithms.evaluation.speed import Speed, peak_of
-from lit_rl.algorithms.loop.save_on_error import SaveOnError
-from lit_rl.algorithms.optim import going_on
-from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
-from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_masters, is_narrow, with_masters
-from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
-from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
-from lit_rl.algorithms.optim.schedules import GivenSchedule, Linear, Schedule, as_schedule, by_group, fits_run
-from lit_rl.algorithms.optim.shared_folder import check_checkpoints_are_shared
-from lit_rl.algorithms.optim.strategies import (
-    FSDPTPStrategy,
-    check_mesh,
-    flattens,
-    offload_policy,
-    shards,
-    step_one_by_one,
+from lit_rl.algorithms.checks import argument_checks
+from lit_rl.algorithms.checks.data_and_trainer import check_monitors, check_run_length, check_trainer_settings
+from lit_rl.algorithms.checks.memory import AuxiliaryTexts, DDPBuckets, Head, Memory, Network, NumberSizes, RowLengths
+from lit_rl.algorithms.checks.micro_batching import (
+    MicroBatchPlan,
+    MicroBatchRequest,
+    StepRows,
+    device_memory,
+    hard_memory_limit,
+    host_memory_budget,
+    largest_decode_batch,
+    memory_budget,
+    plan_micro_batches,
 )
-from lit_rl.algorithms.optim.torch_schedules import FromTorch
-from lit_rl.algorithms.optim.zero import ZeROStrategy
-from lit_rl.algorithms.preflight import given
-from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
-from lit_rl.algorithms.preflight.data import monitors, run_fits, trainer_settings
-from lit_rl.algorithms.preflight.deepspeed import (
-    method_fits_zero,
-    model_fits_zero,
-    optimizer_fits_zero,
-    settings_fit_zero,
-)
-from lit_rl.algorithms.preflight.footprint import (
-    buckets,
-    gathered,
+from lit_rl.algorithms.checks.model_sizes import (
+    ddp_buckets,
+    find_largest_prompt,
+    gathered_weights,
     masters_at_once,
-    numbers_of,
+    model_shape,
+    number_sizes,
     policy_network,
     reference_bytes,
-    shape_of,
     stored_bytes,
+    with_images,
 )
-from lit_rl.algorithms.preflight.images import most_shown, with_images
-from lit_rl.algorithms.preflight.memory import Beside, Buckets, Head, Lengths, Memory, Network, Numbers
-from lit_rl.algorithms.preflight.precision import (
-    optimizer_fits,
-    refuse_unproven,
-    something_is_trained,
-    weights_can_be_trained,
+from lit_rl.algorithms.checks.strategy_checks import (
+    check_optimizer_shards,
+    check_proven_precision,
+    check_something_is_trained,
+    check_tensor_parallel,
+    check_tensor_parallel_method,
+    check_tensor_parallel_optimizer,
+    check_trainable_weights,
+    check_zero_method,
+    check_zero_model,
+    check_zero_optimizer,
+    check_zero_settings,
 )
-from lit_rl.algorithms.preflight.room import free_of, host_room, room, whole_device
-from lit_rl.algorithms.preflight.tensor_parallel import (
-    fits_tensor_parallel,
-    method_fits_tensor_parallel,
-    optimizer_fits_tensor_parallel,
+from lit_rl.algorithms.data_parallel import Ranks, data_rank, data_ranks
+from lit_rl.algorithms.loop.save_on_error import SaveOnError
+from lit_rl.algorithms.optim import resumed_optimizer
+from lit_rl.algorithms.optim.broken_steps import BrokenSteps, save_bad_batch
+from lit_rl.algorithms.optim.master_weights import (
+    average_over_ranks,
+    check_masters,
+    checkpoint_precision,
+    is_narrow,
+    replace_half_precision,
+    shard_precision,
+    with_masters,
 )
-from lit_rl.algorithms.ranks import Ranks, data_rank, data_ranks
-from lit_rl.algorithms.rollouts import identity, state, worlds
-from lit_rl.algorithms.rollouts.phase_memory import PhaseMemory
-from lit_rl.algorithms.rollouts.plan import mix
-from lit_rl.errors import ConfigError, StorageError, seed_in_range
+from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
+from lit_rl.algorithms.optim.schedules import (
+    FromTorch,
+    Linear,
+    Schedule,
+    ScheduleLike,
+    as_schedule,
+    check_schedule,
+    scheduler_by_group,
+)
+from lit_rl.algorithms.optim.strategies import (
+    FSDPTPStrategy,
+    ZeROStrategy,
+    check_checkpoints_are_shared,
+    check_mesh,
+    flattens_weights,
+    offload_policy,
+    shards_weights,
+    step_one_by_one,
+)
+from lit_rl.algorithms.rollouts import checkpoints, identity
+from lit_rl.algorithms.rollouts.phase_costs import PhaseMemory, SpeedMeter, peak_of
+from lit_rl.algorithms.rollouts.rollout_plan import mix
+from lit_rl.core.errors import ConfigError, StorageError, seed_in_range
+from lit_rl.core.process_state import preserve_generators
 from lit_rl.generation.ranks import gather_objects
-from lit_rl.models.export.policy import ExportReport, export_policy, model_card
-from lit_rl.models.policy import liger
-from lit_rl.models.policy.checkpointing import set_checkpointing
-from lit_rl.models.policy.flops import ModelFlops, Span
-from lit_rl.models.policy.loaded import GivenModel, GivenTokenizer, LoadedModel, described
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.policy.sharding import full_state_dict, shard
-from lit_rl.models.policy.tensor_parallel import clip_over_meshes, spread_over_group
-from lit_rl.models.policy.vision_parts import trained_by_images
-from lit_rl.models.reference.base import Auto, Copy, Reference, Scorer
-from lit_rl.ops.fixed_order import fixed_order
-from lit_rl.ops.linear_logprobs import part_numbers
+from lit_rl.models import kernels
+from lit_rl.models.hf_export import ExportReport, export_policy
+from lit_rl.models.kernels import fixed_order
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.models.loaded_model import LoadedModel, ModelLike, TokenizerLike, as_language_model
+from lit_rl.models.model_card import model_card
+from lit_rl.models.model_costs import ModelFlops, Span
+from lit_rl.models.modes import set_checkpointing
+from lit_rl.models.references import Auto, Copy, Reference, Scorer
+from lit_rl.models.sharding import clip_over_meshes, full_state_dict, parallelize_layers, shard
+from lit_rl.models.vision_parts import trained_by_images
+from lit_rl.ops.fused_head import part_numbers
 from lit_rl.ops.logprobs import block_numbers
-from lit_rl.ops.transforms import NO_TRUNCATION
-from lit_rl.process_state import generators_kept
+from lit_rl.ops.sampling_distribution import NO_TRUNCATION
 
-_GROUPS = {
+_CONFIG_GROUPS = {
     **{name: name for name in ("reward", "sampling", "generator", "env", "judge", "reference", "scheduler")},
     "evaluation": "eval",
 }
 """Arguments that are config groups of their own; all others are settings of `algo`."""
-_OF_THE_MODEL = (
+_MODEL_SETTINGS = (
     *(
         "dtype",
         "attn_implementation",
@@ -113,15 +132,15 @@ _OF_THE_MODEL = (
     ),
     *("init_kwargs", "eos_token", "pad_token"),
 )
-_OF_THE_TRAINER = (
+_TRAINER_SETTINGS = (
     *("max_steps", "max_epochs", "precision", "gradient_clip_val", "gradient_clip_algorithm", "overfit_batches"),
     *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch"),
 )
 
-_WORDS_OF_THE_MODEL = ("dtype", "attn_implementation", "quantization")
+_PLAIN_MODEL_STRINGS = ("dtype", "attn_implementation", "quantization")
 """Strings that are no secrets, and are recorded in plain text."""
 
-IN_BAR = {
+PROGRESS_BAR_METRICS = {
     "train/reward": "reward",
     "train/kl": "kl",
     "train/rewards/accuracies": "accuracy",
@@ -131,7 +150,7 @@ IN_BAR = {
 """Training metrics in Lightning's progress bar, with their short names."""
 
 
-def _word(value: Any) -> Any:
+def _plain_string(value: Any) -> Any:
     return identity.Word(value) if isinstance(value, str) else value
 
 
@@ -146,7 +165,7 @@ class _Resumed(NamedTuple):
     """Descriptions of settings that differ from this run's."""
 
 
-class PolicyModule(L.LightningModule, given.Arguments):
+class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     """A LightningModule with a policy, which is described in the constructor and loaded in `configure_model`.
 
     Args:
@@ -166,22 +185,22 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         *,
-        tokenizer: GivenTokenizer = None,
+        tokenizer: TokenizerLike = None,
         reference: Reference | None = None,
         optimizer: OptimizerFactory | None = None,
-        scheduler: GivenSchedule | None = None,
+        scheduler: ScheduleLike | None = None,
         seed: int = 0,
         micro_batch_size: int | Literal["auto"] | None = None,
     ) -> None:
         super().__init__()
-        self.model = described(model, tokenizer)
+        self.model = as_language_model(model, tokenizer)
         self.reference: Reference = Auto() if reference is None else reference
         self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
-        given.reference(self.reference)
-        given.optimizer_factory(self.optimizer)
-        given.instance("seed", seed, int, "a whole number, such as seed=0")
+        argument_checks.check_reference(self.reference)
+        argument_checks.check_optimizer_factory(self.optimizer)
+        argument_checks.check_instance("seed", seed, int, "a whole number, such as seed=0")
         self.scheduler: Schedule | FromTorch = Linear() if scheduler is None else as_schedule(scheduler)
         seed_in_range("algo.seed", seed)
         self.seed = seed
@@ -190,8 +209,8 @@ class PolicyModule(L.LightningModule, given.Arguments):
         """The command line of the training, for the cards of exports; empty if there was none."""
         self.memory_gb: float | None = None
         self.precision_by_device = False
-        self.cut: Cut | None = None
-        self.step: Step | None = None
+        self.cut: MicroBatchPlan | None = None
+        self.step: StepRows | None = None
         self._room: int | None = None
         self._host_room: int | None = None
         self.policy: Any = None
@@ -199,7 +218,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self.grad_norm = torch.zeros(())
         self.broken_steps = BrokenSteps()
         self.phase_memory = PhaseMemory()
-        self.speed = Speed()
+        self.speed = SpeedMeter()
         self._flops: list[ModelFlops] | None = None
         """FLOPs of the policy and of other trained models, once a step needed them; empty if they cannot be counted."""
         self._resumed_rng: dict[str, Any] | None = None
@@ -248,9 +267,11 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def trainer(self, trainer: L.Trainer | None) -> None:
         """Check the Trainer and its data module. Lightning attaches the data just before, unchecked."""
         if isinstance(trainer, L.Trainer):
-            given.trainer(type(self).__name__, trainer, compiled=self._compiler_ctx is not None)
+            argument_checks.check_trainer(type(self).__name__, trainer, compiled=self._compiler_ctx is not None)
             came, trainer.datamodule = trainer.datamodule, None  # pyright: ignore
-            given.data_module(type(self), came)  # detached: Lightning would call its hooks while it handles the error
+            argument_checks.check_data_module(
+                type(self), came
+            )  # detached: Lightning would call its hooks while it handles the error
             trainer.datamodule = came  # pyright: ignore
         L.LightningModule.trainer.fset(self, trainer)  # pyright: ignore
 
@@ -277,7 +298,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         gradient too: ranks do not agree on how many fit.
         """
         trainer, options = self.trainer_or_none, self.model.forward_options
-        if trainer is not None and shards(trainer.strategy):
+        if trainer is not None and shards_weights(trainer.strategy):
             return options.in_one_call
         return replace(options, most_rows=self.most_texts)
 
@@ -320,13 +341,13 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def setup(self, stage: str) -> None:
         """Check the strategy and the precision. `trainer.precision=bf16-true` sets the dtype of the weights only."""
         strategy = self.trainer.strategy
-        trainer_settings(self.trainer)
-        given.whole_checkpoints(strategy)
-        refuse_unproven(self.model, str(self.trainer.precision), strategy)
+        check_trainer_settings(self.trainer)
+        argument_checks.refuse_damaged_checkpoints(strategy)
+        check_proven_precision(self.model, str(self.trainer.precision), strategy)
         check_mesh(strategy)
         if isinstance(strategy, DeepSpeedStrategy):
-            settings_fit_zero(self.model, str(self.trainer.precision), strategy)
-            method_fits_zero(
+            check_zero_settings(self.model, str(self.trainer.precision), strategy)
+            check_zero_method(
                 type(self).__name__,
                 self.proven_with_zero,
                 strategy,
@@ -338,7 +359,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             if stage == "fit" and self.trainer.num_nodes > 1:
                 check_checkpoints_are_shared(self.trainer)
         if isinstance(strategy, FSDPTPStrategy):
-            fits_tensor_parallel(
+            check_tensor_parallel(
                 type(self).__name__,
                 proven=self.proven_with_tensor_parallel,
                 stage=stage,
@@ -346,7 +367,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
                 precision=str(self.trainer.precision),
                 model=self.model,
             )
-            method_fits_tensor_parallel(
+            check_tensor_parallel_method(
                 reference=self.reference if self.needs_reference else None,
                 generator=getattr(self, "generator", None),
                 rewards=getattr(self, "reward_functions", None),
@@ -359,7 +380,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
                 optimizer=getattr(self.optimizer, "path", None),
             )
         if self.model.use_liger_kernel:
-            liger.check_device(strategy.root_device)
+            kernels.check_liger_device(strategy.root_device)
         if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
             self.model = self.model.held_in("bfloat16")
 
@@ -383,9 +404,9 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not dist.is_initialized():
             return  # `lit-rl plan` stands in for processes without a rendezvous: their batches are not known yet
         val_batches = [len(loader) for loader in data.val_dataloader()]
-        run_fits(self.trainer, len(data.train_dataloader()), self.total_steps, val_batches)
+        check_run_length(self.trainer, len(data.train_dataloader()), self.total_steps, val_batches)
         for schedule in self.schedules():
-            fits_run(schedule, self.total_steps)
+            check_schedule(schedule, self.total_steps)
 
     @property
     def unproven_with_zero(self) -> Mapping[str, Any]:
@@ -397,22 +418,22 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     # ------------------------------------------------------------------ memory
 
-    def lengths(self) -> Lengths | None:
+    def lengths(self) -> RowLengths | None:
         """Return the most tokens of a row that is learned from; None if unknown."""
         return None
 
-    def decoding(self) -> Lengths | None:
+    def decoding(self) -> RowLengths | None:
         """Return the most tokens of a decoded sequence; None if the policy itself does not decode."""
         return None
 
     head: Head = "fused"
     """The kind of head for the memory plan; a fused head only if the model's options allow one."""
 
-    def critic_network(self, policy: Network, numbers: Numbers) -> Network | None:
+    def critic_network(self, policy: Network, numbers: NumberSizes) -> Network | None:
         """Return the sizes of a critic that is trained with the policy."""
         return None
 
-    def beside(self) -> Beside | None:
+    def beside(self) -> AuxiliaryTexts | None:
         """Return the sizes of further texts that the policy learns from in a step."""
         return None
 
@@ -424,11 +445,11 @@ class PolicyModule(L.LightningModule, given.Arguments):
         """Return the memory model of a rank, as a function of the micro-batch; None if model or rows are unknown, and
         under DeepSpeed."""
         trainer: Any = self.trainer
-        shape, lengths = shape_of(self.model), self.lengths()
+        shape, lengths = model_shape(self.model), self.lengths()
         if shape is None or lengths is None or isinstance(trainer.strategy, DeepSpeedStrategy):
             return None
         fsdp2 = isinstance(trainer.strategy, ModelParallelStrategy)
-        numbers = numbers_of(self.model, str(trainer.precision), self.optimizer, shards=fsdp2)
+        numbers = number_sizes(self.model, str(trainer.precision), self.optimizer, shards=fsdp2)
         head = self.head if self.head == "none" or self.model.forward_options.fused_head else "logits"
         policy = policy_network(self.model, shape, numbers, head)
         critic, stored = self.critic_network(policy, numbers), stored_bytes(self.model, numbers)
@@ -445,12 +466,14 @@ class PolicyModule(L.LightningModule, given.Arguments):
             beside=self.beside(),
             buckets=self._buckets(networks, numbers),
             others={"reference": reference, **self.read_only()},
-            engine=int(share * (whole_device(device, gigabytes=self.memory_gb) or 0)),
+            engine=int(share * (device_memory(device, gigabytes=self.memory_gb) or 0)),
             decoding=self.decoding(),
             grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
-            spread_over=self.data_ranks if shards(trainer.strategy) else 1,
+            spread_over=self.data_ranks if shards_weights(trainer.strategy) else 1,
             ranks=trainer.world_size,
-            gathered=gathered(policy, numbers, critic, reference=reference > 0, stored=stored) if fsdp2 else None,
+            gathered=gathered_weights(policy, numbers, critic, reference=reference > 0, stored=stored)
+            if fsdp2
+            else None,
             shards_on_host=device.type == "cuda" and isinstance(offload_policy(trainer.strategy), CPUOffloadPolicy),
             masters=masters_at_once(networks, numbers, self.optimizer),
             block=block_numbers(device, NO_TRUNCATION),
@@ -460,15 +483,15 @@ class PolicyModule(L.LightningModule, given.Arguments):
             host=self.host_room(),
         )
         if self.model.processor is not None:
-            sizes = with_images(sizes, self.model, most_shown(trainer.datamodule, self.model.processor))
+            sizes = with_images(sizes, self.model, find_largest_prompt(trainer.datamodule, self.model.processor))
         return sizes.recomputing(self.cut.offload) if self.cut is not None and self.cut.recompute else sizes
 
-    def _buckets(self, networks: Sequence[Network], numbers: Numbers) -> Buckets | None:
+    def _buckets(self, networks: Sequence[Network], numbers: NumberSizes) -> DDPBuckets | None:
         """Return the gradient buckets of DDP; None under other strategies."""
         strategy: Any = self.trainer.strategy
         if not isinstance(strategy, DDPStrategy):
             return None
-        return buckets(networks, numbers, viewed=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view")))
+        return ddp_buckets(networks, numbers, viewed=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view")))
 
     def room(self) -> int | None:
         """Return the bytes that a plan may use on every rank, as before the policy was loaded; None if unknown.
@@ -479,7 +502,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             trainer: Any = self.trainer
             device = trainer.strategy.root_device
             loaded = sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()) if tensor.device == device)
-            mine = room(device, gigabytes=self.memory_gb, processes=trainer.num_devices, planned=loaded)
+            mine = memory_budget(device, gigabytes=self.memory_gb, processes=trainer.num_devices, planned=loaded)
             self._room = min(gather_objects(mine or 0))
         return self._room or None
 
@@ -490,10 +513,10 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if device.type != "cuda" or self.memory_gb is not None:
             return None
         if self._host_room is None:
-            self._host_room = min(gather_objects(host_room(trainer.num_devices) or 0))
+            self._host_room = min(gather_objects(host_memory_budget(trainer.num_devices) or 0))
         return self._host_room or None
 
-    def cut_step(self, step: Step) -> tuple[int, str]:
+    def cut_step(self, step: StepRows) -> tuple[int, str]:
         """Split the optimizer step: set the Trainer's micro-batches, and return their number, and the reason for it.
 
         Raises:
@@ -506,12 +529,12 @@ class PolicyModule(L.LightningModule, given.Arguments):
                 "GPU. Set it to true."
             )
         self.step = step = replace(step, sequences=self.decoded_at_once(step))
-        given = Given(self.micro_batch_size, self.accumulation_by_hand)
+        given = MicroBatchRequest(self.micro_batch_size, self.accumulation_by_hand)
         given.check()
         if self.cut is None or self.cut.micro_batches != trainer.accumulate_grad_batches:
             room, device = self.room(), trainer.strategy.root_device
-            most = None if room is None else free_of(room, device, gigabytes=self.memory_gb)
-            self.cut, warning = cut(given, step, self.memory(), room, most)
+            most = None if room is None else hard_memory_limit(room, device, gigabytes=self.memory_gb)
+            self.cut, warning = plan_micro_batches(given, step, self.memory(), room, most)
             if warning:
                 rank_zero_warn(warning)
         self._take_cut()
@@ -540,9 +563,9 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if self.micro_batch_size == "auto" and self.cut is None:
             memory, room = self.memory(), self.room()
             if memory is not None and room is not None:
-                self.bound_decoding(max(1, most_decoded(memory, room)))
+                self.bound_decoding(max(1, largest_decode_batch(memory, room)))
 
-    def decoded_at_once(self, step: Step) -> int:
+    def decoded_at_once(self, step: StepRows) -> int:
         """Return the number of sequences that are decoded together."""
         at_once = getattr(getattr(self, "generator", None), "rows_a_batch", None)
         return step.sequences if at_once is None else min(at_once, step.sequences)
@@ -573,24 +596,24 @@ class PolicyModule(L.LightningModule, given.Arguments):
             return
         if self.model.sees:
             self._check_sees()
-        with generators_kept():
+        with preserve_generators():
             torch.manual_seed(self.seed)  # fresh adapters are random: equal on every rank and in every run
             policy = self.load_policy()
             if self._fitting:
-                something_is_trained(policy)
+                check_something_is_trained(policy)
             reference = self.reference.module(policy) if self.needs_reference else None
             others = self.companions(policy)
         stays = reference if self.needs_reference and not self.reference.moves else None
         self._stands_on = identity.model_record(self.model, policy, stays)
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         if isinstance(strategy, ZeROStrategy):
-            model_fits_zero(policy, strategy)
+            check_zero_model(policy, strategy)
         if isinstance(strategy, ModelParallelStrategy):
             mesh, how = strategy.device_mesh["data_parallel"], (shard_precision(strategy), offload_policy(strategy))
             for module in (policy, reference, *others.values()):
                 if isinstance(module, nn.Module):
                     if isinstance(strategy, FSDPTPStrategy):
-                        spread_over_group(module, strategy.device_mesh["tensor_parallel"])
+                        parallelize_layers(module, strategy.device_mesh["tensor_parallel"])
                     shard(module, mesh, *how)
         self.policy, self.reference_policy = policy, reference
         for name, module in others.items():
@@ -614,7 +637,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if not self.takes_images:
             raise ConfigError(f"{what} {type(self).__name__} reads prompts as text alone.")
         trainer = self.trainer_or_none
-        if trainer is not None and flattens(trainer.strategy):
+        if trainer is not None and flattens_weights(trainer.strategy):
             name = type(trainer.strategy).__name__
             raise ConfigError(f"{what} {name} is not there for it. Use strategy=ddp or strategy=fsdp.")
 
@@ -695,23 +718,23 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     def configure_optimizers(self) -> Any:
         trained = {name: tensor for name, tensor in self._trained_names().items() if tensor.requires_grad}
-        weights_can_be_trained(trained, self.trainer.strategy)
-        optimizer_fits(self.optimizer, self.trainer.strategy)
+        check_trainable_weights(trained, self.trainer.strategy)
+        check_optimizer_shards(self.optimizer, self.trainer.strategy)
         groups = self.parameter_groups()
         keeps_its_own = isinstance(self.trainer.strategy, DeepSpeedStrategy)
         optimizer = self.optimizer(groups) if keeps_its_own else with_masters(self.optimizer, groups)
-        given.made_optimizer(optimizer)
+        argument_checks.check_made_optimizer(optimizer)
         if keeps_its_own:
-            optimizer_fits_zero(optimizer)
+            check_zero_optimizer(optimizer)
         if self._averages_gradients(optimizer):
             self.trainer.strategy.model.require_backward_grad_sync = False  # pyright: ignore
         if isinstance(self.trainer.strategy, FSDPTPStrategy):
-            optimizer_fits_tensor_parallel(optimizer)
+            check_tensor_parallel_optimizer(optimizer)
             step_one_by_one(optimizer)
         # Fused optimizers declare that they unscale fp16 gradients; these would then be clipped while still scaled.
         optimizer._step_supports_amp_scaling = False  # pyright: ignore
-        schedule = by_group(optimizer, self.total_steps, self.schedules())
-        self._optimizer_as_made = going_on.as_made(optimizer, schedule)
+        schedule = scheduler_by_group(optimizer, self.total_steps, self.schedules())
+        self._optimizer_as_made = resumed_optimizer.initial_settings(optimizer, schedule)
         self._check_optimizer()
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -809,7 +832,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         norm, kept = float(self.grad_norm), ""
         if not self.trainer.fast_dev_run:  # pyright: ignore
             batch = {"step": self.global_step + 1, "grad_norm": norm, **self.step_batch()}
-            kept = keep_batch(Path(self.trainer.default_root_dir), self.global_rank, batch)
+            kept = save_bad_batch(Path(self.trainer.default_root_dir), self.global_rank, batch)
         self.broken_steps.report(self.global_step + 1, norm, kept)
 
     def step_batch(self) -> dict[str, Any]:
@@ -830,7 +853,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def _end_validation(self, stage: str) -> None:
         logged = self.log_evaluation(stage)
         if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
-            monitors(self.trainer, logged, may_come=self.may_log)
+            check_monitors(self.trainer, logged, may_come=self.may_log)
 
     def log_evaluation(self, stage: str) -> set[str]:
         """Log the metrics of every validation set, and return their names."""
@@ -887,12 +910,12 @@ class PolicyModule(L.LightningModule, given.Arguments):
             metrics: Metrics by name, already reduced over ranks.
             step: The optimizer step of the metrics.
         """
-        in_bar = {short: metrics[name] for name, short in IN_BAR.items() if name in metrics}
+        in_bar = {short: metrics[name] for name, short in PROGRESS_BAR_METRICS.items() if name in metrics}
         told = metrics | in_bar
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in told.items()})
         self.trainer.progress_bar_metrics.update(in_bar)
         if self.told_at is None:
-            monitors(self.trainer, metrics, "train/", self.may_log)
+            check_monitors(self.trainer, metrics, "train/", self.may_log)
         self.told_at = step
 
     def on_train_epoch_end(self) -> None:
@@ -943,7 +966,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         Raises:
             StorageError: the checkpoint is of another model.
         """
-        state.check_weights(checkpoint["state_dict"], self._trained_names())
+        checkpoints.check_trained_tensors(checkpoint["state_dict"], self._trained_names())
         self.load_state_dict(checkpoint["state_dict"], strict=False)  # checkpoints contain trained tensors only
         if self.needs_reference and self.reference.moves:
             self._load_reference(checkpoint)
@@ -971,10 +994,10 @@ class PolicyModule(L.LightningModule, given.Arguments):
             trained = self._trained_names()
             weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
             checkpoint["state_dict"] = weights
-        checkpoint["algorithm"] = state.kind_of(type(self))
+        checkpoint["algorithm"] = checkpoints.algorithm_kind(type(self))
         checkpoint["run"] = self._identity()
         device = self.trainer.strategy.root_device if self.trainer_or_none else self.device
-        mine = {"format": state.FORMAT, "module": self.rank_state(), "rng": state.rng_state(device)}
+        mine = {"format": checkpoints.FORMAT, "module": self.rank_state(), "rng": checkpoints.rng_state(device)}
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
         if self.trainer_or_none is not None:
             checkpoint["precision"] = str(self.trainer.precision)
@@ -998,7 +1021,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             )
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **settings)  # pyright: ignore
-        except (TypeError, given.Missing) as error:
+        except (TypeError, argument_checks.MissingArgument) as error:
             if isinstance(error, TypeError) and "required" not in str(error):
                 raise
             raise ConfigError(
@@ -1009,14 +1032,14 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._fitting:
-            state.check_kind(checkpoint, type(self))
+            checkpoints.check_algorithm_kind(checkpoint, type(self))
             if self.needs_reference and not self.reference.moves:
                 self._check_reference_began()
         self._check_identity(checkpoint)
         if weights := checkpoint.get("state_dict"):
-            state.check_weights(weights, self._trained_names())
+            checkpoints.check_trained_tensors(weights, self._trained_names())
         if self._fitting:
-            self._check_precision(made_in(checkpoint))
+            self._check_precision(checkpoint_precision(checkpoint))
             trained = [tensor for tensor in self._trained_names().values() if tensor.requires_grad]
             check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
@@ -1027,11 +1050,11 @@ class PolicyModule(L.LightningModule, given.Arguments):
                 self._load_other_world(ranks, checkpoint["loops"])
             return
         if "cut" in checkpoint and self.micro_batch_size == "auto" and self._fitting:
-            self.resume_cut(Cut(**checkpoint["cut"]))
+            self.resume_cut(MicroBatchPlan(**checkpoint["cut"]))
         if ranks:
             saved = ranks[self.data_rank]
-            state.check_format(saved)
-            self.load_rank_state(state.saved_by_algorithm(saved["module"], type(self).__name__))
+            checkpoints.check_format(saved)
+            self.load_rank_state(checkpoints.saved_by_algorithm(saved["module"], type(self).__name__))
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
 
     def _identity(self) -> dict[str, identity.Record]:
@@ -1041,23 +1064,23 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     def _settings(self) -> identity.Record:
         """Return the settings that change what a run learns or logs, without the optimizer's."""
-        held = {name: getattr(self.model, name) for name in _OF_THE_MODEL}
-        given: dict[str, Any] = {"model": held | {name: _word(held[name]) for name in _WORDS_OF_THE_MODEL}}
+        held = {name: getattr(self.model, name) for name in _MODEL_SETTINGS}
+        given: dict[str, Any] = {"model": held | {name: _plain_string(held[name]) for name in _PLAIN_MODEL_STRINGS}}
         given["model"]["chat_template"] = getattr(self.model.tokenizer, "chat_template", None)
         given["model"]["lora.dropout"] = getattr(self.model.lora, "dropout", None)
         given["algo"] = type(self)
         for name, value in identity.with_choices(type(self), self._arguments).items():
-            if name in _GROUPS:
-                given[_GROUPS[name]] = getattr(self, name, value) if value is None else value
+            if name in _CONFIG_GROUPS:
+                given[_CONFIG_GROUPS[name]] = getattr(self, name, value) if value is None else value
             elif name not in ("optimizer", "micro_batch_size"):
                 given[f"algo.{name}"] = value
         if (trainer := self.trainer_or_none) is not None:
-            given["trainer"] = {name: _word(getattr(trainer, name)) for name in _OF_THE_TRAINER}
+            given["trainer"] = {name: _plain_string(getattr(trainer, name)) for name in _TRAINER_SETTINGS}
             for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
                 name = getattr(callback, "choice", "") or getattr(callback, "key", "") or type(callback).__name__
                 given[f"callbacks.{name}"] = identity.numbers_of(callback)
-            given["trainer"]["strategy"] = _word(type(trainer.strategy).__name__)
-            given["trainer"]["accelerator"] = _word(trainer.strategy.root_device.type)
+            given["trainer"]["strategy"] = _plain_string(type(trainer.strategy).__name__)
+            given["trainer"]["accelerator"] = _plain_string(trainer.strategy.root_device.type)
         return identity.settings_record(given)
 
     def _check_identity(self, checkpoint: Mapping[str, Any]) -> None:
@@ -1089,17 +1112,19 @@ class PolicyModule(L.LightningModule, given.Arguments):
         """Refuse an optimizer that cannot read the checkpoint's state. Waits until both are known, in either order."""
         if self._resumed is None or not self._optimizer_as_made:
             return []
-        return going_on.check(self._resumed.optimizer, self._optimizer_as_made, self._resumed.groups)
+        return resumed_optimizer.check_optimizer_state(
+            self._resumed.optimizer, self._optimizer_as_made, self._resumed.groups
+        )
 
     def _take_settings(self, resumed: _Resumed) -> None:
         """Continue with the optimizer's settings of this run, and report the differences from the checkpoint's run."""
         config, optimizer = self.trainer.lr_scheduler_configs[0], self.trainer.optimizers[0]
-        config.scheduler = going_on.take_settings(
+        config.scheduler = resumed_optimizer.apply_settings(
             optimizer,
             config.scheduler,  # pyright: ignore[reportArgumentType]
             resumed.optimizer,
             self._optimizer_as_made,
-            lambda made: by_group(made, self.total_steps, self.schedules()),
+            lambda made: scheduler_by_group(made, self.total_steps, self.schedules()),
         )
         if said := [*self._check_optimizer(), *resumed.said]:
             rank_zero_info(
@@ -1113,14 +1138,15 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
         Micro-batches are planned anew: a process has another share of a step.
         """
-        before = worlds.slots_before(loops, len(ranks), self.data_ranks)
-        worlds.move_on(loops, before, self.slots, self._epoch_batches())
+        before = checkpoints.slots_when_written(loops, len(ranks), self.data_ranks)
+        checkpoints.advance_loops(loops, before, self.slots, self._epoch_batches())
         name = type(self).__name__
-        saved = [state.saved_by_algorithm(each["module"], name) for each in ranks]
-        self.load_rank_state(state.saved_by_algorithm(self.of_other_ranks(saved), name))
+        saved = [checkpoints.saved_by_algorithm(each["module"], name) for each in ranks]
+        self.load_rank_state(checkpoints.saved_by_algorithm(self.of_other_ranks(saved), name))
         self.broken_steps.in_a_row, self._other_world = ranks[0]["broken_steps"], True
         rank_zero_info(
-            f"The checkpoint was written by {worlds.processes(len(ranks))}, and this run has {self.data_ranks}. "
+            f"The checkpoint was written by {checkpoints.count_processes(len(ranks))}, and this run has "
+            f"{self.data_ranks}. "
             f"{self.dropped(saved, before)} Steps have as many rows as before, a process "
             f"{len(ranks) / self.data_ranks:g} times as many."
         )
@@ -1129,7 +1155,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def _fitting(self) -> bool:
         return self.trainer_or_none is not None and self.trainer_or_none.state.fn == TrainerFn.FITTING
 
-    def resume_cut(self, cut: Cut) -> None:
+    def resume_cut(self, cut: MicroBatchPlan) -> None:
         """Split steps as the resumed run did, whatever memory is free now: last bits depend on it."""
         self.cut = cut
         self._take_cut()
@@ -1169,7 +1195,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if isinstance(self.model, LoadedModel):
             self.model.note_training()
         if self._resumed_rng is not None:
-            state.set_rng_state(self._resumed_rng, self.trainer.strategy.root_device)
+            checkpoints.set_rng_state(self._resumed_rng, self.trainer.strategy.root_device)
             self._resumed_rng = None
         elif self._other_world:
             torch.manual_seed(mix(self.seed, self.data_rank, self.global_step))

@@ -18,44 +18,42 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.evaluation.policy_scores import MOST_ROWS, entropies
-from lit_rl.algorithms.evaluation.speed import Work
+from lit_rl.algorithms.checks import argument_checks, episode_checks, model_sizes
+from lit_rl.algorithms.checks import data_and_trainer as preflight
+from lit_rl.algorithms.checks.memory import REWARD_MODELS, Memory, RowLengths
+from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows
+from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
+from lit_rl.algorithms.data_parallel import data_ranks
+from lit_rl.algorithms.evaluation.validation import MOST_ROWS, entropies
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.preflight import data as preflight
-from lit_rl.algorithms.preflight import environments, footprint, given
-from lit_rl.algorithms.preflight.cut import Cut, Step
-from lit_rl.algorithms.preflight.memory import REWARD_MODELS, Lengths, Memory
-from lit_rl.algorithms.preflight.sampling import weights_are_copied
-from lit_rl.algorithms.ranks import data_ranks
 from lit_rl.algorithms.records import Records, learning_rates
-from lit_rl.algorithms.rollouts import state
-from lit_rl.algorithms.rollouts.micro_batches import (
+from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.algorithms.rollouts.phase_costs import UpdateWork
+from lit_rl.algorithms.rollouts.rollout_plan import (
+    BatchPlan,
     RowCounts,
     SeenRows,
     deal_rows,
     frozen_logprobs,
     micro_batch,
     step_counts,
-    totals_of,
+    step_totals,
 )
-from lit_rl.algorithms.rollouts.plan import BatchPlan
-from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.rollouts.source import RolloutRequest, failing_together
-from lit_rl.algorithms.rollouts.spare import Spare
+from lit_rl.algorithms.rollouts.rollout_source import RolloutRequest, fail_on_all_ranks
+from lit_rl.algorithms.rollouts.scored import Scored, Spare
 from lit_rl.algorithms.terms.groups import GroupSelection
-from lit_rl.data.image_prompts import Processor
-from lit_rl.environments.source import EpisodeSource, Interactive
-from lit_rl.errors import ConfigError, GenerationError, in_range
-from lit_rl.interruption import ends_the_run
-from lit_rl.models.policy.flops import Span
-from lit_rl.models.policy.forward import TokenScores, score
-from lit_rl.models.policy.shared_prefix import worth_sharing
+from lit_rl.core.errors import ConfigError, GenerationError, in_range
+from lit_rl.core.interrupts import run_ending_hook
+from lit_rl.core.rollout import Completions, PromptBatch, Rollout, Sampling, Width, used_columns_of_parts
+from lit_rl.core.vision_inputs import PromptVision
+from lit_rl.data.visual_prompts import Processor
+from lit_rl.environments.environment_base import EpisodeSource, Interactive
+from lit_rl.models.forward import TokenScores, score
+from lit_rl.models.model_costs import Span
+from lit_rl.models.shared_prefix import worth_sharing
 from lit_rl.ops.kl import k3
-from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens
-from lit_rl.rewards.judges.base import RewardJudge
-from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, Width, used_columns_of_parts
-from lit_rl.vision import PromptVision
+from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals
+from lit_rl.rewards.judges import RewardJudge
 
 
 class OnPolicyModule(GeneratingModule, ABC):
@@ -85,7 +83,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         groups: GroupSelection | None = None,
         **shared: Any,
     ) -> None:
-        given.instance("group_size", group_size, int, "a whole number, such as group_size=8")
+        argument_checks.check_instance("group_size", group_size, int, "a whole number, such as group_size=8")
         for key, value in (("algo.minibatches", minibatches), ("algo.iterations", iterations)):
             in_range(key, value, low=1)
         super().__init__(model, reward, **shared)
@@ -99,7 +97,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         """The last micro-batch that was learned from, for callbacks."""
         self._slot, self._counts = -1, torch.zeros(0)
         self._dealt: tuple[Rollout, list[Tensor], list[dict[Width, slice]]] | None = None
-        self._work: list[Work] = []
+        self._work: list[UpdateWork] = []
         """Work of each slot of the current rollout."""
         self._step_tokens: StepTokens | None = None
         self._records = Records()
@@ -159,7 +157,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.stopwatch.reset()
             self.speed.begin()
             self.source.begin_rollout()
-            with ends_the_run(), self.rollout_context(), self.source.kept_if_given_up():
+            with run_ending_hook(), self.rollout_context(), self.source.kept_if_given_up():
                 rollout = self.take_rollout(batch)
             self.rest()
             self.in_a_step = True
@@ -210,7 +208,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.needs_step and number == 0 and self.plan.accumulate * self.plan.world_size > 1:
             self._step_tokens = self.look_ahead([self._micro_batch(batch, i) for i in range(self.plan.accumulate)])
         scores = self.token_scores(micro.completions)
-        loss, metrics = self.loss(micro, scores, totals_of(self._counts[step], self.plan), self._step_tokens)
+        loss, metrics = self.loss(micro, scores, step_totals(self._counts[step], self.plan), self._step_tokens)
         shares = self.plan.accumulate * self.plan.world_size
         self._records.add({"loss": (loss, loss.new_full((), 1 / shares)), **metrics})
         self.after_micro_batch(micro, scores, self._step_tokens)
@@ -227,7 +225,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             GenerationError: the generator of any rank failed.
         """
         oldest = self.generator.lag * self.minibatches * self.iterations
-        with failing_together(self.ranks):
+        with fail_on_all_ranks(self.ranks):
             ahead = self.source.take_ahead(self.request(batch), self.ranks, oldest=oldest)
             return self.draw_now(batch) if ahead is None else ahead
 
@@ -269,7 +267,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     def greedy_rewards(self, batch: PromptBatch) -> Tensor:
         """Return the reward `(b,)` of the greedy completion of each row's prompt."""
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        with failing_together(self.ranks):
+        with fail_on_all_ranks(self.ranks):
             completions = self.generate_to_score(batch, greedy, group_size=1)
         total = self.reward_together(batch, completions).total
         return total.to(completions.response_ids.device).repeat_interleave(self.group_size)
@@ -359,13 +357,13 @@ class OnPolicyModule(GeneratingModule, ABC):
         """Check everything that can be known before weights are loaded, and plan the batches."""
         super().setup(stage)
         data = preflight.rollout_data(self.trainer)
-        preflight.one_accumulation(self.trainer, "a rollout would no longer divide into them")
+        preflight.check_one_accumulation(self.trainer, "a rollout would no longer divide into them")
         if self.env is not None:
             self.interaction = self._interaction_with(self.env, data, stage)
         self._check_data(data, stage)
         self.load_rewards()
         if stage == "fit":
-            weights_are_copied(self.generator, self.trainer)
+            check_weight_copies(self.generator, self.trainer)
             self._plan_batches(data)
             self.check_length(data)
         else:
@@ -382,17 +380,17 @@ class OnPolicyModule(GeneratingModule, ABC):
         Raises:
             ConfigError: reward, generator or sampling are incompatible with it.
         """
-        environments.rewarded(env, self.reward_functions)
+        episode_checks.check_episode_rewards(env, self.reward_functions)
         self._lower_turns(env)
-        environments.fits(env, self.generator, self.sampling, self.evaluation)
-        journal = environments.journal_of(env, self.trainer.default_root_dir, self.trainer.global_rank)
-        source = environments.source_of(env, self.model, data, journal)
+        episode_checks.check_episodes(env, self.generator, self.sampling, self.evaluation)
+        journal = episode_checks.open_journal(env, self.trainer.default_root_dir, self.trainer.global_rank)
+        source = episode_checks.make_episode_source(env, self.model, data, journal)
         longest = max(data.longest_prompt if stage == "fit" else 0, data.longest_val_prompt or 0)
         new_tokens = self.sampling.max_new_tokens if self._sampling_is_chosen else 1
         new_tokens = max(new_tokens, self.evaluation.max_new_tokens or 0)
-        self.env = environments.shortened(env, self.model, source, longest, new_tokens)
+        self.env = episode_checks.shorten_episodes(env, self.model, source, longest, new_tokens)
         self._lower_turns(self.env)
-        return source if self.env is env else environments.source_of(self.env, self.model, data, journal)
+        return source if self.env is env else episode_checks.make_episode_source(self.env, self.model, data, journal)
 
     def _lower_turns(self, env: Interactive) -> None:
         """Make turns of the default sampling no longer than an episode."""
@@ -408,14 +406,14 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.reward_functions.bind([*data.columns, *episodes])
             self._fits(data.longest_prompt, self.sampling, "sampling.max_new_tokens")
             wants = "no KL term needs it. Set algo.beta or algo.reward_beta above 0 to measure the KL against it."
-            preflight.reference_is_read(self.reference, self.needs_reference, wants)
-            preflight.say_unread(data, data.columns, self.columns_read(data.columns), sees=self.model.sees)
+            preflight.warn_unused_reference(self.reference, self.needs_reference, wants)
+            preflight.report_unread_columns(data, data.columns, self.columns_read(data.columns), sees=self.model.sees)
         if longest := data.longest_val_prompt:
             group = "sampling" if self.evaluation.max_new_tokens is None else "eval"
             self._fits(longest, self.evaluation.sampling(self.sampling), f"{group}.max_new_tokens")
-        preflight.evaluation_is_used(self.evaluation, self.trainer, data.val_names, stage)
+        preflight.warn_unused_evaluation(self.evaluation, self.trainer, data.val_names, stage)
         preflight.bind_validation(self.reward_functions, data, episodes)
-        preflight.values_are_scored(self.reward_functions, data, episodes)
+        preflight.check_scored_values(self.reward_functions, data, episodes)
 
     def columns_read(self, columns: Sequence[str]) -> set[str]:
         """Return the columns that rewards, a judge, an environment or a group selection may read."""
@@ -424,8 +422,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         return {*columns} if given_all else self.reward_functions.reads(columns)
 
     def check_processes(self, data: Any, trainer: Any) -> None:
-        weights_are_copied(self.generator, trainer)
-        prompts = preflight.prompts_of(data)
+        check_weight_copies(self.generator, trainer)
+        prompts = preflight.check_prompt_data(data)
         if not getattr(prompts, "size_is_given", True):
             return  # checked once the rows are read
         BatchPlan(
@@ -450,7 +448,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             split_groups=self._slices_by_hand,
             max_new_tokens=self.longest_response(self.sampling),
         )
-        step = Step(
+        step = StepRows(
             plan.units,
             plan.group_size // plan.split_groups,
             sequences=plan.completions // plan.world_size,
@@ -460,16 +458,16 @@ class OnPolicyModule(GeneratingModule, ABC):
         )
         accumulate, why = self.cut_step(step)
         self.plan = self._cut_plan(plan, step, accumulate, why)
-        preflight.whole_rollouts(self.trainer, self.plan.slots)
+        preflight.warn_partial_rollouts(self.trainer, self.plan.slots)
 
     def _fits(self, longest: int, sampling: Sampling, key: str) -> None:
         """Refuse prompts and completions that do not fit the model's context, or that the engine cannot generate."""
         if self.interaction is None:
-            preflight.fits_context(self.model, key, longest, sampling.max_new_tokens)
+            preflight.check_context_length(self.model, key, longest, sampling.max_new_tokens)
         else:
-            environments.fits_context(self.model, self.interaction, longest)
+            episode_checks.check_episode_length(self.model, self.interaction, longest)
         whole = replace(sampling, max_new_tokens=self.longest_response(sampling))
-        preflight.engine_takes(self.generator, whole, self.longest_prompt(longest))
+        preflight.check_engine(self.generator, whole, self.longest_prompt(longest))
 
     @property
     def _slices_by_hand(self) -> int:
@@ -491,17 +489,17 @@ class OnPolicyModule(GeneratingModule, ABC):
             return (1,)
         return [parts for parts in range(1, self.group_size + 1) if self.group_size % parts == 0]
 
-    def lengths(self) -> Lengths:
+    def lengths(self) -> RowLengths:
         data: Any = self.trainer.datamodule  # pyright: ignore
         rows = max(1, self.group_size // self._slices_by_hand)  # a remainder is refused by the batch plan
         shares = rows > 1 and self.shares_prompts and self.forward_options.shared_prompts
-        shares = shares and footprint.shares_prompts(self.model)
+        shares = shares and model_sizes.shares_prompts(self.model)
         device: Any = self.trainer.strategy.root_device
         # With `memory_gb` the plan may be for a GPU, which does not fold.
         here = device.type == "cpu" and self.memory_gb is None
         folds = shares and self.forward_options.folded_attention and here
         longest, new_tokens = self.longest_prompt(data.longest_prompt), self.longest_response(self.sampling)
-        return Lengths(longest, new_tokens, rows, shares=shares, folds=folds)
+        return RowLengths(longest, new_tokens, rows, shares=shares, folds=folds)
 
     def read_only(self) -> dict[str, int]:
         # They are loaded by now, so measured free memory is already without them, and a user's `memory_gb` is not.
@@ -511,15 +509,15 @@ class OnPolicyModule(GeneratingModule, ABC):
         found, lag = super().memory(), self.generator.lag
         if found is None or lag < 2:
             return found
-        copies = lag * footprint.copy_bytes(found.policy, found.numbers)
+        copies = lag * model_sizes.copy_bytes(found.policy, found.numbers)
         return replace(found, others={**found.others, "copies for rollouts ahead": copies})
 
-    def resume_cut(self, cut: Cut) -> None:
+    def resume_cut(self, cut: MicroBatchPlan) -> None:
         super().resume_cut(cut)
         if self.plan is not None and self.step is not None:
             self.plan = self._cut_plan(self.plan, self.step, cut.micro_batches, cut.why)
 
-    def _cut_plan(self, plan: BatchPlan, step: Step, micro_batches: int, why: str) -> BatchPlan:
+    def _cut_plan(self, plan: BatchPlan, step: StepRows, micro_batches: int, why: str) -> BatchPlan:
         split = self._slices_by_hand * step.slices_of(micro_batches)
         return replace(plan, accumulate=micro_batches, split_groups=split, why=why)
 
@@ -608,7 +606,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._work = [self._work_of(counts, *slot) for slot in zip(rows, widths)]
         return rollout, rows, used
 
-    def _work_of(self, counts: RowCounts, rows: Tensor, widths: tuple[int, int]) -> Work:
+    def _work_of(self, counts: RowCounts, rows: Tensor, widths: tuple[int, int]) -> UpdateWork:
         """Return the work of a micro-batch of these rows, with these widths of prompts and responses."""
         mine = RowCounts(*(column[rows] for column in counts))
         prompts, shared = dict(zip(mine.group.tolist(), mine.prompt.tolist())), False
@@ -619,7 +617,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         together = [Span(0, prompt) for prompt in prompts.values()]
         together += [Span(prompt, max(0, read - 1)) for prompt, read in texts]  # the last token predicts nothing
         scored = int(mine.sampled.sum())
-        return Work(self.flops_of_update(together if shared else own, own, scored), scored)
+        return UpdateWork(self.flops_of_update(together if shared else own, own, scored), scored)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -682,7 +680,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def step_batch(self) -> dict[str, Any]:
         assert self.rollout is not None
-        return {"slot": self._slot, "rollout": state.to_plain(self.rollout)}
+        return {"slot": self._slot, "rollout": checkpoints.to_plain(self.rollout)}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -694,7 +692,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.plan is None or self.rollout is None or self._slot == self.plan.slots - 1:
             return counts  # between two rollouts
         mine = {"slot": self._slot, "seconds": dict(self.stopwatch.seconds), "parts": dict(self.stopwatch.parts)}
-        mine |= {"rollout": state.to_plain(self.rollout), "totals": state.to_plain(self._counts)}
+        mine |= {"rollout": checkpoints.to_plain(self.rollout), "totals": checkpoints.to_plain(self._counts)}
         return counts | self._records.half_used() | mine
 
     def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -721,7 +719,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     def seen_rows(self) -> Callable[[int], PromptVision | None]:
         """Return the function from a training row to its images."""
         data: Any = self.trainer.datamodule  # pyright: ignore
-        return getattr(data, "vision", _nothing_seen)
+        return getattr(data, "vision", _no_vision)
 
     def processor(self) -> Processor | None:
         """Return the processor that makes pixels of an environment's images."""
@@ -733,12 +731,12 @@ class OnPolicyModule(GeneratingModule, ABC):
         see = self.seen_rows()
         self.source.load_state(saved, device, see, self.processor)
         if "rollout" in saved:
-            loaded = state.rollout_of(saved["rollout"], device)
-            self.rollout, self._dealt = state.made(loaded, see, self.processor), None
+            loaded = checkpoints.rollout_from_plain(saved["rollout"], device)
+            self.rollout, self._dealt = checkpoints.restore_pixels(loaded, see, self.processor), None
             self._records.load_half_used(saved, device)
             self._slot, self._counts = saved["slot"], saved["totals"].to(device)
             self.stopwatch.load(saved["seconds"], saved.get("parts", {}))
 
 
-def _nothing_seen(row: int) -> None:
+def _no_vision(row: int) -> None:
     """Return None, for a data module without images."""

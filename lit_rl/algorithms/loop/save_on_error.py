@@ -13,8 +13,8 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_rl.algorithms.rollouts.state import rng_state, set_rng_state
-from lit_rl.errors import GenerationError, NumericError, StorageError
+from lit_rl.algorithms.rollouts.checkpoints import rng_state, set_rng_state
+from lit_rl.core.errors import GenerationError, NumericError, StorageError
 
 Saved = TypeVar("Saved")
 _LIBRARIES = ("lit_rl", "lightning", "pytorch_lightning")
@@ -56,19 +56,25 @@ class SaveOnError(L.Callback):
         alone = trainer.state.fn == TrainerFn.VALIDATING
         loop: Any = trainer.validate_loop if alone else trainer.fit_loop.epoch_loop.val_loop
         if alone or trainer.state.fn == TrainerFn.FITTING:
-            _refuse_swallowed(loop.batch_progress.current, "a validation", f"at optimizer step {trainer.global_step}")
+            _refuse_stop_iteration(
+                loop.batch_progress.current, "a validation", f"at optimizer step {trainer.global_step}"
+            )
         if self._place is not None:
             self._take_down(trainer)
             self._validated = True
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         loop = trainer.fit_loop.epoch_loop
-        _refuse_swallowed(loop.batch_progress.current, "the training", f"behind optimizer step {trainer.global_step}")
+        _refuse_stop_iteration(
+            loop.batch_progress.current, "the training", f"behind optimizer step {trainer.global_step}"
+        )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         epochs: Any = trainer.fit_loop.epoch_progress.current
         if epochs.ready > max(epochs.started, epochs.completed) or epochs.processed > epochs.completed:
-            raise _swallowed("the training", f"where an epoch begins or ends, at optimizer step {trainer.global_step}")
+            raise _stop_iteration_error(
+                "the training", f"where an epoch begins or ends, at optimizer step {trainer.global_step}"
+            )
         self._last_place, self._place = self._place, None
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -98,7 +104,7 @@ class SaveOnError(L.Callback):
         how: dict[str, Any] = {"in_validation": trainer.validating and not self._validated, "alone": not together}
         how["folder"] = folder_of(trainer)  # of the checkpoint callback, which may be the one that fails to save
         try:
-            path = without_others(trainer, lambda: self._save_place(trainer, **how))
+            path = save_without_user_callbacks(trainer, lambda: self._save_place(trainer, **how))
         except Exception as error:  # a full disk, or a module that fails to save
             said = f"(No checkpoint of step {trainer.global_step} could be saved: {type(error).__name__}: {error})"
             return exception.add_note(said)
@@ -164,7 +170,7 @@ class SaveOnError(L.Callback):
             checkpoint["loops"]["fit_loop"] = _validation_to_begin(checkpoint["loops"]["fit_loop"])
 
 
-def without_others(trainer: L.Trainer, save: Callable[[], Saved]) -> Saved:
+def save_without_user_callbacks(trainer: L.Trainer, save: Callable[[], Saved]) -> Saved:
     """Save; if that fails, retry without the state of the user's own callbacks, one of which may be the cause."""
     callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     known = [each for each in callbacks if type(each).__module__.partition(".")[0] in _LIBRARIES]
@@ -184,16 +190,16 @@ def without_others(trainer: L.Trainer, save: Callable[[], Saved]) -> Saved:
         return saved
 
 
-def _refuse_swallowed(batches: Any, what: str, where: str) -> None:
+def _refuse_stop_iteration(batches: Any, what: str, where: str) -> None:
     """Raise an error if a user's StopIteration has ended a loop of Lightning's, which takes it for the end of the data.
 
     Then a batch was started and is not completed. A batch that a hook skips by returning -1 is not started.
     """
     if batches.processed < batches.ready or batches.completed < batches.started:
-        raise _swallowed(what, where)
+        raise _stop_iteration_error(what, where)
 
 
-def _swallowed(what: str, where: str) -> RuntimeError:
+def _stop_iteration_error(what: str, where: str) -> RuntimeError:
     return RuntimeError(
         f"A function that {what} calls (a callback, a loss, a logger) raised StopIteration {where}, and what comes "
         "then would be left out without a word: next(iterator) raises it where nothing is left. Give it a default, "
@@ -250,8 +256,8 @@ def _validation_to_begin(fit_loop: dict[str, Any]) -> dict[str, Any]:
     for counts in done.values():
         counts["completed"] += 1
     begun = {
-        "total": _before_a_batch(fit_loop[validation]["total"]["completed"]),
-        "current": _before_a_batch(0),
+        "total": _counts_in_next_batch(fit_loop[validation]["total"]["completed"]),
+        "current": _counts_in_next_batch(0),
         "is_last_batch": False,
     }
     return {
@@ -265,10 +271,10 @@ def _before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
     """Return loops that stopped in a validation, set back to its first batch, so that no metrics are lost."""
     key = "epoch_loop.val_loop.batch_progress"
     done = fit_loop[key]["current"]["completed"]
-    counts = {part: _before_a_batch(fit_loop[key][part]["completed"] - done) for part in ("total", "current")}
+    counts = {part: _counts_in_next_batch(fit_loop[key][part]["completed"] - done) for part in ("total", "current")}
     return {**fit_loop, key: {**fit_loop[key], **counts, "is_last_batch": False}}
 
 
-def _before_a_batch(done: int) -> dict[str, int]:
+def _counts_in_next_batch(done: int) -> dict[str, int]:
     """Return Lightning's counts with `done` batches completed and the next one started."""
     return {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}

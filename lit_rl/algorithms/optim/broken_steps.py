@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.errors import NumericError
+from lit_rl.core.errors import NumericError
 
 LIMIT = 5
 """Broken steps in a row after which a run ends."""
@@ -60,7 +60,7 @@ class BrokenSteps:
         )
 
 
-def keep_batch(folder: Path, rank: int, batch: Mapping[str, Any]) -> str:
+def save_bad_batch(folder: Path, rank: int, batch: Mapping[str, Any]) -> str:
     """Write the batch of a broken step, tensors and numbers only; the newest one stays.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Weights in bfloat16 whose optimizer steps in float32.
+"""Weights in bfloat16 whose optimizer steps in float32, and `trainer.precision=bf16-true`, which means them.
 
 A bfloat16 weight ``w`` has a float32 master ``m``, and the user's optimizer (any of `optim.optimizers`) moves masters:
 
@@ -6,9 +6,13 @@ A bfloat16 weight ``w`` has a float32 master ``m``, and the user's optimizer (an
     w <- round(m)                to the nearest bfloat16, after every step
 
 So small updates add up in ``m`` until ``w`` takes the next of its values, and nothing is added that float32 weights
-would not add. What computes (forward passes, the in-process generator, the export) reads ``w``. Between steps a master
-is its weight and a 16-bit remainder (`optim.split_master`), and a step makes the masters of some weights at a time, or
-of slices of a large one. A trained weight takes 2 bytes, its remainder 2 and its gradient 4.
+would not add. Forward passes, the in-process generator and the export read ``w``. Between steps a master is its weight
+and a 16-bit remainder (`optim.split_adamw`), and a step makes the masters of some weights at a time, or of slices of a
+large one. A trained weight takes 2 bytes, its remainder 2 and its gradient 4.
+
+Under bf16-true the weights are bfloat16, and nothing else (`BFloat16Weights`). Lightning's own plugin would make
+bfloat16 of everything: of the frequencies of position embeddings (wrong by up to 1/512), of rewards and advantages
+that are made while it is in force, and of the float columns of a batch.
 """
 
 from __future__ import annotations
@@ -18,13 +22,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import LBFGS, Optimizer
 
 from lit_rl.algorithms.optim.optimizers import AdamWSplit, OptimizerFactory
-from lit_rl.algorithms.optim.split_adamw import SplitAdamW
-from lit_rl.algorithms.optim.split_master import join, split
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.algorithms.optim.split_adamw import SplitAdamW, join, split
+from lit_rl.core.errors import ConfigError, StorageError
 
 REMAINDER = "remainder"
 """Key of the remainder of a weight's master, in the optimizer's state."""
@@ -66,7 +72,7 @@ def check_masters(
         StorageError: no trained weight is bfloat16, and an optimizer has masters or remainders; or one of the two is
             `SplitAdamW`, whose state no other optimizer can read, and the other is not.
     """
-    kept = _kept(optimizer_states)
+    kept = _state_names(optimizer_states)
     was_split, is_split = SplitAdamW.BOUND in kept, isinstance(make, AdamWSplit)
     if kept and was_split != is_split:
         names = {True: "optimizer=adamw_split", False: "another optimizer"}
@@ -86,10 +92,10 @@ def check_masters(
 
 def holds_masters(optimizer_states: Iterable[Mapping[str, Any]]) -> bool:
     """Tell whether the optimizers of a checkpoint keep masters or remainders."""
-    return not _kept(optimizer_states).isdisjoint((MASTER, REMAINDER))
+    return not _state_names(optimizer_states).isdisjoint((MASTER, REMAINDER))
 
 
-def _kept(optimizer_states: Iterable[Mapping[str, Any]]) -> set[str]:
+def _state_names(optimizer_states: Iterable[Mapping[str, Any]]) -> set[str]:
     """Return the names of the state that optimizers keep for weights."""
     return {key for state in optimizer_states for one in state["state"].values() for key in one}
 
@@ -189,7 +195,7 @@ class MasterWeights(Optimizer):
         return result
 
     def _moved_together(self, weights: list[Tensor]) -> Iterable[list[Tensor]]:
-        return _buckets(weights) if moves_each_alone(path_of(self.inner)) else [weights]
+        return _buckets(weights) if moves_each_alone(optimizer_path(self.inner)) else [weights]
 
     def _move(self, gradients: dict[Tensor, Tensor]) -> None:
         """Move these weights, whose masters exist meanwhile."""
@@ -204,17 +210,17 @@ class MasterWeights(Optimizer):
             master.grad = None
         for weight, master in narrow.items():
             split(master.data, weight, self._remainders[weight])
-            master.data = _nothing_like(weight)
+            master.data = _no_memory_like(weight)
 
     def _moves_in_slices(self, weight: Tensor) -> bool:
         large = is_narrow(weight) and weight.numel() > BUCKET and weight.is_contiguous()
-        return large and moves_numbers_alone(path_of(self.inner))
+        return large and moves_numbers_alone(optimizer_path(self.inner))
 
     def _move_in_slices(self, weight: Tensor, gradient: Tensor) -> None:
         """Move a large weight slice by slice, with the slice's master and optimizer state."""
         master = self._stands_for[weight]
         before = self.inner.state.pop(master, {})  # nothing, if this is its first step
-        of_numbers = {name: value for name, value in before.items() if _is_like(value, weight)}
+        of_numbers = {name: value for name, value in before.items() if _is_per_number(value, weight)}
         after: dict[str, Any] = {}
         parts = (each.reshape(-1).split(BUCKET) for each in (weight, self._remainder_of(weight), gradient))
         for number, (of_weight, of_remainder, of_gradient) in enumerate(zip(*parts, strict=True)):
@@ -227,11 +233,11 @@ class MasterWeights(Optimizer):
             split(master.data, of_weight, of_remainder)
             after = self.inner.state.pop(master, {})
             for name, value in after.items():
-                if _is_like(value, of_weight):
-                    _room(of_numbers, name, value, weight).view(-1)[some] = value
+                if _is_per_number(value, of_weight):
+                    _full_size(of_numbers, name, value, weight).view(-1)[some] = value
         self.inner.state[master] = {name: of_numbers.get(name, value) for name, value in after.items()}
         master.grad = None
-        master.data = _nothing_like(weight)
+        master.data = _no_memory_like(weight)
 
     def _remainder_of(self, weight: Tensor) -> Tensor:
         if weight not in self._remainders:
@@ -304,32 +310,84 @@ def moves_numbers_alone(path: str) -> bool:
 _BY_NUMBER = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
 
 
-def path_of(optimizer: Any) -> str:
+def optimizer_path(optimizer: Any) -> str:
     """Return the dotted path of an optimizer's class, as in a config: `torch.optim.AdamW`."""
     path = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     return f"torch.optim.{type(optimizer).__name__}" if path.startswith("torch.optim.") else path
 
 
-def _is_like(value: Any, weight: Tensor) -> bool:
+def _is_per_number(value: Any, weight: Tensor) -> bool:
     """Tell whether a value of the state has an entry for each number of a weight."""
     return isinstance(value, Tensor) and value.shape == weight.shape
 
 
 def _in_slice(value: Any, weight: Tensor, some: slice) -> Any:
     """Return the slice of a state value. A count of steps is copied: each slice takes the same step."""
-    return value.view(-1)[some] if _is_like(value, weight) else copy.deepcopy(value)
+    return value.view(-1)[some] if _is_per_number(value, weight) else copy.deepcopy(value)
 
 
-def _room(of_numbers: dict[str, Tensor], name: str, value: Tensor, weight: Tensor) -> Tensor:
+def _full_size(of_numbers: dict[str, Tensor], name: str, value: Tensor, weight: Tensor) -> Tensor:
     if name not in of_numbers:
         of_numbers[name] = value.new_empty(weight.shape)
     return of_numbers[name]
 
 
 def _empty_master(weight: Tensor) -> Tensor:
-    return nn.Parameter(_nothing_like(weight)) if is_narrow(weight) else weight
+    return nn.Parameter(_no_memory_like(weight)) if is_narrow(weight) else weight
 
 
-def _nothing_like(weight: Tensor) -> Tensor:
+def _no_memory_like(weight: Tensor) -> Tensor:
     """Return a float32 tensor of the weight's shape that takes no memory: one number stands for all."""
     return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
+
+
+BF16 = "bf16-true"
+FLOAT32 = "32-true"
+
+
+class BFloat16Weights(Precision):
+    """A precision plugin that leaves autocast, inputs and default types; the policy is loaded in bfloat16."""
+
+    precision: Any = BF16
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Tell whether a device multiplies bfloat16 in hardware: AMX, AVX-512 BF16, Arm's BF16; Ampere or newer.
+
+    Others emulate it, and are several times as fast in float32.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    known = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return any(known.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+def checkpoint_precision(checkpoint: Mapping[str, Any]) -> str:
+    """Return the `trainer.precision` of the run that wrote a checkpoint.
+
+    One that does not name it is from an earlier version, whose default was float32; bfloat16 weights have masters.
+    """
+    named = checkpoint.get("precision")
+    return str(named) if named else BF16 if holds_masters(checkpoint.get("optimizer_states", ())) else FLOAT32
+
+
+def replace_half_precision(strategy: Any) -> bool:
+    """Replace Lightning's plugin by `BFloat16Weights`; return whether that is in force now.
+
+    DeepSpeed and FSDP1 have plugins of their own, which stay.
+    """
+    plugin = strategy.precision_plugin
+    if isinstance(plugin, HalfPrecision) and plugin.precision == BF16:
+        strategy.precision_plugin = BFloat16Weights()
+    return isinstance(strategy.precision_plugin, BFloat16Weights)
+
+
+def shard_precision(strategy: ModelParallelStrategy) -> MixedPrecisionPolicy:
+    """Return FSDP2's precision policy.
+
+    Under bf16-true the shards are float32, which are the masters, and gathered weights are bfloat16; gradients are
+    summed over ranks and micro-batches in float32.
+    """
+    if not isinstance(strategy.precision_plugin, BFloat16Weights):
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -1,21 +1,31 @@
-"""AdamW (1711.05101) in 4 bytes a bfloat16 weight: its master is split, and its moments are kept in 8 bits.
+"""Split masters of bfloat16 weights, and AdamW (1711.05101) in 4 bytes of state a weight on top of them.
 
-The float32 master is the weight and a 16-bit remainder, to the bit (`optim.split_master`). Moments (2110.02861 keeps
-them in 8 bits too) are codes c below the power of two 2^e that bounds their block of `BLOCK` numbers:
+The bits of the float32 master ``m`` are those of the weight ``w`` and of a 16-bit remainder ``r``, to the bit:
+
+    w = the upper 16 bits of (bits(m) + 2^15)        m rounded to the nearest bfloat16
+    r = bits(m) - 2^16 w,  in [-2^15, 2^15)          bits(m) = 2^16 w + r
+
+so no second copy of the weight is held. A master halfway between two bfloat16 numbers goes to the one farther from
+zero, where torch's own rounding takes the even one: an even weight would then have remainders from -2^15 to 2^15, one
+value more than 16 bits can distinguish. A weight that is changed from outside takes its master along: the remainder
+stays.
+
+`SplitAdamW` also keeps its moments in 8 bits (as 2110.02861 does): codes c below the power of two 2^e that bounds their
+block of `BLOCK` numbers:
 
     |m1| ~ 2^(e - (127 - c) / 6), a sign and 7 bits        m2 ~ 2^(e - (255 - c) / 6), 8 bits
 
 Codes are drawn between the two nearest so that their mean is the number: a second moment changes by 1 part in 1000 a
 step, which rounding to the nearest would lose. The draws are a hash of the step, the weight and the place of the number
-in it, so a resumed run repeats them, and cutting a weight into parts changes none.
-A bound that moves, does so by whole octaves, which moves codes to codes: only what changes a number adds noise to it.
-The roots of second moments have the range of first ones, and none above 0 becomes 0: steps stay of AdamW's size.
+in it, so a resumed run repeats them, and cutting a weight into parts changes none. A bound that moves, does so by whole
+octaves, which moves codes to codes: only what changes a number adds noise to it. The roots of second moments have the
+range of first ones, and none above 0 becomes 0: steps stay of AdamW's size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -23,7 +33,37 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_rl.algorithms.optim.split_master import join, split
+_LARGEST = 2**31 - 1 - 2**15
+"""The largest bits that can be rounded: NaNs are above, such as a GPU's, whose bits are all set."""
+
+_SPLIT_PART = 2**18
+"""Numbers that are processed at a time: intermediate results stay in a CPU's cache."""
+
+
+def join(weight: Tensor, remainder: Tensor) -> Tensor:
+    """Return the float32 master, a new tensor, of a bfloat16 weight and its int16 remainder of the same shape."""
+    master = torch.empty_like(weight, dtype=torch.float32)
+    for m, w, r in _parts(master, weight, remainder):
+        m.copy_(w).view(torch.int32).add_(r)
+    return master
+
+
+def split(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write a master into its weight and remainder; the master's own values are lost."""
+    for m, w, r in _parts(master, weight, remainder):
+        bits = m.view(torch.int32)
+        r.copy_(bits)  # the lower 16 bits, as a signed number, are the remainder
+        w.view(torch.int16).copy_(bits.clamp_(max=_LARGEST).add_(2**15).bitwise_right_shift_(16))
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of the same numbers of each; whole tensors where these are not contiguous."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        size = _SPLIT_PART if tensors[0].device.type == "cpu" else tensors[0].numel()
+        yield from zip(*(tensor.view(-1).split(max(size, 1)) for tensor in tensors), strict=True)
+    else:
+        yield tensors
+
 
 BLOCK = 256
 
@@ -73,7 +113,7 @@ class SplitAdamW(Optimizer):
         state, grad = self.state[weight], weight.grad
         assert grad is not None
         if not state:
-            state |= _fresh(weight)
+            state |= _initial_state(weight)
         state["step"] += 1
         seed = (int(state["step"]) << 20) + number
         numbers, of_numbers = weight.flatten(), grad.flatten()  # views, where they are contiguous
@@ -122,7 +162,7 @@ def _move_part(
         weight.copy_(master)
 
 
-def _fresh(weight: Tensor) -> dict[str, Tensor]:
+def _initial_state(weight: Tensor) -> dict[str, Tensor]:
     blocks = -(-weight.numel() // BLOCK)
     zeros = torch.zeros(weight.numel(), dtype=torch.uint8, device=weight.device)
     bound = torch.zeros(blocks, dtype=torch.float32, device=weight.device)
@@ -190,7 +230,7 @@ def _draws(seed: int, start: int, count: int, device: torch.device) -> tuple[Ten
     for factor in _MIX[1:]:
         _fold(bits).mul_(factor)
     _fold(bits)
-    return _even(bits >> 16), _even(bits.bitwise_left_shift_(16).bitwise_right_shift_(16))
+    return _to_unit_interval(bits >> 16), _to_unit_interval(bits.bitwise_left_shift_(16).bitwise_right_shift_(16))
 
 
 def _fold(bits: Tensor) -> Tensor:
@@ -198,7 +238,7 @@ def _fold(bits: Tensor) -> Tensor:
     return bits.bitwise_xor_((bits >> 15).bitwise_and_(2**17 - 1))
 
 
-def _even(halves: Tensor) -> Tensor:
+def _to_unit_interval(halves: Tensor) -> Tensor:
     """Map integers of 16 bits to numbers in (0, 1)."""
     return halves.float().mul_(2**-16).add_(0.5 + 2**-17)
 

@@ -25,12 +25,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_rl.by_path import named_by
-from lit_rl.environments.source import Interactive
-from lit_rl.errors import StorageError
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.trunk import name_in_base
-from lit_rl.user_code import digest, is_mark, named, read_by
+from lit_rl.core.errors import StorageError
+from lit_rl.core.fingerprints import dependencies_of, fingerprint_of, is_mark, text_digest
+from lit_rl.core.user_functions import load_by_path
+from lit_rl.environments.environment_base import Interactive
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.trunk import name_in_base
 
 Record = dict[str, Any]
 """Plain values by the names of parts, as users know them."""
@@ -101,7 +101,9 @@ def weights_digest(weights: Mapping[str, Tensor]) -> str:
 
 
 def _tokenizer(tokenizer: Any) -> str:
-    return digest(repr((sorted(tokenizer.get_vocab().items()), tokenizer.encode("naïve 日本語 🙂 2+2=4\n\t x  y"))))
+    return text_digest(
+        repr((sorted(tokenizer.get_vocab().items()), tokenizer.encode("naïve 日本語 🙂 2+2=4\n\t x  y")))
+    )
 
 
 def _adapter(config: Any) -> Record:
@@ -119,7 +121,7 @@ def _adapter(config: Any) -> Record:
             listed = sorted({path.rpartition(".")[2] for path in listed})
         text = str(getattr(listed, "value", listed)) if listed not in (None, {}, []) else None
         if text is not None:
-            short = listed if isinstance(listed, int | float) else text if len(text) <= 200 else digest(text)
+            short = listed if isinstance(listed, int | float) else text if len(text) <= 200 else text_digest(text)
             plain[f"model.lora.{_OF_ADAPTERS.get(name, name)}"] = short
     return plain
 
@@ -135,7 +137,7 @@ def _at_path(given: Any) -> Any:
     if not isinstance(given, str) or not re.fullmatch(r"[^\s:]+:[A-Za-z_]\w*", given):
         return given
     with contextlib.suppress(Exception):  # any other text
-        return named_by(given, "env").value
+        return load_by_path(given, "env").value
     return given
 
 
@@ -194,7 +196,7 @@ def _flat(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, Word) or is_mark(value):
         yield key, str(value)
     elif isinstance(value, str | bytes):
-        yield key, digest(value)
+        yield key, text_digest(value)
     elif isinstance(value, Mapping | list | tuple | set | frozenset):
         yield from _flat_container(value, key, depth)
     elif isinstance(value, Tensor):
@@ -204,13 +206,13 @@ def _flat(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
         yield from _flat(dict(enumerate(getattr(value, "args", ()))), key, depth + 1)
         yield from _flat(getattr(value, "keywords", {}), key, depth + 1)
     elif inspect.ismethod(value) and not inspect.isclass(value.__self__):
-        yield key, named(value)
+        yield key, fingerprint_of(value)
         yield from _flat_object(value.__self__, key, depth)
     elif callable(value) and (inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, "__wrapped__")):
-        yield key, named(value)
+        yield key, fingerprint_of(value)
         yield from _flat_read(value, key, depth)
     else:
-        yield key, named(type(value))
+        yield key, fingerprint_of(type(value))
         yield from _flat_object(value, key, depth)
 
 
@@ -224,7 +226,7 @@ def _flat_container(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any
             yield from _flat(each, f"{key}.{name}" if key else str(name), depth + 1)
     else:
         parts = [dict(_flat(each, "", depth + 1)) for each in value]
-        yield key, digest(repr(sorted(map(repr, parts)) if isinstance(value, set | frozenset) else parts))
+        yield key, text_digest(repr(sorted(map(repr, parts)) if isinstance(value, set | frozenset) else parts))
 
 
 def _flat_object(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
@@ -238,18 +240,20 @@ def _flat_object(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
 def _flat_read(function: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
     """Yield the globals that a user's code reads; a container as one value, and a package as one too."""
     read: dict[str, Any] = {}
-    for name, value in read_by(function):
+    for name, value in dependencies_of(function):
         with contextlib.suppress(Exception):  # foreign objects may raise anything
             mapping = isinstance(value, Mapping) and len(value) <= _LOOKED_AT
             found = {"": _mark_of(value, depth)} if mapping else dict(_flat(value, "", depth + 1))
             read |= {f"{key}.{name}{part and '.'}{part.removeprefix('.')}": each for part, each in found.items()}
-    yield from read.items() if len(read) <= _LISTED else [(f"{key}.code", digest(repr(sorted(read.items(), key=repr))))]
+    yield from (
+        read.items() if len(read) <= _LISTED else [(f"{key}.code", text_digest(repr(sorted(read.items(), key=repr))))]
+    )
 
 
 def _mark_of(value: Mapping[Any, Any], depth: int) -> str:
     """Return one digest for all items of a mapping."""
     each = (item for name, one in value.items() for item in _flat(one, str(name), depth + 1))
-    return digest(repr(sorted(each, key=repr)))
+    return text_digest(repr(sorted(each, key=repr)))
 
 
 def _settings_of(value: Any) -> dict[str, Any]:

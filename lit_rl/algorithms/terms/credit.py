@@ -1,25 +1,70 @@
-"""Credit: from reward scores to the rewards of rows and tokens."""
+"""Credit: from reward scores to the rewards of rows and tokens, and the treatment of the advantages made of them.
+
+scores -> shaping -> running normalisation -> clip -> rewards at tokens (`CreditAssignment`), from which an estimator of
+`lit_rl.ops` makes advantages -> whitening -> clip.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.signatures import arguments_for, copies_for
-from lit_rl.algorithms.terms.running_norm import RunningNorm
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.algorithms.signatures import arguments_for, copies_for, name_of, parameters, unwrap
+from lit_rl.core.errors import ConfigError, RewardError, in_range
+from lit_rl.core.rollout import Completions
+from lit_rl.core.transfers import to_device
 from lit_rl.generation import noise
 from lit_rl.generation.collect import response_ids
-from lit_rl.rewards.functions.contract import Part
-from lit_rl.rollout import Completions
-from lit_rl.transfers import to_device
+from lit_rl.ops.returns import process_supervised
+from lit_rl.rewards.contract import Part, is_turn_reward
+
+
+class RunningNorm:
+    """Running normalisation: rewards less their mean, divided by their standard deviation, since the start of the run.
+
+    Welford's algorithm over every scored reward of every rank. The current rollout is included; rewards that are all
+    equal become 0.
+
+    Args:
+        eps: Added to the deviation.
+    """
+
+    def __init__(self, eps: float = 1e-8) -> None:
+        in_range("algo.reward_norm.eps", eps, low=0)
+        self.eps = eps
+        self._count, self._mean, self._squares = 0, 0.0, 0.0
+
+    def __call__(self, rewards: Tensor) -> Tensor:
+        """Update with the rewards `(n,)` of all ranks, NaN for unscored ones, and return them normalised."""
+        scored = rewards[~rewards.isnan()].double()
+        if len(scored):
+            count = self._count + len(scored)
+            mean, squares = float(scored.mean()), float((scored - scored.mean()).square().sum())
+            delta = mean - self._mean
+            self._squares += squares + delta * delta * self._count * len(scored) / count
+            self._mean += delta * len(scored) / count
+            self._count = count
+        return self.scaled(rewards)
+
+    def scaled(self, rewards: Tensor) -> Tensor:
+        """Return rewards normalised by the current statistics, without an update."""
+        std = math.sqrt(self._squares / max(1, self._count - 1))
+        return (rewards - self._mean) / (std + self.eps) if std else rewards - self._mean
+
+    def state(self) -> dict[str, float]:
+        return {"count": self._count, "mean": self._mean, "squares": self._squares}
+
+    def load_state(self, saved: dict[str, float]) -> None:
+        self._count, self._mean, self._squares = int(saved["count"]), saved["mean"], saved["squares"]
 
 
 @dataclass(frozen=True)
@@ -236,3 +281,103 @@ def _token_at(ids: list[int], end: int, tokenizer: Any) -> int:
         else:
             low = middle + 1
     return low
+
+
+class Whitening:
+    """Normalisation of advantages to mean 0 and variance 1, without rows that have no reward.
+
+    If tokens are whitened and there is one advantage a row, each of the row's tokens gets it: long rows weigh more.
+
+    Args:
+        function: `(advantages, ...) -> advantages`; it names `scored` (rows) or `mask` (tokens). None: no whitening.
+        of: Name of the estimator, for messages.
+    """
+
+    def __init__(self, function: Callable[..., Tensor] | None, of: str) -> None:
+        self.function, self.of = function, of
+
+    def __call__(self, advantages: Tensor, rewards: Tensor, completions: Completions, ranks: Ranks) -> Tensor:
+        """Return the whitened advantages, `(b,)` or `(b, t)`.
+
+        Args:
+            advantages: `(b,)` or `(b, t)`.
+            rewards: `(b,)`, NaN for rows without a reward.
+            completions: `b` completions.
+            ranks: The ranks over whose rows mean and variance are taken.
+
+        Raises:
+            ConfigError: rows are to be whitened, and the advantages are of tokens.
+        """
+        whiten = self.function
+        if whiten is None:
+            return advantages
+        self.fits(of_tokens=advantages.ndim == 2)
+        scored = ~rewards.isnan()
+        mask = completions.response_mask & scored[:, None]
+        if advantages.ndim == 1 and "mask" in parameters(whiten):
+            advantages = torch.where(mask, advantages[:, None], 0.0)
+        columns = {"rewards": advantages, "group_id": completions.group_id, "scored": scored, "mask": mask}
+
+        def over_all(advantages: Tensor, group_id: Tensor, mask: Tensor, scored: Tensor) -> Tensor:
+            return whiten(advantages, **arguments_for(whiten, {"mask": mask, "scored": scored}))
+
+        return ranks.apply(over_all, columns)
+
+    def fits(self, *, of_tokens: bool) -> None:
+        """Refuse to whiten one advantage a token by rows. (The other way round every token counts.)
+
+        Raises:
+            ConfigError: names the whitening and the estimator.
+        """
+        if self.function is None or not of_tokens:
+            return
+        names = parameters(self.function)
+        if "mask" not in names and "scored" in names:
+            raise ConfigError(
+                f"algo/whitening: {name_of(self.function)} takes one advantage a completion, and {self.of} gives "
+                "one a token. Take algo/whitening=tokens."
+            )
+
+
+class AdvantageClip:
+    """A bound on the size of advantages.
+
+    Args:
+        limit: Largest size, above 0. None: no bound.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        if limit is not None:
+            in_range("algo.advantage_clip", limit, low=0, open_low=True)
+        self.limit = limit
+
+    def __call__(self, advantages: Tensor) -> Tensor:
+        return advantages if self.limit is None else advantages.clamp(-self.limit, self.limit)
+
+
+class TurnRewardWarning:
+    """A warning, given once, if rewards of turns are used with `process_supervised`.
+
+    That estimator compares a step with the mean over all steps of the group. Four episodes that earn 1 a turn over one
+    to three turns then have advantage 0 at every token, though each further turn adds 1: it compares the rewards of
+    turns, and not their number.
+
+    Args:
+        estimator: The estimator of the advantages.
+    """
+
+    def __init__(self, estimator: Callable[..., Any]) -> None:
+        self._normalises_steps, self._warned = unwrap(estimator) is process_supervised, False
+
+    def look(self, scored: Scored) -> None:
+        """Warn if the rollout has rewards of turns. Called before they are credited."""
+        if not self._normalises_steps or self._warned or scored.completions.turn is None:
+            return
+        if any(is_turn_reward(part) for parts in scored.scores.span_rewards or () for part in parts):
+            self._warned = True
+            rank_zero_warn(
+                "algo/advantage=process_supervised compares the reward of a turn with the mean over all turns of its "
+                "group, so an episode gains nothing by going on: where every turn earns the same, every advantage is "
+                "0, however many turns there were. Take algo/advantage=centered_turns, which compares what was earned "
+                "from a turn on with that of the group's other turns of its number, or centered_return_to_go."
+            )

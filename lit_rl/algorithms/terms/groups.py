@@ -1,4 +1,8 @@
-"""Selection of the groups, and of the members of groups, to learn from: dynamic sampling, GFPO, RAFT."""
+"""The choice of groups, and of members of groups, to learn from: dynamic sampling, GFPO, RAFT, and a replay buffer.
+
+A `GroupSelection` acts on scored completions, before advantages are estimated; `GroupReplay` acts on the rollout with
+its advantages, and puts good groups of earlier rollouts in the place of groups without spread.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,27 @@ import copy
 import dataclasses
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.algorithms.rollouts.rollout_plan import mix
+from lit_rl.algorithms.rollouts.rollout_source import abort_on_all_ranks
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.rollouts.source import given_up_together
-from lit_rl.errors import ConfigError, RewardError, did_you_mean, in_range, with_its_line
+from lit_rl.core.errors import ConfigError, RewardError, describe_error, did_you_mean, in_range
+from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, preserve_process_state, seed_generators
+from lit_rl.core.rollout import Completions, Rollout, join_rollouts, select, trim_rollout
+from lit_rl.core.vision_inputs import PromptVision
+from lit_rl.data.visual_prompts import Processor
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.ops.advantages import group_std
-from lit_rl.ops.step import Metrics
-from lit_rl.process_state import mixed, process_kept, raised_by_itself, seed_generators
-from lit_rl.rewards.functions.contract import keywords
-from lit_rl.rollout import Completions
+from lit_rl.ops.reductions import Metrics
+from lit_rl.rewards.contract import keywords
 
 
 class SpareGroups(Protocol):
@@ -115,9 +123,9 @@ class DynamicSampling(GroupSelection):
         wanted = ranks.counts(len(places))
         dropped, completed, position = sum(wanted), 0, self._position
         while sum(wanted) and completed < self.max_draws:
-            shares = _shares(wanted, self.max_draws - completed)
+            shares = _deal_draws(wanted, self.max_draws - completed)
             before, mine = sum(shares[: ranks.rank]), shares[ranks.rank]
-            with given_up_together(ranks):
+            with abort_on_all_ranks(ranks):
                 if mine:
                     start = position + before
                     extra = spare.draw(range(start, start + mine), rollout=rollout, first=completed + before)
@@ -130,7 +138,7 @@ class DynamicSampling(GroupSelection):
         self._position = position  # only now: if the generator fails, the rollout is drawn again from its beginning
         counts = {"groups/dropped": dropped, "groups/drawn": completed, "groups/empty": sum(wanted)}
         scored = dataclasses.replace(scored, kept=_rows_outside(places, scored.completions, len(scored.batch)))
-        return scored, {name: _count(count, ranks) for name, count in counts.items()}
+        return scored, {name: _global_count(count, ranks) for name, count in counts.items()}
 
     def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
         needs_spread("algo/groups=dynamic", group_size)
@@ -190,7 +198,7 @@ class TopOfGroup(GroupSelection):
         # A stable sort: the first of equal scores is kept, the same one on every machine.
         best = values.sort(dim=1, descending=True, stable=True).indices[:, : self.keep]
         kept = torch.zeros(values.shape, dtype=torch.bool).scatter_(1, best, True).flatten()
-        length = _mean(scored.completions.lengths.cpu(), kept)
+        length = _mean_over(scored.completions.lengths.cpu(), kept)
         return dataclasses.replace(scored, kept=kept.to(scored.completions.group_id.device)), {
             "groups/kept_length": length
         }
@@ -206,13 +214,13 @@ class TopOfGroup(GroupSelection):
         given = {name: [copy.deepcopy(each) for each in offered[name]] for name in named}
         batch = scored.batch
         try:
-            with process_kept("algo.groups.score"):
-                seed_generators(mixed("algo.groups.score", batch.rollout, batch.rows[0], batch.occurrences[0]))
+            with preserve_process_state("algo.groups.score"):
+                seed_generators(mix_seed("algo.groups.score", batch.rollout, batch.rows[0], batch.occurrences[0]))
                 returned = self.score(**given)
         except BaseException as error:  # the user's function may raise anything
-            if not raised_by_itself(error):
+            if not is_raised_by_user_code(error):
                 raise
-            raise RewardError(f"algo.groups.score raised {with_its_line(error)}") from error
+            raise RewardError(f"algo.groups.score raised {describe_error(error)}") from error
         try:
             values = torch.as_tensor(returned, dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError):  # no numbers
@@ -250,7 +258,7 @@ class BestOfGroup(GroupSelection):
         metrics: Metrics = {
             "groups/best_reward": (rewards[kept].sum(), count),
             "groups/tied": (tied.sum().double(), count),
-            "groups/unscored": _count(unscored, ranks),
+            "groups/unscored": _global_count(unscored, ranks),
         }
         return dataclasses.replace(scored, kept=kept.flatten().to(scored.completions.group_id.device)), metrics
 
@@ -290,7 +298,7 @@ def reward_per_token(rewards: list[float], lengths: list[int]) -> list[float]:
     return [0.0 if reward != reward else reward / max(1, length) for reward, length in zip(rewards, lengths)]
 
 
-def _shares(wanted: list[int], left: int) -> list[int]:
+def _deal_draws(wanted: list[int], left: int) -> list[int]:
     """Return the number of prompts that each rank draws next: what it wants, in the order of ranks, up to `left`."""
     shares = []
     for count in wanted:
@@ -320,11 +328,119 @@ def _rows_outside(places: list[int], completions: Completions, prompts: int) -> 
     return kept.to(completions.group_id.device)
 
 
-def _count(count: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
+def _global_count(count: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Return a metric of a count over all ranks: each adds the same number, so the average is the count."""
     one = torch.ones((), device=ranks.device)
     return one * count, one
 
 
-def _mean(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _mean_over(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return values[rows].double().sum(), rows.double().sum()
+
+
+class GroupReplay:
+    """A buffer of groups with spread, which replace groups whose completions all have the same advantage.
+
+    A group's score is the sum of the sizes of its advantages times the standard deviation of its rewards; the buffer
+    keeps the highest scores, and draws in proportion to them. A drawn group keeps the log-probs of the policy that
+    sampled it, so its importance ratio is right; its KL is to the reference of that time. Each rank has its own buffer.
+
+    Logged: `replay/groups`, the number of groups of the rollout from the buffer, and `replay/age`, their mean age in
+    policy versions.
+
+    Args:
+        size: Number of groups to keep, on each rank.
+    """
+
+    def __init__(self, size: int = 64) -> None:
+        in_range("algo.replay.size", size, low=1)
+        self.size = size
+        self._groups: list[tuple[float, Rollout]] = []
+        self._rollouts = 0
+
+    def __call__(self, rollout: Rollout, *, seed: int, ranks: Ranks) -> tuple[Rollout, Metrics]:
+        """Replace the groups without spread; afterwards add the rollout's own good groups to the buffer."""
+        ids = rollout.completions.group_id
+        rows = {int(group): (ids == group).nonzero().flatten() for group in ids.unique()}
+        scores = {group: _replay_score(rollout, at) for group, at in rows.items()}
+        flat = [group for group, score in scores.items() if score == 0]
+        replacements = self._draw(len(flat), seed=mix(seed, self._rollouts, ranks.rank))
+        fresh = [(score, _group_without_padding(rollout, rows[group])) for group, score in scores.items() if score > 0]
+        for group, stored in zip(flat, replacements):
+            rollout = _with_group_replaced(rollout, rows[group], stored)
+        self._groups = sorted([*self._groups, *fresh], key=lambda item: -item[0])[: self.size]
+        self._rollouts += 1
+        count = torch.tensor(float(len(replacements)), device=ranks.device)
+        age = sum(rollout.completions.version - stored.completions.version for stored in replacements)
+        return rollout, {
+            "replay/groups": (count, torch.ones_like(count)),
+            "replay/age": (torch.full_like(count, age), count),
+        }
+
+    def _draw(self, count: int, *, seed: int) -> list[Rollout]:
+        """Draw distinct groups in proportion to their scores."""
+        count = min(count, len(self._groups))
+        if not count:
+            return []
+        weights = torch.tensor([score for score, _ in self._groups], dtype=torch.float64)
+        chosen = torch.multinomial(weights, count, generator=torch.Generator().manual_seed(seed))
+        return [self._groups[i][1] for i in chosen.tolist()]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "groups": [{"score": score, "rollout": checkpoints.to_plain(group)} for score, group in self._groups],
+            "rollouts": self._rollouts,
+        }
+
+    def dealt_out(self, saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """Return the state of rank `rank` of `world_size`, from the buffers of another number of ranks.
+
+        Ranks take the groups in turn, from the highest score down, up to their size.
+
+        Args:
+            saved: The `state` of each rank that wrote the checkpoint.
+        """
+        groups = sorted((group for kept in saved for group in kept["groups"]), key=lambda group: -group["score"])
+        return {"groups": groups[rank::world_size][: self.size], "rollouts": saved[0]["rollouts"]}
+
+    def see(self, see: Callable[[int], PromptVision | None], processor: Callable[[], Processor | None]) -> None:
+        """Restore the pixels of a checkpoint's groups, which names rows of the data, or contains encoded images.
+
+        The arguments are those of `state.made`.
+        """
+        self._groups = [(score, checkpoints.restore_pixels(group, see, processor)) for score, group in self._groups]
+
+    def load_state(self, saved: dict[str, Any]) -> None:
+        self._rollouts = saved["rollouts"]
+        self._groups = [
+            (item["score"], checkpoints.rollout_from_plain(item["rollout"], torch.device("cpu")))
+            for item in saved["groups"]
+        ]
+
+
+def _group_without_padding(rollout: Rollout, rows: Tensor) -> Rollout:
+    """Return one group, without padding and without the images of other groups."""
+    group = trim_rollout(select(rollout, rows))
+    if group.completions.vision is None:
+        return group
+    return dataclasses.replace(
+        group, completions=dataclasses.replace(group.completions, vision=group.completions.vision.used())
+    )
+
+
+def _replay_score(rollout: Rollout, rows: Tensor) -> float:
+    assert rollout.advantages is not None
+    advantages, rewards = rollout.advantages[rows], rollout.rewards[rows]
+    scored = rewards[~rewards.isnan()]
+    return float(advantages.abs().sum() * scored.std()) if len(scored) > 1 else 0.0
+
+
+def _with_group_replaced(rollout: Rollout, rows: Tensor, stored: Rollout) -> Rollout:
+    """Return the rollout with `stored` in the place of `rows`, under their group id."""
+    device, count = rollout.rewards.device, len(rollout)
+    both = join_rollouts(rollout, checkpoints.to_device_dataclass(stored, device))
+    source = torch.arange(count, device=device)
+    source[rows] = count + torch.arange(len(rows), device=device)
+    found = select(both, source)
+    completions = dataclasses.replace(found.completions, group_id=rollout.completions.group_id)
+    return dataclasses.replace(found, completions=completions)

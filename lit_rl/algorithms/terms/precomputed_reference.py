@@ -1,33 +1,137 @@
-"""Log-probs of a fixed reference, computed once before training: for every row of every set, and for every further text
-of the method (`OfflinePolicyModule.texts_beside`).
+"""Log-probs of a fixed reference, computed once before training and kept on disk.
 
-They are kept on disk under a hash of all that they depend on, so the next run on the same data with the same reference
-only reads them. The reference is released before the first step, which saves its memory.
+They cover every row of every set, and every further text that a method will ask about
+(`OfflinePolicyModule.texts_beside`). Files are named by a hash of all that the numbers depend on, so the next run on
+the same data with the same reference only reads them. The reference is released before the first step, which saves its
+memory.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.terms.reference_files import ReferenceFiles
-from lit_rl.data.offline.example_set import ExampleSet
-from lit_rl.errors import ConfigError
-from lit_rl.examples import ExampleBatch, TokenBatch
-from lit_rl.models.reference.base import Reference, ReferenceFree
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.core.durable_files import replacing
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.core.examples import ExampleBatch, TokenBatch
+from lit_rl.data.example_set import ExampleSet
+from lit_rl.models.references import OnCPU, Reference, ReferenceFree, Scorer
+from lit_rl.models.trunk import base_of
+
+FORMAT = 1
+"""Format version, a part of the hash: raise it when the same settings would give other numbers, or another layout."""
 
 
 @dataclass(frozen=True)
-class Table:
+class ReferenceFiles:
+    """The files of one reference in one folder. Rank 0 reads and writes them."""
+
+    folder: Path
+    weights: str
+    """The `hash_of_weights` of the reference."""
+    precision: str
+    """The Trainer's precision, on which the numbers depend."""
+    ranks: Ranks
+    writes: bool = True
+    """True if new files are written; a dry run writes none."""
+
+    def check(self) -> None:
+        """Refuse a folder that cannot be written, before anything is computed for it. A collective.
+
+        Raises:
+            StorageError: no file can be made there.
+        """
+        problem = ""
+        if self.ranks.rank == 0 and self.writes:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.folder):
+                    pass
+            except OSError as error:
+                problem = error.strerror or str(error)
+        if problem := self.ranks.broadcast(problem):
+            raise StorageError(
+                f"{self.folder} cannot be written ({problem}): set algo.reference_cache to a folder that can."
+            )
+
+    def path(self, data: ExampleSet) -> Path:
+        """Return the file of a set's log-probs."""
+        key = json.dumps([FORMAT, data.fingerprint, self.weights, self.precision])
+        name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+        return self.folder / f"reference_logprobs_{name}.safetensors"
+
+    def read(self, data: ExampleSet, count: int) -> Tensor | None:
+        """Return the log-probs `(count,)` of a set, as rank 0 reads them; None without a file. A collective.
+
+        Raises:
+            StorageError: the file is damaged.
+        """
+        path, found, problem = self.path(data), None, ""
+        if self.ranks.rank == 0 and path.is_file():
+            try:
+                found = load_file(path)["logprobs"]
+                problem = "" if len(found) == count else f"it holds {len(found)} numbers for {count} tokens"
+            except (SafetensorError, KeyError, OSError) as error:
+                problem = str(error)
+        found, problem = self.ranks.broadcast((found, problem))
+        if problem:
+            raise StorageError(f"{path} cannot be used ({problem}): remove it, and it is computed anew.")
+        return found
+
+    def write(self, data: ExampleSet, flat: Tensor) -> None:
+        """Write the log-probs of a set, atomically."""
+        if self.ranks.rank != 0 or not self.writes:
+            return
+        path = self.path(data)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as partial:
+                save_file({"logprobs": flat}, partial)
+        except OSError as error:
+            raise StorageError(
+                f"{path} cannot be written ({error}): is there room? algo.reference_cache names another folder."
+            ) from error
+
+
+def hash_of_weights(reference: Scorer | None, policy: nn.Module, ranks: Ranks) -> str:
+    """Return a hash of the reference's architecture and weights, equal on all ranks. A collective.
+
+    Args:
+        reference: The reference's module. None: it is the policy without its trained weights.
+        policy: The policy.
+        ranks: The ranks that may each hold a part of the weights.
+    """
+    scorer: Any = policy if reference is None else reference.model if isinstance(reference, OnCPU) else reference
+    digest = hashlib.blake2b(str(base_of(scorer).config.to_json_string()).encode(), digest_size=16)
+    for name, tensor in sorted(scorer.state_dict(keep_vars=True).items()):
+        if isinstance(tensor, Tensor) and (reference is not None or not tensor.requires_grad):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            plain = local.detach().cpu().contiguous()
+            digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
+            digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+    mine = torch.tensor(list(digest.digest()), dtype=torch.int64)
+    of_ranks = ranks.gather(mine.unsqueeze(0)).tolist()
+    # Unsharded copies have equal hashes, and then the name does not depend on the number of ranks.
+    return bytes(of_ranks[0]).hex() if all(rank == of_ranks[0] for rank in of_ranks) else json.dumps(of_ranks)
+
+
+@dataclass(frozen=True)
+class ReferenceTable:
     """Log-probs of the learned tokens of one set, on the CPU."""
 
     texts: tuple[tuple[Tensor, ...], ...]
@@ -55,7 +159,7 @@ class ReferenceSource:
     files: ReferenceFiles
     ranks: Ranks
 
-    def table(self, data: ExampleSet, name: str) -> Table:
+    def table(self, data: ExampleSet, name: str) -> ReferenceTable:
         """Return the log-probs of all texts of a set, read or computed. A collective."""
         lengths = [sum(text.learned) for example in data.examples for text in example.texts]
         flat = self.files.read(data, sum(lengths))
@@ -63,7 +167,7 @@ class ReferenceSource:
             flat = self.compute(data, f"Reference log-probs of {name}").cpu()
             self.files.write(data, flat)
         texts = iter(flat.split(lengths))
-        return Table(tuple(tuple(next(texts) for _ in example.texts) for example in data.examples))
+        return ReferenceTable(tuple(tuple(next(texts) for _ in example.texts) for example in data.examples))
 
     @torch.no_grad()
     def compute(self, data: ExampleSet, title: str) -> Tensor:
@@ -143,7 +247,7 @@ class PrecomputedReference:
         self.folder = folder
         self.released = False
         """True if the reference is released, so that nothing further can be computed."""
-        self._tables: dict[str, Table] = {}
+        self._tables: dict[str, ReferenceTable] = {}
         self._by_text: dict[bytes, Tensor] = {}
 
     def prepare(
@@ -188,7 +292,7 @@ class PrecomputedReference:
             for micro in (batch, *batch.whole):
                 micro.ref_logprobs = table.of(micro)
         elif self.released:
-            raise _came_too_late("these rows")
+            raise _reference_is_released("these rows")
 
     def of_texts(self, tokens: TokenBatch) -> Tensor | None:
         """Return those of further texts, float32 ``(b, s - 1)``; 0 at unlearned tokens.
@@ -198,25 +302,25 @@ class PrecomputedReference:
         Raises:
             ConfigError: the reference is released, and one of these texts was not precomputed.
         """
-        found = [self._by_text.get(text_key(ids, learned)) for ids, learned in texts_of(tokens)]
+        found = [self._by_text.get(text_key(ids, learned)) for ids, learned in unpadded_rows(tokens)]
         known = [values for values in found if values is not None]
         if len(known) < len(found):
             if self.released:
-                raise _came_too_late("texts")
+                raise _reference_is_released("texts")
             return None
         logprobs = torch.zeros(tokens.learned.shape)
         logprobs[tokens.learned.cpu()] = torch.cat(known)
         return logprobs.to(tokens.input_ids.device)
 
-    def _table(self, data: ExampleSet, name: str, source: ReferenceSource | None) -> Table:
+    def _table(self, data: ExampleSet, name: str, source: ReferenceSource | None) -> ReferenceTable:
         if data.fingerprint not in self._tables:
             if source is None:
-                raise _came_too_late(name)
+                raise _reference_is_released(name)
             self._tables[data.fingerprint] = source.table(data, name)
         return self._tables[data.fingerprint]
 
 
-def free_memory(reference: object, policy: nn.Module) -> None:
+def free_own_weights(reference: object, policy: nn.Module) -> None:
     """Free the memory of a module's own weights: those that it does not share with the policy.
 
     DDP still lists the parameters, so dropping the module alone would free nothing.
@@ -232,7 +336,7 @@ def free_memory(reference: object, policy: nn.Module) -> None:
 # ---------------------------------------------------------------------- names
 
 
-def texts_of(tokens: TokenBatch) -> Iterator[tuple[list[int], list[bool]]]:
+def unpadded_rows(tokens: TokenBatch) -> Iterator[tuple[list[int], list[bool]]]:
     """Yield the ids of every row without padding, and its mask of learned tokens."""
     counts = tokens.attention_mask.sum(1).tolist()
     for ids, learned, count in zip(tokens.input_ids.tolist(), tokens.loss_mask.tolist(), counts):
@@ -244,7 +348,7 @@ def text_key(ids: Sequence[int], learned: Sequence[bool]) -> bytes:
     return hashlib.blake2b(array("q", ids).tobytes() + bytes(learned), digest_size=16).digest()
 
 
-def _came_too_late(what: str) -> ConfigError:
+def _reference_is_released(what: str) -> ConfigError:
     return ConfigError(
         f"algo.precompute_reference=true let the reference go before the training, and {what} came afterwards: give "
         "all validation sets to the data module that trains, or set it to false."

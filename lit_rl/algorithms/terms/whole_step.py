@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.rollouts.state import rng_state, set_rng_state
-from lit_rl.examples import ExampleBatch
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.rollouts.checkpoints import rng_state, set_rng_state
+from lit_rl.core.examples import ExampleBatch
 
-Look = Callable[[Any], dict[str, Tensor]]
+StepColumns = Callable[[Any], dict[str, Tensor]]
 """A function from a micro-batch to columns `(b,)` by name, without gradient."""
 
 
 @dataclass(frozen=True)
-class Noise:
+class RandomState:
     """The state of the random generators that dropout uses: of the CPU and of the device."""
 
     device: torch.device | str
@@ -31,7 +31,7 @@ class Noise:
     """Generator states by device type."""
 
     @classmethod
-    def of(cls, device: torch.device | str) -> Noise:
+    def of(cls, device: torch.device | str) -> RandomState:
         return cls(device, rng_state(device))
 
     @property
@@ -51,12 +51,12 @@ class WholeStep:
     """Columns `(n,)` by name."""
     first: int
     """Index of this rank's first row."""
-    noise: tuple[Noise | None, ...] = ()
+    noise: tuple[RandomState | None, ...] = ()
     """The random state before the first pass of each micro-batch on this rank; None if the pass drew no numbers."""
 
     @classmethod
     @torch.no_grad()
-    def of(cls, look: Look, batch: ExampleBatch, ranks: Ranks) -> WholeStep:
+    def of(cls, look: StepColumns, batch: ExampleBatch, ranks: Ranks) -> WholeStep:
         """Compute the columns in one more forward pass over this rank's part of the step. A collective.
 
         Args:
@@ -66,7 +66,7 @@ class WholeStep:
         """
         parts, noise = [], []
         for micro in batch.whole or (batch,):
-            before = Noise.of(ranks.device)
+            before = RandomState.of(ranks.device)
             parts.append(look(micro.to(ranks.device)))
             noise.append(None if before.is_current else before)
         mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -98,7 +98,9 @@ class WholeStep:
         return joined
 
 
-def share_of(function: Callable[..., Tensor], batch: ExampleBatch, whole: WholeStep | None, **live: Tensor) -> Tensor:
+def micro_batch_share(
+    function: Callable[..., Tensor], batch: ExampleBatch, whole: WholeStep | None, **live: Tensor
+) -> Tensor:
     """Return this micro-batch's rows `(b,)` of a loss over all rows of the step.
 
     The values sum to the loss of these rows, and the gradient is that of the loss of *all* rows with respect to these:

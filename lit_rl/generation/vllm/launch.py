@@ -1,4 +1,8 @@
-"""vLLM's own server as a process: its flags, its start, its log, and an end that leaves no process behind."""
+"""vLLM's own server as a process: its flags, start and log, and an end that leaves no process behind.
+
+`LaunchedServer` is the one that a run starts for itself. `responsive_servers` and `wait_for_servers` look for those
+that others start.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_rl import supervisor
-from lit_rl.errors import ConfigError, GenerationError
-from lit_rl.generation.vllm import keyed
-from lit_rl.generation.vllm.calls import ServerError
-from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.settings import SERVER, environment
+import torch
+from torch import nn
+
+from lit_rl.core import supervisor
+from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.generation.vllm import api_key
+from lit_rl.generation.vllm import engine_settings as vllm_settings
+from lit_rl.generation.vllm.client import Client, ServerError
+from lit_rl.generation.vllm.engine_settings import SERVER, EngineSettings, engine_environment, write_model_files
+from lit_rl.generation.vllm.transports import call_all
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.sharding import device_of
 
 _POLL = 0.3
 _SAY_EVERY = 10.0
@@ -49,8 +59,8 @@ def server_arguments(
     flags = {**engine, "served_model_name": name, "host": host, "port": port, "uvicorn_log_level": "warning"}
     if transfer is not None:
         flags["weight_transfer_config"] = {"backend": transfer}
-    if keyed.key():
-        flags["middleware"] = f"{keyed.Keyed.__module__}.{keyed.Keyed.__name__}"
+    if api_key.api_key():
+        flags["middleware"] = f"{api_key.APIKeyMiddleware.__module__}.{api_key.APIKeyMiddleware.__name__}"
     words = ["--disable-uvicorn-access-log"]
     for key, value in flags.items():
         flag = key.replace("_", "-")
@@ -220,7 +230,7 @@ def server_environment(cpu: bool) -> dict[str, str]:
     ours = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(part for part in (ours, os.environ.get("PYTHONPATH")) if part)
     own = {name: value for name, value in os.environ.items() if name not in _OF_THIS_RUN}
-    return {**own, **environment(cpu), **SERVER, "PYTHONPATH": path}
+    return {**own, **engine_environment(cpu), **SERVER, "PYTHONPATH": path}
 
 
 _OF_THIS_RUN = (
@@ -248,3 +258,108 @@ def temporary_log() -> Path:
     handle, path = tempfile.mkstemp(prefix="lit_rl_vllm_", suffix=".log")
     os.close(handle)
     return Path(path)
+
+
+_LOOPBACK = "127.0.0.1"
+_RETRY_SECONDS = 0.5
+
+
+class LaunchedServer:
+    """A server for a policy, on this machine and a free port. It begins without weights: they are sent.
+
+    Args:
+        policy: The model with the config.
+        model: The description with tokenizer and processor.
+        settings: Settings of the engine.
+        log: File for its output; None is a temporary one.
+    """
+
+    def __init__(self, policy: nn.Module, model: LanguageModel, settings: EngineSettings, log: str | None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="lit_rl_model_")
+        write_model_files(policy, model, self._folder.name)
+        cpu = vllm_settings.runs_on_cpu()
+        engine = settings.engine_arguments(model_dtype="auto", cpu=cpu) | {
+            "model": self._folder.name,
+            "load_format": "dummy",
+            "trust_remote_code": model.trust_remote_code,
+            **vllm_settings.image_route(model),
+        }
+        port = checked_port(_LOOPBACK, 0, "generator.launch")
+        transfer = None if cpu else "nccl"
+        flags = server_arguments(engine, name=model.label, host=_LOOPBACK, port=port, transfer=transfer)
+        path = temporary_log() if log is None else Path(log)
+        self._place = "" if cpu else f" on {describe_gpus(device_of(policy), settings)}"
+        self._process = ServerProcess(flags, url=f"http://{_LOOPBACK}:{port}", cpu=cpu, log=path)
+
+    @property
+    def url(self) -> str:
+        return self._process.url
+
+    @property
+    def group(self) -> int | None:
+        """The id of its process group; None where it does not run."""
+        return self._process.group
+
+    def start(self, deadline: float, say: Callable[[str], None]) -> None:
+        """Start it, or stop it and start it again, and wait until it answers.
+
+        Raises:
+            GenerationError: it did not come up within `deadline` seconds; with the last lines of its log.
+        """
+        self._process.stop()
+        say(f"Starting a vLLM server at {self.url}{self._place}; its output is in {self._process.log}")
+        self._process.start()
+        self._process.wait_healthy(deadline, say)
+
+    def death(self, what: str) -> GenerationError:
+        """Return an error with the last lines of its log."""
+        return self._process.death(what)
+
+    def stop(self) -> None:
+        self._process.stop()
+        self._folder.cleanup()
+
+
+def describe_gpus(policy: torch.device, settings: EngineSettings) -> str:
+    """Return a description of vLLM's GPUs, the first visible ones, and of their other users."""
+    size = settings.tensor_parallel_size
+    taken = "the first visible GPU" if size == 1 else f"the first {size} visible GPUs"
+    if policy.type != "cuda" or (policy.index or 0) >= size:
+        return taken
+    share = settings.gpu_memory_utilization
+    return (
+        f"{taken}, beside the training (generator.gpu_memory_utilization={share:g}; for GPUs of its own, start it by "
+        "CUDA_VISIBLE_DEVICES=... lit-rl serve, and name it in generator.urls)"
+    )
+
+
+def responsive_servers(urls: Sequence[str], deadline: float) -> list[str]:
+    """Return the servers that answer, all asked at the same time, for at most `deadline` seconds."""
+    return [url for url, error in _try_servers(urls, deadline).items() if error is None]
+
+
+def wait_for_servers(urls: Sequence[str], deadline: float, answer_deadline: float) -> list[str]:
+    """Return the servers that answer, as soon as one does, at most `deadline` seconds from now.
+
+    Raises:
+        ServerError: the error of the first server's last try.
+    """
+    until = time.monotonic() + deadline
+    while True:
+        tried = _try_servers(urls, min(answer_deadline, max(_RETRY_SECONDS, until - time.monotonic())))
+        if there := [url for url, error in tried.items() if error is None]:
+            return there
+        if time.monotonic() > until:
+            raise next(error for error in tried.values() if error is not None)
+        time.sleep(_RETRY_SECONDS)
+
+
+def _try_servers(urls: Sequence[str], deadline: float) -> dict[str, ServerError | None]:
+    def knock(client: Client) -> ServerError | None:
+        try:
+            client.rpc("lit_rl_facts", deadline=deadline)
+        except ServerError as error:
+            return error
+        return None
+
+    return dict(zip(urls, call_all([Client(url) for url in urls], knock), strict=True))

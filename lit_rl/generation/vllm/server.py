@@ -9,22 +9,20 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lit_rl.errors import ConfigError, GenerationError, in_range, one_of
+from lit_rl.core.errors import ConfigError, GenerationError, in_range, one_of
+from lit_rl.core.interrupts import interruptible
+from lit_rl.core.machine import require_vllm
 from lit_rl.generation import ranks
-from lit_rl.generation.base import EngineLost
-from lit_rl.generation.vllm.calls import ServerError
-from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.engine import Engine
-from lit_rl.generation.vllm.generator import EngineGenerator
-from lit_rl.generation.vllm.own_server import OwnServer, answering, wait_for
+from lit_rl.generation.generator import EngineLost
+from lit_rl.generation.vllm.client import Client, ServerError
+from lit_rl.generation.vllm.engine import Engine, EngineWork
+from lit_rl.generation.vllm.engine_generator import EngineGenerator
+from lit_rl.generation.vllm.launch import LaunchedServer, responsive_servers, wait_for_servers
 from lit_rl.generation.vllm.server_engine import ServerEngine
 from lit_rl.generation.vllm.transports import TRANSPORTS, transport_for
-from lit_rl.generation.vllm.work import Work
-from lit_rl.interruption import may_be_given_up
-from lit_rl.models.policy.device import device_of
-from lit_rl.vllm_package import require_vllm
+from lit_rl.models.sharding import device_of
 
-_KNOCK = 2.0
+_LOST_DEADLINE = 2.0
 """Deadline in seconds for a lost server to answer at an update."""
 
 
@@ -109,7 +107,7 @@ class VLLMServerGenerator(EngineGenerator):
 
     def _forget(self) -> None:
         super()._forget()
-        self._process: OwnServer | None = None
+        self._process: LaunchedServer | None = None
 
     @property
     def sends(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -126,8 +124,8 @@ class VLLMServerGenerator(EngineGenerator):
                     "generator.launch=true starts a server that its own machine alone can reach, and the run has "
                     "several: start servers with `lit-rl serve` and name them in generator.urls."
                 )
-            urls = ranks.gather_objects(ranks.together(lambda: self._launch(policy)))[0]
-        return ranks.together(lambda: self._connect_first(urls))
+            urls = ranks.gather_objects(ranks.run_on_all_ranks(lambda: self._launch(policy)))[0]
+        return ranks.run_on_all_ranks(lambda: self._connect_first(urls))
 
     def _connect_first(self, urls: Sequence[str]) -> Engine:
         try:
@@ -157,8 +155,8 @@ class VLLMServerGenerator(EngineGenerator):
             return []
         if self._process is not None:  # of a start that came to nothing
             self._process.stop()
-        own = self._process = OwnServer(policy, self.model, self.settings_for(policy), self.log)
-        with may_be_given_up():
+        own = self._process = LaunchedServer(policy, self.model, self.settings_for(policy), self.log)
+        with interruptible():
             own.start(self.start_deadline, self._say)
         return [own.url]
 
@@ -183,16 +181,16 @@ class VLLMServerGenerator(EngineGenerator):
         lost = {url for theirs in ranks.gather_objects(engine.lost) for url in theirs}
         held = [client.url for client in engine.clients if client.url not in lost]
         away = [url for url in self.urls if url not in held]
-        back = ranks.gather_objects(answering(away, _KNOCK) if away and ranks.rank() == 0 else [])[0]
+        back = ranks.gather_objects(responsive_servers(away, _LOST_DEADLINE) if away and ranks.rank() == 0 else [])[0]
         if lost or back:
             there = [url for url in self.urls if url in held or url in back]
-            ranks.together(lambda: self._switch_to(there, policy))
+            ranks.run_on_all_ranks(lambda: self._switch_to(there, policy))
 
     def _is_current(self) -> bool:
-        return self.engine is not None and ranks.together(self.engine.facts).version == self._version
+        return self.engine is not None and ranks.run_on_all_ranks(self.engine.facts).version == self._version
 
-    def _run(self, work: Work) -> None:
-        if ranks.beside_the_training():
+    def _run(self, work: EngineWork) -> None:
+        if ranks.in_background_thread():
             return self._attempt(work)
         policy, version = self._policy, self._version
         assert policy is not None
@@ -205,11 +203,11 @@ class VLLMServerGenerator(EngineGenerator):
 
         self._with_recovery(synced, policy)
 
-    def _attempt(self, work: Work) -> None:
+    def _attempt(self, work: EngineWork) -> None:
         assert self.engine is not None
         engine = self.engine
         super()._run(work)
-        ranks.together(lambda: self._unchanged(engine))
+        ranks.run_on_all_ranks(lambda: self._unchanged(engine))
 
     def _unchanged(self, engine: Engine) -> None:
         """Refuse answers of a server that was restarted, or updated by another program: they have other weights."""
@@ -224,9 +222,9 @@ class VLLMServerGenerator(EngineGenerator):
         except EngineLost as lost:
             self._pushed, error = None, lost
             self._sender.forget()
-        ranks.together(lambda: self._restart_own(error))
-        there = ranks.gather_objects(ranks.together(lambda: self._wait_for_servers(error)))[0]
-        ranks.together(lambda: self._reconnect(there, policy))
+        ranks.run_on_all_ranks(lambda: self._restart_own(error))
+        there = ranks.gather_objects(ranks.run_on_all_ranks(lambda: self._wait_for_servers(error)))[0]
+        ranks.run_on_all_ranks(lambda: self._reconnect(there, policy))
         try:
             return work()
         except EngineLost as lost:
@@ -248,8 +246,8 @@ class VLLMServerGenerator(EngineGenerator):
             return []
         urls = self.urls or [client.url for client in engine.clients]
         try:
-            with may_be_given_up():
-                return wait_for(urls, self.start_deadline, self.answer_deadline)
+            with interruptible():
+                return wait_for_servers(urls, self.start_deadline, self.answer_deadline)
         except ServerError as error:
             raise self._last_words(
                 f"{lost} It did not come back within generator.start_deadline={self.start_deadline:g} seconds: {error}"

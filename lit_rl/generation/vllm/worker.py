@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.models.policy.loading import RULED_OUT, auto_class
-from lit_rl.models.policy.vision_parts import placeholder_ids
+from lit_rl.models.loading import RULED_OUT, auto_class
+from lit_rl.models.vision_parts import placeholder_ids
 
 _FACTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 """The keys of a text config that distinguish the shapes of models."""
@@ -182,7 +182,7 @@ class WeightUpdates:
         name."""
         worker: Any = self
         if worker._lit_rl_names is None:
-            from lit_rl.models.export.shipping import weight_shapes
+            from lit_rl.models.engine_weights import weight_shapes
 
             config = worker.vllm_config.model_config
             kind = auto_class(config.hf_config)

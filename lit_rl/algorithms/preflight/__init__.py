@@ -1,1 +1,0 @@
-"""Checks before any weight is loaded: functions of values, not of a module."""
