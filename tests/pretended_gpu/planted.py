@@ -226,7 +226,10 @@ def trace(tests: list[str]) -> int:
         code = pytest_in(
             root, KEPT / "trace.log", "-p", "planted_hits", *marked, *(tests or [str(HERE.relative_to(ROOT))])
         )
-        rows = [json.loads(line) for line in (root / "planted_hits.py.jsonl").read_text().splitlines()]
+        noted = root / "planted_hits.py.jsonl"
+        if not noted.exists():
+            raise SystemExit(f"pytest left with {code}: {KEPT / 'trace.log'}")
+        rows = [json.loads(line) for line in noted.read_text().splitlines()]
     failed = {row[1] for row in rows if row[0] == "ran" and row[3] != "passed"}
     seconds: dict[str, float] = collections.defaultdict(float)
     setup: dict[str, float] = collections.defaultdict(float)

@@ -86,7 +86,11 @@ FURTHER = {
     ),
     "raft": _grpo(f"algo=raft {ONCE}", None),
     "grpo_lora_averaged": _grpo(f"callbacks=ema model.lora.r=4 {ONCE}", None),
-    "grpo_turns_guess": (f"{same_bits.GAME} algo/advantage=centered_turns reward=environment_turns {ONCE}", None),
+    "grpo_turns_guess": (
+        f"{same_bits.GAME} algo/advantage=centered_turns reward=environment_turns algo.beta=0.1 reference=ema"
+        f" reference.device=cpu {ONCE}",
+        None,
+    ),
     "grpo_process_guess": (f"{same_bits.GAME} algo/advantage=process_supervised reward=environment_turns {ONCE}", None),
     "orpo": (f"{same_bits.COMMON} {same_bits.ROWS} algo=orpo {ONCE}", None),
     "bco_reference_on_the_host": (
