@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lit_rl import LanguageModel, RewardModel
-from lit_rl.generation.transforms import draw
-from lit_rl.models.export.shipping import fingerprint
-from lit_rl.models.scoring.model import SEQUENCES, load_scoring
-from lit_rl.ops.linear_logprobs import Distribution, linear_logprobs
+from lit_rl.core.vision_inputs import Vision
+from lit_rl.generation.token_sampler import draw
+from lit_rl.models.engine_weights import fingerprint
+from lit_rl.models.scoring import SEQUENCES, load_scoring
+from lit_rl.ops.fused_head import Distribution, linear_logprobs
 from lit_rl.rewards import PairRMJudge
-from lit_rl.vision import Vision
 
 pytestmark = pytest.mark.all
 SHORT = ["trainer.max_steps=2", "trainer.limit_val_batches=0", "callbacks.samples.print=0"]

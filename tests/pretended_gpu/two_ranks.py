@@ -28,7 +28,7 @@ STRATEGIES: dict[str, Any] = {
 }
 GAME = [
     "data=repeated", "data.task.prompt='0..9='", "data.task.train_rows=32", "data.task.val_rows=4",
-    "data.prompts_per_rollout=4", "env=environment", "env.path=lit_rl.environments.guess:GuessNumber",
+    "data.prompts_per_rollout=4", "env=environment", "env.path=lit_rl.environments.games:GuessNumber",
     "env.max_turns=3", "env.max_tokens=24", "env.max_observation_tokens=8", "sampling.max_new_tokens=4",
     "reward=environment", "algo=ppo", "algo.group_size=4", "algo.minibatches=2", "algo.critic_lr=0.3",
     "algo.reward_beta=0.05", "algo/selection=top_entropy",
