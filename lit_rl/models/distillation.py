@@ -187,7 +187,8 @@ def distillation_scores(
     Raises:
         ConfigError: the student has no router whose load could be balanced.
     """
-    columns = _learned_columns(tokens)
+    columns = tokens.learned.any(0).nonzero().flatten()
+    columns = columns if len(columns) else columns.new_zeros(1)  # one where none is learned, so that a loss has a graph
     at = tokens.learned[:, columns].flatten().nonzero().flatten()
     ids = tokens.input_ids[:, 1:][:, columns].flatten()[at]
     in_blocks = fused and can_stand_apart(student) and can_stand_apart(teacher)
@@ -221,10 +222,3 @@ def _last(
     """Return `(b, c, ...)` of the given columns: logits, or the inputs of the head; and the router's loss."""
     with without_head(model) if headless else nullcontext():
         return text_logits(model, tokens, columns, router_aux)
-
-
-def _learned_columns(tokens: TokenBatch) -> Tensor:
-    """Return the columns that predict a learned token in some row; one where there are none, so that a loss has a
-    graph."""
-    columns = tokens.learned.any(0).nonzero().flatten()
-    return columns if len(columns) else columns.new_zeros(1)

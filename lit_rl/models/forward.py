@@ -95,8 +95,9 @@ def score(
             )
         if not isinstance(output.aux_loss, Tensor):
             raise no_router(model)
-        return _token_scores(scores, output.aux_loss)
-    return _token_scores(_run(model, completions, sampling, distribution, options))
+        return TokenScores(scores.logprobs, scores.entropy, output.aux_loss)
+    scores = _run(model, completions, sampling, distribution, options)
+    return TokenScores(scores.logprobs, scores.entropy)
 
 
 def response_logprobs(
@@ -141,8 +142,9 @@ def _one_call(
     **extra: Any,
 ) -> tuple[TargetScores, Any]:
     ids, host, history = completions.response_ids, completions.on_host, _history(completions, sampling)
-    targets = Targets(ids, host.response_mask, first=-_kept(completions), history=history)
-    inputs = {**trunk_inputs(model, completions), "logits_to_keep": _kept(completions), "use_cache": False}
+    kept = ids.shape[1] + 1  # positions that predict a response token, and the last one
+    targets = Targets(ids, host.response_mask, first=-kept, history=history)
+    inputs = {**trunk_inputs(model, completions), "logits_to_keep": kept, "use_cache": False}
     with known_masks(host.attention_mask):
         return run(model, targets, distribution, fused=options.fused_head, **inputs, **extra)
 
@@ -167,15 +169,6 @@ def _history(completions: Completions, sampling: Sampling) -> History | None:
         ends=ends,
         penalty=float(sampling.repetition_penalty),
     )
-
-
-def _token_scores(found: TargetScores, aux_loss: Tensor | None = None) -> TokenScores:
-    return TokenScores(found.logprobs, found.entropy, aux_loss)
-
-
-def _kept(completions: Completions) -> int:
-    """Return the number of positions that the head works on: those that predict a response token, and the last one."""
-    return completions.response_ids.shape[1] + 1
 
 
 def no_router(model: nn.Module) -> ConfigError:

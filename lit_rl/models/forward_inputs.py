@@ -257,7 +257,10 @@ def _sdpa_mask(
             if whole and q_length in (1, kv_length) and bool(known.all()):
                 return None
             # Queries that are fewer than the keys, without a cache before them, are a static cache's: let it look.
-            allow_is_causal_skip = whole and q_length != kv_length and _begins(asked.get("q_offset", 0))
+            # So is an offset on a device, which is not known.
+            offset = asked.get("q_offset", 0)
+            begins = isinstance(offset, Tensor) or offset == 0
+            allow_is_causal_skip = whole and q_length != kv_length and begins
     return sdpa_mask(
         batch_size,
         q_length,
@@ -267,11 +270,6 @@ def _sdpa_mask(
         allow_is_causal_skip=allow_is_causal_skip,
         **asked,
     )
-
-
-def _begins(offset: int | Tensor) -> bool:
-    """Tell whether queries may begin at the first key; yes for an offset on a device, which is not known."""
-    return isinstance(offset, Tensor) or offset == 0
 
 
 def _find_packed(position_ids: Tensor) -> Tensor | None:
@@ -381,12 +379,7 @@ def _noise(tokens: TokenBatch, width: int, alpha: float, keys: Sequence[int]) ->
     for row, (key, length) in enumerate(zip(keys, attended.sum(1).tolist(), strict=True)):
         generator = torch.Generator().manual_seed(key)
         torch.rand((length, width), generator=generator, out=noise[row, :length]).mul_(2).sub_(1)
-    return noise * (alpha / (_text_lengths(attended, host.segment) * width).sqrt()).unsqueeze(-1)
-
-
-def _text_lengths(mask: Tensor, segment: Tensor | None) -> Tensor:
-    """Return float32 `(b, s)`: tokens of the text that each token belongs to, at least 1."""
-    attended = mask.long()
-    segment = torch.zeros_like(attended) if segment is None else segment
-    counts = torch.zeros_like(attended).scatter_add(1, segment, attended)
-    return counts.gather(1, segment).clamp(min=1).float()
+    counted = attended.long()
+    segment = torch.zeros_like(counted) if host.segment is None else host.segment
+    tokens_of_text = torch.zeros_like(counted).scatter_add(1, segment, counted).gather(1, segment).clamp(min=1).float()
+    return noise * (alpha / (tokens_of_text * width).sqrt()).unsqueeze(-1)

@@ -60,7 +60,7 @@ def fused_accumulation(model: nn.Module, options: ForwardOptions) -> Iterator[No
                     _OPEN[id(layer.weight)] = SummedWeight.of(layer.weight)
                     opened.callback(_OPEN.pop, id(layer.weight))
             if _looks_up_rows(embedding) and (summed := summed_weight(embedding.weight)):
-                opened.enter_context(in_its_place(embedding, _lookup(embedding, summed)))
+                opened.enter_context(in_its_place(embedding, lambda ids: summed.lookup(ids, embedding.padding_idx)))
         yield
 
 
@@ -94,10 +94,6 @@ def _gets_a_gradient(layer: Any) -> bool:
 def _looks_up_rows(embedding: Any) -> bool:
     plain = type(embedding) is nn.Embedding and "forward" not in vars(embedding)
     return plain and embedding.max_norm is None and not (embedding.scale_grad_by_freq or embedding.sparse)
-
-
-def _lookup(embedding: nn.Embedding, summed: SummedWeight) -> Callable[[Tensor], Tensor]:
-    return lambda ids: summed.lookup(ids, embedding.padding_idx)
 
 
 @dataclass(frozen=True)
@@ -216,7 +212,11 @@ def linear_head(model: nn.Module) -> nn.Linear:
 
 def factors(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return hidden states, weight and bias in the type in which the head itself would multiply them."""
-    dtype = _dtype_of_product(hidden, head)
+    kind, dtype = hidden.device.type, head.weight.dtype
+    if isinstance(head, Float32Head) or (isinstance(head, RulingHead) and head.exact):
+        dtype = torch.float32
+    elif torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
     bias = head.ruling if isinstance(head, RulingHead) else head.bias
     return hidden.to(dtype), head.weight.to(dtype), None if bias is None else bias.to(dtype)
 
@@ -253,14 +253,6 @@ def _of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: 
         return values.new_zeros(targets.ids.numel()).index_copy(0, at, values).view(targets.ids.shape)
 
     return TargetScores(found.logprobs, found.entropy, found.stats).mapped(spread)
-
-
-def _dtype_of_product(hidden: Tensor, head: nn.Linear) -> torch.dtype:
-    """Return the type in which the head itself would multiply."""
-    if isinstance(head, Float32Head) or (isinstance(head, RulingHead) and head.exact):
-        return torch.float32
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
 
 
 def _of_logits(logits: Tensor, targets: Targets, distribution: Distribution) -> TargetScores:

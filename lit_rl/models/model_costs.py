@@ -268,11 +268,6 @@ def _wraps(part: Any) -> bool:
     return hasattr(part, "base_layer") or hasattr(part, "original_module")
 
 
-def _is_trained(part: Any) -> bool:
-    weight = getattr(part, "weight", None)
-    return weight is not None and weight.requires_grad
-
-
 class _Linear(NamedTuple):
     """A linear layer, or the matrices of an expert, in a decoder."""
 
@@ -389,7 +384,8 @@ def _linears(module: nn.Module, config: Any) -> Iterable[_Linear]:
             continue
         share = (chosen, experts) if re.search(r"experts\.\d+(\.|$)", path) and experts else (1, 1)
         if size := _multiplied(part):
-            yield _Linear(path, size * share[0] // share[1], _is_trained(part))
+            weight = getattr(part, "weight", None)
+            yield _Linear(path, size * share[0] // share[1], weight is not None and weight.requires_grad)
             continue
         for key, weight in part.named_parameters(recurse=False):
             if experts and weight.ndim in (2, 3) and weight.shape[0] == experts and not key.endswith("bias"):

@@ -539,9 +539,15 @@ class OtherModel(Held, Fixed):
 
     def module(self, policy: nn.Module) -> Scorer:
         """Load the module. Raise ConfigError for another vocabulary, and what loading a model raises."""
+        from peft import PeftModel
+
         found: Any = policy
         with _keys_of_the_reference():
-            base = self._own_base(found) if self.model is None else self._load(self.model, found)
+            if self.model is not None:
+                base = self._load(self.model, found)
+            else:  # the policy without its adapters: as it was loaded, where it has none
+                copied: Any = self.copied(found)
+                base = without_adapters(copied) if isinstance(copied, PeftModel) else copied
             model = base if self.adapter is None else continue_adapter(base, self.adapter)
         return self.hold(model)
 
@@ -562,13 +568,6 @@ class OtherModel(Held, Fixed):
             rule_out_placeholders(base)
         return base
 
-    def _own_base(self, policy: Any) -> PreTrainedModel:
-        """Return the policy without its adapters: as it was loaded, where it has none."""
-        from peft import PeftModel
-
-        copied: Any = self.copied(policy)
-        return without_adapters(copied) if isinstance(copied, PeftModel) else copied
-
     def _check_vocabulary(self, model: LanguageModel, policy: Any) -> None:
         """Compare the rows of the embeddings, which any model has, and the tokens where the policy has a folder."""
         rows, needed = (config.get_text_config().vocab_size for config in (model.config, policy.config))
@@ -577,7 +576,11 @@ class OtherModel(Held, Fixed):
         if not policy.name_or_path:
             return
         theirs = load_tokenizer(model.name, model.path, **self._settings).get_vocab()
-        ours = load_tokenizer(policy.name_or_path, policy.name_or_path, **_as_loaded(policy)).get_vocab()
+        # With the hub settings that the policy was read with: the reference does not decide what it may run.
+        commit = getattr(policy.config, "_commit_hash", None)  # None for a folder
+        remote = type(policy.config).__module__.startswith("transformers_modules")
+        home = policy.name_or_path
+        ours = load_tokenizer(home, home, revision=commit, trust_remote_code=remote).get_vocab()
         different = sorted(
             token for token in theirs.keys() | ours.keys() if theirs.get(token, -1) != ours.get(token, -1)
         )
@@ -587,12 +590,6 @@ class OtherModel(Held, Fixed):
                 f"its tokenizer has {len(theirs)} tokens, the policy's {len(ours)}, and {len(different)} of them are "
                 f"not the same token under the same id ({', '.join(map(repr, different[:3]))})",
             )
-
-
-def _as_loaded(policy: Any) -> dict[str, Any]:
-    """Return the hub settings that the policy was read with: the reference does not decide what it may run."""
-    commit = getattr(policy.config, "_commit_hash", None)  # None for a folder
-    return {"revision": commit, "trust_remote_code": type(policy.config).__module__.startswith("transformers_modules")}
 
 
 def _other_vocabulary(name: str, how: str) -> ConfigError:

@@ -167,7 +167,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
 
     Does nothing for a module that is not sharded. A collective: every rank enters it.
     """
-    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    units: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
@@ -176,12 +176,8 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-            unit.set_reshard_after_forward(_is_layer(unit), recurse=False)
-
-
-def _is_layer(unit: FSDPModule) -> bool:
-    assert isinstance(unit, nn.Module)
-    return not any(isinstance(part, FSDPModule) for part in unit.modules() if part is not unit)
+            is_layer = not any(isinstance(part, FSDPModule) for part in unit.modules() if part is not unit)
+            unit.set_reshard_after_forward(is_layer, recurse=False)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
@@ -411,11 +407,8 @@ def norm_over_meshes(gradients: list[Tensor]) -> Tensor:
     for gradient in gradients:
         by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
     norms = [nn.utils.get_total_norm(each) for each in by_mesh.values()]
-    return torch.linalg.vector_norm(torch.stack([_full(norm) for norm in norms]))
-
-
-def _full(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(whole))
 
 
 def _plan_of_layers(config: Any) -> dict[str, str]:

@@ -57,11 +57,6 @@ FAMILIES = {
 """The families, by model type, whose videos were compared with what transformers makes of them."""
 
 
-def need_equal_lengths(model_type: str) -> bool:
-    """Tell whether videos of one pass have to have equally many frames."""
-    return model_type in FAMILIES and FAMILIES[model_type].unpadded
-
-
 def check_visuals(model_type: str, visuals: Sequence[Visual], where: str) -> None:
     """Refuse what a model cannot be shown exactly.
 
@@ -178,7 +173,7 @@ class VisionProcessor:
     @property
     def equal_videos(self) -> bool:
         """True where videos that are shown in one pass need equally many frames."""
-        return need_equal_lengths(self._model_type)
+        return self._model_type in FAMILIES and FAMILIES[self._model_type].unpadded
 
     @property
     def name(self) -> str:
