@@ -9,24 +9,26 @@ there is nothing to save.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lit_rl.core.errors import ConfigError, GenerationError, LitRLError
+from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.examples import TokenBatch
 from lit_rl.models.forward import text_logits
 from lit_rl.models.head import can_stand_apart, factors, linear_head, without_head
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.references import Held, OnCPU, Scorer
+from lit_rl.models.references import Held, OnCPU, Scorer, rename_keys
+from lit_rl.models.tokenizer import different_tokens
 from lit_rl.ops.fused_head import of_whole_rows
 from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.token_statistics import token_stats
+
+_AS_TEACHER = ((r"\bmodel\.(?=[a-z])", "algo.teacher."), (r"reference\.device", "algo.teacher_device"))
 
 
 class Teacher(Held):
@@ -42,7 +44,7 @@ class Teacher(Held):
     """
 
     def __init__(self, model: LanguageModel | str, student: LanguageModel, device: Literal["cpu"] | None) -> None:
-        with _keys_of_the_teacher():
+        with rename_keys(*_AS_TEACHER):
             super().__init__(device)
             like_student = {"dtype": student.dtype, "attn_implementation": student.attn_implementation}
             model = LanguageModel.of(model, "algo.teacher", **like_student)
@@ -62,7 +64,7 @@ class Teacher(Held):
             ConfigError: it has another vocabulary than the student, or its settings are wrong.
         """
         self.check_vocabulary()
-        with _keys_of_the_teacher():
+        with rename_keys(*_AS_TEACHER):
             model = self.model.load()
         held = self.hold(model)
         if isinstance(held, OnCPU):
@@ -76,10 +78,10 @@ class Teacher(Held):
         Raises:
             ConfigError: the two do not have the same tokens under the same ids.
         """
-        with _keys_of_the_teacher():
+        with rename_keys(*_AS_TEACHER):
             theirs, rows = self.model.tokenizer.get_vocab(), self.model.config.get_text_config().vocab_size
         ours, needed = self.student.tokenizer.get_vocab(), self.student.config.get_text_config().vocab_size
-        different = sorted(t for t in theirs.keys() | ours.keys() if theirs.get(t, -1) != ours.get(t, -1))
+        different = different_tokens(theirs, ours)
         if different:
             how = (
                 f"{len(different)} tokens are not the same token under the same id "
@@ -127,16 +129,6 @@ class Teacher(Held):
 
 def _weights(model: LanguageModel) -> tuple[Any, ...]:
     return model.path, model.revision, model.adapter, model.init_kwargs
-
-
-@contextmanager
-def _keys_of_the_teacher() -> Iterator[None]:
-    """Rewrite the policy's keys in the loader's errors, and the reference's of a held module, as the teacher's."""
-    try:
-        yield
-    except LitRLError as error:
-        message = re.sub(r"\bmodel\.(?=[a-z])", "algo.teacher.", str(error))
-        raise type(error)(message.replace("reference.device", "algo.teacher_device")) from error
 
 
 LOGITS_PER_BLOCK = 1 << 24

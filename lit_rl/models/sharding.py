@@ -206,7 +206,7 @@ def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         tensor: A parameter or a buffer: plain, of FSDP2, or of DeepSpeed's ZeRO stage 3.
         dtype: Casts it if it is floating; before it is gathered, so a narrower one is gathered in fewer bytes.
     """
-    if hasattr(tensor, "ds_id"):
+    if is_partitioned(tensor):
         import deepspeed  # pyright: ignore[reportMissingImports]
 
         with deepspeed.zero.GatheredParameters([tensor]):
@@ -228,8 +228,7 @@ def whole_shape(tensor: Tensor) -> tuple[int, ...]:
 
 def own_part(tensor: Tensor) -> Tensor:
     """Return the part of the tensor that this process holds: a shard, or all of it."""
-    held = getattr(tensor, "ds_tensor", tensor).detach()
-    return held.to_local() if isinstance(held, DTensor) else held
+    return local_shard(getattr(tensor, "ds_tensor", tensor).detach())
 
 
 def reshard(module: nn.Module) -> None:
@@ -256,7 +255,7 @@ def stored_parameters(module: nn.Module, names: Iterable[str]) -> dict[str, Tens
         if isinstance(part, FSDPModule):
             part.reshard()  # after a forward pass the gathered ones stand there, and writing to them is lost
     found = dict(module.named_parameters())
-    if any(hasattr(found[name], "ds_id") for name in names):
+    if any(is_partitioned(found[name]) for name in names):
         raise ConfigError(
             "A reference that moves cannot follow parameters that DeepSpeed's ZeRO stage 3 has taken apart: take "
             "strategy=fsdp or strategy=deepspeed_2, or a reference that stays (reference=frozen_copy)."

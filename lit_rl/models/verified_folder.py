@@ -47,7 +47,7 @@ TOKENS = 32
 """Tokens of a probe over text."""
 
 LIMITS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
-"""The largest distance by the type of the weights that were written, see `Probe.look`. Merging an adapter into narrow
+"""The largest distance by the type of the weights that were written, see `LogitProbe.compare`. Merging an adapter into narrow
 weights rounds it."""
 
 ON_A_GPU = 1e-2
@@ -223,13 +223,21 @@ def _trained_rows(policy: nn.Module) -> list[int]:
     ]
 
 
+def _test_image() -> Any:
+    return pillow().linear_gradient("L").resize(IMAGE_SIZE).convert("RGB")
+
+
+def _text_with_image(processor: VisionProcessor, question: str) -> str:
+    """Return a rendered prompt that shows one image, where the chat template shows any."""
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
+    return str(apply_chat_template(processor.tokenizer, [message], tokenize=False, add_generation_prompt=True))
+
+
 def _shown(processor: Any) -> dict[str, Tensor] | None:
-    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is 17 + 25?"}]}
-    text = str(apply_chat_template(processor.tokenizer, [message], tokenize=False, add_generation_prompt=True))
+    text = _text_with_image(processor, "What is 17 + 25?")
     if processor.places(text) != 1:
         return None
-    image = pillow().linear_gradient("L").resize(IMAGE_SIZE).convert("RGB")
-    made = processor.processor(text=[text], images=[[image]], add_special_tokens=False, return_tensors="pt")
+    made = processor.processor(text=[text], images=[[_test_image()]], add_special_tokens=False, return_tensors="pt")
     return {name: torch.as_tensor(value) for name, value in made.items()}
 
 
@@ -251,7 +259,6 @@ def _same(tensor: Tensor, other: Tensor | None) -> bool:
     return torch.equal(tensor.detach().reshape(-1)[some].cpu(), other.detach().reshape(-1)[some].to(tensor.dtype).cpu())
 
 
-_PROBE_SIZE = (80, 56)
 _PROBES = ("Hello, world!", "2 + 2 = 4\n\t x", " two  spaces ", "naïve 日本語 🙂 \u202e")
 
 
@@ -347,12 +354,11 @@ def verify_processor(folder: str | Path, processor: VisionProcessor, *, trust_re
     original = processor.processor
     if type(found) is not type(original) or found.chat_template != original.chat_template:
         raise StorageError(f"{folder}: the processor or its chat template was not written as it is.")
-    image = pillow().linear_gradient("L").resize(_PROBE_SIZE).convert("RGB")
+    image = _test_image()
     wanted, read = (dict(each.image_processor([image], return_tensors="pt")) for each in (original, found))
     if wanted.keys() != read.keys() or any(not _equal(wanted[name], read[name]) for name in wanted):
         raise StorageError(f"{folder}: the processor that was written makes other pixels than the original.")
-    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
-    text = str(apply_chat_template(processor.tokenizer, [message], tokenize=False, add_generation_prompt=True))
+    text = _text_with_image(processor, "?")
     if processor.places(text) == 1:
         ids, again = (each(text=[text], images=[[image]])["input_ids"] for each in (original, found))
         if list(map(list, ids)) != list(map(list, again)):
