@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.examples import TokenBatch
 from lit_rl.models.forward import text_logits
-from lit_rl.models.head import can_stand_apart, factors, linear_head, without_head
+from lit_rl.models.head import factors, has_separable_head, linear_head, without_head
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.references import Held, OnCPU, Scorer, rename_keys
 from lit_rl.models.tokenizer import different_tokens
-from lit_rl.ops.fused_head import of_whole_rows
+from lit_rl.ops.fused_head import measure_rows
 from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.token_statistics import token_stats
 
@@ -183,7 +183,7 @@ def distillation_scores(
     columns = columns if len(columns) else columns.new_zeros(1)  # one where none is learned, so that a loss has a graph
     at = tokens.learned[:, columns].flatten().nonzero().flatten()
     ids = tokens.input_ids[:, 1:][:, columns].flatten()[at]
-    in_blocks = fused and can_stand_apart(student) and can_stand_apart(teacher)
+    in_blocks = fused and has_separable_head(student) and has_separable_head(teacher)
     with torch.no_grad():
         theirs, _ = _last(teacher, tokens, columns, router_aux=False, headless=in_blocks)
     ours, aux_loss = _last(student, tokens, columns, router_aux=router_aux, headless=in_blocks)
@@ -205,7 +205,7 @@ def distillation_scores(
     size = max(1, LOGITS_PER_BLOCK // max(each.weight.shape[0] for each in (head, head_of_teacher)))  # pyright: ignore
     if len(at) <= size:
         return DistillationScores(*compared(slice(None), head(mine)), aux_loss=aux_loss)
-    return DistillationScores(*of_whole_rows(*factors(mine, head), compared, size=size), aux_loss=aux_loss)  # pyright: ignore
+    return DistillationScores(*measure_rows(*factors(mine, head), compared, size=size), aux_loss=aux_loss)  # pyright: ignore
 
 
 def _last(

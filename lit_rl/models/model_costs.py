@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lit_rl.models.adapters import asks_for
+from lit_rl.models.adapters import targets_match
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,10 +121,10 @@ class ModelShape:
         return self.head + sum(linear.inputs * linear.outputs * linear.count for linear in self.linears)
 
     def adapted(self, targets: str | list[str]) -> tuple[LinearLayers, ...]:
-        """Return the linear layers that get an adapter: all for "all-linear", or those that `asks_for` finds."""
+        """Return the linear layers that get an adapter: all for "all-linear", or those that `targets_match` finds."""
         if targets == "all-linear":
             return self.linears
-        asked = (linear.only(lambda path: asks_for(targets, path)) for linear in self.linears)
+        asked = (linear.only(lambda path: targets_match(targets, path)) for linear in self.linears)
         return tuple(linear for linear in asked if linear.paths)
 
 

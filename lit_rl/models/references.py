@@ -28,11 +28,11 @@ from lit_rl.core.errors import ConfigError, LitRLError, StorageError, in_range
 from lit_rl.models import hub_files
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loading import (
+    BanningHead,
     Float32Head,
-    RulingHead,
+    ban_placeholders,
     check_causal,
     continue_adapter,
-    rule_out_placeholders,
     use_float32_head,
 )
 from lit_rl.models.modes import evaluation_mode
@@ -570,10 +570,10 @@ class OtherModel(Held, Fixed):
         )
         base = alike.load_base()
         head = policy.get_output_embeddings()
-        if isinstance(head, Float32Head) or (isinstance(head, RulingHead) and head.exact):
+        if isinstance(head, Float32Head) or (isinstance(head, BanningHead) and head.exact):
             use_float32_head(base)
-        if isinstance(head, RulingHead):
-            rule_out_placeholders(base)
+        if isinstance(head, BanningHead):
+            ban_placeholders(base)
         return base
 
     def _check_vocabulary(self, model: LanguageModel, policy: Any) -> None:

@@ -43,7 +43,7 @@ from lit_rl.models.forward_inputs import (
     known_masks,
     position_ids,
 )
-from lit_rl.models.head import Targets, TargetScores, run
+from lit_rl.models.head import Targets, TargetScores, score_targets
 from lit_rl.models.language_model import ForwardOptions
 from lit_rl.models.loading import drops_out
 from lit_rl.models.modes import evaluation_mode, recomputes
@@ -176,7 +176,7 @@ def _run_behind(
     past = DynamicCache(config=base_of(model).config)
     firsts, of_row = to_device(prompts.rows, device), to_device(prompts.of_row, device)
     with known_masks(there[prompts.rows, :p]):
-        first, _ = run(
+        first, _ = score_targets(
             model,
             Targets(ids[:, :1], wanted[:, :1], -1, of_row, history and history.at((slice(None), slice(0, 1)))),
             distribution,
@@ -199,7 +199,7 @@ def _run_behind(
         if completions.vision is not None:
             per_token = completions.vision.select(bucket.rows).per_token(0, t - 1, device)
         with known, _past(model, past, of_row[rows], mask[rows, : p + t - 1], cache) as inputs:
-            found, _ = run(
+            found, _ = score_targets(
                 model,
                 Targets(ids[rows, 1:t], wanted[bucket.rows, 1:t], history=earlier),
                 distribution,
@@ -220,7 +220,7 @@ def _run_behind(
         # The rows of a prompt beside each other.
         orders = [prompts.of_row[bucket.rows].argsort(stable=True) for bucket in buckets]
         buckets = [Bucket(bucket.rows[order], bucket.width) for bucket, order in zip(buckets, orders, strict=True)]
-    return first.beside(TargetScores.of_calls([behind(bucket) for bucket in buckets], buckets, ids.shape[1] - 1))
+    return first.beside(TargetScores.of_buckets([behind(bucket) for bucket in buckets], buckets, ids.shape[1] - 1))
 
 
 @contextmanager
