@@ -57,18 +57,6 @@ def has_partitions(module: nn.Module) -> bool:
     return any(is_partitioned(parameter) for parameter in module.parameters())
 
 
-def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """Gather whole tensors on the CPU: rank 0 gets them, the other ranks an empty dict. A collective."""
-    import deepspeed  # pyright: ignore[reportMissingImports]
-
-    state: dict[str, Tensor] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        with deepspeed.zero.GatheredParameters([tensor]):
-            if torch.distributed.get_rank() == 0:
-                state[name] = tensor.detach().cpu().clone()
-    return state
-
-
 def restore_whole_parameters(module: nn.Module) -> None:
     """Put whole, plain parameters in the place of partitions once their engine has ended. A collective."""
     import deepspeed  # pyright: ignore[reportMissingImports]
@@ -193,7 +181,14 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
         gathered = get_model_state_dict(module, options=options)
         return {name: tensor for name, tensor in gathered.items() if isinstance(tensor, Tensor)}
     if has_partitions(module):
-        return whole_state(module)
+        import deepspeed  # pyright: ignore[reportMissingImports]
+
+        state: dict[str, Tensor] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            with deepspeed.zero.GatheredParameters([tensor]):
+                if torch.distributed.get_rank() == 0:
+                    state[name] = tensor.detach().cpu().clone()
+        return state
     return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
 
 
