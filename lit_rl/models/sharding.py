@@ -1,5 +1,12 @@
 """Weights spread over ranks (FSDP2, DeepSpeed's ZeRO stage 3, tensor parallelism), and brought together again.
 
+    device_of ...                 the device that a model computes on, which need not be where its shards lie
+    is_partitioned ...            parameters that DeepSpeed has taken apart, and whole ones in their place after a run
+    shard, unsharded ...          FSDP2: units of a model, held whole for a while, and as one whole state dict
+    whole_tensor ...              one tensor at a time, however a strategy has spread it
+    stored_parameters ...         arithmetic between two modules that are laid out alike
+    parallelize_layers ...        tensor parallelism beside FSDP2
+
 Tensor parallelism spreads the layers of a model over a group of ranks: heads of attention, and the width of the MLP.
 The plan is transformers' own (`base_model_tp_plan` of a config): projections into heads and into the MLP are cut by
 columns, those out of them by rows (1909.08053, section 3). Embedding, head and the norms of the residual stream stay
