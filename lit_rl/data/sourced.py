@@ -258,8 +258,8 @@ class SourcedDataModule(L.LightningDataModule):
         return ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
 
     def fitted(self, size: int | None, now: int, rows: int, key: str) -> int:
-        """Return the rows of a step: `size` where the user chose it. Otherwise as many as there are and as divide into the
-        parts of a step, at most `DEFAULT` or, where there are more parts than that, one for each.
+        """Return the rows of a step: `size` where the user chose it. Otherwise as many as there are and as divide into
+        the parts of a step, at most `DEFAULT` or, where there are more parts than that, one for each.
 
         Args:
             size: The constructor's setting; None where the user chose none.
