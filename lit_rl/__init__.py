@@ -1,7 +1,7 @@
 """PyTorch Lightning modules for RL post-training of language models.
 
-What a script or a notebook needs stands here, and is imported when it is first asked for: `import lit_rl` alone loads
-no PyTorch.
+The names that scripts and notebooks need are here, and are imported on first use: `import lit_rl` alone loads no
+PyTorch.
 
     from lit_rl import GRPO, RolloutDataModule
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lit_rl.lazy_names import LazyNames
+from lit_rl.core.lazy_names import LazyNames
 
-if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` says the same to Python, and a test compares the two
+if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` is the same for Python, and a test compares the two
     from lit_rl.algorithms import BCO as BCO
     from lit_rl.algorithms import CPO as CPO
     from lit_rl.algorithms import DPO as DPO
@@ -43,34 +43,34 @@ if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` says the same to P
     from lit_rl.callbacks import KLBlowUp as KLBlowUp
     from lit_rl.callbacks import LengthDrift as LengthDrift
     from lit_rl.callbacks import RepetitionDrift as RepetitionDrift
-    from lit_rl.callbacks.text import html_table as html_table
-    from lit_rl.commands.run_report import show as show
-    from lit_rl.data.datamodule import RolloutDataModule as RolloutDataModule
-    from lit_rl.data.offline.datamodule import PreferenceDataModule as PreferenceDataModule
-    from lit_rl.data.offline.datamodule import StepwiseDataModule as StepwiseDataModule
-    from lit_rl.data.offline.datamodule import SupervisedDataModule as SupervisedDataModule
+    from lit_rl.callbacks.display import html_table as html_table
+    from lit_rl.core.rollout import Sampling as Sampling
+    from lit_rl.data.example_module import PreferenceDataModule as PreferenceDataModule
+    from lit_rl.data.example_module import StepwiseDataModule as StepwiseDataModule
+    from lit_rl.data.example_module import SupervisedDataModule as SupervisedDataModule
+    from lit_rl.data.prompt_module import RolloutDataModule as RolloutDataModule
     from lit_rl.data.tasks import Addition as Addition
     from lit_rl.environments import CustomEnvironment as CustomEnvironment
     from lit_rl.environments import FunctionTools as FunctionTools
     from lit_rl.generation import RolloutFunction as RolloutFunction
     from lit_rl.models import LanguageModel as LanguageModel
     from lit_rl.models import Lora as Lora
-    from lit_rl.models.policy.loaded import LoadedModel as LoadedModel
+    from lit_rl.models.loaded_model import LoadedModel as LoadedModel
     from lit_rl.ops.advantages import centered as centered
     from lit_rl.ops.advantages import group_normalized as group_normalized
     from lit_rl.ops.advantages import leave_one_out as leave_one_out
-    from lit_rl.ops.losses import cispo_loss as cispo_loss
-    from lit_rl.ops.losses import clipped_policy_loss as clipped_policy_loss
-    from lit_rl.ops.losses import reinforce_loss as reinforce_loss
+    from lit_rl.ops.policy_losses import cispo_loss as cispo_loss
+    from lit_rl.ops.policy_losses import clipped_policy_loss as clipped_policy_loss
+    from lit_rl.ops.policy_losses import reinforce_loss as reinforce_loss
     from lit_rl.ops.reductions import StepTotals as StepTotals
     from lit_rl.ops.reductions import sequence_mean as sequence_mean
     from lit_rl.ops.reductions import token_mean as token_mean
     from lit_rl.ops.returns import gae as gae
+    from lit_rl.reports.run_page import show as show
     from lit_rl.rewards import RewardModel as RewardModel
     from lit_rl.rewards import Rewards as Rewards
     from lit_rl.rewards import exact_match as exact_match
     from lit_rl.rewards import math_accuracy as math_accuracy
-    from lit_rl.rollout import Sampling as Sampling
 
 _PLACES = {
     "algorithms": (
@@ -81,21 +81,21 @@ _PLACES = {
     "callbacks": (
         "ClippedShare DeadGroups EntropyCollapse HeldOutFlat JsonlLogger KLBlowUp LengthDrift RepetitionDrift"
     ),
-    "callbacks.text": "html_table",
-    "commands.run_report": "show",
-    "data.datamodule": "RolloutDataModule",
-    "data.offline.datamodule": "PreferenceDataModule StepwiseDataModule SupervisedDataModule",
+    "callbacks.display": "html_table",
+    "reports.run_page": "show",
+    "data.prompt_module": "RolloutDataModule",
+    "data.example_module": "PreferenceDataModule StepwiseDataModule SupervisedDataModule",
     "data.tasks": "Addition",
     "environments": "CustomEnvironment FunctionTools",
     "generation": "RolloutFunction",
     "models": "LanguageModel Lora",
-    "models.policy.loaded": "LoadedModel",
+    "models.loaded_model": "LoadedModel",
     "ops.advantages": "centered group_normalized leave_one_out",
-    "ops.losses": "cispo_loss clipped_policy_loss reinforce_loss",
+    "ops.policy_losses": "cispo_loss clipped_policy_loss reinforce_loss",
     "ops.reductions": "StepTotals sequence_mean token_mean",
     "ops.returns": "gae",
     "rewards": "RewardModel Rewards exact_match math_accuracy",
-    "rollout": "Sampling",
+    "core.rollout": "Sampling",
 }
 """Public names, by the module under `lit_rl` that has them."""
 
@@ -113,7 +113,7 @@ def __getattr__(name: str) -> Any:
 def _unknown(name: str) -> str:
     if name.startswith("_"):  # Python and its tools ask for such names, and catch the error
         return f"module 'lit_rl' has no attribute {name!r}"
-    from lit_rl.errors import did_you_mean
+    from lit_rl.core.errors import did_you_mean
 
     return (
         f"lit_rl has no {name!r} of its own.{did_you_mean(name, _NAMES.module_of)} Its modules, which docs/modules.md "

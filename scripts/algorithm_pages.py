@@ -26,9 +26,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lit_rl.algorithms import GKD, ORPO, SFT
 from lit_rl.algorithms.families.judged import JudgedModule
 from lit_rl.algorithms.families.pairs import PairModule
-from lit_rl.algorithms.families.scalar import ScalarModule
 from lit_rl.algorithms.families.verdicts import VerdictModule
 from lit_rl.algorithms.loop.offline import OfflineModule
+from lit_rl.algorithms.reward_modeling import ScalarModule
 from lit_rl.cli import schemas
 from lit_rl.cli.build import ABSENT, build, plain
 
@@ -111,7 +111,7 @@ class Memory(Logger):
 
 @functools.cache
 def _register() -> None:
-    schemas.register()
+    schemas.register_schemas()
 
 
 @functools.cache
@@ -252,7 +252,7 @@ def _is_plain(value: Any) -> bool:
 
 def _keys(prefix: str, node: dict[str, Any], wanted: list[str]) -> Iterator[str]:
     """A line for each of these settings of a node, with the value that it has in the preset."""
-    names = {path: name for name, path in {**schemas.TARGETS, **schemas.functions()}.items()}
+    names = {path: name for name, path in {**schemas.TARGETS, **schemas.public_functions()}.items()}
     for key, _, meaning in reference.settings(names[node["_target_"]]):
         if key in wanted:
             value = node[key].get("_target_", node[key]) if isinstance(node[key], dict) else node[key]

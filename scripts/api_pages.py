@@ -1,8 +1,11 @@
-"""Write what stands behind each `:::` line of docs/api/*.md as a table: every public class and function, with the first
-sentence of its docstring. The site shows the whole docstrings; in the repository the table is what one reads. Where a
-`:::` line has `members` below it, the table and the site have these names of the module and no others.
+"""Write docs/modules.md and the tables of docs/api/*.md from docstrings.
 
-    python scripts/api_pages.py            # --check says which pages are not as they would be written
+    python scripts/api_pages.py            # --check names the pages that are not as they would be written
+
+docs/modules.md has the first sentence of every module. A page of docs/api has a table for each of its `:::` lines:
+every public class and function of the module with the first sentence of its docstring. The site shows the whole
+docstrings; in the repository the table is what one reads. Where a `:::` line has `members` below it, the table and the
+site have these names of the module and no others.
 """
 
 from __future__ import annotations
@@ -16,6 +19,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "api"
+MODULES = ROOT / "docs" / "modules.md"
+HEAD = """# Every module in a line
+
+Written by `python scripts/api_pages.py` from the docstrings, not by hand. How the packages stand on each other, and how
+a step walks through them, is in [architecture.md](architecture.md).
+"""
 BEGIN, END = "<!-- names: `python scripts/api_pages.py`; not by hand -->", "<!-- end -->"
 MODULE = re.compile(r"^::: (\S+)$(?:\n    options:\n      members: \[(.+)\]$)?", re.M)
 """A module, and those of its names that a user asks for, where it has others."""
@@ -65,6 +74,20 @@ def written(text: str) -> str:
     return f"{bare[:at]}{table(modules)}\n\n{bare[at:]}"
 
 
+def modules_page() -> str:
+    """Return the page of every module, a table for each folder."""
+    package = ROOT / "lit_rl"
+    folders = [package, *(path for path in sorted(package.rglob("*")) if path.is_dir() and path.name != "conf")]
+    tables = []
+    for folder in folders:
+        files = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
+        docs = [(path.stem, ast.get_docstring(ast.parse(path.read_text())) or "") for path in files]
+        rows = [f"| `{name}` | {first_sentence(doc).removesuffix('.')} |" for name, doc in docs]
+        name = folder.relative_to(package).as_posix()
+        tables += ["\n".join([f"\n| `{name}/` | |", "|---|---|", *rows])] if rows else []
+    return "\n".join([HEAD.rstrip(), *tables]) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--check", action="store_true")
@@ -75,6 +98,10 @@ def main() -> int:
             stale.append(path.name)
             if not check:
                 path.write_text(new)
+    if (page := modules_page()) != MODULES.read_text():
+        stale.append(MODULES.name)
+        if not check:
+            MODULES.write_text(page)
     print(f"{'not as they would be written' if check else 'written'}: {', '.join(stale) or 'none'}")
     return int(check and bool(stale))
 

@@ -42,11 +42,11 @@ from rich.table import Table
 
 from lit_rl.algorithms import SFT
 from lit_rl.algorithms.evaluation.validation import Evaluation
-from lit_rl.cli.quiet import filter_warnings
-from lit_rl.data.offline.datamodule import SupervisedDataModule
+from lit_rl.cli.process import filter_warnings
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import SupervisedDataModule
 from lit_rl.data.tasks import AdditionText
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_OPERAND, HELD_OUT, DRAWS = 30, 150, 8

@@ -1,6 +1,6 @@
 """Write docs/configuration/, a page for each group, and the tables of docs/configuration.md, from the YAML files of
 `conf/` and the docstrings of the classes; lit_rl/cli/schema_keys.yaml, what each schema has
-and what constructors allow; and lit_rl/commands/defaults.yaml, the defaults that `lit-rl report` compares with.
+and what constructors allow; and lit_rl/reports/defaults.yaml, the defaults that `lit-rl report` compares with.
 
     python scripts/config_reference.py
 
@@ -20,8 +20,10 @@ from typing import Any
 import range_calls  # beside this script
 import yaml
 
-from lit_rl.cli import key_names, listing, schemas, stored_schemas
-from lit_rl.commands import defaults as constructors
+from lit_rl.cli import listing, schemas
+from lit_rl.cli import listing as key_names
+from lit_rl.cli import schemas as stored_schemas
+from lit_rl.reports import config_changes as constructors
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -32,7 +34,7 @@ MARKER = "<!-- Below: `python scripts/config_reference.py`. Do not edit by hand.
 
 def settings(name: str) -> Iterator[tuple[str, Any, str]]:
     """`(parameter, default, meaning)` of what a schema names; of a class of ours not what a foreign parent explains."""
-    path = {**schemas.TARGETS, **schemas.functions()}[name]
+    path = {**schemas.TARGETS, **schemas.public_functions()}[name]
     target = schemas._load(path)
     meanings: dict[str, str] = {}
     theirs: set[str] = set()
@@ -41,7 +43,7 @@ def settings(name: str) -> Iterator[tuple[str, Any, str]]:
         theirs = theirs | found.keys() if is_foreign(described) else theirs - found.keys()
         meanings |= found
     for parameter, _ in schemas.parameters(target):
-        if name in schemas.functions() and parameter.kind is not parameter.KEYWORD_ONLY:
+        if name in schemas.public_functions() and parameter.kind is not parameter.KEYWORD_ONLY:
             continue
         if parameter.name in theirs and not is_foreign(target):
             continue
@@ -189,7 +191,7 @@ def tables() -> str:
 
 def overview() -> str:
     """The groups, with their pages and the choice that a run takes where none is typed."""
-    taken = listing.defaults()
+    taken = listing.default_choices()
     rows = [
         f"| [`{group}`](configuration/{group}.md) | {about} | {f'`{taken[group]}`' if group in taken else ''} |"
         for group, about in GROUPS.items()
@@ -315,24 +317,32 @@ def schema_keys() -> str:
     """lit_rl/cli/schema_keys.yaml as it should be."""
     lines = [
         "# The keys of every schema, each with its type and default; and what constructors allow. Do not edit by hand:",
-        f"# `python scripts/config_reference.py` writes this file.\n_versions_: {in_a_line(stored_schemas.versions())}",
+        "# `python scripts/config_reference.py` writes this file.\n_versions_: "
+        f"{in_a_line(stored_schemas.schema_versions())}",
     ]
     lines += ["_allowed_:", *(f"  {path}: {in_a_line(found)}" for path, found in range_calls.every().items())]
-    lines += [f"{name}: {in_a_line(stored_schemas.stored(node))}" for name, node in sorted(schemas.every().items())]
+    lines += [
+        f"{name}: {in_a_line(stored_schemas.stored_fields(node))}"
+        for name, node in sorted(schemas.all_schemas().items())
+    ]
     return "\n".join(lines) + "\n"
 
 
 def usual() -> str:
-    """lit_rl/commands/defaults.yaml as it should be: of all that schemas and shipped files name."""
-    named = {*schemas.TARGETS.values(), *schemas.functions().values()}
+    """lit_rl/reports/defaults.yaml as it should be: of all that schemas and shipped files name."""
+    named = {*schemas.TARGETS.values(), *schemas.public_functions().values()}
     for path in CONF.rglob("*.yaml"):
         named |= set(re.findall(r"_target_: ([\w.]+)", path.read_text()))
-    found = {target: constructors.looked_up(target) for target in sorted(named) if target.startswith(constructors.OURS)}
+    found = {
+        target: constructors.look_up_defaults(target)
+        for target in sorted(named)
+        if target.startswith(constructors.KNOWN_PACKAGES)
+    }
     lines = [
         "# The defaults of constructors and functions, for `lit-rl report`. Do not edit by hand:",
-        f"# `python scripts/config_reference.py` writes this file.\n_lightning_: {constructors.lightning()!r}",
+        f"# `python scripts/config_reference.py` writes this file.\n_lightning_: {constructors.lightning_version()!r}",
     ]
-    lines += [f"{target}: {in_a_line(constructors.as_plain(each))}" for target, each in found.items()]
+    lines += [f"{target}: {in_a_line(constructors.plain_defaults(each))}" for target, each in found.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -347,4 +357,4 @@ if __name__ == "__main__":
     for group in GROUPS:
         (PAGES / f"{group}.md").write_text(page(group))
     key_names.SCHEMA_KEYS.write_text(schema_keys())
-    constructors.FILE.write_text(usual())
+    constructors.DEFAULTS_FILE.write_text(usual())

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lit_rl.core.rollout import Prompts, Sampling
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
-from lit_rl.rollout import Prompts, Sampling
 
 GROUP, PROMPTS, PLACES, NEW_TOKENS, MEAN_LENGTH = 8, 16, 32, 128, 48
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from plot_run import BLUE, GREEN, ORANGE, plt, read, series, smooth
 
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.digits import Digits
-from lit_rl.data.images import image_of
+from lit_rl.core.rollout import Prompts, Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.row_visuals import image_of
+from lit_rl.data.tasks import Digits
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel
-from lit_rl.rollout import Prompts, Sampling
 
 ROWS, COLUMNS = 3, 6
 RED = "#c0392b"

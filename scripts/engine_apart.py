@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from lit_rl.errors import GenerationError
-from lit_rl.generation.base import Generator
+from lit_rl.core.errors import GenerationError
+from lit_rl.core.rollout import Completions, Prompts, Sampling
+from lit_rl.generation.generator import Generator
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.rollout import Completions, Prompts, Sampling
 
 
 class EngineApart(Generator):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_rl import errors
+from lit_rl.core import errors
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "errors.md"
@@ -25,7 +25,7 @@ HEAD = """# Errors
 <!-- `python scripts/errors_reference.py` writes this page. Do not edit by hand. -->
 
 A message on stderr names the key or the file, what came, what is allowed and the likely fix. The class of the error
-decides the exit code of `train.py` and `lit-rl`; in Python, catch it (`from lit_rl.errors import ConfigError`).
+decides the exit code of `train.py` and `lit-rl`; in Python, catch it (`from lit_rl.core.errors import ConfigError`).
 All of them are `LitRLError`. Anything else is a defect of lit_rl and keeps its traceback (exit code 1);
 `LIT_RL_TRACEBACK=1` shows the traceback of the others too. What a run leaves when one ends it:
 [when something goes wrong](reliability.md).
@@ -245,7 +245,7 @@ def page() -> str:
 
 
 def classes() -> list[type[errors.LitRLError]]:
-    """Those of `lit_rl/errors.py`, in its order."""
+    """Those of `lit_rl/core/errors.py`, in its order."""
     found = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.LitRLError)]
     return [kind for kind in found if kind is not errors.LitRLError]
 

@@ -150,10 +150,10 @@ FILES = {
     "constructors.py": (
         "import lightning as L\n\n"
         "from lit_rl.algorithms import GRPO, AdamW\n"
-        "from lit_rl.data.datamodule import RolloutDataModule\n"
+        "from lit_rl.data.prompt_module import RolloutDataModule\n"
         "from lit_rl.data.tasks import Addition\n"
         "from lit_rl.rewards import exact_match\n"
-        "from lit_rl.rollout import Sampling\n\n"
+        "from lit_rl.core.rollout import Sampling\n\n"
         'module = GRPO("tiny", exact_match, sampling=Sampling(max_new_tokens=6), optimizer=AdamW(lr=5e-4))\n'
         "trainer = L.Trainer(max_steps=2, logger=False, limit_val_batches=1)\n"
         "trainer.fit(module, datamodule=RolloutDataModule(task=Addition()))\n"

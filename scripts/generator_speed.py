@@ -25,15 +25,14 @@ import torch
 from algorithm_pages import write
 from make_random_model import make
 
-from lit_rl.generation.base import Generator
-from lit_rl.generation.continuous import HFContinuousGenerator
-from lit_rl.generation.hf import HFGenerator
+from lit_rl.core.rollout import Prompts, Sampling
+from lit_rl.generation.generator import Generator
+from lit_rl.generation.hf import HFContinuousGenerator, HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
 from lit_rl.generation.vllm.in_process import VLLMGenerator
 from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.models import LanguageModel
-from lit_rl.rollout import Prompts, Sampling
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "generators.md"
 

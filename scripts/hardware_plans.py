@@ -14,18 +14,23 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config
 
+from lit_rl.algorithms.checks.memory import Memory, RowLengths
+from lit_rl.algorithms.checks.micro_batching import StepRows, budget_of_gigabytes, fewest_micro_batches
+from lit_rl.algorithms.checks.model_sizes import (
+    gathered_weights,
+    masters_at_once,
+    number_sizes,
+    policy_network,
+    stored_bytes,
+)
 from lit_rl.algorithms.optim.optimizers import AdamW
-from lit_rl.algorithms.preflight.cut import Step, chosen
-from lit_rl.algorithms.preflight.footprint import gathered, masters_at_once, numbers_of, policy_network, stored_bytes
-from lit_rl.algorithms.preflight.memory import Lengths, Memory
-from lit_rl.algorithms.preflight.room import room_of
-from lit_rl.errors import ConfigError, in_words
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.lora import Lora
-from lit_rl.models.policy.shape import ModelShape
-from lit_rl.ops.linear_logprobs import part_numbers
+from lit_rl.core.errors import ConfigError, format_bytes
+from lit_rl.models.adapters import Lora
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.model_costs import ModelShape
+from lit_rl.ops.fused_head import part_numbers
 from lit_rl.ops.logprobs import block_numbers
-from lit_rl.ops.transforms import NO_TRUNCATION
+from lit_rl.ops.sampling_distribution import NO_TRUNCATION
 
 GPU = torch.device("cuda")
 
@@ -66,9 +71,9 @@ def shape_of(name: str) -> ModelShape:
 def memory(name: str, rank: int, precision: str) -> Memory:
     """Of `algo=grpo`, with `model.lora.r=RANK` if that is not 0; with `bf16-mixed` the frozen base is bfloat16 too."""
     held = LanguageModel(dtype="bfloat16", lora=Lora(r=rank)) if rank else LanguageModel()  # its own sizes are not read
-    numbers = numbers_of(held, precision, AdamW())
+    numbers = number_sizes(held, precision, AdamW())
     policy = policy_network(held, shape_of(name), numbers, "fused")
-    lengths = Lengths(PROMPT_TOKENS, NEW_TOKENS, GROUP, shares=True)
+    lengths = RowLengths(PROMPT_TOKENS, NEW_TOKENS, GROUP, shares=True)
     blocks = {"block": block_numbers(GPU, NO_TRUNCATION), "part": part_numbers(GPU)}
     blocks["masters"] = masters_at_once([policy], numbers, AdamW())
     return Memory(policy, numbers, lengths, decoding=lengths, **blocks, may_recompute=True, may_offload=True)
@@ -77,31 +82,31 @@ def memory(name: str, rank: int, precision: str) -> Memory:
 def spread(name: str, ranks: int) -> Memory:
     """What each rank of `algo=grpo strategy=fsdp trainer.precision=bf16-true` needs; FSDP2 shares no prompts."""
     alone, held = memory(name, *WHOLE), LanguageModel()
-    numbers = numbers_of(held, WHOLE[1], AdamW(), shards=True)
+    numbers = number_sizes(held, WHOLE[1], AdamW(), shards=True)
     policy = policy_network(held, shape_of(name), numbers, "fused")
     lengths = replace(alone.lengths, shares=False)
-    whole = gathered(policy, numbers, None, reference=False, stored=stored_bytes(held, numbers))
+    whole = gathered_weights(policy, numbers, None, reference=False, stored=stored_bytes(held, numbers))
     sizes = {"policy": policy, "numbers": numbers, "lengths": lengths, "decoding": lengths}
     return replace(alone, **sizes, masters=0, gathered=whole, spread_over=ranks, ranks=ranks)
 
 
-def planned(needs: Memory, step: Step, room: int) -> str:
+def planned(needs: Memory, step: StepRows, room: int) -> str:
     """The columns of a run: how it is cut, or what its smallest micro-batch would take."""
     try:
-        cut = chosen(step, needs, room)
+        cut = fewest_micro_batches(step, needs, room)
     except ConfigError:
         least = needs.recomputing(offload=True).plan(1, 1, steps_in_parts=True).total
-        return f"does not fit | | | one completion: {in_words(least)}"
+        return f"does not fit | | | one completion: {format_bytes(least)}"
     rows, decoded = step.cuts()[cut.micro_batches], min(cut.decoded or 0, step.sequences)
     sizes = needs.recomputing(cut.offload) if cut.recompute else needs
     recompute = "on the host" if cut.offload else "yes" if cut.recompute else "no"
     total = sizes.plan(rows, decoded, steps_in_parts=cut.micro_batches > 1).total
-    return f"{rows} of {step.units * step.rows} | {recompute} | {decoded} | {in_words(total)}"
+    return f"{rows} of {step.units * step.rows} | {recompute} | {decoded} | {format_bytes(total)}"
 
 
-def step_of(ranks: int) -> Step:
+def step_of(ranks: int) -> StepRows:
     """The part of an optimizer step that each rank learns from."""
-    return Step(PROMPTS // ranks, GROUP, PROMPTS * GROUP // ranks, slices=(1, 2, 4, 8))
+    return StepRows(PROMPTS // ranks, GROUP, PROMPTS * GROUP // ranks, slices=(1, 2, 4, 8))
 
 
 COLUMNS = "completions a micro-batch | gradient checkpointing | decoded | a step needs |"
@@ -113,7 +118,7 @@ def one_gpu() -> str:
     for gigabytes in (24, 80):
         for name, rank, precision in RUNS:
             trains = f"LoRA r={rank}" if rank else "all weights"
-            plan = planned(memory(name, rank, precision), step_of(1), room_of(gigabytes))
+            plan = planned(memory(name, rank, precision), step_of(1), budget_of_gigabytes(gigabytes))
             lines.append(f"| {gigabytes} GiB | {name} | {trains} | {precision} | {plan} |")
     return "\n".join(lines) + "\n"
 
@@ -124,7 +129,7 @@ def several_gpus() -> str:
     for gigabytes in (24, 80):
         for name in ("qwen0.5b", "Qwen2.5-7B"):
             for ranks in RANKS:
-                plan = planned(spread(name, ranks), step_of(ranks), room_of(gigabytes))
+                plan = planned(spread(name, ranks), step_of(ranks), budget_of_gigabytes(gigabytes))
                 lines.append(f"| {gigabytes} GiB | {name} | {ranks} | {plan} |")
     return "\n".join(lines) + "\n"
 

@@ -48,7 +48,7 @@ from same_bits import first_difference, measured, same
 
 from lit_rl import cli
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
-from lit_rl.cli import hydra_app, stored_schemas  # noqa: F401  # loaded once, before anything is forked
+from lit_rl.cli import hydra_app, schemas  # noqa: F401  # loaded once, before anything is forked
 from lit_rl.generation.vllm.server import VLLMServerGenerator
 
 RUN = [
@@ -320,7 +320,7 @@ def _noted(owner: type, name: str, path: Path) -> None:
 
 def _load_what_it_loaded(folder: Path) -> None:
     """So that what is forked from now on finds every library loaded, and the schemas of the config registered."""
-    stored_schemas.register()
+    schemas.register_stored()
     for name in _note(folder, "modules").read_text().split():
         with contextlib.suppress(Exception):
             importlib.import_module(name)

@@ -29,12 +29,12 @@ from transformers import (
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from lit_rl.algorithms import SFT, AdamW, Constant
-from lit_rl.data.digits import DigitTexts
-from lit_rl.data.images import image_of
-from lit_rl.data.offline.datamodule import SupervisedDataModule
-from lit_rl.data.templates import render_prompt
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.rendering import render_prompt
+from lit_rl.data.row_visuals import image_of
+from lit_rl.data.tasks import DigitTexts
 from lit_rl.models import LanguageModel
-from lit_rl.rollout import Sampling
 
 PAD, START, END, IMAGE = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>"
 SEEN = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]

@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from lit_rl.algorithms import SFT, AdamW, Linear
-from lit_rl.data.offline.datamodule import SupervisedDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import SupervisedDataModule
 from lit_rl.data.tasks import AdditionText
-from lit_rl.rollout import Sampling
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # The template marks the assistant's tokens ({% generation %}), so that supervised methods can find them.

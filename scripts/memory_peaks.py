@@ -192,10 +192,10 @@ def _fit(case: Case, folder: Path, *callbacks: L.Callback, steps: int = 2) -> in
 
 def _built(case: Case, folder: Path) -> tuple[Any, Any]:
     from lit_rl import algorithms
-    from lit_rl.data.datamodule import RolloutDataModule
-    from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+    from lit_rl.core.rollout import Sampling
+    from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+    from lit_rl.data.prompt_module import RolloutDataModule
     from lit_rl.models import LanguageModel, Lora
-    from lit_rl.rollout import Sampling
 
     model = LanguageModel(str(_model(case.shape, folder)), lora=Lora(r=case.lora) if case.lora else None)
     rows = _rows(case, folder)

@@ -176,7 +176,7 @@ MUTATIONS = [
     Mutation(
         "cut",
         "a step is cut into one micro-batch more than the coarsest that fits",
-        "lit_rl/algorithms/preflight/cut.py",
+        "lit_rl/algorithms/checks/micro_batching.py",
         "if decoded and _fits(",
         "if decoded and count > 1 and _fits(",
         "tests/algorithms/test_memory_plan.py::test_the_cut_is_the_coarsest_that_fits",
@@ -192,7 +192,7 @@ MUTATIONS = [
     Mutation(
         "failed-scored",
         "an episode whose environment failed is rewarded and learned from",
-        "lit_rl/algorithms/rollouts/episodes.py",
+        "lit_rl/algorithms/rollouts/episode_outcomes.py",
         "for row, episode in enumerate(episodes) if not episode.failed]",
         "for row, episode in enumerate(episodes)]",
         "tests/algorithms/test_agents.py::test_scores_of_what_failed_are_none",
@@ -208,7 +208,7 @@ MUTATIONS = [
     Mutation(
         "episode-room",
         "an episode may be longer than its limit",
-        "lit_rl/environments/conversation.py",
+        "lit_rl/environments/conversations.py",
         "self.max_tokens - row.tokens - len(ids)",
         "self.max_tokens - row.tokens",
         "tests/environments/test_conversation.py",
@@ -224,7 +224,7 @@ MUTATIONS = [
     Mutation(
         "shared-inputs",
         "a reward function changes what the next completion is scored by",
-        "lit_rl/rewards/workers/job.py",
+        "lit_rl/rewards/jobs.py",
         "return replace(self, inputs={key: _copy(key, values) for key, values in self.inputs.items()})",
         "return self",
         "tests/rewards/test_rewards_own_inputs.py",
@@ -240,7 +240,7 @@ MUTATIONS = [
     Mutation(
         "lock",
         "two runs write into one folder",
-        "lit_rl/commands/run_lock.py",
+        "lit_rl/runs/run_lock.py",
         "fcntl.LOCK_EX",
         "fcntl.LOCK_SH",
         "tests/runs/test_run_lock.py",
@@ -248,7 +248,7 @@ MUTATIONS = [
     Mutation(
         "half-folder",
         "a checkpoint of pieces counts as whole where one is missing",
-        "lit_rl/callbacks/checkpoint_files.py",
+        "lit_rl/callbacks/checkpoint_io.py",
         "return None if is_as_noted(path) else",
         "return None if True else",
         "tests/runs/test_damaged_checkpoints.py",
@@ -256,7 +256,7 @@ MUTATIONS = [
     Mutation(
         "full-disk",
         "what is half-written stays where the disk is full",
-        "lit_rl/durable.py",
+        "lit_rl/core/durable_files.py",
         "            unfinished.unlink()\n        raise\n",
         "            pass\n        raise\n",
         "tests/runs/test_full_disk.py",
@@ -264,7 +264,7 @@ MUTATIONS = [
     Mutation(
         "logger",
         "a logger that fails ends the run",
-        "lit_rl/callbacks/unwritten.py",
+        "lit_rl/callbacks/loggers.py",
         "            self.note(what, error, time.monotonic() - began)\n",
         "            raise\n",
         "tests/runs/test_failing_loggers.py",
@@ -272,7 +272,7 @@ MUTATIONS = [
     Mutation(
         "other-image",
         "where rows are joined, the later ones see the images of the earlier",
-        "lit_rl/vision.py",
+        "lit_rl/core/vision_inputs.py",
         "other.index + len(self.prompts)",
         "other.index",
         "tests/vision/test_vision_training.py",
@@ -280,7 +280,7 @@ MUTATIONS = [
     Mutation(
         "placeholder",
         "a policy may say the placeholder of an image",
-        "lit_rl/models/policy/loading.py",
+        "lit_rl/models/loading.py",
         "return logits.index_fill(-1, places, RULED_OUT)",
         "return logits",
         "tests/vision/test_vision_families.py",
@@ -288,7 +288,7 @@ MUTATIONS = [
     Mutation(
         "later-image",
         "what a tool shows stands one token too early",
-        "lit_rl/vision.py",
+        "lit_rl/core/vision_inputs.py",
         "at = prompt + each.column",
         "at = prompt + each.column - 1",
         "tests/vision/test_vision_returned.py",

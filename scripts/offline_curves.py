@@ -34,8 +34,8 @@ from algorithm_pages import (
 from curve_runs import BLUE, GREY, IMAGES, ORANGE, band, spread, styled
 from offline_points import Curve, Curves, Point, column, read, save
 
-from lit_rl.algorithms.families.scalar import ScalarModule
 from lit_rl.algorithms.families.verdicts import VerdictModule
+from lit_rl.algorithms.reward_modeling import ScalarModule
 
 SCORERS = [name for name in OFFLINE if issubclass(CLASSES[name], ScalarModule)]
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lit_rl.cli.other_names import OTHER_NAMES
+from lit_rl.cli.aliases import OTHER_NAMES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _HEAD = "# What names of other tools are here. `python scripts/other_names.py` writes this file: do not edit by hand.\n"

@@ -24,13 +24,13 @@ import torch
 from algorithm_pages import write
 
 from lit_rl.algorithms import GRPO, AdamW, Constant
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.rollout import Prompts, Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.generation.noise import prompt_key
 from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.models import LanguageModel
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Prompts, Sampling
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
 PROMPTS, COMPLETIONS, TOKENS = 16, 8, 64

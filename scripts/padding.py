@@ -11,11 +11,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lit_rl.data.offline.example import Encoded, Example
-from lit_rl.data.offline.example_set import ExampleSet
-from lit_rl.data.offline.loader import ExampleLoader
+from lit_rl.data.example_set import Encoded, Example, ExampleSet
+from lit_rl.data.loaders import ExampleLoader
 from lit_rl.data.order import RolloutOrder
-from lit_rl.models.policy.rows_by_length import by_length
+from lit_rl.models.forward_inputs import bucket_by_length
 
 ROWS, MEDIAN, SPREAD, MOST = 6400, 250, 0.8, 1024
 """Of the set: its rows, tokens of the median row, standard deviation of the logarithm, and `data.max_length`."""
@@ -40,7 +39,7 @@ def tokens(data: ExampleSet, batch_size: int, accumulate: int, group_by_length: 
         lengths = batch.tokens.attention_mask.sum(1)
         texts.append(int(lengths.sum()))
         padded.append(batch.tokens.input_ids.numel())
-        in_calls.append(sum(call.width * len(call.rows) for call in by_length(lengths)))
+        in_calls.append(sum(call.width * len(call.rows) for call in bucket_by_length(lengths)))
     sums = [sum(found) / sum(texts) for found in (padded, in_calls)]
     return [*sums, *(float(np.reshape(found, (-1, accumulate)).max(1).mean()) for found in (padded, in_calls))]
 

@@ -33,7 +33,7 @@ from typing import Any
 from browser import Page, browser
 from PIL import Image
 
-from lit_rl.commands import run_report
+from lit_rl.reports import run_page
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / ".venv-site" / "bin" / "mkdocs"
@@ -53,7 +53,7 @@ def train(folder: Path, *settings: str) -> Path:
         with (folder.parent / f"{folder.name}.log").open("w") as log:
             command = [sys.executable, "train.py", *settings, f"run_dir={folder}"]
             subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=True)
-    run_report.write(folder)
+    run_page.write_run_page(folder)
     return folder
 
 

@@ -2,7 +2,7 @@
 `one_of`.
 
 So that a range stands once, where it is refused, and is known before a constructor can be imported:
-`scripts/config_reference.py` writes what this finds to `schema_keys.yaml`, and `lit_rl.cli.allowed` reads it there.
+`scripts/config_reference.py` writes what this finds to `schema_keys.yaml`, and `lit_rl.cli.fast_checks` reads it there.
 Found is what is asked of every value that is not null. What depends on other settings is left to the constructor.
 """
 
@@ -19,9 +19,9 @@ from typing import Any
 
 from hydra.utils import get_object
 
-from lit_rl import errors
-from lit_rl.algorithms.signatures import annotations_of, notes
+from lit_rl.algorithms.signatures import annotated_metadata, annotations_of
 from lit_rl.cli import schemas
+from lit_rl.core import errors
 from lit_rl.ops.ranges import Range
 
 _DEEPEST = 5
@@ -57,7 +57,7 @@ def of_loss(loss: Callable[..., Any]) -> Found:
     """Of a loss, whose annotations declare its ranges."""
     found: Found = {}
     for name, annotation in annotations_of(loss).items():
-        for each in notes(annotation):
+        for each in annotated_metadata(annotation):
             if isinstance(each, Range):
                 found[name] = [{"key": f"algo.loss.{name}", **_without_defaults(dataclasses.asdict(each))}]
     return found
@@ -66,7 +66,7 @@ def of_loss(loss: Callable[..., Any]) -> Found:
 def every() -> dict[str, Found]:
     """By the path of what is built; and the words of Lightning's Trainer."""
     found = {path: of(get_object(path)) for path in schemas.TARGETS.values() if path.startswith("lit_rl.")}
-    losses = {path: of_loss(get_object(path)) for path in schemas.functions().values() if ".ops.losses." in path}
+    losses = {path: of_loss(get_object(path)) for path in schemas.public_functions().values() if ".ops.losses." in path}
     lora = get_object("lit_rl.models.Lora")  # a schema beside the model's names it by the module that it is in
     found[f"{lora.__module__}.{lora.__qualname__}"] = found["lit_rl.models.Lora"]
     found |= losses

@@ -141,7 +141,7 @@ GENERATES = {
 }
 GAME = (
     f"{COMMON.replace('data.task.max_operand=5 ', '')} {ROLLOUTS} data=repeated data.task.prompt='0..9='"
-    " data.task.train_rows=32 env=environment env.path=lit_rl.environments.guess:GuessNumber env.max_turns=3"
+    " data.task.train_rows=32 env=environment env.path=lit_rl.environments.games:GuessNumber env.max_turns=3"
     " env.max_tokens=24 env.max_observation_tokens=8 sampling.max_new_tokens=4"
 )
 TOOLS = (
@@ -293,7 +293,7 @@ def newest(run_dir: Path) -> dict[str, Any]:
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl less what measures time and memory."""
-    from lit_rl.algorithms.evaluation.speed import is_speed
+    from lit_rl.algorithms.rollouts.phase_costs import is_speed
 
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if not is_speed(key)} for line in lines]

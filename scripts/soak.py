@@ -40,11 +40,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_rl import cli
-from lit_rl.cli import (
-    hydra_app,  # noqa: F401  # loaded once, before anything is forked
-    schemas,
-)
-from lit_rl.commands.env_growth import held
+from lit_rl.cli import schemas
+from lit_rl.runs.env_plays import held_resources
 
 BOUND = 32.0
 """KiB of memory an optimizer step, over two thirds of a run: more than that is a leak."""
@@ -95,7 +92,7 @@ def settings_of(name: str) -> list[str]:
         return OTHERS[name]
     if name in NEEDS:
         return NEEDS[name]
-    schemas.register()
+    schemas.register_schemas()
     GlobalHydra.instance().clear()
     with initialize_config_module("lit_rl.conf", version_base="1.3"):
         config = compose("config", [f"algo={name}"])
@@ -130,7 +127,7 @@ class Looks(L.Callback):
         if self.leak:
             self._leaked.append(bytearray(b"x" * (self.leak * 1024)))
         if step % self.every == 0:
-            look = {"step": step, **held(), "KiB of children": _of_children()}
+            look = {"step": step, **held_resources(), "KiB of children": _of_children()}
             with self.path.open("a") as file:
                 file.write(json.dumps(look) + "\n")
 

@@ -2,6 +2,7 @@
 
     python scripts/trace_step.py            # the table
     python scripts/trace_step.py --calls    # and every call that is counted inside algorithms/
+    python scripts/trace_step.py --check    # ends with 1 where one is above the table of docs/architecture.md
 
 A policy of a few layers is trained through `lit_rl.cli` without callbacks, and every Python call is watched from
 Lightning's `on_train_batch_start` of the second rollout's first batch to `on_train_batch_end` of its last one (of an
@@ -16,7 +17,6 @@ offline method: of the second batch). What is counted:
   method of the training LightningModule's own classes, calls a method or a property of that module. A function that a
   class takes over from another file as a method is called as one, and is no method itself where it calls.
 
-Before helpers became terms it said: GRPO 50, 17, 177, 62, 13; PPO 63, 21, 234, 91, 21; DPO 24, 12, 69, 32, 3.
 """
 
 from __future__ import annotations
@@ -187,22 +187,41 @@ def trace(overrides: list[str]) -> Seen:
     return watch.seen
 
 
+def numbers(found: Seen) -> tuple[int, ...]:
+    """Return the row of the table."""
+    inside = sum(file.startswith("algorithms/") for file in found.files)
+    return len(found.files), inside, len(found.between_files), len(found.inside), len(found.back)
+
+
+def committed() -> dict[str, tuple[int, ...]]:
+    """Return the rows that stand in docs/architecture.md."""
+    lines = (PACKAGE.parent / "docs" / "architecture.md").read_text().splitlines()
+    rows = {name: [line for line in lines if line.startswith(f"| {name} | ")] for name in METHODS}
+    return {name: tuple(map(int, line.split("|")[2:-1])) for name, (line,) in rows.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", action="store_true", help="print the calls inside algorithms/ too")
-    listed = parser.parse_args().calls
+    parser.add_argument("--check", action="store_true", help="compare with docs/architecture.md")
+    given = parser.parse_args()
     seen = {name: trace(overrides) for name, overrides in METHODS.items()}
     print("| one step of | files | in `algorithms/` | calls between files | inside `algorithms/` | back-calls |")
     print("|---|---|---|---|---|---|")
-    for name, found in seen.items():
-        inside = sum(file.startswith("algorithms/") for file in found.files)
-        numbers = (len(found.files), inside, len(found.between_files), len(found.inside), len(found.back))
-        print(f"| {name} | {' | '.join(map(str, numbers))} |")
-    for name, found in seen.items() if listed else []:
+    rows = {name: numbers(found) for name, found in seen.items()}
+    for name, row in rows.items():
+        print(f"| {name} | {' | '.join(map(str, row))} |")
+    for name, found in seen.items() if given.calls else []:
         for title, pairs in (("inside algorithms/", found.inside), ("back-calls", sorted(found.back))):
             print(f"\n{name}, {title}:")
             for (a, caller), (b, called) in pairs:
                 print(f"  {a} {caller} -> {b} {called}")
+    if given.check:
+        least = committed()
+        worse = [
+            name for name, row in rows.items() if any(now > was for now, was in zip(row, least[name], strict=True))
+        ]
+        raise SystemExit(f"above docs/architecture.md: {', '.join(worse)}" if worse else 0)
 
 
 if __name__ == "__main__":

@@ -148,41 +148,49 @@ TESTS = {
     "._tracking_uri": "tests/agents/test_trackers.py",
     "wandb.Table.MAX_ROWS": "tests/agents/test_wandb.py",
     # signatures, by the file that reads them
-    "lit_rl/algorithms/optim/schedule_by_path.py": "tests/doors/test_torch_schedules.py",
-    "lit_rl/cli/trainers.py": "tests/cli/test_bad_config.py",
+    "lit_rl/algorithms/optim/schedules.py": "tests/doors/test_torch_schedules.py",
+    "lit_rl/cli/trainer_settings.py": "tests/cli/test_bad_config.py",
     "lit_rl/cli/schemas.py": "tests/cli/test_configs.py",
-    "lit_rl/commands/defaults.py": "tests/docs/test_reference_docs.py",
-    "lit_rl/keywords.py": "tests/algorithms/test_trainer_settings.py",
-    "lit_rl/models/policy/liger.py": "tests/models/test_models_liger.py",
-    "lit_rl/models/policy/compiled_pieces.py": _COMPILED,
-    "lit_rl/chat_template.py": "tests/data/test_rendering_cases.py",
-    "lit_rl/generation/lean_steps.py": _LEAN,
-    "lit_rl/generation/vllm/generator.py": "tests/generation/test_engine_kwargs.py",
-    "lit_rl/models/policy/forward_names.py": "tests/generation/test_contract.py",
-    "lit_rl/models/scoring/forward.py": "tests/models/test_models_scoring.py",
-    "lit_rl/tasksets.py": "tests/agents/test_verifiers_rows.py",
+    "lit_rl/reports/config_changes.py": "tests/docs/test_reference_docs.py",
+    "lit_rl/core/errors.py": "tests/algorithms/test_trainer_settings.py",
+    "lit_rl/models/kernels.py": _COMPILED,
+    "lit_rl/core/chat_template.py": "tests/data/test_rendering_cases.py",
+    "lit_rl/generation/fast_decoding.py": _LEAN,
+    "lit_rl/generation/vllm/engine_generator.py": "tests/generation/test_engine_kwargs.py",
+    "lit_rl/models/forward_inputs.py": "tests/generation/test_contract.py",
+    "lit_rl/models/scoring.py": "tests/models/test_models_scoring.py",
+    "lit_rl/core/task_sets.py": "tests/agents/test_verifiers_rows.py",
 }
 """What is used, and the test that would notice a change of it."""
 
 OWN_SIGNATURES = {
     *("lit_rl/algorithms/kto.py", "lit_rl/algorithms/signatures.py"),
     *(
-        "lit_rl/algorithms/preflight/estimators.py",
-        "lit_rl/algorithms/preflight/given.py",
+        "lit_rl/algorithms/checks/policy_gradient_checks.py",
+        "lit_rl/algorithms/checks/argument_checks.py",
     ),
-    *("lit_rl/cli/lightning_app.py", "lit_rl/environments/user_class.py", "lit_rl/generation/rollout_function.py"),
+    *(
+        "lit_rl/cli/lightning_app.py",
+        "lit_rl/environments/user_environments.py",
+        "lit_rl/generation/rollout_function.py",
+    ),
     *(
         "lit_rl/algorithms/rollouts/identity.py",
         "lit_rl/environments/tools.py",
     ),
-    *("lit_rl/user_code.py", "lit_rl/environments/source.py"),
-    *("lit_rl/rewards/builtin/lengths.py", "lit_rl/rewards/functions/contract.py"),
+    *("lit_rl/core/fingerprints.py", "lit_rl/environments/environment_base.py"),
+    *("lit_rl/rewards/token_rewards.py", "lit_rl/rewards/contract.py"),
 }
 """Files that read signatures of lit_rl's own functions, or of the user's."""
 
 
 BY_HAND = {
-    "lit_rl/algorithms/optim/going_on.py": ("_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial"),
+    "lit_rl/algorithms/optim/resumed_optimizer.py": (
+        "_step_count",
+        "_last_lr",
+        "_get_lr_called_within_step",
+        "_is_initial",
+    ),
     "lit_rl/algorithms/optim/strategies.py": ("_tensor_parallel_size",),
     "lit_rl/callbacks/watchdog.py": ("_engine_run_backward",),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from lit_rl.named import TINY
+from lit_rl.core.model_paths import TINY
 
 CONTROL = re.compile(
     r"<\|[A-Za-z_0-9/]+\|>|<[｜][^｜>]+[｜]>|<\|[a-z_]+>|<[a-z_]+\|>|<(?:start|end)_of_[a-z]+>|<eos>|<bos>|</s>|<s>"

@@ -16,7 +16,7 @@ from lit_rl.cli.build import plain
 
 @functools.cache
 def _composed(overrides: tuple[str, ...]) -> DictConfig:
-    schemas.register()
+    schemas.register_schemas()
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("lit_rl.conf", version_base="1.3"):

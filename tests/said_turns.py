@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_rl.environments.source import EpisodeSource
-from lit_rl.generation.base import Generator
-from lit_rl.generation.batches import DecodeBatch, Decoded, assemble
+from lit_rl.core.rollout import Completions, PromptBatch, Prompts, Sampling
+from lit_rl.environments.environment_base import EpisodeSource
 from lit_rl.generation.collect import Vocabulary, request
-from lit_rl.generation.turn_by_turn import TurnByTurn
-from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
+from lit_rl.generation.decode_batches import DecodeBatch, Decoded, assemble
+from lit_rl.generation.generator import Generator
+from lit_rl.generation.hf import TurnByTurn
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:

@@ -13,11 +13,10 @@ from pathlib import Path
 import chat_templates
 import pytest
 
-from lit_rl import chat_template
-from lit_rl.chat_template import apply_chat_template
-from lit_rl.data.offline.rendering import render
-from lit_rl.data.templates import render_prompt
-from lit_rl.errors import ConfigError
+from lit_rl.core import chat_template
+from lit_rl.core.chat_template import apply_chat_template
+from lit_rl.core.errors import ConfigError
+from lit_rl.data.rendering import render, render_prompt
 from lit_rl.models import LanguageModel
 
 ASKED = [{"role": "user", "content": "1+1"}]

@@ -13,12 +13,12 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
-from lit_rl import interruption
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.rollouts.source import given_up_together
-from lit_rl.callbacks.signal_watch import SignalWatch
-from lit_rl.generation.ahead import Ahead, Drawn
-from lit_rl.interruption import Interrupted, agreed, ends_the_run, in_one_piece, may_be_given_up
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.rollouts.rollout_source import abort_on_all_ranks
+from lit_rl.callbacks.graceful_stop import SignalWatch
+from lit_rl.core import interrupts
+from lit_rl.core.interrupts import Interrupted, agreed_by_ranks, interruptible, run_ending_hook, uninterruptible
+from lit_rl.generation.ahead import Ahead, DrawnAhead
 
 
 class Ended(Exception):
@@ -32,10 +32,10 @@ def end() -> NoReturn:
 @pytest.fixture(params=[False, True], ids=["one rank", "several"])
 def several(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Signals are listened to; SIGUSR2 asks to stop."""
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: interruption.ask())
-    interruption.listen(end, several=request.param)
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: interrupts.request_stop())
+    interrupts.enable_interrupts(end, several=request.param)
     yield request.param
-    interruption.forget()
+    interrupts.disable_interrupts()
     signal.signal(signal.SIGUSR2, before)
 
 
@@ -53,51 +53,51 @@ def is_told() -> None:
 
 def test_a_wait_ends_at_once_and_the_run_with_it(several: bool) -> None:
     began = time.monotonic()
-    with pytest.raises(Ended), ends_the_run(), agreed(), may_be_given_up():
+    with pytest.raises(Ended), run_ending_hook(), agreed_by_ranks(), interruptible():
         waits()
-    assert time.monotonic() - began < 10 and not interruption.is_working()
+    assert time.monotonic() - began < 10 and not interrupts.is_interruptible()
 
 
 def test_a_step_that_has_to_be_whole_is_finished_first_and_no_other_follows(several: bool) -> None:
     steps: list[str] = []
-    with pytest.raises(Ended), ends_the_run(), agreed(), may_be_given_up():
+    with pytest.raises(Ended), run_ending_hook(), agreed_by_ranks(), interruptible():
         while len(steps) < 4:
-            with in_one_piece():
+            with uninterruptible():
                 steps.append("begun")
                 is_told()
                 steps.append("done")
-    assert steps == ["begun", "done"] and not interruption.is_working()
-    with in_one_piece():  # no work that may be given up: nothing is raised
+    assert steps == ["begun", "done"] and not interrupts.is_interruptible()
+    with uninterruptible():  # no work that may be given up: nothing is raised
         is_told()
 
 
-@pytest.mark.parametrize("work", [lambda: may_be_given_up(), lambda: may_be_given_up(alone=False)])
+@pytest.mark.parametrize("work", [lambda: interruptible(), lambda: interruptible(alone=False)])
 def test_where_ranks_do_not_agree_afterwards_work_goes_on(several: bool, work: Callable) -> None:
     done = []
     if not several:
-        with pytest.raises(Ended), ends_the_run(), work():
+        with pytest.raises(Ended), run_ending_hook(), work():
             waits()
         return
-    with ends_the_run(), work():
+    with run_ending_hook(), work():
         is_told()
         done.append(True)
-    assert done and interruption.asked()
+    assert done and interrupts.stop_requested()
 
 
 def test_a_hook_that_may_not_be_left_is_not_left(several: bool) -> None:
-    with agreed(), may_be_given_up():
+    with agreed_by_ranks(), interruptible():
         is_told()
-    assert interruption.asked()
-    with pytest.raises(Ended), ends_the_run(), agreed(), may_be_given_up():
+    assert interrupts.stop_requested()
+    with pytest.raises(Ended), run_ending_hook(), agreed_by_ranks(), interruptible():
         raise AssertionError("it was asked before")
 
 
 def test_what_catches_everything_is_told_again_and_left_at_its_end(several: bool) -> None:
     caught: list[BaseException] = []
-    watch = SignalWatch(lambda: signal.SIGUSR2 if interruption.asked() else None, ranks=1)
+    watch = SignalWatch(lambda: signal.SIGUSR2 if interrupts.stop_requested() else None, ranks=1)
     threading.Timer(0.5, watch.begin).start()
     began = time.monotonic()
-    with pytest.raises(Ended), ends_the_run(), agreed(), may_be_given_up():
+    with pytest.raises(Ended), run_ending_hook(), agreed_by_ranks(), interruptible():
         for wait in (waits, lambda: time.sleep(30)):
             try:
                 wait()
@@ -163,7 +163,7 @@ def test_a_thread_beside_goes_on(several: bool) -> None:
     done = []
 
     def work() -> None:
-        with ends_the_run(), agreed(), may_be_given_up():
+        with run_ending_hook(), agreed_by_ranks(), interruptible():
             time.sleep(0.5)
             done.append(True)
 
@@ -176,19 +176,19 @@ def test_a_thread_beside_goes_on(several: bool) -> None:
 
 def test_a_rank_that_has_done_its_work_gives_it_up_where_it_was_asked(several: bool) -> None:
     """Of one process: what it says of itself is what all say."""
-    with pytest.raises(Ended), ends_the_run():
-        with given_up_together(Ranks()):
+    with pytest.raises(Ended), run_ending_hook():
+        with abort_on_all_ranks(Ranks()):
             os.kill(os.getpid(), signal.SIGUSR2)
             time.sleep(0.1)
-        with may_be_given_up():
+        with interruptible():
             raise AssertionError
 
 
 def test_what_a_wait_was_given_up_for_is_waited_for_again(several: bool) -> None:
     ahead, go_on = Ahead(), threading.Event()
-    drawn = Drawn(None)  # pyright: ignore
+    drawn = DrawnAhead(None)  # pyright: ignore
     ahead.start((1, (1,)), lambda: [go_on.wait(30), drawn][1])
-    with pytest.raises(Ended), ends_the_run(), agreed(), may_be_given_up():
+    with pytest.raises(Ended), run_ending_hook(), agreed_by_ranks(), interruptible():
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
         ahead.wait()
     threading.Timer(0.5, go_on.set).start()
@@ -197,7 +197,7 @@ def test_what_a_wait_was_given_up_for_is_waited_for_again(several: bool) -> None
 
 def test_what_is_drawn_ahead_is_waited_for_as_long_as_it_is_said() -> None:
     ahead, go_on = Ahead(), threading.Event()
-    drawn = Drawn(None)  # pyright: ignore
+    drawn = DrawnAhead(None)  # pyright: ignore
     ahead.start((1, (1,)), lambda: drawn)
     ahead.start((2, (2,)), lambda: [go_on.wait(30), drawn][1])
     assert [name for name, _ in ahead.peek(0.5)] == [(1, (1,))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lit_rl.loopback import is_loopback
+from lit_rl.core.machine import is_loopback
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1"])

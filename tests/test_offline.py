@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from lit_rl import offline
-from lit_rl.errors import BackendError
+from lit_rl.core import machine
+from lit_rl.core.errors import BackendError
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://hub.invalid")
-    monkeypatch.setattr(offline, "_closed", False)
-    for name in offline._PROXIES:
+    monkeypatch.setattr(machine, "_set_offline", False)
+    for name in machine._PROXIES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -40,44 +40,44 @@ def is_offline() -> bool:
 
 def test_it_is_said_once_and_undone_when_the_name_has_an_address(asked, monkeypatch, capsys):
     for _ in range(2):
-        offline.read_the_cache_alone_where_there_is_no_hub()
+        machine.go_offline_if_unreachable()
     assert is_offline() and capsys.readouterr().err.count("hub.invalid") == 1
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [("an address of", host, port)])
-    offline.read_the_cache_alone_where_there_is_no_hub()
+    machine.go_offline_if_unreachable()
     assert not is_offline() and not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("proxy", offline._PROXIES)
+@pytest.mark.parametrize("proxy", machine._PROXIES)
 def test_a_proxy_looks_names_up_itself(asked, monkeypatch, proxy):
     monkeypatch.setenv(proxy, "http://127.0.0.1:1")
-    offline.read_the_cache_alone_where_there_is_no_hub()
+    machine.go_offline_if_unreachable()
     assert not is_offline()
 
 
 def test_what_the_user_has_set_stays(asked, monkeypatch):
     import huggingface_hub
 
-    offline._ask_the_hub(False)
-    monkeypatch.setattr(offline, "_closed", False)
+    machine._ask_the_hub(False)
+    monkeypatch.setattr(machine, "_set_offline", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
-    offline.read_the_cache_alone_where_there_is_no_hub()
+    machine.go_offline_if_unreachable()
     assert is_offline()
 
 
 def test_another_hub_that_is_there_is_asked(asked, monkeypatch):
     import huggingface_hub
 
-    offline.read_the_cache_alone_where_there_is_no_hub()
+    machine.go_offline_if_unreachable()
     assert is_offline()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
-    offline.read_the_cache_alone_where_there_is_no_hub()
+    machine.go_offline_if_unreachable()
     assert not is_offline()
 
 
 def test_a_look_up_that_hangs_is_no_address(asked, monkeypatch):
-    monkeypatch.setattr(offline, "_PATIENCE", 0.1)
+    monkeypatch.setattr(machine, "_LOOK_UP_TIMEOUT", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: time.sleep(5))
-    offline.read_the_cache_alone_where_there_is_no_hub()
+    machine.go_offline_if_unreachable()
     assert is_offline()
 
 
@@ -85,26 +85,26 @@ def test_why_nothing_can_be_sent_is_found_out_within_seconds(asked, monkeypatch)
     """No address; a closed port; an address that does not answer, as `connect` says it; then a hub that is there."""
     from huggingface_hub import constants
 
-    assert str(offline.why_unreachable()).endswith("hub.invalid cannot be reached: its name has no address")
+    assert str(machine.why_hub_is_unreachable()).endswith("hub.invalid cannot be reached: its name has no address")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert str(offline.why_unreachable()).endswith("127.0.0.1 cannot be reached: Connection refused")
+    assert str(machine.why_hub_is_unreachable()).endswith("127.0.0.1 cannot be reached: Connection refused")
     with monkeypatch.context() as patch, socket.create_server(("127.0.0.1", 0), backlog=0) as full:
-        patch.setattr(offline, "_PATIENCE", 0.1)
+        patch.setattr(machine, "_LOOK_UP_TIMEOUT", 0.1)
         patch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{full.getsockname()[1]}")
         waiting = [socket.socket() for _ in range(4)]  # Linux takes one more than the backlog
         for each in waiting:
             each.setblocking(False)
             each.connect_ex(full.getsockname())
-        assert str(offline.why_unreachable()).endswith("cannot be reached: timed out")
+        assert str(machine.why_hub_is_unreachable()).endswith("cannot be reached: timed out")
         for each in waiting:
             each.close()
-    offline._ask_the_hub(False)
+    machine._ask_the_hub(False)
     with socket.create_server(("127.0.0.1", 0)) as there:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{there.getsockname()[1]}")
-        assert offline.why_unreachable() is None and not is_offline()
+        assert machine.why_hub_is_unreachable() is None and not is_offline()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(offline, "_closed", False)
-    assert "HF_HUB_OFFLINE is set" in str(offline.why_unreachable())
+    monkeypatch.setattr(machine, "_set_offline", False)
+    assert "HF_HUB_OFFLINE is set" in str(machine.why_hub_is_unreachable())
 
 
 @pytest.mark.all

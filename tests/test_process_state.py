@@ -20,14 +20,13 @@ import pytest
 import torch
 
 from lit_rl.algorithms import GRPO
-from lit_rl.by_path import named_by
-from lit_rl.data.formats import mapped_row
-from lit_rl.environments.runner import Runner, Task
-from lit_rl.errors import DataError, RewardError
-from lit_rl.process_state import process_kept, raised_by_itself
+from lit_rl.core.errors import DataError, RewardError
+from lit_rl.core.process_state import is_raised_by_user_code, preserve_process_state
+from lit_rl.core.user_functions import load_by_path
+from lit_rl.data.rows import apply_map_row
+from lit_rl.environments.runner import Runner, TimedTask
 from lit_rl.rewards import Rewards, TrainerState
-from lit_rl.rewards.judges.base import ask
-from lit_rl.rewards.judges.functions import FunctionJudge
+from lit_rl.rewards.judges import FunctionJudge, ask_judge
 
 HOSTILE = """
 import logging, os, random, signal, socket, sys, threading
@@ -118,8 +117,10 @@ def by_judge(change: Callable[[], None], path: Path) -> None:
             change()
             return [0.5]
 
-    assert ask(Mine(), ["?"], ["a"], ["b"], trainer_state=STATE) == [0.5]
-    ask(FunctionJudge(lambda prompts, firsts, seconds: [change() or 1.0]), ["?"], ["a"], ["b"], trainer_state=STATE)
+    assert ask_judge(Mine(), ["?"], ["a"], ["b"], trainer_state=STATE) == [0.5]
+    ask_judge(
+        FunctionJudge(lambda prompts, firsts, seconds: [change() or 1.0]), ["?"], ["a"], ["b"], trainer_state=STATE
+    )
 
 
 def by_environment(change: Callable[[], None], path: Path) -> None:
@@ -127,7 +128,7 @@ def by_environment(change: Callable[[], None], path: Path) -> None:
         change()
         return 7
 
-    assert Runner().in_order([Task(step(), 60.0, 5)]) == [7]
+    assert Runner().in_order([TimedTask(step(), 60.0, 5)]) == [7]
 
 
 def by_file(change: Callable[[], None], path: Path) -> None:
@@ -135,7 +136,7 @@ def by_file(change: Callable[[], None], path: Path) -> None:
     (path / "mine.py").write_text(HOSTILE + "\nchange()\n")
     flags = torch.backends.cudnn
     before = torch.get_num_threads(), torch.get_float32_matmul_precision(), flags.benchmark
-    named_by(f"{path}/mine.py:change", "reward.fn")
+    load_by_path(f"{path}/mine.py:change", "reward.fn")
     assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (before[0] + 1, "medium")
     assert flags.benchmark != before[2]
     torch.set_num_threads(before[0])
@@ -167,7 +168,7 @@ DOORS = [
 
 @pytest.mark.parametrize("door", DOORS)
 def test_what_a_function_changes_is_put_back(door: Callable[..., None], change: Any, tmp_path: Path) -> None:
-    with process_kept("the test"):  # and so the suite goes on, whatever fails here
+    with preserve_process_state("the test"):  # and so the suite goes on, whatever fails here
         torch.manual_seed(5)
         before = snapshot()
         door(change, tmp_path)
@@ -177,10 +178,10 @@ def test_what_a_function_changes_is_put_back(door: Callable[..., None], change: 
 
 def test_a_setting_that_was_changed_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        with process_kept("reward function 'mine'"):
+        with preserve_process_state("reward function 'mine'"):
             torch.set_default_dtype(torch.float64)
             random.random()
-    with process_kept("reward function 'mild'"):
+    with preserve_process_state("reward function 'mild'"):
         np.random.seed(0)
         torch.rand(())
     (record,) = caplog.records
@@ -196,10 +197,10 @@ def test_what_a_row_function_draws_is_the_rows_own() -> None:
 
     row = {"choices": list(range(9))}
     before = snapshot()
-    first = mapped_row(shuffled, row, "folder/rows.jsonl:1")
+    first = apply_map_row(shuffled, row, "folder/rows.jsonl:1")
     random.random()
-    assert mapped_row(shuffled, row, "/elsewhere/rows.jsonl:1") == first
-    second = mapped_row(shuffled, row, "folder/rows.jsonl:2")
+    assert apply_map_row(shuffled, row, "/elsewhere/rows.jsonl:1") == first
+    second = apply_map_row(shuffled, row, "folder/rows.jsonl:2")
     assert all(ours != theirs for ours, theirs in zip(first["choices"], second["choices"]))
     random.setstate(before[0])
     assert snapshot() == before
@@ -226,7 +227,7 @@ def test_whatever_a_function_raises_is_its_own_failure(error: BaseException) -> 
         with pytest.raises(RewardError, match=type(error).__name__):
             Rewards(function).score(["?"], ["!"], {})
     with pytest.raises(DataError, match=type(error).__name__):
-        mapped_row(single, {}, "rows:1")  # pyright: ignore
+        apply_map_row(single, {}, "rows:1")  # pyright: ignore
 
 
 def test_ctrl_c_and_the_end_of_a_task_are_no_failures_of_a_function() -> None:
@@ -236,7 +237,7 @@ def test_ctrl_c_and_the_end_of_a_task_are_no_failures_of_a_function() -> None:
         try:
             await asyncio.sleep(60)
         except BaseException as error:
-            told.append(raised_by_itself(error))
+            told.append(is_raised_by_user_code(error))
             raise
 
     async def ended() -> None:
@@ -246,8 +247,8 @@ def test_ctrl_c_and_the_end_of_a_task_are_no_failures_of_a_function() -> None:
         await asyncio.wait([task])
 
     asyncio.run(ended())
-    assert told == [False] and not raised_by_itself(KeyboardInterrupt())
-    thread = threading.Thread(target=lambda: told.append(raised_by_itself(KeyboardInterrupt())))
+    assert told == [False] and not is_raised_by_user_code(KeyboardInterrupt())
+    thread = threading.Thread(target=lambda: told.append(is_raised_by_user_code(KeyboardInterrupt())))
     thread.start()
     thread.join()
     assert told == [False, True]
@@ -278,7 +279,7 @@ def test_handlers_that_a_ctrl_c_has_given_back_stay_so() -> None:
     """Else the run's own handler, which has let go, would be there again and answer the next signal."""
     ours, theirs = signal.getsignal(signal.SIGTERM), lambda number, frame: None
     try:
-        with pytest.raises(KeyboardInterrupt), process_kept("a function"):
+        with pytest.raises(KeyboardInterrupt), preserve_process_state("a function"):
             signal.signal(signal.SIGTERM, theirs)
             raise KeyboardInterrupt
         assert signal.getsignal(signal.SIGTERM) is theirs

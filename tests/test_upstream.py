@@ -66,7 +66,7 @@ def test_a_new_use_is_found(upstream: ModuleType, code: str, kind: str, name: st
     "code",
     [
         "class A:\n  def _own(self): return self._own()",
-        "import lit_rl.errors\nlit_rl.errors._other",
+        "import lit_rl.core.errors\nlit_rl.errors._other",
         "import os\nos._exit(1)",
         "def f(node): return node._target_",
         "import torch\nclass A(torch.nn.Module):\n  def _mine(self): pass\n  def forward(self): return self._mine()",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lit_rl.rollout import Completions
-from lit_rl.turns import Heard, Responder, Said
+from lit_rl.core.episode import EnvironmentTurn, PolicyTurn, Responder
+from lit_rl.core.rollout import Completions
 
 MAX_TOKENS = 24
 
@@ -20,29 +20,29 @@ class Scripted(Responder):
     """
 
     def __init__(
-        self, reply: Callable[[Said], Sequence[int] | None], max_tokens: int = MAX_TOKENS, at_once: int = 0
+        self, reply: Callable[[PolicyTurn], Sequence[int] | None], max_tokens: int = MAX_TOKENS, at_once: int = 0
     ) -> None:
         self._reply, self._max_tokens, self._at_once = reply, max_tokens, at_once
-        self._waiting: list[Heard] = []
+        self._waiting: list[EnvironmentTurn] = []
         self._lengths: dict[int, int] = {}
-        self.told: dict[int, list[Said]] = {}
+        self.told: dict[int, list[PolicyTurn]] = {}
 
     @property
     def max_tokens(self) -> int:
         return self._max_tokens
 
-    def tell(self, said: Said) -> None:
+    def tell(self, said: PolicyTurn) -> None:
         self.told.setdefault(said.row, []).append(said)
         ids = self._reply(said)
         length = self._lengths.get(said.row, 0) + len(said.token_ids) + len(ids or ())
         room = self._max_tokens - length
         if ids is None or room < 1:
-            self._waiting.append(Heard(said.row, None, ended=ids is None))
+            self._waiting.append(EnvironmentTurn(said.row, None, ended=ids is None))
             return
         self._lengths[said.row] = length
-        self._waiting.append(Heard(said.row, ids, room))
+        self._waiting.append(EnvironmentTurn(said.row, ids, room))
 
-    def answers(self, *, wait: bool) -> list[Heard]:
+    def answers(self, *, wait: bool) -> list[EnvironmentTurn]:
         if not wait and len(self._waiting) < 3:
             return []
         count = self._at_once or len(self._waiting)
@@ -52,7 +52,7 @@ class Scripted(Responder):
         return given
 
 
-def reply(said: Said) -> list[int] | None:
+def reply(said: PolicyTurn) -> list[int] | None:
     """Up to four tokens, sometimes none; some conversations are over after one, two or three turns."""
     total = sum(said.token_ids) + said.turn
     return None if total % 5 == 0 or said.turn == 3 else [2 + (total + 3 * i) % 30 for i in range(total % 5)]

@@ -8,13 +8,13 @@ from typing import Any
 
 from vision_toys import picture
 
-from lit_rl.data.images import image_of
-from lit_rl.data.templates import render_prompt
+from lit_rl.core.rollout import Completions, Prompts, Sampling
+from lit_rl.core.vision_inputs import PromptVision
+from lit_rl.core.visuals import ImageRef
+from lit_rl.data.rendering import render_prompt
+from lit_rl.data.row_visuals import image_of
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.images import ImageRef
 from lit_rl.models import LanguageModel
-from lit_rl.rollout import Completions, Prompts, Sampling
-from lit_rl.vision import PromptVision
 
 
 @dataclass(frozen=True)

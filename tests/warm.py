@@ -240,7 +240,7 @@ def _begun(
     ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(environment, **{_WHERE: path})
-    os.environ.pop("LIT_RL_STARTED_BY", None)  # a rank that watches its parent: see `lit_rl.commands.parent`
+    os.environ.pop("LIT_RL_STARTED_BY", None)  # a rank that watches its parent: see `lit_rl.runs.rank_processes`
     offline = environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "TRUE", "YES")
     for name in {"huggingface_hub.constants", "datasets.config"} & set(sys.modules):
         sys.modules[name].HF_HUB_OFFLINE = offline

@@ -1,4 +1,4 @@
-"""The methods, one LightningModule a file, none derived from another; what they are made of stands beside them."""
+"""The methods, one LightningModule each, none derived from another, and the settings that they take."""
 
 from lit_rl.algorithms.bco import BCO as BCO
 from lit_rl.algorithms.cpo import CPO as CPO
@@ -15,9 +15,9 @@ from lit_rl.algorithms.optim.schedules import Cosine as Cosine
 from lit_rl.algorithms.optim.schedules import Linear as Linear
 from lit_rl.algorithms.orpo import ORPO as ORPO
 from lit_rl.algorithms.ppo import PPO as PPO
-from lit_rl.algorithms.process_reward import ProcessRewardModeling as ProcessRewardModeling
 from lit_rl.algorithms.reinforce import Reinforce as Reinforce
-from lit_rl.algorithms.reward_model import RewardModeling as RewardModeling
+from lit_rl.algorithms.reward_modeling import ProcessRewardModeling as ProcessRewardModeling
+from lit_rl.algorithms.reward_modeling import RewardModeling as RewardModeling
 from lit_rl.algorithms.rloo import RLOO as RLOO
 from lit_rl.algorithms.sft import SFT as SFT
 from lit_rl.algorithms.xpo import XPO as XPO

@@ -1,13 +1,14 @@
-"""BCO: binary classifier optimisation, single completions found desirable or not, arXiv:2404.04656.
+"""BCO: binary classifier optimisation, from single completions labelled desirable or undesirable, arXiv:2404.04656.
 
 For a completion y of a prompt x:
 
     reward         r_y = beta (sum_t log pi(y_t) - log pi_ref(y_t))
-    reward shift   delta = mean of the steps' mean rewards, from the first step to this one, without gradient
+    reward shift   delta = mean of the mean rewards of all optimizer steps up to this one, without gradient
     objective      mean over rows of - log sigma(r - delta) where desirable, - w(x) log sigma(delta - r) where not
 
-`w` is 1, or with `algo/prompt_weights=density_ratio` how much more often such a prompt has desirable completions than
-undesirable ones (the paper's underlying distribution matching), by a regression on the reference's hidden states.
+`w` is 1. With `algo/prompt_weights=density_ratio` it is the ratio of the densities of such a prompt among desirable and
+undesirable completions (the paper's underlying distribution matching), by a regression on the reference's hidden
+states.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.checks.data_and_trainer import NeedsAllRows
 from lit_rl.algorithms.families.verdicts import VerdictModule
-from lit_rl.algorithms.preflight.offline import AllRows
-from lit_rl.algorithms.terms.density_ratio import DensityRatio, PromptWeights, prompt_embeddings
-from lit_rl.algorithms.terms.reward_shift import RewardShift
+from lit_rl.algorithms.terms.verdict_terms import DensityRatio, PromptWeights, RewardShift, prompt_embeddings
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.data.offline.example import Example
-from lit_rl.errors import ConfigError
-from lit_rl.examples import TokenBatch, VerdictBatch
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.ops.preference.verdicts import bco
-from lit_rl.ops.step import Metrics
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.examples import TokenBatch, VerdictBatch
+from lit_rl.data.example_set import Example
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.ops.preference_losses import bco
+from lit_rl.ops.reductions import Metrics
 
 
 class BCO(VerdictModule):
@@ -36,17 +36,17 @@ class BCO(VerdictModule):
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
         beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
-        prompt_weights: Weighs undesirable completions by their prompts; None weighs all alike.
-        shared: What every `OfflinePolicyModule` takes.
+        prompt_weights: Weights of undesirable completions by their prompts. None: all weigh the same.
+        shared: Arguments of every `OfflinePolicyModule`.
     """
 
     couples_rows = True
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Any = None,
         *,
         beta: float = 0.1,
@@ -70,12 +70,12 @@ class BCO(VerdictModule):
         return self._loss(batch, whole)[:2]
 
     def training_loss(self, batch: VerdictBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
-        """The same; the mean reward of the step is kept until it is taken."""
+        """Return the same as `loss`, and keep the mean reward of the step for `after_step`."""
         loss, metrics, self._step_reward = self._loss(batch, whole)
         return loss, metrics
 
     def _loss(self, batch: VerdictBatch, whole: WholeStep | None) -> tuple[Tensor, Metrics, Tensor]:
-        """Loss and metrics, and the mean reward of the step. What is validated shifts nothing."""
+        """Return loss, metrics and the mean reward of the step. Validation does not change the shift."""
         scores = self.text_scores(batch.tokens, stats=True)
         ratios = self.ratios(batch, scores)
         rewards = self.beta * ratios.detach() if whole is None else whole.columns["rewards"]
@@ -103,20 +103,20 @@ class BCO(VerdictModule):
             self.prompt_weights.ratio.load_state(saved["prompt_weights"])
 
     def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Shift and weights are of all ranks."""
+        """Return the state of the first rank: shift and weights are the same on all ranks."""
         return dict(saved[0]) | super().of_other_ranks(saved)
 
-    # ------------------------------------------------------------------ the weights of prompts
+    # ------------------------------------------------------------------ prompt weights
 
     def _weights(self, batch: VerdictBatch) -> Tensor | None:
-        """`(b,)`: the density ratio of undesirable rows, 1 of the others. None: 1 everywhere."""
+        """Return the weights `(b,)`: the density ratio for undesirable rows, 1 for the others. None: 1 everywhere."""
         if self.prompt_weights is None:
             return None
         return torch.where(batch.desirable, 1.0, self.prompt_weights.of(batch.tokens, self.embed))  # pyright: ignore
 
     @torch.no_grad()
     def embed(self, tokens: TokenBatch, prompts: Tensor) -> Tensor:
-        """`(b, h)`: what the reference makes of the prompts, which are the tokens under the mask `(b, s)`."""
+        """Return the reference's embeddings `(b, h)` of the prompts, the tokens under the mask `(b, s)`."""
         with self.reference.scoring(self.policy, self.reference_policy) as scorer:
             return prompt_embeddings(scorer, tokens.input_ids, prompts)
 
@@ -124,7 +124,7 @@ class BCO(VerdictModule):
         """Fit the density ratio to a sample of the training rows, the same on every rank. A collective.
 
         Raises:
-            ConfigError: the sample has one kind of completions only.
+            ConfigError: the sample has only desirable or only undesirable completions.
         """
         assert self.prompt_weights is not None
         self.prompt_weights.fit(examples, self.embed, seed=self.seed, pad_id=self.model.pad_id, ranks=self.ranks)
@@ -139,14 +139,14 @@ class BCO(VerdictModule):
     on_test_start = on_validation_start
 
     def _match_once(self) -> None:
-        """Fit the density ratio where no checkpoint has brought it."""
+        """Fit the density ratio, unless a checkpoint restored it."""
         if self.prompt_weights is not None and not self.prompt_weights.ratio.fitted:
             data: Any = self.trainer.datamodule  # pyright: ignore
             with self.rollout_context():
                 self.match_prompts(data.corpus.train.examples)
 
     def before_release(self) -> None:
-        """Let the reference embed every prompt of the run."""
+        """Embed every prompt of the run with the reference."""
         if self.prompt_weights is None:
             return
         self._match_once()
@@ -155,7 +155,9 @@ class BCO(VerdictModule):
         with self.rollout_context():
             self.prompt_weights.compute(rows, self.embed, pad_id=self.model.pad_id, device=self.device)
 
-    def reads_all_rows(self) -> Iterator[AllRows]:
+    def reads_all_rows(self) -> Iterator[NeedsAllRows]:
         yield from super().reads_all_rows()
         if self.prompt_weights is not None:
-            yield AllRows("algo/prompt_weights=density_ratio is fitted to a sample of", "take algo/prompt_weights=none")
+            yield NeedsAllRows(
+                "algo/prompt_weights=density_ratio is fitted to a sample of", "take algo/prompt_weights=none"
+            )

@@ -1,4 +1,4 @@
-"""CPO: preferences without a reference, beside the likelihood of what was chosen, arXiv:2401.08417.
+"""CPO: preferences without a reference, with the likelihood of the chosen completions, arXiv:2401.08417.
 
 For a prompt with a chosen completion c and a rejected one r, and y either of them:
 
@@ -19,20 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.families.pairs import Columns, PairModule, Sides, pair_metrics, policy_columns
-from lit_rl.algorithms.signatures import setting, unwrapped
+from lit_rl.algorithms.families.pairs import ChosenRejected, Columns, PairModule, pair_metrics, policy_columns
+from lit_rl.algorithms.signatures import setting_of, unwrap
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.errors import in_range
-from lit_rl.examples import PairBatch
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.models.policy.text_forward import TextScores
-from lit_rl.ops.preference.common import alpha_reward
-from lit_rl.ops.preference.losses import ipo, sigmoid, sigmoid_norm
-from lit_rl.ops.preference.reference_free import alphapo, simpo
-from lit_rl.ops.step import Metrics
+from lit_rl.core.errors import in_range
+from lit_rl.core.examples import PairBatch
+from lit_rl.models.forward import TextScores
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.ops.preference_losses import alpha_reward, alphapo, ipo, sigmoid, sigmoid_norm, simpo
+from lit_rl.ops.reductions import Metrics
 
 PER_TOKEN = (ipo, sigmoid_norm, simpo, alphapo)
-"""Losses whose reward is of the log-prob per token."""
+"""Losses whose reward is a function of the log-prob per token."""
 
 
 class CPO(PairModule):
@@ -40,17 +38,17 @@ class CPO(PairModule):
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
-        beta: Scale of the reward beta log pi, above 0. Losses of the log-prob per token want a larger one.
-        preference: The loss of a pair, or several by name, whose weighted sum is learned.
-        preference_weights: Weight of each of them by name (1 where not given).
+        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
+        beta: Scale of the reward beta log pi, above 0. Losses of the log-prob per token need a larger one.
+        preference: The loss of a pair, or several by name, which are added with their weights.
+        preference_weights: Weight of each of them by name (1 by default).
         nll_coef: Weight of the negative log-likelihood of the chosen completions, at least 0.
-        shared: What every `OfflinePolicyModule` takes.
+        shared: Arguments of every `OfflinePolicyModule`.
     """
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Any = None,
         *,
         beta: float = 0.1,
@@ -64,7 +62,7 @@ class CPO(PairModule):
         )
         in_range("algo.nll_coef", nll_coef, low=0)
         self.nll_coef = nll_coef
-        self.reward_of = _reward_of(list(self.preference.values()))
+        self.reward_of = _per_token_reward(list(self.preference.values()))
 
     def columns(self, batch: PairBatch, scores: TextScores) -> Columns:
         columns = policy_columns(batch, scores)
@@ -82,23 +80,23 @@ class CPO(PairModule):
         metrics = pair_metrics(*self._rewards_and_logps(columns), batch, scores)
         return loss, metrics | {"nll_loss": (nll.detach(), tokens)} | aux
 
-    def _rewards_and_logps(self, columns: Columns) -> tuple[Sides, Sides]:
-        """As TRL logs them: per token where every loss is of log-probs per token."""
-        logps = Sides(columns["chosen"], columns["rejected"])
+    def _rewards_and_logps(self, columns: Columns) -> tuple[ChosenRejected, ChosenRejected]:
+        """Return rewards and log-probs as TRL logs them: per token if every loss is of log-probs per token."""
+        logps = ChosenRejected(columns["chosen"], columns["rejected"])
         if self.reward_of is None:
-            return Sides(*(self.beta * logp for logp in logps)), logps
+            return ChosenRejected(*(self.beta * logp for logp in logps)), logps
         lengths = columns["chosen_tokens"], columns["rejected_tokens"]
-        means = Sides(*(logp / length.clamp(min=1) for logp, length in zip(logps, lengths)))
-        return Sides(*(self.beta * self.reward_of(mean) for mean in means)), means
+        means = ChosenRejected(*(logp / length.clamp(min=1) for logp, length in zip(logps, lengths)))
+        return ChosenRejected(*(self.beta * self.reward_of(mean) for mean in means)), means
 
 
-def _reward_of(preferences: list[Callable]) -> Callable[[Tensor], Tensor] | None:
-    """What these losses make of a log-prob per token, without beta; None where one is of the sum over tokens."""
-    functions = [unwrapped(function) for function in preferences]
+def _per_token_reward(preferences: list[Callable]) -> Callable[[Tensor], Tensor] | None:
+    """Return the reward of a log-prob per token, without beta; None if one of the losses reads sums over tokens."""
+    functions = [unwrap(function) for function in preferences]
     if not all(function in PER_TOKEN for function in functions):
         return None
-    return partial(alpha_reward, alpha=setting(preferences[0], "alpha")) if functions == [alphapo] else _unchanged
+    return partial(alpha_reward, alpha=setting_of(preferences[0], "alpha")) if functions == [alphapo] else _identity
 
 
-def _unchanged(mean: Tensor) -> Tensor:
+def _identity(mean: Tensor) -> Tensor:
     return mean

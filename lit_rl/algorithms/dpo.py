@@ -1,4 +1,4 @@
-"""DPO: direct preference optimisation, arXiv:2305.18290, with every loss over log ratios that followed it.
+"""DPO: direct preference optimisation, arXiv:2305.18290, and the losses over log ratios of later papers.
 
 For a prompt with a chosen completion c and a rejected one r, and y either of them:
 
@@ -6,8 +6,8 @@ For a prompt with a chosen completion c and a rejected one r, and y either of th
     score          s_y = f(rho_y), f the divergence's (2309.16240); rho_y itself for the reverse KL
     objective      mean over pairs of sum_k weight_k preference_k(c, r); sigmoid is - log sigma(beta (s_c - s_r))
 
-Off by default: tokens beyond the shorter completion count less (LD-DPO, 2409.06411), pairs count by how likely the
-policy itself is to write them (WPO, 2406.11827), and a reference that follows (`reference=mixing`: TR-DPO, 2404.09656).
+Off by default: a lower weight for tokens beyond the shorter completion (LD-DPO, 2409.06411), weights of pairs by their
+likelihood under the policy (WPO, 2406.11827), and a moving reference (`reference=mixing`: TR-DPO, 2404.09656).
 """
 
 from __future__ import annotations
@@ -18,20 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.families.pairs import Columns, PairModule, Sides, pair_metrics, policy_columns
-from lit_rl.algorithms.preflight import preferences as pair_checks
+from lit_rl.algorithms.checks import preference_checks as pair_checks
+from lit_rl.algorithms.families.pairs import ChosenRejected, Columns, PairModule, pair_metrics, policy_columns
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.errors import in_range
-from lit_rl.examples import PairBatch
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.models.policy.text_forward import TextScores
-from lit_rl.models.reference.base import ReferenceFree
-from lit_rl.ops.masking import masked_mean
-from lit_rl.ops.preference.divergences import reverse_kl
-from lit_rl.ops.preference.losses import sigmoid
-from lit_rl.ops.preference.pairs import sums_of_pairs
-from lit_rl.ops.step import Metrics
+from lit_rl.core.errors import in_range
+from lit_rl.core.examples import PairBatch
+from lit_rl.models.forward import TextScores
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.models.references import ReferenceFree
+from lit_rl.ops.preference_losses import reverse_kl, sigmoid, sums_of_pairs
+from lit_rl.ops.reductions import Metrics, masked_mean
 
 
 class DPO(PairModule):
@@ -39,17 +36,17 @@ class DPO(PairModule):
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
         beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
-        preference: The loss of a pair, or several by name, whose weighted sum is learned (MPO, 2411.10442).
-        preference_weights: Weight of each of them by name (1 where not given).
-        divergence: What keeps the policy near the reference: turns a log ratio into a score.
+        preference: The loss of a pair, or several by name, which are added with their weights (MPO, 2411.10442).
+        preference_weights: Weight of each of them by name (1 by default).
+        divergence: The divergence from the reference, as a function from a log ratio to a score.
         tail_weight: Weight of the tokens beyond the shorter completion of a pair, in [0, 1] (LD-DPO). 1 is off.
         likelihood_weights: Weigh a pair by the policy's own likelihood of both completions (WPO, 2406.11827, eq. 2).
         precompute_reference: Compute the reference's log-probs of all rows once, before the first step, keep them on
             disk, and train without the reference in memory. Batches of `data.val_batch_size` rows; the same numbers.
         reference_cache: Folder for them; runs with the same data and reference share them. null: `cache` in `run_dir`.
-        shared: What every `OfflinePolicyModule` takes.
+        shared: Arguments of every `OfflinePolicyModule`.
     """
 
     proven_with_zero = True
@@ -57,7 +54,7 @@ class DPO(PairModule):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Any = None,
         *,
         beta: float = 0.1,
@@ -74,9 +71,9 @@ class DPO(PairModule):
             model, reward, beta=beta, preference=preference, preference_weights=preference_weights, **shared
         )
         in_range("algo.tail_weight", tail_weight, low=0, high=1)
-        pair_checks.divergence_is_read(self.preference, divergence)
+        pair_checks.check_divergence(self.preference, divergence)
         if likelihood_weights:
-            pair_checks.weighs_pairs(self.preference)
+            pair_checks.check_pair_weights(self.preference)
         self.divergence, self.tail_weight, self.likelihood_weights = divergence, tail_weight, likelihood_weights
         self.precomputed = PrecomputedReference.of(self.reference, precompute_reference, reference_cache)
 
@@ -100,12 +97,12 @@ class DPO(PairModule):
         loss = self.preference_loss(batch, columns, whole, weights)
         loss, aux = self.with_aux(loss, scores.aux_loss, batch.totals)
         pairs = self.pairs(columns, batch)
-        rewards = Sides(self.beta * pairs.chosen_ratio, self.beta * pairs.rejected_ratio)
-        return loss, pair_metrics(rewards, Sides(pairs.chosen, pairs.rejected), batch, scores) | aux
+        rewards = ChosenRejected(self.beta * pairs.chosen_ratio, self.beta * pairs.rejected_ratio)
+        return loss, pair_metrics(rewards, ChosenRejected(pairs.chosen, pairs.rejected), batch, scores) | aux
 
     @torch.no_grad()
     def _likelihoods(self, batch: PairBatch, scores: TextScores) -> Tensor:
-        """`(b,)`: exp of the mean of log pi(y_t) - log sum_v pi(v)^2 over each completion, both multiplied."""
+        """Return `(b,)`: exp of the mean of log pi(y_t) - log sum_v pi(v)^2 over a completion, for both multiplied."""
         assert scores.stats is not None
         aligned = scores.logprobs.detach() - scores.stats.log_sum_sq
         chosen, rejected = masked_mean(aligned, batch.tokens.learned, 1).exp().chunk(2)

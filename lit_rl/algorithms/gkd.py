@@ -6,9 +6,9 @@ For completions y of a step's prompts x, student S and frozen teacher T over the
                    beta 0 is KL(T || S), 1 is KL(S || T)   (eq. 1; both by softmax(logits / temperature))
     objective      sum_t D_t / number of completion tokens, of the whole optimizer step
 
-Who wrote y is drawn anew for each optimizer step (algorithm 1, by steps where the paper draws by batches): with
-probability `on_policy_fraction` the student, whose own mistakes are then put right; otherwise the data, or the teacher
-where `teacher_completions` (sequence-level distillation, 1606.07947). No gradient goes through the sampling.
+The writer of y is drawn for each optimizer step (algorithm 1, by steps; the paper draws by batches): with probability
+`on_policy_fraction` the student, whose own mistakes are then corrected; otherwise the data, or the teacher with
+`teacher_completions` (sequence-level distillation, 1606.07947). No gradient goes through the sampling.
 """
 
 from __future__ import annotations
@@ -22,29 +22,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
-from lit_rl.algorithms.preflight.data import fits_context
-from lit_rl.algorithms.preflight.footprint import frozen_bytes
-from lit_rl.algorithms.preflight.offline import AllRows, longest_prompt
-from lit_rl.algorithms.rollouts.plan import mix
-from lit_rl.algorithms.rollouts.rewriting import prompts_of, with_completions
+from lit_rl.algorithms.checks.data_and_trainer import NeedsAllRows, check_context_length, longest_rewritten_prompt
+from lit_rl.algorithms.checks.model_sizes import frozen_bytes
+from lit_rl.algorithms.loop.offline import OfflinePolicyModule
+from lit_rl.algorithms.rollouts.rewritten_rows import prompts_to_rewrite, with_completions
+from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.errors import ConfigError, in_range
-from lit_rl.examples import ExampleBatch, TextBatch, Totals
-from lit_rl.interruption import ends_the_run
-from lit_rl.models.policy.disagreement import disagreement
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.models.policy.sharding import unsharded
-from lit_rl.models.policy.text_forward import refuse_leaks
-from lit_rl.models.reference.base import OnCPU, Scorer
-from lit_rl.models.reference.teacher import Teacher
-from lit_rl.ops.preference.divergence_jsd import generalized_jsd
-from lit_rl.ops.step import Metrics, mean_of
-from lit_rl.rollout import Completions, PromptBatch
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.examples import ExampleBatch, TextBatch, Totals
+from lit_rl.core.interrupts import run_ending_hook
+from lit_rl.core.rollout import Completions, PromptBatch
+from lit_rl.models.distillation import Teacher, distillation_scores
+from lit_rl.models.forward import refuse_leaks
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.models.references import OnCPU, Scorer
+from lit_rl.models.sharding import unsharded
+from lit_rl.ops.imitation import generalized_jsd
+from lit_rl.ops.reductions import Metrics, mean_of
 
 Writer = Literal["data", "student", "teacher"]
-"""Who wrote the completions of an optimizer step."""
+"""The writer of the completions of an optimizer step."""
 
 
 class GKD(OfflinePolicyModule):
@@ -52,16 +50,16 @@ class GKD(OfflinePolicyModule):
 
     Args:
         model: The student: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
-        teacher: Whose distributions are learned: a description, or its name, folder or hub id, which takes the
-            student's type. It must have the student's tokenizer; where their embeddings are padded to different
-            lengths, the rows after the tokenizer's last token are left out of both distributions.
+        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
+        teacher: The model to distil: a description, or its name, folder or hub id, which gets the student's dtype. It
+            must have the student's tokenizer; if their embeddings are padded to different lengths, the rows after the
+            tokenizer's last token are left out of both distributions.
         teacher_device: "cpu" keeps the teacher on the CPU; None places it like the policy.
-        beta: Which divergence, in [0, 1]: 0 the forward KL(T || S), 1 the reverse KL(S || T), 0.5 Jensen-Shannon's.
-        temperature: Divides the logits of both in the divergence, above 0. Sampling has its own.
-        on_policy_fraction: Share of the optimizer steps that the student writes, in [0, 1].
-        teacher_completions: In the other steps the teacher writes; False takes the completions of the data.
-        shared: What every `OfflinePolicyModule` takes.
+        beta: The divergence, in [0, 1]: 0 the forward KL(T || S), 1 the reverse KL(S || T), 0.5 Jensen-Shannon's.
+        temperature: Divisor of both models' logits in the divergence, above 0. Sampling has its own.
+        on_policy_fraction: Share of the optimizer steps with completions of the student, in [0, 1].
+        teacher_completions: Let the teacher generate in the other steps; False takes the completions of the data.
+        shared: Arguments of every `OfflinePolicyModule`.
     """
 
     learns_from = "texts"
@@ -70,7 +68,7 @@ class GKD(OfflinePolicyModule):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Any = None,
         *,
         teacher: LanguageModel | str,
@@ -99,7 +97,7 @@ class GKD(OfflinePolicyModule):
     # ------------------------------------------------------------------ the teacher
 
     def companions(self, policy: nn.Module) -> dict[str, Any]:
-        """The teacher stands beside the policy as a reference does: no checkpoint holds it."""
+        """Return the teacher, which no checkpoint contains, like a reference."""
         return super().companions(policy) | {"teacher_policy": self.teacher.module()}
 
     def read_only(self) -> dict[str, int]:
@@ -112,18 +110,18 @@ class GKD(OfflinePolicyModule):
             self.teacher.check_differs()
             if self.rewrites:
                 longest, new_tokens = self._longest_prompt(), self.sampling.max_new_tokens
-                fits_context(self.model, "sampling.max_new_tokens", longest, new_tokens, "data.max_length")
+                check_context_length(self.model, "sampling.max_new_tokens", longest, new_tokens, "data.max_length")
 
     def refuse_leaks(self) -> None:
         super().refuse_leaks()
         with self.teacher.scoring(self.policy, self.teacher_policy) as teacher:
             refuse_leaks(teacher)  # pyright: ignore
 
-    # ------------------------------------------------------------------ who writes
+    # ------------------------------------------------------------------ the writer of completions
 
     @property
     def rewrites(self) -> bool:
-        """Whether completions of the data are replaced in some steps."""
+        """True if completions of the data are replaced in some steps."""
         return self.on_policy_fraction > 0 or self.teacher_completions
 
     def longest_text(self) -> int:
@@ -135,14 +133,14 @@ class GKD(OfflinePolicyModule):
         return max(scored, self.sampling.max_new_tokens) if self.rewrites else scored
 
     def _longest_prompt(self) -> int:
-        """Tokens of the longest prompt that a completion is written for."""
+        """Return the number of tokens of the longest prompt that a completion is generated for."""
         data: Any = self.trainer.datamodule  # pyright: ignore
-        return longest_prompt(data.options, data.corpus.train.examples)
+        return longest_rewritten_prompt(data.options, data.corpus.train.examples)
 
-    def reads_all_rows(self) -> Iterator[AllRows]:
+    def reads_all_rows(self) -> Iterator[NeedsAllRows]:
         yield from super().reads_all_rows()
         if self.rewrites:
-            yield AllRows(
+            yield NeedsAllRows(
                 "algo.on_policy_fraction above 0 and algo.teacher_completions=true look for the prompt of",
                 "set algo.on_policy_fraction=0 and algo.teacher_completions=false",
             )
@@ -164,18 +162,18 @@ class GKD(OfflinePolicyModule):
         return super().training_step(self._fresh[batch.slot] if self._fresh else batch, batch_idx)
 
     def rewritten(self, batch: ExampleBatch, writer: Writer) -> tuple[ExampleBatch, ...]:
-        """All micro-batches of this rank's step with completions of the student or the teacher. A collective.
+        """Return all micro-batches of this rank's step with completions of the student or the teacher. A collective.
 
         Args:
             batch: The step's first micro-batch.
             writer: The student or the teacher.
 
         Raises:
-            GenerationError: a token was written that the tokenizer does not have.
+            GenerationError: a generated token is not in the tokenizer.
         """
         micro_batches = batch.whole or (batch,)
-        prompts = prompts_of(micro_batches, self.ranks)
-        with ends_the_run(), self.rollout_context():
+        prompts = prompts_to_rewrite(micro_batches, self.ranks)
+        with run_ending_hook(), self.rollout_context():
             completions = self.generate(prompts) if writer == "student" else self._of_teacher(prompts)
         self.rest()
         self.teacher.check_written(completions.response_ids, writer)
@@ -193,7 +191,7 @@ class GKD(OfflinePolicyModule):
         length = (one * totals.tokens, one * max(1, totals.rows))
         self._records.add({"on_policy": (share, one), "completions/mean_length": length})
 
-    # ------------------------------------------------------------------ what is learned
+    # ------------------------------------------------------------------ loss
 
     def denominator(self, totals: Totals) -> int:
         return max(1, totals.tokens)
@@ -201,7 +199,7 @@ class GKD(OfflinePolicyModule):
     def loss(self, batch: TextBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
         divergence = partial(generalized_jsd, beta=self.beta, temperature=self.temperature)
         with self.teacher.scoring(self.policy, self.teacher_policy) as teacher:
-            found = disagreement(
+            found = distillation_scores(
                 self.policy,
                 teacher,  # pyright: ignore
                 batch.tokens,
@@ -222,7 +220,7 @@ class GKD(OfflinePolicyModule):
 
 
 def writer_of(step: int, *, seed: int, on_policy_fraction: float, teacher_completions: bool) -> Writer:
-    """Who writes the completions of an optimizer step: drawn from its number, so every rank and a resumed run agree."""
+    """Draw the writer of an optimizer step's completions, from the step's number: all ranks and resumed runs agree."""
     if random.Random(mix(seed, step)).random() < on_policy_fraction:
         return "student"
     return "teacher" if teacher_completions else "data"

@@ -6,9 +6,9 @@ For G completions of one prompt, each with a reward:
     ratio       r_it = exp(logprobs_it - old_logprobs_it)
     objective   - min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i) + beta KL_it, averaged over tokens
 
-Which advantage, loss, KL estimator and average is a choice of functions (`algo/advantage`, `algo/loss`, `algo/kl`,
-`algo/reduction`): DAPO, Dr. GRPO, GSPO, CISPO and the like are such choices, files in `conf/algo`, not classes. Every
-further term, off by default, stands in `lit_rl.algorithms.families.policy_gradient`.
+Advantage, loss, KL estimator and average are functions to choose (`algo/advantage`, `algo/loss`, `algo/kl`,
+`algo/reduction`): DAPO, Dr. GRPO, GSPO, CISPO and the like are such choices, files in `conf/algo`, not classes. All
+further terms, off by default, are in `lit_rl.algorithms.families.policy_gradient`.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from collections.abc import Callable
 from typing import Any
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.models.policy.loaded import GivenModel
+from lit_rl.models.loaded_model import ModelLike
 from lit_rl.ops.advantages import group_normalized
-from lit_rl.ops.correction import auto_correction
+from lit_rl.ops.engine_mismatch import auto_correction
 from lit_rl.ops.kl import corrected_k3
-from lit_rl.ops.losses import clipped_policy_loss
+from lit_rl.ops.policy_losses import clipped_policy_loss
 from lit_rl.ops.reductions import token_mean
-from lit_rl.rewards.sums.weighted import Rewards
+from lit_rl.rewards.weighted_rewards import Rewards
 
 
 class GRPO(PolicyGradient):
     """Group-relative policy optimisation.
 
-    Every keyword is `PolicyGradient`'s, which says what it means; those that are named make GRPO what it is.
+    Every keyword is documented in `PolicyGradient`; those that are named here have GRPO's defaults.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
-        terms: Everything else that a `PolicyGradient` takes.
+        terms: All other arguments of `PolicyGradient`.
     """
 
     proven_with_zero = True
@@ -42,7 +42,7 @@ class GRPO(PolicyGradient):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Rewards | Callable,
         *,
         advantage: Callable = group_normalized,

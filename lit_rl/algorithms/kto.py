@@ -1,4 +1,4 @@
-"""KTO: learning from completions that were found desirable or not, without pairs, arXiv:2402.01306.
+"""KTO: learning from completions labelled desirable or undesirable, without pairs, arXiv:2402.01306.
 
 For a completion y, and y' a completion of another prompt:
 
@@ -6,9 +6,9 @@ For a completion y, and y' a completion of another prompt:
     baseline       z0 = max(0, mean of rho_y' over the whole optimizer step), without gradient: about the KL
     objective      mean over rows of w_d sigma(-beta (rho - z0)) where desirable, w_u sigma(beta (rho - z0)) where not
 
-`algo/verdict=apo_zero_unpaired` (2408.06266) has 0 in place of z0, and scores no mismatched completions.
+`algo/verdict=apo_zero_unpaired` (2408.06266) takes 0 in place of z0, and scores no mismatched completions.
 
-The weights w_d and w_u balance the two classes: the paper wants w_d n_d / (w_u n_u) in [1, 4/3].
+The weights w_d and w_u balance the two classes: the paper recommends w_d n_d / (w_u n_u) in [1, 4/3].
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_rl.algorithms.checks.argument_checks import try_settings
 from lit_rl.algorithms.families.verdicts import VerdictModule
-from lit_rl.algorithms.preflight.settings import settings
-from lit_rl.algorithms.signatures import setting, takes_positions
-from lit_rl.algorithms.terms.mismatched import RunLength, mismatched_texts
+from lit_rl.algorithms.signatures import accepts_positional, setting_of
+from lit_rl.algorithms.terms.verdict_terms import RunLength, mismatched_texts
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.data.offline.example_set import ExampleSet
-from lit_rl.errors import ConfigError
-from lit_rl.examples import VerdictBatch
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.models.policy.modes import evaluation_mode
-from lit_rl.models.policy.text_forward import score_texts
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.preference.verdicts import kto
-from lit_rl.ops.step import Metrics
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.examples import VerdictBatch
+from lit_rl.data.example_set import ExampleSet
+from lit_rl.models.forward import score_texts
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.models.modes import evaluation_mode
+from lit_rl.ops.preference_losses import kto
+from lit_rl.ops.reductions import Metrics, masked_sum
 
 BALANCE = (1.0, 4 / 3)
-"""Range of w_d n_d / (w_u n_u) that section 4.2 of the paper recommends."""
+"""The range of w_d n_d / (w_u n_u) that section 4.2 of the paper recommends."""
 
 
 class KTO(VerdictModule):
@@ -46,15 +45,15 @@ class KTO(VerdictModule):
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
         beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
         verdict: The loss of a completion, with the weights of both classes.
-        shared: What every `OfflinePolicyModule` takes.
+        shared: Arguments of every `OfflinePolicyModule`.
     """
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Any = None,
         *,
         beta: float = 0.1,
@@ -64,7 +63,7 @@ class KTO(VerdictModule):
         super().__init__(model, reward, beta=beta, **shared)
         zero = torch.zeros(1)
         baseline = [zero[0]] if _reads_baseline(verdict) else []
-        settings("verdict", partial(verdict, zero, zero > 0, *baseline, 0.1))
+        try_settings("verdict", partial(verdict, zero, zero > 0, *baseline, 0.1))
         self.verdict = verdict
 
     @property
@@ -87,7 +86,7 @@ class KTO(VerdictModule):
 
     @torch.no_grad()
     def _mismatched(self, batch: VerdictBatch) -> Tensor:
-        """`(b,)`: log pi - log pi_ref of the completion of the row before, without dropout."""
+        """Return `(b,)`: log pi - log pi_ref of the completion of the previous row, without dropout."""
         tokens = batch.mismatched
         assert tokens is not None
         with evaluation_mode(self.policy):
@@ -95,7 +94,7 @@ class KTO(VerdictModule):
         return masked_sum(logprobs - self.ref_logprobs(batch, tokens), tokens.learned, dim=1)
 
     def texts_beside(self) -> Iterable[tuple[str, ExampleSet]]:
-        """The prompts of the run with the completions that they are compared with: other ones in every epoch."""
+        """Return the prompts of the run with their mismatched completions, which differ from epoch to epoch."""
         if not self.couples_rows:
             return ()
         data: Any = self.trainer.datamodule  # pyright: ignore
@@ -118,11 +117,11 @@ class KTO(VerdictModule):
         self._balance(good, len(data.corpus.train) - good)
 
     def _balance(self, good: int, bad: int) -> None:
-        """Say so where the classes weigh other than the paper recommends."""
+        """Warn if the balance of the two classes is not what the paper recommends."""
         names = ("desirable_weight", "undesirable_weight")
         if not set(names) <= inspect.signature(self.verdict).parameters.keys():
             return
-        of_good, of_bad = (setting(self.verdict, name) for name in names)
+        of_good, of_bad = (setting_of(self.verdict, name) for name in names)
         left, right = of_good * good, of_bad * bad
         if BALANCE[0] * right <= left * (1 + 1e-6) and left <= BALANCE[1] * right * (1 + 1e-6) and left:
             return
@@ -139,5 +138,5 @@ class KTO(VerdictModule):
 
 
 def _reads_baseline(verdict: Callable) -> bool:
-    """Whether it is `verdict(ratio, desirable, baseline, beta)`, not `verdict(ratio, desirable, beta)`."""
-    return takes_positions(verdict, 4)
+    """Tell whether it is `verdict(ratio, desirable, baseline, beta)`, not `verdict(ratio, desirable, beta)`."""
+    return accepts_positional(verdict, 4)

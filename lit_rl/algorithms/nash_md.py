@@ -6,7 +6,7 @@ For a prompt, y is a completion of the policy and y' one of the geometric mixtur
     preference     P, the judge's probability that y beats y'
     objective      mean over judged y of sum_t [beta k_t - (P - 1/2)] log pi(y_t),  k_t = log pi(y_t) - log pi_ref(y_t)
 
-k_t has no gradient: the first part is the policy gradient of the KL, each token answering for its own, and the second
+k_t has no gradient: the first part is the policy gradient of the KL, with each token's own KL as its cost, the second
 that of the preference, with the advantage P - 1/2. A tie still has its KL; a pair without a verdict is in neither the
 sum nor the mean.
 """
@@ -20,32 +20,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.checks import preference_checks as preflight
 from lit_rl.algorithms.families.judged import JudgedModule
-from lit_rl.algorithms.preflight import judged as preflight
-from lit_rl.algorithms.rollouts.opponents import duels, policy_rows
-from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.generation.mixture import GeometricMixture
-from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens, mean_entropy, mean_of
-from lit_rl.rewards.judges.base import Judge
-from lit_rl.rewards.sums.weighted import Rewards
-from lit_rl.rollout import Completions, PromptBatch, Rollout, select
+from lit_rl.algorithms.rollouts.scored import Scored, generate_opponent_pairs, policy_rows
+from lit_rl.core.rollout import Completions, PromptBatch, Rollout, select
+from lit_rl.generation.decoding import GeometricMixture
+from lit_rl.models.forward import TokenScores
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum, mean_entropy, mean_of
+from lit_rl.rewards.judges import Judge
+from lit_rl.rewards.weighted_rewards import Rewards
 
 
 class NashMD(JudgedModule):
-    """Nash mirror descent. Of each prompt's two completions the second is the mixture's; the first is learned from.
+    """Nash mirror descent. Each prompt has a completion of the policy, which is learned from, and one of the mixture.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function. What the default judge compares.
-        judge: Says which of two completions is better. None compares the summed rewards, and says so with certainty;
-            `RewardJudge(soft=True)` gives the Bradley-Terry probability.
+        reward: Reward functions and weights, or one function, whose sum the default judge compares.
+        judge: Judge of which of two completions is better. None compares the summed rewards, with probabilities 0 and
+            1; `RewardJudge(soft=True)` gives the Bradley-Terry probability.
         beta: Weight of the KL to the reference, above 0; or a list, one for each epoch.
         mixture_coef: `c`, in [0, 1]: 0 is the policy itself, 1 the reference; or a list, one for each epoch.
-        shared: What every `JudgedModule` takes.
+        shared: Arguments of every `JudgedModule`.
     """
 
     needs_reference = True
@@ -53,7 +50,7 @@ class NashMD(JudgedModule):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Rewards | Callable | None = None,
         *,
         judge: Judge | Callable[..., Any] | None = None,
@@ -63,18 +60,20 @@ class NashMD(JudgedModule):
     ) -> None:
         super().__init__(model, reward, judge=judge, beta=beta, **shared)
         self.mixture_coef = mixture_coef
-        preflight.two_policies(type(self).__name__, self.group_size, self.reference)
-        preflight.native_generator(self.generator)
-        preflight.for_each_epoch("algo.mixture_coef", mixture_coef, high=1, open_low=False)
+        preflight.check_two_policies(type(self).__name__, self.group_size, self.reference)
+        preflight.check_native_generator(self.generator)
+        preflight.check_per_epoch("algo.mixture_coef", mixture_coef, high=1, open_low=False)
 
     # ------------------------------------------------------------------ generate -> judge
 
     def draw_now(self, batch: PromptBatch) -> Completions:
-        """Duels: of each prompt a completion of the policy, and one of the mixture."""
+        """Generate a completion of the policy and one of the mixture for each prompt."""
         scoring = partial(self.reference.scoring, self.policy, self.reference_policy)
         mixture = GeometricMixture(self.policy, scoring, self.at_epoch(self.mixture_coef))
         own = self.own_completions(batch)
-        return duels(self.source, self.request(batch, group_size=1), own, mixture, self.reference_policy)
+        return generate_opponent_pairs(
+            self.source, self.request(batch, group_size=1), own, mixture, self.reference_policy
+        )
 
     def advantages(
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
@@ -88,13 +87,13 @@ class NashMD(JudgedModule):
             loss_mask=scored.completions.response_mask & learned[:, None],
             ref_logprobs=ref,
         )
-        return rollout, _of_duels(rollout, wins)
+        return rollout, _judge_metrics(rollout, wins)
 
     def reference_of(self, scored: Scored) -> Tensor:
         return self.reference_in(policy_rows(scored.completions), scored.completions)
 
     def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
-        """The policy's own completions: the opponent's are not learned from."""
+        """Keep the policy's own completions: the opponent's are not learned from."""
         return select(rollout, policy_rows(rollout.completions)), {}
 
     # ------------------------------------------------------------------ loss
@@ -118,7 +117,7 @@ class NashMD(JudgedModule):
 
     @torch.no_grad()
     def _metrics(self, rollout: Rollout, logprobs: Tensor, kl: Tensor, beta: float) -> Metrics:
-        """TRL's names, of the policy's completions, without padding."""
+        """Return metrics of the policy's completions under TRL's names, without padding."""
         mask, rewards = rollout.completions.response_mask, rollout.rewards
         every, scored = torch.ones_like(rewards, dtype=torch.bool), ~rewards.isnan()
         kl_of_rows = masked_sum(kl, mask, 1)
@@ -133,8 +132,8 @@ class NashMD(JudgedModule):
         return super().coefficients() | {"mixture_coef": self.at_epoch(self.mixture_coef)}
 
 
-def _of_duels(rollout: Rollout, wins: Tensor) -> Metrics:
-    """What the judge and the rewards said of policy and opponent."""
+def _judge_metrics(rollout: Rollout, wins: Tensor) -> Metrics:
+    """Return metrics of the judge's verdicts and of the rewards of policy and opponent."""
     judged, ended = ~wins.isnan(), rollout.completions.ended.float()
     ours, theirs = rollout.rewards[0::2], rollout.rewards[1::2]
     every = torch.ones_like(judged)

@@ -1,14 +1,14 @@
-"""Online DPO: DPO on pairs that the policy has just written, arXiv:2402.04792 (OAIF).
+"""Online DPO: DPO on pairs of the policy's own fresh completions, arXiv:2402.04792 (OAIF).
 
-For a prompt, two completions of the policy, of which the judge finds c better than r; y is either of them:
+For a prompt, the judge compares two completions of the policy and prefers c to r; y is either of them:
 
     log ratio      rho_y = sum_t log pi(y_t) - log pi_ref(y_t)
     objective      mean over judged pairs of sum_k weight_k preference_k(c, r)
                    sigmoid is - log sigma(beta (rho_c - rho_r))
 
-Judged are rewards (the default), or texts by a function or a language model. A tie, and a pair without a verdict,
-teaches nothing: it is in neither the sum nor the mean. Of more completions a prompt the one that wins most often stands
-against the one that wins least often.
+The judge compares rewards (the default), or is a function or a language model that compares texts. A tie, and a pair
+without a verdict, is in neither the sum nor the mean. With more completions a prompt, the pair is the one with the
+highest and the one with the lowest win rate.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_rl.algorithms.families.judged_pairs import JudgedPairs
-from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.ops.preference.losses import sigmoid
-from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens
-from lit_rl.rewards.judges.base import Judge
-from lit_rl.rewards.sums.weighted import Rewards
-from lit_rl.rollout import Rollout
+from lit_rl.algorithms.families.judged import JudgedPairs
+from lit_rl.core.rollout import Rollout
+from lit_rl.models.forward import TokenScores
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.ops.preference_losses import sigmoid
+from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals
+from lit_rl.rewards.judges import Judge
+from lit_rl.rewards.weighted_rewards import Rewards
 
 
 class OnlineDPO(JudgedPairs):
@@ -34,17 +33,17 @@ class OnlineDPO(JudgedPairs):
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function. What the default judge compares.
-        judge: Says which of two completions is better. None compares the summed rewards.
+        reward: Reward functions and weights, or one function, whose sum the default judge compares.
+        judge: Judge of which of two completions is better. None compares the summed rewards.
         beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0; or a list, one for each epoch.
-        preference: The loss of a pair, or several by name, whose weighted sum is learned.
+        preference: The loss of a pair, or several by name, which are added with their weights.
         group_size: Completions a prompt, 2 or more.
-        shared: What every `JudgedPairs` and `JudgedModule` takes.
+        shared: Arguments of every `JudgedPairs` and `JudgedModule`.
     """
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Rewards | Callable | None = None,
         *,
         judge: Judge | Callable[..., Any] | None = None,

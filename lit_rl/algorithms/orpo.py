@@ -7,7 +7,7 @@ For a prompt x with a chosen completion c and a rejected one r, and y either of 
     likelihood     - sum over the tokens of x and c of log pi / number of them, of the whole optimizer step
     objective      likelihood + beta * mean over pairs of - log sigma(log odds(c) - log odds(r)), eq. 6 and 7
 
-The likelihood is of prompt and completion, as in the authors' code and in TRL; only a text's first token has none.
+The likelihood covers prompt and completion, as in the authors' code and in TRL, without a text's first token.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.families.pairs import Sides, pair_metrics
-from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
+from lit_rl.algorithms.families.pairs import ChosenRejected, pair_metrics
+from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.errors import in_range
-from lit_rl.examples import PairBatch, TokenBatch
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.ops.masking import masked_mean, masked_sum
-from lit_rl.ops.preference.odds import odds_ratio
-from lit_rl.ops.step import Metrics, mean_of
+from lit_rl.core.errors import in_range
+from lit_rl.core.examples import PairBatch, TokenBatch
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.ops.preference_losses import odds_ratio
+from lit_rl.ops.reductions import Metrics, masked_mean, masked_sum, mean_of
 
 
 class ORPO(OfflinePolicyModule):
@@ -34,15 +33,15 @@ class ORPO(OfflinePolicyModule):
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
         beta: Weight of the odds ratio, the paper's lambda, above 0.
-        shared: What every `OfflinePolicyModule` takes.
+        shared: Arguments of every `OfflinePolicyModule`.
     """
 
     learns_from = "pairs"
     headline = ("loss", "nll_loss", "rewards/accuracies", "log_odds_chosen")
 
-    def __init__(self, model: GivenModel, reward: Any = None, *, beta: float = 0.1, **shared: Any) -> None:
+    def __init__(self, model: ModelLike, reward: Any = None, *, beta: float = 0.1, **shared: Any) -> None:
         super().__init__(model, reward, **shared)
         in_range("algo.beta", beta, low=0, open_low=True)
         self.beta = beta
@@ -51,11 +50,11 @@ class ORPO(OfflinePolicyModule):
         return self.longest_text()  # the likelihood of a chosen text is that of its prompt, too
 
     def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
-        read, totals = _all_of_chosen(batch), batch.totals
+        read, totals = _with_prompts_of_chosen(batch), batch.totals
         scores, mask = self.text_scores(read, stats=True), batch.tokens.learned
         means = masked_mean(scores.logprobs, mask, dim=1)
         losses, log_odds = odds_ratio(*means.chunk(2))
-        chosen = read.learned & _first_half(read)
+        chosen = read.learned & _is_chosen(read)
         nll = -masked_sum(scores.logprobs, chosen)
         loss = nll / max(1, totals.chosen_attended - totals.rows)
         loss = loss + self.beta * losses.sum() / self.denominator(totals)
@@ -66,19 +65,21 @@ class ORPO(OfflinePolicyModule):
             "log_odds_ratio": mean_of(-losses, every),
             "log_odds_chosen": mean_of(log_odds, every),
         }
-        logps = Sides(*means.chunk(2))  # rewards and log-probs are means over tokens, as TRL logs them
-        return loss, own | pair_metrics(Sides(*(self.beta * logp for logp in logps)), logps, batch, scores) | aux
+        logps = ChosenRejected(*means.chunk(2))  # rewards and log-probs are means over tokens, as TRL logs them
+        return loss, own | pair_metrics(
+            ChosenRejected(*(self.beta * logp for logp in logps)), logps, batch, scores
+        ) | aux
 
 
-def _all_of_chosen(batch: PairBatch) -> TokenBatch:
-    """The batch's tokens with every token of the chosen texts learned that has one before it."""
+def _with_prompts_of_chosen(batch: PairBatch) -> TokenBatch:
+    """Return the batch's tokens with all tokens of the chosen texts learned, but for the first."""
     tokens = batch.tokens
-    mask = tokens.loss_mask | (tokens.attention_mask & _first_half(tokens))
+    mask = tokens.loss_mask | (tokens.attention_mask & _is_chosen(tokens))
     mask[:, 0] = False
     return dataclasses.replace(tokens, loss_mask=mask)
 
 
-def _first_half(tokens: TokenBatch) -> Tensor:
-    """`(2 b, 1)`: True on chosen rows."""
+def _is_chosen(tokens: TokenBatch) -> Tensor:
+    """Return a mask `(2 b, 1)`, True on chosen rows."""
     places = torch.arange(len(tokens), device=tokens.input_ids.device)
     return (places < len(tokens) // 2).unsqueeze(1)

@@ -9,7 +9,7 @@ For every response token t of a row, with values V_t of the critic when the roll
     critic         max((V - G)^2, (clip(V, V_old - value_clip, V_old + value_clip) - G)^2) / 2
     objective      policy + vf_coef critic + ptx_coef cross-entropy of supervised text, each averaged over its tokens
 
-One optimizer trains both, in two parameter groups. Every further term of the policy, off by default, stands in
+One optimizer trains both, in two parameter groups. All further terms of the policy, off by default, are in
 `lit_rl.algorithms.families.policy_gradient`.
 """
 
@@ -23,36 +23,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lit_rl.algorithms.checks import model_sizes, policy_gradient_checks
+from lit_rl.algorithms.checks.memory import AuxiliaryTexts, Network, NumberSizes
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.algorithms.optim.schedules import After, GivenSchedule, Schedule, as_schedule
-from lit_rl.algorithms.optim.torch_schedules import FromTorch
-from lit_rl.algorithms.preflight import estimators, footprint
-from lit_rl.algorithms.preflight.memory import Beside, Network, Numbers
-from lit_rl.algorithms.rollouts.micro_batches import without_gradient
+from lit_rl.algorithms.optim.schedules import After, FromTorch, Schedule, ScheduleLike, as_schedule
+from lit_rl.algorithms.rollouts.rollout_plan import without_gradient
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import arguments_for
 from lit_rl.algorithms.terms.credit import Credit, turns_of
-from lit_rl.data.offline.encode import Encoder
-from lit_rl.data.supervised import SupervisedText
-from lit_rl.errors import ConfigError, in_range
-from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.models.policy.text_forward import score_texts
-from lit_rl.models.scoring.critic import AdapterCritic, Critic, SeparateCritic, SharedTrunk
-from lit_rl.models.scoring.reward_adapter import RewardAdapter
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.rollout import Completions, PromptBatch, Rollout
+from lit_rl.core.transfers import to_device
+from lit_rl.data.encode import Encoder
+from lit_rl.data.supervised_text import SupervisedText
+from lit_rl.models.critics import AdapterCritic, Critic, SeparateCritic, SharedTrunk
+from lit_rl.models.forward import TokenScores, score_texts
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.models.scoring import RewardAdapter
 from lit_rl.ops.advantages import whiten_tokens
-from lit_rl.ops.correction import auto_correction
+from lit_rl.ops.engine_mismatch import auto_correction
 from lit_rl.ops.kl import corrected_k3
-from lit_rl.ops.losses import MAX_LOG_RATIO, clipped_policy_loss
-from lit_rl.ops.masking import masked_moments, masked_sum
-from lit_rl.ops.ratios import token_ratio
-from lit_rl.ops.reductions import StepTotals, token_mean
-from lit_rl.ops.returns import gae
-from lit_rl.ops.step import Metrics, StepTokens, Summed
-from lit_rl.ops.values import clipped_value_loss, value_sums
-from lit_rl.rewards.sums.weighted import Rewards, Scores
-from lit_rl.rollout import Completions, PromptBatch, Rollout
-from lit_rl.transfers import to_device
+from lit_rl.ops.policy_losses import MAX_LOG_RATIO, clipped_policy_loss, token_ratio
+from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, Summed, masked_moments, masked_sum, token_mean
+from lit_rl.ops.returns import clipped_value_loss, gae, value_sums
+from lit_rl.rewards.weighted_rewards import Rewards, Scores
 
 
 class PPO(PolicyGradient):
@@ -61,34 +55,34 @@ class PPO(PolicyGradient):
     Args:
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
-        critic: What predicts returns. None is a model of its own that starts as a copy of the policy.
+        critic: The value function. None is a separate model that starts as a copy of the policy.
         critic_lr: Learning rate of the critic. None: the optimizer's.
         critic_scheduler: Schedule of the critic's learning rate. None: the policy's.
-        critic_warmup: Optimizer steps in which only the critic learns.
+        critic_warmup: Optimizer steps at the start in which only the critic learns.
         advantage: `(token_rewards, values, mask) -> (advantages, returns)`, all `(b, t)`.
-        value_clip: How far a value may move from the rollout's in one step. None: as far as it likes.
+        value_clip: Largest change of a value from the rollout's in its loss. None: no bound.
         vf_coef: Weight of the critic's loss.
-        ptx: Supervised text that is learned beside the rollouts. None: none.
+        ptx: Supervised text that is learned together with the rollouts. None: none.
         ptx_coef: Weight of the supervised loss.
         reward_adapter: A reward model that is an adapter on the policy's base, by folder or hub id. Its score is added
-            to the rewards as the function `reward_adapter`. None: there is none.
+            to the rewards as the function `reward_adapter`. None: no such model.
         reward_beta: Weight of the KL in the reward.
         group_size: Completions a prompt, 1 or more.
         iterations: Passes over a rollout.
-        whitening: Brings the advantages to mean 0 and variance 1 over the tokens of every rank. None: it does not.
-        terms: Everything else that a `PolicyGradient` takes.
+        whitening: Normalisation of the advantages to mean 0 and variance 1 over the tokens of all ranks. None: none.
+        terms: All other arguments of `PolicyGradient`.
     """
 
     proven_with_zero = True
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Rewards | Callable,
         *,
         critic: Critic | None = None,
         critic_lr: float | None = None,
-        critic_scheduler: GivenSchedule | None = None,
+        critic_scheduler: ScheduleLike | None = None,
         critic_warmup: int = 0,
         advantage: Callable = gae,
         whitening: Callable | None = whiten_tokens,
@@ -142,7 +136,7 @@ class PPO(PolicyGradient):
         if completions.episodes is not None:
             failed = torch.tensor([episode.failed for episode in completions.episodes], device=values.device)
             values = values.masked_fill(failed, torch.nan)
-        return with_function(scores, "reward_adapter", values)
+        return with_reward_function(scores, "reward_adapter", values)
 
     def advantages(
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
@@ -168,11 +162,11 @@ class PPO(PolicyGradient):
         )
         self.kl.update(old, ref, sampled, self.ranks)
         rollout, weighing = self.engine.at_rollout(rollout, self.global_step)
-        return rollout, distances | weighing | _of_rollout(scored, credit, old, ref, self.data_ranks)
+        return rollout, distances | weighing | _rollout_metrics(scored, credit, old, ref, self.data_ranks)
 
     @torch.no_grad()
     def values(self, completions: Completions) -> Tensor:
-        """`(b, t)`: the critic now, without gradient: to be asked when the rollout is taken."""
+        """Return the critic's values `(b, t)` without gradient. Called when the rollout is taken."""
 
         def of_rows(part: Completions) -> Tensor:
             return self.value_function.values(self.policy, self.critic, part)
@@ -180,7 +174,7 @@ class PPO(PolicyGradient):
         return without_gradient(self.policy, completions, of_rows, rows_at_once=self.rows_at_once(completions))
 
     def compares_completions(self) -> bool:
-        """The critic is what an advantage is compared with."""
+        """Return False: the critic is the baseline."""
         return False
 
     @property
@@ -213,7 +207,7 @@ class PPO(PolicyGradient):
             "value/ratio_var": Summed(_ratio_moments(scores.logprobs, rollout), "variance"),
         }
         losses = {"loss/policy_avg": (policy.detach(), share), "loss/value_avg": (critic.detach(), share)}
-        return policy + self.vf_coef * critic, metrics | of_values | _under_trls_names(metrics) | losses | sums
+        return policy + self.vf_coef * critic, metrics | of_values | _with_trl_names(metrics) | losses | sums
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -224,10 +218,10 @@ class PPO(PolicyGradient):
         return loss + self.ptx_coef * share
 
     def supervised_share(self, slot: int) -> tuple[Tensor, Metrics]:
-        """This micro-batch's share of the cross-entropy of the step's supervised text, times the number of shares.
+        """Return this micro-batch's share of the step's supervised cross-entropy, times the number of shares.
 
-        The text of an optimizer step is fixed by the step's number, and its rows are dealt out over micro-batches and
-        ranks, so the gradient does not depend on how the step is cut.
+        The text of an optimizer step is fixed by the step's number, and its rows are distributed over micro-batches and
+        ranks, so the gradient does not depend on how the step is split.
         """
         assert self.ptx is not None and self.plan is not None
         shares = self.plan.accumulate * self.plan.world_size
@@ -244,7 +238,7 @@ class PPO(PolicyGradient):
 
     @property
     def _encoder(self) -> Encoder:
-        """Makes tokens of the supervised text, rendered as the prompts of the run are."""
+        """The tokeniser of the supervised text, with the chat template settings of the run's prompts."""
         options = getattr(getattr(self.trainer_or_none, "datamodule", None), "options", None)  # a data module of yours
         kwargs = getattr(options, "chat_template_kwargs", {})
         return Encoder(self.tokenizer, kwargs, eos_ids=self.model.eos_ids)
@@ -259,17 +253,17 @@ class PPO(PolicyGradient):
 
     @property
     def shares_prompts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A head on the policy's own trunk reads the hidden states of whole rows."""
+        """True if prompts may be shared: not with a head on the policy's trunk, which reads whole rows."""
         return super().shares_prompts and not isinstance(self.value_function, SharedTrunk)
 
-    def beside(self) -> Beside | None:
+    def beside(self) -> AuxiliaryTexts | None:
         if self.ptx is None or self.step is None:
             return None
         of_all_ranks = self.step.units * self.step.rows * self.data_ranks
-        return Beside(self.ptx.batch_size, of_all_ranks, self.ptx.max_tokens)
+        return AuxiliaryTexts(self.ptx.batch_size, of_all_ranks, self.ptx.max_tokens)
 
-    def critic_network(self, policy: Network, numbers: Numbers) -> Network | None:
-        return footprint.critic_network(self.value_function, policy, numbers, self.model)
+    def critic_network(self, policy: Network, numbers: NumberSizes) -> Network | None:
+        return model_sizes.critic_network(self.value_function, policy, numbers, self.model)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         critic: dict[str, Any] = {"params": self.value_function.parameters(self.policy, self.critic), "name": "critic"}
@@ -280,7 +274,7 @@ class PPO(PolicyGradient):
         critic = self.critic_scheduler or policy
         return [After(self.critic_warmup, policy) if self.critic_warmup else policy, critic]
 
-    # ------------------------------------------------------------------ what is refused
+    # ------------------------------------------------------------------ checks
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -295,8 +289,8 @@ class PPO(PolicyGradient):
         return {**super().unproven_with_zero, **own, "algo.critic_warmup": self.critic_warmup}
 
     def check_advantage(self) -> None:
-        estimators.is_there(self.advantage, such_as="gae")
-        estimators.check_of_tokens(self.advantage, self.whitening)
+        policy_gradient_checks.require_estimator(self.advantage, such_as="gae")
+        policy_gradient_checks.check_token_estimator(self.advantage, self.whitening)
 
     def _check(self) -> None:
         self.value_function.check(self.model)
@@ -314,8 +308,8 @@ class PPO(PolicyGradient):
             )
 
 
-def with_function(scores: Scores, name: str, values: Tensor) -> Scores:
-    """The scores with one more function of weight 1, which applies to every completion whose value is a number."""
+def with_reward_function(scores: Scores, name: str, values: Tensor) -> Scores:
+    """Add a reward function of weight 1 to the scores; it applies to every completion whose value is not NaN."""
     column = values.detach().float().cpu()
     return replace(
         scores,
@@ -326,8 +320,10 @@ def with_function(scores: Scores, name: str, values: Tensor) -> Scores:
     )
 
 
-def _of_rollout(scored: Scored, credit: Credit, old: Tensor | None, ref: Tensor | None, world_size: int) -> Metrics:
-    """`objective/*` of the rollout: rows without a reward are left out, and what needs log-probs nobody took."""
+def _rollout_metrics(
+    scored: Scored, credit: Credit, old: Tensor | None, ref: Tensor | None, world_size: int
+) -> Metrics:
+    """Return `objective/*` of the rollout, without rows that have no reward and metrics whose log-probs are missing."""
     device, mask = credit.rewards.device, scored.completions.response_mask
     has_reward = ~credit.rewards.isnan()
     count, total = has_reward.sum().double(), to_device(scored.scores.total, device)
@@ -346,14 +342,14 @@ def _of_rollout(scored: Scored, credit: Credit, old: Tensor | None, ref: Tensor 
 
 
 def _ratio_moments(logprobs: Tensor, rollout: Rollout) -> Tensor:
-    """`masked_moments` of the ratios of this micro-batch's loss tokens to the policy that took the rollout."""
+    """Return `masked_moments` of the ratios to the policy that took the rollout, over the micro-batch's loss tokens."""
     mask, now = rollout.loss_mask, logprobs.detach()
     old = now if rollout.old_logprobs is None else rollout.old_logprobs
     return masked_moments(token_ratio(now, old, mask).clamp(max=MAX_LOG_RATIO).exp(), mask)
 
 
-def _under_trls_names(metrics: Metrics) -> Metrics:
-    """The policy's metrics under the names of TRL's PPO."""
+def _with_trl_names(metrics: Metrics) -> Metrics:
+    """Return the policy's metrics under the names of TRL's PPO."""
     names = {
         "policy/approxkl_avg": "approx_kl",
         "policy/clipfrac_avg": "clip_ratio/region_mean",

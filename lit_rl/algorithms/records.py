@@ -1,4 +1,4 @@
-"""What a run writes down of rollouts and of optimizer steps. Nothing here feeds a gradient."""
+"""The records of rollouts and optimizer steps: metrics and sample tables for the log. Nothing here feeds a gradient."""
 
 from __future__ import annotations
 
@@ -11,35 +11,33 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_rl.algorithms.evaluation.statistics import Averages, input_tokens, rollout_metrics
-from lit_rl.algorithms.evaluation.tables import sample_table
-from lit_rl.algorithms.evaluation.token_columns import token_columns
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.evaluation.sample_tables import sample_table, token_columns
+from lit_rl.algorithms.evaluation.summary_statistics import Averages, input_tokens, rollout_metrics
 from lit_rl.algorithms.evaluation.validation import prefixed
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.rollouts.episodes import metrics_of
+from lit_rl.algorithms.rollouts.episode_outcomes import episode_metrics
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.errors import RewardError
-from lit_rl.examples import Totals
+from lit_rl.core.errors import RewardError
+from lit_rl.core.examples import Totals
+from lit_rl.core.rollout import Rollout
 from lit_rl.generation.collect import texts_of
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.repetition import repeated_share
-from lit_rl.ops.step import Metrics
-from lit_rl.rewards.sums.weighted import Scores
-from lit_rl.rollout import Rollout
+from lit_rl.ops.reductions import Metrics, masked_sum
+from lit_rl.ops.token_statistics import repeated_share
+from lit_rl.rewards.weighted_rewards import Scores
 
 MAX_UNSCORED = 8
-"""Rollouts in a row without any reward after which a run ends."""
+"""The number of consecutive rollouts without any reward after which a run ends."""
 
 
 class Records:
-    """The metrics of the rollout at hand: opened with it, added to at every micro-batch, closed after its last step."""
+    """The metrics of the current rollout: opened with it, extended by each micro-batch, closed after its last step."""
 
     def __init__(self) -> None:
         self.averages = Averages()
         self.samples: dict[str, list[Any]] = {}
         self.noted: dict[str, list[Any]] = {}
-        """Of each row of the rollout at hand the reward of each function, the data's columns and what rewards noted,
-        where these are plain; also after a resume in the middle of it."""
+        """The reward of each function, the data's columns and notes of rewards for each row of the current rollout, if
+        their values are plain Python; also after a resume in the middle of the rollout."""
         self.unscored = 0
         self._stats: dict[str, float] = {}
         self._tokens_seen = 0
@@ -47,24 +45,24 @@ class Records:
         self._opened = time.perf_counter()
 
     def add(self, metrics: Metrics) -> None:
-        """Of a micro-batch, or of the rollout."""
+        """Add the metrics of a micro-batch, or of the rollout."""
         self.averages.add(metrics)
 
     def open(
         self, scored: Scored, rollout: Rollout, *, step: int, sampled_tokens: int, tokenizer: Any, ranks: Ranks
     ) -> None:
-        """Take down what the rollout is like that was drawn, over all ranks.
+        """Record the statistics and samples of a new rollout, over all ranks. A collective.
 
         Args:
-            scored: As it was drawn.
-            rollout: With its credit.
+            scored: The rollout as it was drawn.
+            rollout: The rollout with its advantages.
             step: Optimizer steps taken.
-            sampled_tokens: Tokens that this rank has drawn for it, also those that nothing is learned from.
-            tokenizer: Of the policy.
-            ranks: A collective.
+            sampled_tokens: Tokens that this rank sampled for it, including those that are not learned from.
+            tokenizer: The policy's tokenizer.
+            ranks: The ranks of the run.
 
         Raises:
-            RewardError: no reward applied to any completion, for too many rollouts in a row.
+            RewardError: no reward applied to any completion, for too many consecutive rollouts.
         """
         completions, scores, host = scored.completions, scored.scores, scored.completions.on_host
         columns = {
@@ -82,9 +80,9 @@ class Records:
         self._stats = rollout_metrics(scores.names, **of_all)
         self._stats |= {"num_tokens": float(self._tokens_seen), "rollout_tokens": float(tokens)}
         self._stats["num_input_tokens_seen"] = float(self._input_tokens_seen)
-        self.add(_logged_by_rewards(scores, ranks))
+        self.add(_metrics_of_rewards(scores, ranks))
         if completions.episodes is not None:
-            self.add(metrics_of(completions.episodes, ranks))
+            self.add(episode_metrics(completions.episodes, ranks))
         if completions.kept_logmass is not None:
             mask = completions.response_mask
             kept = masked_sum(completions.kept_logmass.exp(), mask)
@@ -92,18 +90,18 @@ class Records:
         repeated, long_enough = repeated_share(completions.response_ids, completions.response_mask)
         self.add({"completions/repetition": (repeated.sum(), long_enough.sum())})
         texts = texts_of(host, tokenizer)
-        self.samples = sample_table(step, scored.batch, texts, host, scores, _one_a_row(rollout))
+        self.samples = sample_table(step, scored.batch, texts, host, scores, _advantage_of_rows(rollout))
         if completions.episodes is not None:
             self.samples |= token_columns(completions, rollout, tokenizer)
-        self.noted = _noted(self.samples, {*scored.batch.columns, *scores.extras})
+        self.noted = _plain_columns(self.samples, {*scored.batch.columns, *scores.extras})
         self._opened = time.perf_counter()
 
     def stepped(self, grad_norm: Tensor, *, skipped: bool) -> None:
-        """An optimizer step is taken, with a gradient of this norm, or `skipped` because the norm was not finite."""
+        """Record an optimizer step with this gradient norm, or one that was `skipped` because it was not finite."""
         self.add(step_metrics(grad_norm, skipped=skipped))
 
     def _count_unscored(self, names: Sequence[str], rewards: Tensor) -> None:
-        """A rollout that no reward applies to teaches nothing; many in a row are a mistake."""
+        """Count rollouts without any reward, and end the run after too many in a row."""
         self.unscored = self.unscored + 1 if bool(rewards.isnan().all()) else 0
         if self.unscored == MAX_UNSCORED:
             raise RewardError(
@@ -121,20 +119,20 @@ class Records:
         rates: Mapping[str, float],
         kept: bool = False,
     ) -> dict[str, float]:
-        """What the rollout and its updates were like, over all ranks.
+        """Return the metrics of the rollout and its updates, over all ranks. A collective.
 
         Args:
-            ranks: A collective.
-            seconds: Of generation and of rewards.
-            within: Of what lies within these: an engine's update, waiting for environments.
-            coefficients: Numbers in force that are no constants of the run.
+            ranks: The ranks of the run.
+            seconds: Seconds of generation and of rewards.
+            within: Seconds of parts of these phases: an engine's update, waiting for environments.
+            coefficients: Current values of coefficients that change during the run.
             rates: Learning rates of the last step.
-            kept: Whether the rollout is in use still: its averages stay for the line behind its last step.
+            kept: Whether the rollout is still in use: its averages are kept for the log line after its last step.
         """
         stats = dict(self._stats)
         tokens = stats.pop("rollout_tokens")
-        means = {**stats, **_reduced(self.averages, ranks, kept=kept), **coefficients, **rates}
-        # Only now has a GPU done what it was given: averages are numbers of the last step too.
+        means = {**stats, **_reduce(self.averages, ranks, kept=kept), **coefficients, **rates}
+        # Reading the averages has waited for the GPU, so the seconds of the update are complete.
         phases = {**seconds, "update": time.perf_counter() - self._opened}
         metrics = prefixed(means, "train")
         metrics |= {f"time/{phase}": value for phase, value in {**phases, **within}.items()}
@@ -143,40 +141,40 @@ class Records:
 
     @property
     def rollout_tokens(self) -> float:
-        """Tokens that all ranks have drawn for the rollout at hand."""
+        """Tokens that all ranks sampled for the current rollout."""
         return self._stats["rollout_tokens"]
 
     def counts(self) -> dict[str, Any]:
-        """What outlives a rollout, for a checkpoint."""
+        """Return the counts over the whole run, for a checkpoint."""
         seen = {"tokens_seen": self._tokens_seen, "input_tokens_seen": self._input_tokens_seen}
         return seen | {"unscored": self.unscored}
 
     def load_counts(self, saved: dict[str, Any]) -> None:
-        """The counterpart of `counts`."""
+        """Restore what `counts` returned."""
         self._tokens_seen, self.unscored = saved["tokens_seen"], saved["unscored"]
         self._input_tokens_seen = saved.get("input_tokens_seen", 0)  # earlier versions did not count them
 
     def half_used(self) -> dict[str, Any]:
-        """What belongs to the rollout at hand, for a checkpoint."""
+        """Return the state of the current rollout, for a checkpoint."""
         return {"averages": self.averages.state(), "stats": dict(self._stats), "noted": self.noted}
 
     def load_half_used(self, saved: dict[str, Any], device: torch.device) -> None:
-        """The counterpart of `half_used`."""
+        """Restore what `half_used` returned."""
         self.averages.load_state(saved["averages"], device)
         self._stats = saved["stats"]
         self.noted = saved.get("noted", {})  # earlier versions kept none
-        self._opened = time.perf_counter()  # the seconds of this process alone are known
+        self._opened = time.perf_counter()  # seconds before the resume are not known
 
 
-_PLAIN = {bool, int, float, str, type(None)}
+_PLAIN_TYPES = {bool, int, float, str, type(None)}
 
 
-def _noted(samples: Mapping[str, list[Any]], names: Collection[str]) -> dict[str, list[Any]]:
-    """Rewards and columns of these names, where a checkpoint can hold all of their values."""
+def _plain_columns(samples: Mapping[str, list[Any]], names: Collection[str]) -> dict[str, list[Any]]:
+    """Return rewards and the named columns, if a checkpoint can contain all of their values."""
     return {
         name: values
         for name, values in samples.items()
-        if (name.startswith("rewards/") or name in names) and {type(value) for value in values} <= _PLAIN
+        if (name.startswith("rewards/") or name in names) and {type(value) for value in values} <= _PLAIN_TYPES
     }
 
 
@@ -191,17 +189,17 @@ class OfflineRecords:
         self._opened = time.perf_counter()
 
     def open(self, totals: Totals) -> None:
-        """An optimizer step begins."""
+        """Record the start of an optimizer step."""
         self._tokens += totals.attended
         self._tokens_seen += totals.attended
         self._opened = time.perf_counter()
 
     def add(self, metrics: Metrics) -> None:
-        """Of a micro-batch."""
+        """Add the metrics of a micro-batch."""
         self.averages.add(metrics)
 
     def close(self, grad_norm: Tensor, *, skipped: bool) -> None:
-        """An optimizer step is taken, with a gradient of this norm, or `skipped` because the norm was not finite."""
+        """Record an optimizer step with this gradient norm, or one that was `skipped` because it was not finite."""
         self.add(step_metrics(grad_norm, skipped=skipped))
         self._seconds += time.perf_counter() - self._opened
 
@@ -214,18 +212,18 @@ class OfflineRecords:
         *,
         kept: bool = False,
     ) -> dict[str, float]:
-        """The metrics of the steps since the last line, and a new beginning. A collective.
+        """Return the metrics of the steps since the last log line, and start anew. A collective.
 
         Args:
-            ranks: Whose steps they are.
-            coefficients: Numbers in force at the last step that are no constants of the run.
+            ranks: The ranks of the run.
+            coefficients: Values at the last step of coefficients that change during the run.
             rates: Learning rates of the last step.
-            generated_in: Seconds in which a model wrote what was learned from; 0 where none did.
-            kept: Whether the averages stay, for the line that is due later.
+            generated_in: Seconds of generating texts to learn from; 0 if none were generated.
+            kept: Whether the averages are kept for a later log line.
         """
         asked = time.perf_counter()
-        means = {**_reduced(self.averages, ranks, kept=kept), **coefficients, **rates}
-        self._seconds += time.perf_counter() - asked  # what a GPU was given is done then
+        means = {**_reduce(self.averages, ranks, kept=kept), **coefficients, **rates}
+        self._seconds += time.perf_counter() - asked  # reading the averages has waited for the GPU
         metrics = prefixed(means | {"num_tokens": float(self._tokens_seen)}, "train")
         metrics |= {"time/update": self._seconds} | ({"time/generate": generated_in} if generated_in else {})
         metrics["tokens_per_second"] = self._tokens / max(1e-9, self._seconds + generated_in)
@@ -233,43 +231,43 @@ class OfflineRecords:
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, which is taken between two steps."""
+        """Return the state for a checkpoint between two steps."""
         return {"tokens_seen": self._tokens_seen, "averages": self.averages.state()}
 
     def load_state(self, saved: dict[str, Any], device: torch.device) -> None:
-        """The counterpart of `state`. Speed is that of the tokens and seconds since the resume."""
+        """Restore what `state` returned. Speeds count tokens and seconds since the resume."""
         self._tokens_seen = saved["tokens_seen"]
         self.averages.load_state(saved["averages"], device)
 
 
-def _reduced(averages: Averages, ranks: Ranks, *, kept: bool) -> dict[str, float]:
-    """The averages as numbers; `kept`, they go on as if nobody had looked. A collective."""
+def _reduce(averages: Averages, ranks: Ranks, *, kept: bool) -> dict[str, float]:
+    """Reduce the averages to numbers; with `kept`, the averages themselves stay as they are. A collective."""
     return (copy.copy(averages) if kept else averages).reduce(ranks)
 
 
 def step_metrics(grad_norm: Tensor, *, skipped: bool) -> Metrics:
-    """The metrics of an optimizer step: the norm of its gradient, and the share of steps that were left out."""
+    """Return the metrics of an optimizer step: the norm of its gradient, and the share of skipped steps."""
     one, nothing = torch.ones_like(grad_norm), torch.zeros_like(grad_norm)
     norm = (nothing, nothing) if skipped else (grad_norm, one)
     return {"grad_norm": norm, "skipped_steps": (one if skipped else nothing, one)}
 
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:
-    """Of the optimizer's parameter groups: `lr` of the first, `lr_<name>` of the others."""
+    """Return the learning rates of the parameter groups: `lr` for the first, `lr_<name>` for the others."""
     first, *others = optimizer.param_groups
     return {"lr": first["lr"]} | {f"lr_{group['name']}": group["lr"] for group in others}
 
 
-def _one_a_row(rollout: Rollout) -> Tensor | None:
-    """What a table shows as the advantage of a row: the mean of its loss tokens; of pairs the verdict, 1, -1 or 0."""
+def _advantage_of_rows(rollout: Rollout) -> Tensor | None:
+    """Return each row's advantage for the sample table: the mean over its loss tokens; for pairs the verdict."""
     advantages = rollout.verdicts if rollout.advantages is None else rollout.advantages
     if advantages is None or advantages.ndim == 1:
         return advantages
     return (advantages * rollout.loss_mask).sum(1) / rollout.loss_mask.sum(1).clamp(min=1)
 
 
-def _logged_by_rewards(scores: Scores, ranks: Ranks) -> Metrics:
-    """What rewards gave to `log_metric`: a mean over everything logged on every rank."""
+def _metrics_of_rewards(scores: Scores, ranks: Ranks) -> Metrics:
+    """Return the metrics that rewards passed to `log_metric`, as means over all ranks."""
     return {
         name: (torch.full((), float(total), device=ranks.device), torch.full((), float(count), device=ranks.device))
         for name, (total, count) in scores.metrics.items()

@@ -7,8 +7,8 @@ For G completions of one prompt, each with a reward:
     ratio       r_i = exp(sum_t (logprobs_it - old_logprobs_it))                     of the whole sequence
     objective   - min(r_i A_i, clip(r_i, 1 - clip_low, 1 + clip_high) A_i), averaged over sequences
 
-With one optimizer step a rollout the ratio is 1 and this is the paper's estimator. Every further term, off by default,
-stands in `lit_rl.algorithms.families.policy_gradient`.
+With one optimizer step a rollout the ratio is 1 and this is the paper's estimator. All further terms, off by default,
+are in `lit_rl.algorithms.families.policy_gradient`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from functools import partial
 from typing import Any
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.models.policy.loaded import GivenModel
+from lit_rl.models.loaded_model import ModelLike
 from lit_rl.ops.advantages import leave_one_out
-from lit_rl.ops.correction import auto_correction
+from lit_rl.ops.engine_mismatch import auto_correction
 from lit_rl.ops.kl import corrected_k3
-from lit_rl.ops.losses import clipped_policy_loss
-from lit_rl.ops.ratios import sequence_sum_ratio
+from lit_rl.ops.policy_losses import clipped_policy_loss, sequence_sum_ratio
 from lit_rl.ops.reductions import sequence_mean
-from lit_rl.rewards.sums.weighted import Rewards
+from lit_rl.rewards.weighted_rewards import Rewards
 
 SEQUENCE_CLIPPED = partial(clipped_policy_loss, ratio=sequence_sum_ratio)
 """The clipped surrogate with the ratio of the whole sequence."""
@@ -39,17 +38,17 @@ class RLOO(PolicyGradient):
         reward: Reward functions and weights, or one function.
         advantage: Estimator of advantages from rewards.
         loss: The loss of each token.
-        reduction: Which tokens and sequences the loss is averaged over.
+        reduction: The average of the loss over tokens and sequences.
         reward_beta: Weight of the KL in the reward.
         group_size: Completions a prompt, 2 or more.
-        terms: Everything else that a `PolicyGradient` takes.
+        terms: All other arguments of `PolicyGradient`.
     """
 
     proven_with_zero = True
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Rewards | Callable,
         *,
         advantage: Callable = leave_one_out,

@@ -3,7 +3,7 @@
     objective      sum over learned tokens of imitation(log pi(token)) / number of learned tokens, of the whole
                    optimizer step; imitation is - log pi, or DFT's - sg(pi) log pi (2508.05629)
 
-Which tokens are learned (the completion, the assistant's turns, all) is the data module's `learn`. Off by default:
+The data module's `learn` sets which tokens are learned (the completion, the assistant's turns, all). Off by default:
 noise on the embeddings in training (NEFTune, 2310.05914).
 """
 
@@ -15,17 +15,16 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
-from lit_rl.algorithms.rollouts.plan import mix
+from lit_rl.algorithms.loop.offline import OfflinePolicyModule
+from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.errors import in_range
-from lit_rl.examples import TextBatch, Totals
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.models.policy.neftune import noisy_embeddings
-from lit_rl.models.policy.options import ForwardOptions
+from lit_rl.core.errors import in_range
+from lit_rl.core.examples import TextBatch, Totals
+from lit_rl.models.forward_inputs import noisy_embeddings
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.models.loaded_model import ModelLike
 from lit_rl.ops.imitation import cross_entropy
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.step import Metrics, mean_entropy, mean_of
+from lit_rl.ops.reductions import Metrics, masked_sum, mean_entropy, mean_of
 
 
 class SFT(OfflinePolicyModule):
@@ -33,11 +32,11 @@ class SFT(OfflinePolicyModule):
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
-        imitation: From the log-probs `(b, t)` of the texts' tokens to what each of them costs.
-        neftune_alpha: Scale of uniform noise on the embeddings in training, above 0 (NEFTune; 5 in the paper). None is
+        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
+        imitation: The loss of each token, from the log-probs `(b, t)` of the texts' tokens.
+        neftune_alpha: Scale of uniform noise on the embeddings in training, above 0 (NEFTune; 5 in the paper). None:
             no noise.
-        shared: What every `OfflinePolicyModule` takes.
+        shared: Arguments of every `OfflinePolicyModule`.
     """
 
     learns_from = "texts"
@@ -48,7 +47,7 @@ class SFT(OfflinePolicyModule):
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Any = None,
         *,
         imitation: Callable = cross_entropy,
@@ -75,12 +74,12 @@ class SFT(OfflinePolicyModule):
 
     @property
     def forward_options(self) -> ForwardOptions:
-        """Noise is laid on the embeddings of a whole batch."""
+        """The base class's options; with noise in one call, as the noise covers the embeddings of a whole batch."""
         options = super().forward_options
         return options if self.neftune_alpha is None else options.in_one_call
 
     def noise(self, batch: TextBatch) -> AbstractContextManager[None]:
-        """Noise on the embeddings of a training batch. The same row gets the same in the same step of every run."""
+        """Return a context that adds noise to a batch's embeddings: equal for a row and step in every run."""
         if self.neftune_alpha is None or not self.policy.training:
             return nullcontext()
         keys = [mix(self.seed, batch.step, row) for row in batch.rows]

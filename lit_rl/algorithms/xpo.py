@@ -1,13 +1,13 @@
 """XPO: exploratory preference optimisation, arXiv:2405.21046 (algorithm 1).
 
-For a prompt, y is a completion of the policy and y' one of the reference; the judge finds c of them better than r:
+For a prompt, y is a completion of the policy and y' one of the reference; the judge prefers c of them to r:
 
     log ratio      rho_y = sum_t log pi(y_t) - log pi_ref(y_t)
     objective      mean over judged pairs of preference(c, r) + alpha sum_t log pi(y'_t)
                    preference is - log sigma(beta (rho_c - rho_r))
 
-The second term, the exploration bonus, takes probability from what the reference writes and so gives it to what has not
-been seen. A tie, and a pair without a verdict, is in neither the sum nor the mean, with its bonus.
+The second term, the exploration bonus, takes probability from completions of the reference, and so gives it to unseen
+ones. A tie, and a pair without a verdict, is in neither the sum nor the mean, with its bonus.
 """
 
 from __future__ import annotations
@@ -17,38 +17,36 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_rl.algorithms.families.judged_pairs import JudgedPairs, pairs_of
-from lit_rl.algorithms.preflight import judged as preflight
-from lit_rl.algorithms.rollouts.opponents import duels
-from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.preference.losses import sigmoid
-from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens, mean_of
-from lit_rl.rewards.judges.base import Judge
-from lit_rl.rewards.sums.weighted import Rewards
-from lit_rl.rollout import Completions, PromptBatch, Rollout
+from lit_rl.algorithms.checks import preference_checks as preflight
+from lit_rl.algorithms.families.judged import JudgedPairs, learned_pairs
+from lit_rl.algorithms.rollouts.scored import generate_opponent_pairs
+from lit_rl.core.rollout import Completions, PromptBatch, Rollout
+from lit_rl.models.forward import TokenScores
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.ops.preference_losses import sigmoid
+from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum, mean_of
+from lit_rl.rewards.judges import Judge
+from lit_rl.rewards.weighted_rewards import Rewards
 
 
 class XPO(JudgedPairs):
-    """Exploratory preference optimisation. Of each prompt's two completions the second is the reference's.
+    """Exploratory preference optimisation. Each prompt has a completion of the policy and one of the reference.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function. What the default judge compares.
-        judge: Says which of two completions is better. None compares the summed rewards.
+        reward: Reward functions and weights, or one function, whose sum the default judge compares.
+        judge: Judge of which of two completions is better. None compares the summed rewards.
         beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0; or a list, one for each epoch.
         alpha: Weight of the exploration bonus, at least 0; or a list, one for each epoch, the last for all after it.
-        preference: The loss of a pair, or several by name, whose weighted sum is learned.
-        shared: What every `JudgedPairs` and `JudgedModule` takes.
+        preference: The loss of a pair, or several by name, which are added with their weights.
+        shared: Arguments of every `JudgedPairs` and `JudgedModule`.
     """
 
     opponent_writes = True
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Rewards | Callable | None = None,
         *,
         judge: Judge | Callable[..., Any] | None = None,
@@ -59,14 +57,16 @@ class XPO(JudgedPairs):
     ) -> None:
         super().__init__(model, reward, judge=judge, beta=beta, preference=preference, **shared)
         self.alpha = alpha
-        preflight.two_policies(type(self).__name__, self.group_size, self.reference)
-        preflight.for_each_epoch("algo.alpha", alpha, open_low=False)
+        preflight.check_two_policies(type(self).__name__, self.group_size, self.reference)
+        preflight.check_per_epoch("algo.alpha", alpha, open_low=False)
 
     def draw_now(self, batch: PromptBatch) -> Completions:
-        """Duels: of each prompt a completion of the policy, and one of the reference."""
+        """Generate a completion of the policy and one of the reference for each prompt."""
         own = self.own_completions(batch)
         with self.reference.scoring(self.policy, self.reference_policy) as reference:
-            return duels(self.source, self.request(batch, group_size=1), own, reference, self.reference_policy)
+            return generate_opponent_pairs(
+                self.source, self.request(batch, group_size=1), own, reference, self.reference_policy
+            )
 
     def loss(
         self, rollout: Rollout, scores: TokenScores, totals: StepTotals, step: StepTokens | None = None
@@ -74,7 +74,7 @@ class XPO(JudgedPairs):
         loss, metrics = self.preference_loss(rollout, scores, totals)
         of_reference = masked_sum(scores.logprobs, rollout.loss_mask, 1)[1::2]
         learned = rollout.loss_mask.any(1)[1::2]
-        pairs = pairs_of(totals).to(loss.device)
+        pairs = learned_pairs(totals).to(loss.device)
         bonus = self.at_epoch(self.alpha) * of_reference
         parts = {
             "loss/dpo": (loss.detach() * pairs, learned.sum().float()),

@@ -1,9 +1,9 @@
-"""Ctrl-C, SIGTERM, a terminal that is gone, Slurm's word: save and stop, within seconds. A second signal ends the
-process at once.
+"""Graceful stop: on Ctrl-C, SIGTERM, SIGHUP or Slurm's signal, all ranks save and stop within seconds.
 
-An optimizer step that has begun is finished. A rollout, its rewards and a validation are given up: nothing was learned
-from them, and the run that goes on makes them anew (`lit_rl.interruption`). A signal to one rank reaches the others by
-`SignalWatch`.
+An optimizer step that has begun is finished. A rollout, its rewards and a validation are abandoned: nothing was
+learned from them, and the resumed run makes them anew (`lit_rl.core.interrupts`). A signal to one rank reaches the
+others by `SignalWatch`, a thread that reads the key-value store of the process group. A second signal ends the
+process at once.
 
 An error ends the run too: see `algorithms.loop.save_on_error`.
 """
@@ -14,6 +14,8 @@ import _thread
 import contextlib
 import signal
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,69 +25,207 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
-from lit_rl import interruption
 from lit_rl.algorithms.loop.save_on_error import SaveOnError, folder_of, validates_next
-from lit_rl.callbacks.checkpoint_files import is_whole
-from lit_rl.callbacks.signal_watch import SignalWatch
-from lit_rl.callbacks.slurm import requeue, requeue_signal
-from lit_rl.callbacks.terminal import let_go_of_the_terminal
+from lit_rl.callbacks.checkpoint_io import is_whole
+from lit_rl.callbacks.process_signals import detach_from_terminal, requeue, requeue_signal
 from lit_rl.callbacks.timed_checkpoint import save_step
+from lit_rl.core import interrupts
 
 
-def _say(text: str) -> None:
-    """From a handler, which may have come in the middle of a write: a second write to the same stream is refused from
-    the same thread, and waits from another. Of `_thread`, whose start needs no lock that the main thread might hold."""
+def callback_store(name: str, rank: int) -> Any | None:
+    """Return a store that is the same on all ranks, by the count of calls; None without a process group.
+
+    It has a connection of its own: the training may block on that of the rendezvous store. The connection lasts as long
+    as the store is referenced.
+
+    Args:
+        name: Name of the callback.
+        rank: This rank.
+    """
+    distributed: Any = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    store = distributed.distributed_c10d._get_default_store().clone()
+    # Counted in the store: in the second job of a sweep rank 0 has already counted one call, and others have not.
+    turn = store.add(f"lit_rl/{name}/turns/{rank}", 1)
+    return distributed.PrefixStore(f"lit_rl/{name}/{turn}", store)
+
+
+POLL_SECONDS = 0.5
+"""Seconds between two polls, after which a signal reaches the other ranks."""
+
+RESEND_SECONDS = 2.0
+"""Seconds after which a signal is sent again to work that still runs: it may have caught the exception."""
+
+_SIGNAL_KEY = "signal"
+"""Key of the signal's number in the store."""
+
+_SECOND_SIGNAL_KEY = "at once"
+"""Key of the number of a second signal, with which a rank exits at once."""
+
+
+class SignalWatch:
+    """A thread that sends this process the signals it has to know of; the handler recognises them by `was_sent_here`.
+
+    Any rank may receive a signal, and while the ranks decode or score they meet in no collective. So the number of the
+    signal goes through the rendezvous store of the process group, and so does that of a second one. Only this thread
+    uses the store: a handler must not wait for it.
+
+    Args:
+        came: Getter of the signal that this process has received; None before any.
+        ranks: World size.
+        rank: This rank.
+    """
+
+    def __init__(self, came: Callable[[], int | None], ranks: int, rank: int = 0) -> None:
+        self._came, self._sent, self._over = came, 0, False
+        self._began, self._rank = False, rank
+        self._store: Any = callback_store("signal", rank) if ranks > 1 else None
+        self._told = False
+        self._ended = False
+        self._leaves: int | None = None
+        if self._store is not None:
+            self.begin()
+
+    def begin(self) -> None:
+        """Start the thread; with one rank, once a signal was received.
+
+        `_thread` starts it without a lock that the main thread might hold while its handler runs.
+        """
+        if not self._began:
+            self._began = True
+            _thread.start_new_thread(self._run, ())
+
+    def end(self, leaves: int | None = None) -> None:
+        """Stop the thread; it sends nothing any more.
+
+        Args:
+            leaves: The second signal, with which this rank exits at once. It is forwarded, and the others exit too.
+        """
+        self._leaves, self._over = leaves, True
+        until = time.monotonic() + 4 * POLL_SECONDS  # a poll of the store may take a moment
+        while self._began and not self._ended and time.monotonic() < until:
+            time.sleep(POLL_SECONDS / 50)  # no lock: a handler may run in between, and wait here itself
+
+    def was_sent_here(self) -> bool:
+        """Tell whether the handler runs for a signal that this thread has sent."""
+        sent, self._sent = self._sent, 0
+        return sent > 0
+
+    def _run(self) -> None:
+        try:
+            asked_at, known = time.monotonic(), False
+            while not self._over:
+                time.sleep(POLL_SECONDS)
+                number = self._came()
+                if number is None:
+                    asked_at, number = time.monotonic(), self._heard()
+                    self._send(number)
+                    continue
+                if not known:  # the handler has run, for the signal sent here or for the user's own at the same moment
+                    known, self._sent = True, 0
+                self._tell(number)
+                if (last := self._asked(_SECOND_SIGNAL_KEY)) is not None:
+                    if self._rank == 0:  # it holds the store: the others poll first
+                        time.sleep(1.5 * POLL_SECONDS)
+                    return self._send(last, mine=False)
+                if interrupts.is_interruptible() and time.monotonic() - asked_at > RESEND_SECONDS:
+                    asked_at = time.monotonic()
+                    self._send(number)
+            self._tell_that_it_leaves()
+        except Exception:  # the rank that holds the store is gone: that ends the others
+            pass
+        finally:
+            self._ended = True
+
+    def _heard(self) -> int | None:
+        number = self._asked(_SIGNAL_KEY)
+        self._told = self._told or number is not None
+        return number
+
+    def _asked(self, word: str) -> int | None:
+        if self._store is None or not self._store.check([word]):
+            return None
+        return int(self._store.get(word))
+
+    def _tell(self, number: int) -> None:
+        if self._store is not None and not self._told:
+            self._told = True
+            self._store.set(_SIGNAL_KEY, str(number))
+
+    def _tell_that_it_leaves(self) -> None:
+        if self._store is not None and self._leaves is not None:
+            self._store.set(_SECOND_SIGNAL_KEY, str(self._leaves))
+            time.sleep(1.5 * POLL_SECONDS)  # until the others have polled: the store may be in this process
+
+    def _send(self, number: int | None, *, mine: bool = True) -> None:
+        """Send a signal to the main thread; with `mine` false its handler takes it for one from outside."""
+        if number is not None and not self._over:
+            self._sent = number if mine else 0
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, number)
+
+
+def _announce(text: str) -> None:
+    """Print from a signal handler, in a thread of its own.
+
+    The handler may have interrupted a write: a second write to the same stream is refused in the same thread, and waits
+    in another. `_thread` starts one without a lock that the main thread might hold.
+    """
     _thread.start_new_thread(rank_zero_info, (text,))
 
 
 class GracefulStop(SaveOnError):
-    """Replaces Lightning's handler, which broadcasts inside the signal handler: with one rank generating and another
-    waiting, that hangs. Here the handler sets a flag, on which all ranks agree between two optimizer steps; where it
-    comes in work that may be given up, it ends that work, on which they agree behind it.
+    """A stop at the next optimizer step, on which all ranks agree, in place of Lightning's signal handler.
+
+    Lightning broadcasts inside the handler: with one rank generating and another waiting, that hangs. Here the handler
+    sets a flag, on which all ranks agree between two optimizer steps. Where a signal comes in work that may be
+    abandoned, the handler ends that work, and the ranks agree after it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.signum: int | None = None
-        """The signal that came; None while none has."""
+        """The received signal; None before any."""
         self._before: dict[int, Any] = {}
         self.gave_up = False
-        """Whether it came in work that was given up."""
+        """Whether the signal came in work that was abandoned."""
         self.saved: Path | None = None
         """The checkpoint of the step that the run stopped at; None while there is none."""
         self._watch: SignalWatch | None = None
         self._twice: tuple[int | None, ...] = (signal.SIGHUP,)
-        """Signals that one cause may send twice: a shell that ends and the kernel; Slurm and torchrun, which passes it
-        on."""
+        """Signals that one cause may send twice: an ending shell and the kernel; Slurm and torchrun, which forwards
+        it."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self.signum, self.gave_up, self.saved = None, False, None
         if threading.current_thread() is not threading.main_thread():
             return
-        interruption.listen(lambda: self._give_up(trainer), several=trainer.world_size > 1)
+        interrupts.enable_interrupts(lambda: self._give_up(trainer), several=trainer.world_size > 1)
         self._twice = (signal.SIGHUP, requeue_signal(trainer))
         self._watch = SignalWatch(lambda: self.signum, trainer.world_size, trainer.global_rank)
-        for signum in signals_of(trainer):
+        for signum in stop_signals(trainer):
             self._before[signum] = signal.signal(signum, lambda number, frame: self._on_signal(trainer, number))
 
     def _on_signal(self, trainer: L.Trainer, number: int) -> None:
         assert self._watch is not None
         again = self.signum is not None and self._watch.was_sent_here()
         if again or (number == self.signum and number in self._twice):
-            return interruption.ask()
+            return interrupts.request_stop()
         if self.signum is not None:
             self._restore(leaves=number)
-            signal.raise_signal(number)  # for whoever was there before us
+            signal.raise_signal(number)  # for the previous handler
             return
         self.signum = number
         if number == signal.SIGHUP:
-            let_go_of_the_terminal()
+            detach_from_terminal()
         self._watch.begin()
         what = "stopping and saving" if folder_of(trainer) else "stopping; nothing is saved, as checkpoints are off"
-        with contextlib.suppress(RuntimeError):  # no thread is to be had: it stops without a word
-            _say(f"{signal.Signals(number).name}: {what}. Once more to stop at once.")
-        interruption.ask()
+        with contextlib.suppress(RuntimeError):  # no thread can be started: it stops silently
+            _announce(f"{signal.Signals(number).name}: {what}. Once more to stop at once.")
+        interrupts.request_stop()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -93,7 +233,7 @@ class GracefulStop(SaveOnError):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if trainer.fit_loop._should_accumulate():
             return
-        # Where a validation is due it is begun, and ends before its first batch: the next start makes it then.
+        # A validation that is due is begun, and ends before its first batch: the next start makes it.
         if self._is_to_end(trainer) and not validates_next(trainer):
             folder = folder_of(trainer)
             if folder is not None:
@@ -104,12 +244,12 @@ class GracefulStop(SaveOnError):
             self._requeue(trainer)
 
     def _is_to_end(self, trainer: L.Trainer) -> bool:
-        """Whether a signal ends the run, the same on every rank: `signum` is that signal then."""
+        """Tell whether a signal ends the run, the same on every rank, and set `signum` to it. A collective."""
         if trainer.world_size > 1:
             mine = torch.tensor(float(self.signum or 0), device=trainer.strategy.root_device)
             self.signum = int(trainer.strategy.reduce(mine, reduce_op="max")) or None  # pyright: ignore
         if self.signum is not None:
-            interruption.agree_to_stop()
+            interrupts.record_stop_request()
         return self.signum is not None
 
     def _requeue(self, trainer: L.Trainer) -> None:
@@ -120,12 +260,12 @@ class GracefulStop(SaveOnError):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
-        # Every rank has as many batches, so all of them ask. Half a validation is none: the next start makes it anew.
+        # Every rank has as many batches, so all get here. Half a validation is dropped: the next start makes it anew.
         if self._place is not None and self._is_to_end(trainer):
             self._give_up(trainer)
 
     def _give_up(self, trainer: L.Trainer) -> NoReturn:
-        """End the run in the middle of a rollout or a validation, as it was before. Every rank comes here."""
+        """End the run in the middle of a rollout or a validation, in the state before it. Every rank gets here."""
         self._is_to_end(trainer)
         self.gave_up, in_validation = True, trainer.validating
         self.saved = self._save_place(trainer, in_validation=in_validation, anew=in_validation)
@@ -133,7 +273,7 @@ class GracefulStop(SaveOnError):
         trainer.training = True
         call._call_callback_hooks(trainer, "on_train_end")
         call._call_lightning_module_hook(trainer, "on_train_end")
-        raise _TunerExitException  # the one way out of a loop that Lightning takes for a good end
+        raise _TunerExitException  # the only exception that Lightning takes for a regular end of a loop
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
@@ -161,18 +301,18 @@ class GracefulStop(SaveOnError):
         save_step(trainer, path)
 
     def _restore(self, leaves: int | None = None) -> None:
-        interruption.forget()
+        interrupts.disable_interrupts()
         if self._watch is not None:
             self._watch.end(leaves)
         for signum, handler in self._before.items():
             said = signum == self.signum and signum in self._twice  # and the run is about to end
             signal.signal(signum, signal.SIG_IGN if said else handler)
         self._before = {}
-        self._watch = None  # with its store: the next job of a sweep is to find nothing of this one
+        self._watch = None  # with its store: the next job of a sweep must find nothing of this one
 
 
-def signals_of(trainer: L.Trainer) -> list[int]:
-    """Those that end a run, which is saved. `nohup` has the end of a terminal ignored: then it is none."""
+def stop_signals(trainer: L.Trainer) -> list[int]:
+    """Return the signals that save and end a run. SIGHUP is none of them where it is ignored, as under `nohup`."""
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     asked = requeue_signal(trainer)
     return [signal.SIGINT, signal.SIGTERM, *hangup, *([] if asked is None else [asked])]

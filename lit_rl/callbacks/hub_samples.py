@@ -1,11 +1,16 @@
-"""The files of `samples/` in a data set of the Hugging Face hub, while the run goes on and at its end."""
+"""Uploads of `samples/` to a data set of the Hugging Face hub, during the run and at its end.
+
+One push at a time runs beside the training (`HubPushes`), in a thread that no exit waits for.
+"""
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -13,12 +18,76 @@ from typing import Any
 
 import lightning as L
 
-from lit_rl import offline
 from lit_rl.callbacks.graceful_stop import GracefulStop
-from lit_rl.callbacks.hub_pushes import HubPushes
-from lit_rl.callbacks.sample_files import SAMPLE_FILES
-from lit_rl.callbacks.unwritten import Unwritten
-from lit_rl.errors import ConfigError, in_range
+from lit_rl.callbacks.loggers import WriteFailures
+from lit_rl.callbacks.output_files import SAMPLE_FILES
+from lit_rl.core import machine
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.progress_bar import delayed_progress
+
+
+class HubPushes:
+    """The pushes of one callback, one at a time.
+
+    `HfApi.run_as_future` is not used: at its exit Python waits for that pool without a timeout, and the hub's client
+    waits for an answer without one.
+
+    Args:
+        what: The activity, for a warning and a progress bar: "sending samples to user/name".
+        unwritten: Recorder of failures, called in the thread of the training.
+    """
+
+    def __init__(self, what: str, unwritten: WriteFailures) -> None:
+        self.what, self.unwritten = what, unwritten
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._then: Callable[[bool], None] = lambda done: None
+
+    def start(self, push: Callable[[], object], then: Callable[[bool], None]) -> None:
+        """Begin a push; none may be in progress.
+
+        Args:
+            push: Function for a thread of its own; it reads only what nobody else writes.
+            then: Callback that `busy` or `wait` calls when the push is over, with whether it succeeded.
+        """
+        assert self._thread is None
+
+        def run() -> None:
+            try:
+                push()
+            except Exception as error:
+                self._error = error
+
+        self._error, self._then = None, then
+        self._thread = threading.Thread(target=run, name="hub push", daemon=True)
+        self._thread.start()
+
+    def busy(self) -> bool:
+        """Tell whether a push is in progress, and record one that has ended."""
+        if self._thread is None:
+            return False
+        if self._thread.is_alive():
+            return True
+        self._thread, error = None, self._error
+        if error is not None:
+            self.unwritten.note(self.what, error)
+        self._then(error is None)
+        return False
+
+    def wait(self, until: float) -> bool:
+        """Wait for the push in progress, under a progress bar; return whether it is over.
+
+        Args:
+            until: The end of the wait, by the clock `time.monotonic`.
+        """
+        seconds = max(0.0, until - time.monotonic())
+        if self._thread is not None:
+            for _ in delayed_progress(range(math.ceil(seconds)), f"{self.what}, at most", "s"):
+                self._thread.join(min(1.0, max(0.0, until - time.monotonic())))
+                if not self._thread.is_alive():
+                    break
+        return not self.busy()
+
 
 CARD = """---
 pretty_name: Completions of lit_rl
@@ -33,31 +102,33 @@ configs:
 
 What language models wrote while lit_rl trained them: a folder for each run, with the files of its `samples/`.
 """
-"""README.md of a data set that has none."""
+"""The README.md for a data set that has none."""
 
 Files = dict[str, tuple[int, int]]
-"""Size and time of each file, by its name."""
+"""Size and modification time of files by name."""
 
 
 class HubSamples(L.Callback):
-    """Sends the parquet files of `samples/` in the Trainer's `default_root_dir` to a data set of the Hugging Face hub,
-    into a folder `<parent>_<name>` of the run's: every few minutes, and when a training or a validation ends.
+    """Uploads of the parquet files of `samples/` in the Trainer's `default_root_dir` to the Hugging Face hub.
 
-    Rank 0 copies what is new and sends the copy beside the training, one push at a time. It removes what is no longer
-    there, such as files that were joined; files of others stay. The end of a training or a validation waits for its
-    last push, `wait` seconds at most; a run that a signal ends waits for none, and its next part sends what is missing.
-    A hub that cannot be reached is found out within seconds, and not waited for.
-    A push that fails is warned of, and the run goes on (`unwritten`); the next one sends what it did not. Where waits
-    that ended with nothing sent have cost more than 30 seconds, no more is sent. The hub's client takes `HF_TOKEN`.
+    They go to a data set, into a folder `<parent>_<name>` named after the run's: every few minutes, and when a training
+    or a validation ends.
+
+    Rank 0 copies new files and uploads the copy during the training, one push at a time. It removes files that no
+    longer exist, such as those that were joined; files of others stay. The end of a training or a validation waits for
+    its last push, `wait` seconds at most; a run that a signal ends waits for none, and the resumed run uploads what is
+    missing. An unreachable hub is noticed within seconds, and not waited for. A push that fails is warned of, and the
+    run goes on (`unwritten`); the next one uploads the rest. Once waits without an upload have cost more than 30
+    seconds, nothing more is sent. The hub's client takes `HF_TOKEN`.
 
     Args:
-        repo: The data set, `user/name`; it is made where it is not there. null sends nothing.
-        private: Whether a data set that is made new is private.
-        minutes: Between two pushes while the run trains, above 0; they are looked for after each optimizer step.
+        repo: The data set, `user/name`, created if missing. null sends nothing.
+        private: Whether a newly created data set is private.
+        minutes: Minutes between two pushes while the run trains, above 0; checked after each optimizer step.
         wait: Seconds that the end of a training or a validation waits for its last push, above 0.
 
     Raises:
-        ConfigError: `minutes` or `wait` is not above 0, or the hub has no such names as `repo`.
+        ConfigError: `minutes` or `wait` is not above 0, or `repo` is no valid name on the hub.
     """
 
     def __init__(
@@ -68,10 +139,10 @@ class HubSamples(L.Callback):
         if repo is not None:
             _check_name(repo)
         self.repo, self.private, self.minutes, self.wait = repo, private, minutes, wait
-        self.unwritten = Unwritten("HubSamples")
+        self.unwritten = WriteFailures("HubSamples")
         self._pushes = HubPushes(f"sending samples to {repo}", self.unwritten)
         self._sent: Files | None = None
-        """What the hub has; None where that is not known: before the first push, and after one that failed."""
+        """Files on the hub; None where that is not known: before the first push, and after one that failed."""
         self._last = time.monotonic()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -95,7 +166,7 @@ class HubSamples(L.Callback):
         return wanted and not self.unwritten.left_out
 
     def _push_the_last(self, trainer: L.Trainer) -> None:
-        """Send what is new behind the push that is going on, and wait for both."""
+        """Send new files after the push in progress, and wait for both."""
         until = time.monotonic() + self.wait
         if self._pushes.wait(until):
             self._push(trainer)
@@ -105,54 +176,54 @@ class HubSamples(L.Callback):
         self.unwritten.note(self._pushes.what, late, self.wait)
 
     def _push(self, trainer: L.Trainer) -> None:
-        """Copy what is new, and begin to send it; none may be going on."""
+        """Copy new files, and begin to send them; no push may be in progress."""
         self._last = time.monotonic()
         with self.unwritten.spared(self._pushes.what):
             run_dir = Path(trainer.default_root_dir).resolve()
-            there = _files(run_dir)
+            there = _sample_files(run_dir)
             if not there or there == self._sent:
                 return
             copy = tempfile.TemporaryDirectory(prefix="lit_rl_samples_", ignore_cleanup_errors=True)
-            for name in sorted(there.keys() if self._sent is None else _new(there, self._sent)):
+            for name in sorted(there.keys() if self._sent is None else _changed_files(there, self._sent)):
                 shutil.copyfile(run_dir / "samples" / name, Path(copy.name) / name)
             folder = f"{run_dir.parent.name}_{run_dir.name}"  # jobs of sweeps are called 0, 1, ...
             push = partial(self._send, copy, folder, f"lit_rl, {folder}, step {trainer.global_step}", there, self._sent)
 
             def over(done: bool) -> None:
-                self._sent = there if done else None  # what a commit that fails left there is asked for again
+                self._sent = there if done else None  # after a failed commit the hub is asked again for its files
 
             self._pushes.start(push, over)
 
     def _send(
         self, copy: tempfile.TemporaryDirectory[str], folder: str, message: str, there: Files, sent: Files | None
     ) -> None:
-        """In a thread of its own: one commit with the files of the copy, which is removed."""
+        """Commit the files of the copy, then remove it. Runs in a thread of its own."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
         assert self.repo is not None
         api, operations = HfApi(), []
         with copy:
-            if (why := offline.why_unreachable()) is not None:
+            if (why := machine.why_hub_is_unreachable()) is not None:
                 raise ConnectionError(f"the hub was not asked: {why}")
             if sent is None:
                 api.create_repo(self.repo, repo_type="dataset", private=self.private, exist_ok=True)
                 held = api.list_repo_files(self.repo, repo_type="dataset")
-                sent = dict.fromkeys(_of_the_run(held, folder), (-1, -1))
+                sent = dict.fromkeys(_files_in_run_folder(held, folder), (-1, -1))
                 if "README.md" not in held:
                     operations.append(CommitOperationAdd("README.md", CARD.encode()))
-            new, gone = _new(there, sent), sorted(sent.keys() - there.keys())
+            new, gone = _changed_files(there, sent), sorted(sent.keys() - there.keys())
             operations += [CommitOperationAdd(f"{folder}/{name}", Path(copy.name) / name) for name in new]
             operations += [CommitOperationDelete(f"{folder}/{name}") for name in gone]
             api.create_commit(self.repo, operations, repo_type="dataset", commit_message=message)
 
 
-def _files(run_dir: Path) -> Files:
-    """The files of samples that a run has written up to now."""
+def _sample_files(run_dir: Path) -> Files:
+    """Return the sample files that a run has written up to now."""
     files = [path for pattern in SAMPLE_FILES for path in (run_dir / "samples").glob(pattern)]
     return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
-def _new(there: Files, sent: Files) -> list[str]:
+def _changed_files(there: Files, sent: Files) -> list[str]:
     return sorted(name for name in there if there[name] != sent.get(name))
 
 
@@ -170,7 +241,7 @@ def _check_name(repo: str) -> None:
         ) from error
 
 
-def _of_the_run(held: Sequence[str], run: str) -> list[str]:
-    """The names of the files of samples in the folder of a run."""
+def _files_in_run_folder(held: Sequence[str], run: str) -> list[str]:
+    """Return the names of the sample files in the folder of a run."""
     names = [path.removeprefix(f"{run}/") for path in held if path.startswith(f"{run}/")]
     return [name for name in names if any(fnmatch(name, pattern) for pattern in SAMPLE_FILES)]

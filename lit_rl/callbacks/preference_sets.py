@@ -1,4 +1,4 @@
-"""Data sets for preference methods and reward models, made of the rollouts of a run while it trains."""
+"""Data sets for preference methods and reward models, made from the rollouts of a run while it trains."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.algorithms.ranks import sharing_rows
-from lit_rl.callbacks.kept_images import KeptImages
+from lit_rl.algorithms.data_parallel import tensor_parallel_size
+from lit_rl.callbacks.output_files import ImageWriter
+from lit_rl.core.errors import ConfigError, StorageError, did_you_mean, in_range
+from lit_rl.core.rollout import Prompt
+from lit_rl.core.visuals import IMAGE_COLUMNS as IMAGE_COLUMNS
+from lit_rl.core.visuals import VIDEO_COLUMNS as VIDEO_COLUMNS
+from lit_rl.data.example_formats import OTHER_MASKS
 from lit_rl.data.kinds import COLUMNS
-from lit_rl.data.offline.formats import OTHER_MASKS
+from lit_rl.data.rendering import control_tokens
 from lit_rl.data.splits import prompt_key
-from lit_rl.data.templates import control_tokens
-from lit_rl.errors import ConfigError, StorageError, did_you_mean, in_range
-from lit_rl.images import COLUMNS as IMAGE_COLUMNS
-from lit_rl.rollout import Prompt
-from lit_rl.videos import COLUMNS as VIDEO_COLUMNS
 
 Row = dict[str, Any]
 
 SETS = ("pairs", "verdicts", "ranked")
 _RESERVED = {*(name for names in COLUMNS.values() for name in names), *OTHER_MASKS, "margin"}
-"""Columns that say what a row is: those of the data under such a name are left out."""
+"""Columns that define the kind of a row: columns of the data under such a name are left out."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A completion of a group that a data set can hold."""
+    """A completion of a group, with its reward."""
 
     text: str
     reward: float
@@ -42,25 +42,25 @@ class Member:
 
 
 class PreferenceSets(L.Callback):
-    """Appends what rollouts say of completions to JSON Lines files in `datasets/` of the Trainer's `default_root_dir`.
+    """Data sets of preferences from rollouts: JSON Lines files in `datasets/` of the Trainer's `default_root_dir`.
 
-    - `pairs.jsonl` (`chosen`, `rejected`): of each group the best completion and the worst.
+    - `pairs.jsonl` (`chosen`, `rejected`): the best and the worst completion of each group.
     - `ranked.jsonl` (the same columns): the pairs of a group whose rewards differ, the widest apart first.
     - `verdicts.jsonl` (`completion`, `label`): every completion, good or not.
 
-    Prompts stand as the run had them, text or messages, with the data's own columns, the rewards and the step. Images
-    are paths: of the file that an image was, or of `datasets/images/`, where those that came as bytes are written. No
-    row comes twice. Left out are completions that no reward applied to, and those that say nothing or that no data
-    module would read; one that was cut at `max_new_tokens` is never the better one of a pair nor good. Rows of all
-    ranks are in, and a resumed run's files are those of a run that was never stopped.
+    Prompts are written as the run had them, text or messages, with the data's own columns, the rewards and the step.
+    Images are paths: of the original file, or in `datasets/images/` for those that came as bytes. No row is written
+    twice. Left out are completions that no reward applied to, empty ones, and those that no data module would read; one
+    that was cut at `max_new_tokens` is never the better one of a pair nor good. Rows of all ranks are included, and a
+    resumed run's files equal those of an uninterrupted one.
 
     Args:
-        sets: Which files are written.
-        margin: How much better the chosen completion of a pair is, at least, in units of the reward; a positive
-            difference is always needed.
-        threshold: The lowest reward of a completion that is good.
+        sets: The files to write.
+        margin: Least difference between the rewards of a pair, in units of the reward; a positive difference is always
+            needed.
+        threshold: The lowest reward of a good completion.
         ranked_per_group: Pairs of one group in `ranked.jsonl`, at most.
-        max_rows: Rows of one file, at most; then it stays as it is.
+        max_rows: Rows of one file, at most; nothing is added beyond.
 
     Raises:
         ConfigError: an unknown set, none, or a number out of range; in `setup`: an algorithm that draws no rollouts, or
@@ -91,7 +91,7 @@ class PreferenceSets(L.Callback):
         self.sets, self.margin, self.threshold = tuple(dict.fromkeys(sets)), margin, threshold
         self.ranked_per_group, self.max_rows = ranked_per_group, max_rows
         self._known: dict[str, set[bytes]] = {}
-        """Of each file: digests of its rows, so that none comes twice."""
+        """Digests of the rows of each file, so that none is written twice."""
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         if stage != "fit":
@@ -119,7 +119,7 @@ class PreferenceSets(L.Callback):
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        # Read anew: when a run is resumed, what stood past the checkpoint has just been cut off.
+        # Read anew: when a run is resumed, rows from after the checkpoint have just been cut off.
         self._known = {name: _digests(self._path(trainer, name)) for name in self.sets}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -130,22 +130,22 @@ class PreferenceSets(L.Callback):
         if trainer.world_size > 1:
             of_all_ranks = [{} for _ in range(trainer.world_size)]
             torch.distributed.all_gather_object(of_all_ranks, of_this_rank)
-            of_all_ranks = of_all_ranks[:: sharing_rows(trainer)]
+            of_all_ranks = of_all_ranks[:: tensor_parallel_size(trainer)]
         if trainer.is_global_zero:
             for name in self.sets:
                 self._append(trainer, name, [row for rows in of_all_ranks for row in rows[name]])
 
     def rows(self, module: Any) -> dict[str, list[Row]]:
-        """What the last rollout of an `OnPolicyModule` gives to each set, on this rank."""
+        """Return the rows for each set from the last rollout of an `OnPolicyModule`, on this rank."""
         scored, table = module.scored, module.samples
         size = len(table["completion"]) // len(scored.batch)
-        control = unreadable_texts(module)
+        control = forbidden_texts(module)
         found: dict[str, list[Row]] = {name: [] for name in self.sets}
         for i, prompt in enumerate(scored.batch.prompts):
             group = slice(i * size, (i + 1) * size)
             columns = zip(table["completion"][group], table["reward"][group], table["ended"][group], strict=True)
             members = [Member(*column) for column in columns]
-            members = [m for m in members if not math.isnan(m.reward) and readable(m.text, prompt, control)]
+            members = [m for m in members if not math.isnan(m.reward) and is_readable(m.text, prompt, control)]
             rest = {name: values[i] for name, values in scored.batch.columns.items() if name not in _RESERVED}
             for name in self.sets:
                 for row in getattr(self, f"_{name}")(members):
@@ -160,7 +160,7 @@ class PreferenceSets(L.Callback):
     def _ranked(self, members: Sequence[Member]) -> Iterator[Row]:
         distinct = list({member.text: member for member in reversed(members)}.values())[::-1]
         both = [(better, worse) for better in distinct if better.ended for worse in distinct]
-        both.sort(key=lambda pair: pair[1].reward - pair[0].reward)  # stable: of equals the first drawn
+        both.sort(key=lambda pair: pair[1].reward - pair[0].reward)  # stable: among equals the first drawn
         rows = (row for pair in both for row in self._pair(*pair))
         yield from (row for row, _ in zip(rows, range(self.ranked_per_group)))
 
@@ -184,7 +184,7 @@ class PreferenceSets(L.Callback):
 
     def _append(self, trainer: L.Trainer, name: str, rows: Sequence[Row]) -> None:
         known, lines, path = self._known[name], [], self._path(trainer, name)
-        images = KeptImages(path.parent)
+        images = ImageWriter(path.parent)
         for row in rows:
             named = images.named(row)
             digest = _digest(named)
@@ -197,10 +197,10 @@ class PreferenceSets(L.Callback):
             images.write(row)
             lines.append(json.dumps(named, default=str) + "\n")
         if lines:
-            append(path, "".join(lines).encode())
+            append_bytes(path, "".join(lines).encode())
 
 
-def append(path: Path, data: bytes) -> None:
+def append_bytes(path: Path, data: bytes) -> None:
     """Add all of the bytes to a file, or none.
 
     Raises:
@@ -228,20 +228,20 @@ def _digests(path: Path) -> set[bytes]:
 
 
 def _digest(row: Mapping[str, Any]) -> bytes:
-    """Equal for equal prompts, images and completions; the first row of them stays."""
+    """Return a digest that is equal for equal prompts, images and completions; the first such row stays."""
     prompt: Prompt = row["prompt"]
     said = [row.get(name) for name in ("chosen", "rejected", "completion", *IMAGE_COLUMNS, *VIDEO_COLUMNS)]
     return hashlib.blake2b(json.dumps([prompt_key(prompt), said]).encode(), digest_size=16).digest()
 
 
-def unreadable_texts(module: Any) -> list[str]:
-    """What no message may hold: control tokens, and what a processor takes for an image."""
+def forbidden_texts(module: Any) -> list[str]:
+    """Return the texts that no message may hold: control tokens, and what a processor takes for an image."""
     processor = getattr(getattr(module, "model", None), "processor", None)
     return [*control_tokens(module.tokenizer), *(processor.reserved if processor is not None else ())]
 
 
-def readable(text: str, prompt: Prompt, control: Sequence[str]) -> bool:
-    """Whether a data module reads the completion: something is said, no NUL, and no control token in a message."""
+def is_readable(text: str, prompt: Prompt, control: Sequence[str]) -> bool:
+    """Tell whether a data module reads the completion: not blank, no NUL, and no control token in a message."""
     if not text.strip() or "\0" in text:
         return False
     return isinstance(prompt, str) or not any(token in text for token in control)

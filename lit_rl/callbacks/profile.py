@@ -1,4 +1,4 @@
-"""A trace of some optimizer steps, made by PyTorch's profiler."""
+"""A trace of some optimizer steps by PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from lit_rl.callbacks.unwritten import Unwritten
-from lit_rl.errors import ConfigError
+from lit_rl.callbacks.loggers import WriteFailures
+from lit_rl.core.errors import ConfigError
 
 OPERATORS = 40
 """Rows of the table."""
@@ -20,16 +20,15 @@ _DEVICES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 
 
 class Profile(L.Callback):
-    """A trace of what rank 0 does in some optimizer steps, rollouts included: `trace.json.gz` (for ui.perfetto.dev, or
-    chrome://tracing) and `operators.txt`, a table of the operators that take longest.
+    """A trace of rank 0 in some optimizer steps, rollouts included.
 
-    The steps take longer while they are traced, and compute the same. Files that cannot be written are warned of, and
+    It writes `trace.json.gz` (for ui.perfetto.dev, or chrome://tracing) and `operators.txt`, a table of the operators
+    that take longest. Traced steps take longer, and compute the same. Files that cannot be written are warned of, and
     the run goes on (`unwritten`).
 
     Args:
-        steps: How many optimizer steps are taken where it begins, and where it ends: `[3, 5]` traces the fourth and
-            the fifth.
-        folder: Where the files go.
+        steps: Optimizer steps taken when it begins, and when it ends: `[3, 5]` traces the fourth and the fifth.
+        folder: The folder of the files.
 
     Raises:
         ConfigError: `steps` are not two such numbers. When the fit begins: the run ends before them.
@@ -46,7 +45,7 @@ class Profile(L.Callback):
             )
         self.begin, self.end = numbers
         self.folder = Path(folder)
-        self.unwritten = Unwritten("Profile")
+        self.unwritten = WriteFailures("Profile")
         self._profile: profile | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -1,4 +1,4 @@
-"""A progress bar that counts optimizer steps and shows what matters in RL: reward first, loss last."""
+"""A progress bar that counts optimizer steps and shows the metrics that matter in RL: reward first, loss last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm.auto import tqdm
 
-from lit_rl.callbacks.text import plan_table
+from lit_rl.callbacks.display import plan_table
 
 SHOWN = {
     "train/reward": "reward",
@@ -28,24 +28,24 @@ SHOWN = {
     "val/loss": "val_loss",
     "train/loss": "loss",
 }
-"""Metric to its name in the bar, in order. The loss stands last: on policy it is about zero while the policy learns."""
+"""Names in the bar by metric, in order. The loss stands last: on policy it is about zero while the policy learns."""
 
 LARGE = 2**30
 """Bytes of weights that take seconds to read."""
 
-_COUNTS = 50
+_COLUMNS_OF_COUNTS = 50
 """Columns for the share, a bar, steps, times and speed."""
 
-_WITHOUT_A_BAR = "{n_fmt}/{total_fmt} [{remaining}{postfix}]"
+_FORMAT_WITHOUT_BAR = "{n_fmt}/{total_fmt} [{remaining}{postfix}]"
 
 
 class Progress(ProgressBar):
-    """The batch arithmetic as a table, then one bar over the whole run, and one over each validation.
+    """The progress of a run: a table of its batch arithmetic, a bar over the run, and a bar over each validation.
 
-    Without a terminal, lines instead.
+    Without a terminal it prints lines.
 
     Args:
-        seconds_between_lines: How often a line is written where the output is no terminal.
+        seconds_between_lines: Seconds between two lines where the output is no terminal.
     """
 
     def __init__(self, seconds_between_lines: float = 10.0) -> None:
@@ -76,7 +76,7 @@ class Progress(ProgressBar):
         total = trainer.estimated_stepping_batches
         plan = getattr(pl_module, "plan", None)
         if plan is not None:
-            plan_table([*plan.table(), ("optimizer steps of this run", _length(trainer, total))])
+            plan_table([*plan.table(), ("optimizer steps of this run", _describe_length(trainer, total))])
         self._began = (time.monotonic(), trainer.global_step)
         self._bar = tqdm(
             total=int(total) if total != float("inf") else None,
@@ -84,7 +84,7 @@ class Progress(ProgressBar):
             unit="step",
             mininterval=0.2,
             dynamic_ncols=True,
-            disable=None,  # tqdm's word for: only on a terminal (and in a notebook)
+            disable=None,  # in tqdm: only on a terminal (and in a notebook)
         )
 
     def on_train_batch_end(
@@ -92,9 +92,9 @@ class Progress(ProgressBar):
     ) -> None:
         if self._bar is None:
             return
-        # Not between two steps: a metric that is read makes a GPU finish what it was given.
+        # Not between two steps: reading a metric waits for the GPU.
         if not self._bar.disable and trainer.global_step > self._bar.n:
-            _say_beside(self._bar, _values(trainer))
+            _show_values(self._bar, _values(trainer))
             self._bar.update(trainer.global_step - self._bar.n)
         elif (
             self._bar.disable
@@ -105,7 +105,7 @@ class Progress(ProgressBar):
             self.print(self._line(trainer, pl_module, values))
 
     def _line(self, trainer: L.Trainer, pl_module: L.LightningModule, values: dict[str, str]) -> str:
-        """The step, and what was measured last; of an earlier step that is said."""
+        """Return a line with the step and the last metrics, with their step where that is an earlier one."""
         assert self._bar is not None
         step, total, (at, first) = trainer.global_step, self._bar.total, self._began
         left = ""
@@ -118,7 +118,7 @@ class Progress(ProgressBar):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None and self._bar.disable and self._last_step != trainer.global_step:
-            # Whatever the clock says, the last line is the last step.
+            # The last line is the last step, whatever the clock says.
             self.print(self._line(trainer, pl_module, _values(trainer)))
         self._close()
 
@@ -169,12 +169,12 @@ class Progress(ProgressBar):
 
 
 def _counts_of(trainer: L.Trainer) -> list[int]:
-    """Batches of each validation set that are taken; 0 where a set does not know its length."""
+    """Return the batches of each validation set; 0 where a set does not know its length."""
     return [int(count) if count != float("inf") else 0 for count in trainer.num_val_batches]
 
 
-def _length(trainer: L.Trainer, total: float) -> str:
-    """How many steps the run takes, and what says so."""
+def _describe_length(trainer: L.Trainer, total: float) -> str:
+    """Describe how many steps the run takes, and which setting limits them."""
     if total == float("inf"):
         return "until trainer.max_time"
     done = f" ({trainer.global_step:,} are done)" if trainer.global_step else ""
@@ -185,21 +185,21 @@ def _length(trainer: L.Trainer, total: float) -> str:
 
 
 def _values(trainer: L.Trainer) -> dict[str, str]:
-    """What there is of `SHOWN`, in its order: a metric's name in the bar, and that with its value."""
+    """Return the available metrics of `SHOWN`, in its order: texts `name=value` by the metric's name in the bar."""
     metrics = trainer.callback_metrics
     return {name: f"{name}={float(metrics[key]):.3f}" for key, name in SHOWN.items() if key in metrics}
 
 
-def _say_beside(bar: tqdm, values: dict[str, str]) -> None:
-    """Show the values beside the counts; in a narrow terminal instead of the bar, which tqdm would keep."""
-    room = (bar.format_dict["ncols"] or 120) - _COUNTS
-    text = _fitting(values, room)
-    bar.bar_format = _WITHOUT_A_BAR if len(text) > room else None
+def _show_values(bar: tqdm, values: dict[str, str]) -> None:
+    """Show the values beside the counts; in a narrow terminal in place of the bar, which tqdm would keep."""
+    room = (bar.format_dict["ncols"] or 120) - _COLUMNS_OF_COUNTS
+    text = _values_that_fit(values, room)
+    bar.bar_format = _FORMAT_WITHOUT_BAR if len(text) > room else None
     bar.set_postfix_str(text, refresh=False)
 
 
-def _fitting(values: dict[str, str], room: int) -> str:
-    """As many of the values as there is room for, in their order: the first and the loss always."""
+def _values_that_fit(values: dict[str, str], room: int) -> str:
+    """Join the values that fit, in their order: the first and the loss always."""
     kept = {name for place, name in enumerate(values) if place == 0 or name == "loss"}
     for name in values:
         if len(", ".join(values[each] for each in kept | {name})) > room:

@@ -1,4 +1,4 @@
-"""What a run writes, tied to its checkpoints: a resumed run's record equals the uninterrupted one's."""
+"""The record of a run, tied to its checkpoints: a resumed run's files equal those of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -8,37 +8,36 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_rl.callbacks.file_names import ALARMS
+from lit_rl.callbacks.output_files import ALARMS, SAMPLE_FILES, restore_sample_files
 from lit_rl.callbacks.preference_sets import SETS
-from lit_rl.callbacks.rollouts import STEP_FILES
-from lit_rl.callbacks.sample_files import SAMPLE_FILES, cut_back
+from lit_rl.callbacks.saved_rollouts import ROLLOUT_FILES
 
-FILES = (
+RECORD_FILES = (
     "metrics.jsonl",
     ALARMS,
     "events.out.tfevents.[0-9]*",
     *(f"samples/{name}" for name in SAMPLE_FILES),
-    f"rollouts/{STEP_FILES}",
+    f"rollouts/{ROLLOUT_FILES}",
     *(f"datasets/{name}.jsonl" for name in SETS),
     "csv/metrics.csv",
     "csv/samples*.csv",
     "csv/val_samples*.csv",
 )
-"""Names of all that a run appends to or adds while it trains. Nothing else is ever cut back or removed: a run directory
-may hold files of the user's."""
+"""Patterns of all files that a run appends to or adds while it trains. Nothing else is ever truncated or removed: a run
+directory may hold files of the user's."""
 
 
 class Record(L.Callback):
-    """Every checkpoint notes how long each file of the record was; resuming cuts them back to that.
+    """The sizes of the record's files in every checkpoint, to which a resume truncates them.
 
     Args:
-        run_dir: The run directory. A checkpoint of another run cuts nothing here.
+        run_dir: The run directory. A checkpoint of another run truncates nothing here.
     """
 
     def __init__(self, run_dir: str | Path) -> None:
         self.run_dir = Path(run_dir)
         self.began = False
-        """Whether this start trains, or has found nothing left to train: until then it may be refused."""
+        """Whether the run trains, or has found nothing left to train: until then it may still be refused."""
         self._to_cut: tuple[dict[str, int], set[Path]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,7 +46,7 @@ class Record(L.Callback):
         }
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        # TensorBoard's writer works in a thread; flushed, the sizes are those of what was logged so far.
+        # TensorBoard's writer works in a thread: once flushed, the sizes are those of all that was logged so far.
         for logger in trainer.loggers:
             flush = getattr(getattr(logger, "experiment", None), "flush", None)
             if flush is not None:
@@ -67,7 +66,7 @@ class Record(L.Callback):
         self._begin(trainer)  # where nothing was left to train
 
     def _begin(self, trainer: L.Trainer) -> None:
-        """Cut the record, once all of the checkpoint is taken: data that changed are refused last."""
+        """Truncate the record, once the whole checkpoint is loaded: changed data are refused last."""
         self.began = True
         if self._to_cut is not None:
             self._cut(*self._to_cut)
@@ -76,12 +75,12 @@ class Record(L.Callback):
 
     @rank_zero_only
     def _cut(self, sizes: dict[str, int], there: set[Path]) -> None:
-        """Of what was `there`: a logger may have begun a file since."""
+        """Truncate or remove the files that were `there`: a logger may have begun others since."""
         samples = self.run_dir / "samples"
-        cut_back(samples, {Path(name).name for name in sizes if Path(name).parent.name == samples.name})
+        restore_sample_files(samples, {Path(name).name for name in sizes if Path(name).parent.name == samples.name})
         for path in record_files(self.run_dir):
             if path.parent == samples or path not in there:
-                continue  # samples are whole files, which may have been joined
+                continue  # sample files are whole, and may have been joined
             size = sizes.get(str(path.relative_to(self.run_dir)))
             if size is None:
                 path.unlink()
@@ -91,5 +90,5 @@ class Record(L.Callback):
 
 
 def record_files(run_dir: Path) -> list[Path]:
-    """The files of a folder that have a name in `FILES`."""
-    return sorted(path for pattern in FILES for path in run_dir.glob(pattern) if path.is_file())
+    """Return the files of a folder that match `RECORD_FILES`."""
+    return sorted(path for pattern in RECORD_FILES for path in run_dir.glob(pattern) if path.is_file())

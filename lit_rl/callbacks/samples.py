@@ -1,58 +1,154 @@
-"""What the policy writes, for people: a table on the console, parquet files, tables in loggers."""
+"""Callbacks that show what the policy writes: samples of rollouts and validations, of tokens, and histograms.
+
+`Samples` writes every completion to `samples/`, shows a few on the console and gives whole tables to loggers.
+`TokenSamples` writes what the loss saw of each token of a few completions, by which `lit-rl report` colours tokens.
+`Histograms` writes rewards, advantages and lengths for loggers that draw them (TensorBoard). The rows of all ranks
+are gathered on rank 0.
+"""
 
 from __future__ import annotations
 
 import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
+from torch import Tensor
 
-from lit_rl.callbacks.conversation import conversation_of
-from lit_rl.callbacks.due import Due
-from lit_rl.callbacks.pictures import Pictures
-from lit_rl.callbacks.sample_files import write_table
-from lit_rl.callbacks.sample_rows import Table, of_a_set, of_all_ranks, stacked
-from lit_rl.callbacks.text import console_table, in_file_name
-from lit_rl.callbacks.tracker_tables import log_tables
-from lit_rl.callbacks.unwritten import Unwritten
-from lit_rl.errors import in_range
+from lit_rl.algorithms.data_parallel import tensor_parallel_size
+from lit_rl.algorithms.evaluation.sample_tables import token_columns
+from lit_rl.algorithms.rollouts.rollout_plan import SeenRows
+from lit_rl.callbacks.display import Pictures, console_table, conversation_of, file_name_part
+from lit_rl.callbacks.loggers import WriteFailures, log_tables
+from lit_rl.callbacks.output_files import write_table
+from lit_rl.core.episode import TOKENS
+from lit_rl.core.errors import in_range
+from lit_rl.core.rollout import Rollout, select, trim_rollout
+from lit_rl.generation.collect import texts_of
+from lit_rl.ops.reductions import masked_mean
 
-_IN_LOGGERS = 50
-"""Optimizer steps between two tables in loggers, where nothing else is said."""
+
+class EveryNSteps:
+    """A trigger, due at step 0, then at the first rollout that begins at or after each multiple of `every` steps.
+
+    Args:
+        key: Name of the setting, for the error.
+        every: Optimizer steps, 1 or more.
+
+    Raises:
+        ConfigError: `every` is below 1.
+    """
+
+    def __init__(self, key: str, every: int) -> None:
+        in_range(key, every, low=1)
+        self.every = every
+        self.last: int | None = None
+        """The step at which the last rollout began; None before the first, where one step a rollout is assumed."""
+
+    def at(self, step: int) -> bool:
+        """Tell whether it is due at the rollout that begins after ``step`` optimizer steps. To be called once a
+        rollout."""
+        before = step - 1 if self.last is None else self.last
+        self.last = step
+        return step // self.every > before // self.every
+
+
+Table = dict[str, list[Any]]
+
+
+def gather_on_rank_zero(trainer: L.Trainer, mine: Any, unwritten: WriteFailures) -> list[Any]:
+    """Gather a value of every rank with rows of its own on rank 0, in the order of ranks; elsewhere an empty list.
+
+    A collective. None stands for a value that could not be sent, such as a reward's extra that cannot be pickled.
+    """
+    if trainer.world_size == 1:
+        return [mine]
+    sent = pickle.dumps(None)
+    with unwritten.spared("sending rows to rank 0"):
+        sent = pickle.dumps(mine)
+    parts = [b""] * trainer.world_size if trainer.is_global_zero else None
+    torch.distributed.gather_object(sent, parts, dst=0)
+    return [_unpickled(part, unwritten) for part in (parts or [])[:: tensor_parallel_size(trainer)]]
+
+
+def _unpickled(part: bytes, unwritten: WriteFailures) -> Any:
+    with unwritten.spared("taking rows of another rank"):
+        return pickle.loads(part)
+    return None
+
+
+def stack_tables(tables: Sequence[Mapping[str, list[Any]] | None]) -> Table:
+    """Join the rows of every rank, in the order of ranks, with a column `rank` after `step` unless the data has one.
+
+    A column that a rank lacks, such as an extra that its rewards did not log, is None there.
+    """
+    there = [(rank, table) for rank, table in enumerate(tables) if table]
+    names = dict.fromkeys(name for _, table in there for name in table)
+    whole: Table = {"step": [], "rank": [], **{name: [] for name in names}}
+    for rank, table in there:
+        rows = len(table["prompt"])
+        for name, values in whole.items():
+            values.extend(table.get(name) or [rank if name == "rank" else None] * rows)
+    return whole
+
+
+def merge_validation(parts: Sequence[tuple[Table, Sequence[int | None]] | None]) -> Table:
+    """Join the validation of one data set over the ranks, each of its rows once and in its order.
+
+    Where the set does not divide over the ranks, some of them complete a row that another has.
+
+    Args:
+        parts: For every rank its table, with the data set's row of each table row; None where that is unknown.
+    """
+    whole = stack_tables([part and part[0] for part in parts])
+    found = [(row, rank) for rank, part in enumerate(parts) if part for row in part[1]]
+    first: dict[int | None, int] = {}
+    for row, rank in found:
+        first.setdefault(row, rank)
+    places = [i for i, (row, rank) in enumerate(found) if row is None or first[row] == rank]
+    places.sort(key=lambda i: -1 if (row := found[i][0]) is None else row)
+    return {name: [values[i] for i in places] for name, values in whole.items()}
+
+
+_LOGGER_INTERVAL = 50
+"""Optimizer steps between two tables in loggers, by default."""
 
 
 class Samples(L.Callback):
-    """Writes rollouts and validations to `samples/` in the Trainer's `default_root_dir`, gives loggers whole tables of
-    them at times, and shows a few rows on the console.
+    """Samples of rollouts and validations: files in `samples/`, tables in loggers, and a few rows on the console.
 
-    The rows of all ranks are in. A file is one rollout, or one validation of a set, and is there as soon as that was
-    scored; once there are more than a hundred of a kind, the oldest hundred become one file, a row group each.
+    The files go to `samples/` in the Trainer's `default_root_dir`, with the rows of all ranks. A file is one rollout,
+    or one validation of a set, and is written as soon as that is scored; once there are more than a hundred of a kind,
+    the oldest hundred become one file, a row group each.
 
-    Images are shown small, on the console by their names. In the files they are columns of `datasets.Image`.
+    Images are shown as thumbnails, on the console by their names. In the files they are columns of `datasets.Image`.
     A file or a table that cannot be written is warned of, and the run goes on (`unwritten`).
 
     Args:
-        print: Rows shown on the console at a time, and of which TensorBoard has the images; 0 shows none.
+        print: Rows shown on the console at a time, whose images TensorBoard gets; 0 shows none.
         unique: Show at most one completion of a prompt.
         every: Optimizer steps between two tables on the console and in loggers: there is one for step 0, and for the
-            first rollout that begins at or after each multiple of it. None is 50 in loggers, and the last rollout; on
-            the console the first, the first of the second half, and the last. Loggers get all rows, and every
-            validation; the parquet files are written for every rollout.
+            first rollout that begins at or after each multiple of it. None means 50 and the last rollout in loggers;
+            on the console the first rollout, the first of the second half, and the last. Loggers get all rows, and
+            every validation; the parquet files are written for every rollout.
     """
 
     def __init__(self, print: int = 4, unique: bool = True, every: int | None = None) -> None:
         in_range("callbacks.samples.print", print, low=0)
         self.print, self.unique, self.every = print, unique, every
-        self._due = Due("callbacks.samples.every", _IN_LOGGERS if every is None else every)
+        self._due = EveryNSteps("callbacks.samples.every", _LOGGER_INTERVAL if every is None else every)
         self._unshown: tuple[int, Table] | None = None
-        """The newest rollout, with its step, where the end is to show it."""
+        """The newest rollout with its step, if it is to be shown at the end."""
         self._untracked: tuple[int, Table] | None = None
-        """Likewise for loggers."""
+        """The same for loggers."""
         self._evaluated: dict[int, Table] = {}
         self._rows: dict[int, list[int | None]] = {}
-        """Of each row of these tables the row of its data set."""
-        self.unwritten = Unwritten("Samples")
+        """The data set's row for each row of these tables."""
+        self.unwritten = WriteFailures("Samples")
 
     def state_dict(self) -> dict[str, Any]:
         return {"last": self._due.last}
@@ -63,7 +159,7 @@ class Samples(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch.slot != 0 or not pl_module.samples or trainer.fast_dev_run:  # pyright: ignore
             return
-        table = stacked(of_all_ranks(trainer, pl_module.samples, self.unwritten))
+        table = stack_tables(gather_on_rank_zero(trainer, pl_module.samples, self.unwritten))
         if not table["step"]:
             return
         step = table["step"][0]
@@ -100,22 +196,22 @@ class Samples(L.Callback):
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if not outputs:
-            return  # a loss was measured, nothing was written
+            return  # a loss was measured, nothing was generated
         kept = self._evaluated.setdefault(dataloader_idx, {})
         before, size = len(kept.get("prompt", ())), len(outputs["prompt"])
         rows = getattr(batch, "rows", None) or [None] * size
         self._rows.setdefault(dataloader_idx, []).extend(row for row in rows for _ in range(size // len(rows)))
-        for name in dict.fromkeys([*kept, *outputs]):  # what an episode shows is a column of the batches that show any
+        for name in dict.fromkeys([*kept, *outputs]):  # a batch may lack columns of images that episodes show
             kept.setdefault(name, [None] * before).extend(outputs.get(name, [None] * size))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.sanity_checking or trainer.fast_dev_run:  # pyright: ignore
             return
         mine = {index: (table, self._rows[index]) for index, table in self._evaluated.items()}
-        parts = of_all_ranks(trainer, mine, self.unwritten)
+        parts = gather_on_rank_zero(trainer, mine, self.unwritten)
         for index in sorted({index for part in parts for index in part or ()}):
-            table = of_a_set([part and part.get(index) for part in parts])
-            name = in_file_name(trainer.datamodule.val_names[index])  # pyright: ignore
+            table = merge_validation([part and part.get(index) for part in parts])
+            name = file_name_part(trainer.datamodule.val_names[index])  # pyright: ignore
             temperature = f"_t{pl_module.evaluation.temperature:g}"
             suffix = f"_{name}" if name else ""
             self._write(trainer, table, f"val_{trainer.global_step:08d}{temperature}{suffix}")
@@ -157,3 +253,158 @@ class Samples(L.Callback):
             if len(shown) == self.print:
                 break
         return shown if self.print else []
+
+
+class TokenSamples(L.Callback):
+    """Files with the loss's inputs for each token of a few completions, `samples/tokens_<step>.parquet`.
+
+    They are written in the Trainer's `default_root_dir` for some rollouts, once each was learned from. Some completions
+    of each rank have for every token its advantage, whether it is in the loss, and the log-probs of sampler, old policy
+    and reference, with the policy's log-prob, entropy and value at the last update.
+
+    Nothing is computed for it. A number that the loss does not use is missing (a reference without KL, an entropy
+    without `log_entropy`), and so are the policy's own for a completion that the last update did not compute.
+
+    The completions are those of the prompts of the last micro-batch, in the rollout's order. A file that cannot be
+    written is warned of, and the run goes on (`unwritten`).
+
+    Args:
+        completions: Completions of each rank, at most; 1 or more.
+        every: Optimizer steps between two files: there is one for step 0, and for the first rollout that begins at or
+            after each multiple of it.
+
+    Raises:
+        ConfigError: one of them is below 1.
+    """
+
+    def __init__(self, completions: int = 8, every: int = 10) -> None:
+        in_range("callbacks.token_samples.completions", completions, low=1)
+        self.completions = completions
+        self._due = EveryNSteps("callbacks.token_samples.every", every)
+        self.unwritten = WriteFailures("TokenSamples")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self._due.last}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._due.last = state_dict["last"]
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        plan, seen = getattr(pl_module, "plan", None), getattr(pl_module, "seen", None)
+        # At the last slot everything is available, also in a run that was resumed in the middle of a rollout.
+        if seen is None or plan is None or batch.slot != plan.slots - 1 or trainer.fast_dev_run:  # pyright: ignore
+            return
+        step = trainer.global_step - plan.minibatches * plan.iterations
+        if not self._due.at(step):
+            return
+        mine: Table | None = None
+        with self.unwritten.spared("the tokens of this rank"):
+            rollout, tokenizer = pl_module.dealt_out(batch)[0], pl_module.tokenizer
+            mine = token_table(step, rollout, seen, self.completions, tokenizer, pl_module.noted)
+        table = stack_tables(gather_on_rank_zero(trainer, mine, self.unwritten))
+        if table["step"]:
+            with self.unwritten.spared(f"samples/tokens_{step:08d}.parquet"):
+                folder = Path(trainer.default_root_dir) / "samples"
+                folder.mkdir(parents=True, exist_ok=True)
+                write_table(table, folder / f"tokens_{step:08d}.parquet")
+
+
+def token_table(
+    step: int,
+    rollout: Rollout,
+    seen: SeenRows,
+    most: int,
+    tokenizer: Any,
+    noted: Mapping[str, Sequence[Any]] | None = None,
+) -> Table:
+    """Return the table of tokens of one rank.
+
+    Columns: step, prompt as the policy read it, completion, reward, `rewards/*`, advantage, length, ended, `tokens/*`,
+    and the data's own.
+
+    Args:
+        step: Optimizer steps taken when the rollout began.
+        rollout: The rollout of this rank.
+        seen: The last micro-batch that was learned from.
+        most: Most completions, all of the prompts of that micro-batch.
+        tokenizer: The policy's tokenizer.
+        noted: Rewards of each function and columns of the data, an entry for each row of the rollout.
+    """
+    group_id = rollout.completions.group_id
+    learned = seen.rows.to(group_id.device)
+    rows = _rows_of_prompts(group_id, learned)[:most]
+    blind = replace(rollout, completions=replace(rollout.completions, vision=None))  # pixels are not needed
+    chosen = trim_rollout(select(blind, rows))
+    if chosen.advantages is None:
+        chosen = replace(chosen, advantages=chosen.verdicts)
+    completions, advantages = chosen.completions, chosen.advantages
+    if advantages is not None and advantages.ndim == 2:
+        advantages = masked_mean(advantages, chosen.loss_mask, 1)
+    asked = [ids[mask].tolist() for ids, mask in zip(completions.prompt_ids, completions.prompt_mask)]
+    table: Table = {"step": [step] * len(rows), "prompt": tokenizer.batch_decode(asked)}
+    table |= {"completion": texts_of(completions, tokenizer), "reward": chosen.rewards.tolist()}
+    kept = {name: [values[row] for row in rows.tolist()] for name, values in (noted or {}).items()}
+    table |= {name: values for name, values in kept.items() if name.startswith("rewards/")}
+    table |= {} if advantages is None else {"advantage": advantages.tolist()}
+    table |= {"length": completions.lengths.tolist(), "ended": completions.ended.tolist()}
+
+    reference = {} if chosen.ref_logprobs is None else {"ref_logprobs": chosen.ref_logprobs}
+    scores, width = seen.scores, chosen.loss_mask.shape[1]
+    said = {"logprobs": scores.logprobs, "entropies": scores.entropy, "values": scores.values}
+    now = {name: _values_of_rows(values, learned, rows, width) for name, values in said.items() if values is not None}
+    table |= token_columns(completions, chosen, tokenizer, reference | now)
+    computed = torch.isin(rows, learned).tolist()
+    for name in now:
+        column = table[TOKENS + name]
+        table[TOKENS + name] = [values if there else None for values, there in zip(column, computed)]
+    return table | {name: values for name, values in kept.items() if name not in table}
+
+
+def _rows_of_prompts(group_id: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows of all completions of the prompts that these rows answer."""
+    return torch.isin(group_id, group_id[rows]).nonzero().flatten()
+
+
+def _values_of_rows(values: Tensor, seen: Tensor, rows: Tensor, width: int) -> Tensor:
+    """Return `(rows, width)` float32: the values of the `seen` rows, 0 for the others."""
+    found = values.new_zeros((len(rows), width), dtype=torch.float32)
+    for place, row in enumerate(rows.tolist()):
+        at = (seen == row).nonzero().flatten()
+        if len(at):
+            mine = values[at[0], :width]
+            found[place, : len(mine)] = mine
+    return found
+
+
+class Histograms(L.Callback):
+    """Histograms `histograms/reward`, `histograms/advantage` and `histograms/length` of this rank's rollouts.
+
+    Args:
+        every: Optimizer steps between two of them: they are written at step 0, and for the first rollout that begins
+            at or after each multiple of it.
+
+    Raises:
+        ConfigError: `every` is below 1.
+    """
+
+    def __init__(self, every: int = 10) -> None:
+        self._due = EveryNSteps("callbacks.histograms.every", every)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self._due.last}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._due.last = state_dict["last"]
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = pl_module.samples.get("step", [None])[0]
+        if batch.slot != 0 or step is None or not self._due.at(step):
+            return
+        for logger in trainer.loggers:
+            add = getattr(getattr(logger, "experiment", None), "add_histogram", None)
+            if add is None:
+                continue
+            for column in ("reward", "advantage", "length"):
+                values = torch.tensor(pl_module.samples[column], dtype=torch.float32)
+                if len(values := values[values.isfinite()]):
+                    add(f"histograms/{column}", values, global_step=step)

@@ -1,8 +1,8 @@
-"""Checkpoints as often as they are cheap.
+"""Checkpoints at intervals that follow from their cost.
 
 A checkpoint holds weights, optimizer and the half-used rollout, and is flushed to the disk: milliseconds for a tiny
-policy, a minute for a large one. A number of optimizer steps between two of them suits only one of both. So the next
-one is due when what the last one took is at most a given share of the time since.
+policy, a minute for a large one. No fixed number of optimizer steps suits both. So the next one is due when the
+duration of the last one is at most a given share of the time since.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils._pytree import tree_leaves
 
-from lit_rl.algorithms.optim.zero import ZeROStrategy
-from lit_rl.durable import check_room
-from lit_rl.errors import StorageError, in_range
+from lit_rl.algorithms.optim.strategies import ZeROStrategy
+from lit_rl.core.durable_files import check_free_space
+from lit_rl.core.errors import StorageError, in_range
 
 
 class TimedCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint`, due by the clock instead of by a number of steps.
+    """A `ModelCheckpoint` of Lightning's that is due by the clock instead of by a number of steps.
 
     It saves at the end of an optimizer step, never between two micro-batches. Rank 0's clock decides for all.
 
     Args:
         max_share: The largest share of a run's time that writing may take, in (0, 1].
-        every_seconds: Not more often than this, in seconds, at least 0.
-        every_n_train_steps: Save every so many optimizer steps instead, whatever it takes. None: by the clock, unless
+        every_seconds: Least seconds between two checkpoints, at least 0.
+        every_n_train_steps: Optimizer steps between two checkpoints, in place of the clock. None: by the clock, unless
             another of Lightning's intervals is set.
-        settings: What `ModelCheckpoint` takes.
+        settings: Further arguments of `ModelCheckpoint`.
     """
 
     def __init__(
@@ -61,19 +61,22 @@ class TimedCheckpoint(ModelCheckpoint):
         self._due, self._steps = time.monotonic() + self.every_seconds, trainer.global_step
 
     def _check_room(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Before the first step: a checkpoint with the optimizer's state, the one before it, which stays until the new
-        one is whole, and the export."""
+        """Check the disk space before the first step.
+
+        It has to hold a checkpoint with the optimizer's state, the one before it, which stays until the new one is
+        whole, and the export.
+        """
         if not self.dirpath:
             return
         weights = list(pl_module.parameters())
-        if isinstance(trainer.strategy, ZeROStrategy):  # a rank holds a part of both
+        if isinstance(trainer.strategy, ZeROStrategy):  # a rank holds a part of each
             one = trainer.strategy.checkpoint_bytes()
         else:
             trained = (weight for weight in weights if weight.requires_grad)
             one = _bytes(trained) + sum(map(_state_size, trainer.optimizers))
         there = any(Path(self.dirpath).glob("*.ckpt"))
         try:
-            check_room(self.dirpath, one * (1 if there else 2) + _bytes(weights))
+            check_free_space(self.dirpath, one * (1 if there else 2) + _bytes(weights))
         except OSError as error:
             raise StorageError(
                 f"There is no room for a checkpoint, the one before it and the export: {error}. Take a run_dir on "
@@ -84,7 +87,7 @@ class TimedCheckpoint(ModelCheckpoint):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         stepped, self._steps = trainer.global_step > self._steps, trainer.global_step
-        # Lightning, which forgets what it saved last, would save again after the first micro-batch of a resumed run.
+        # Lightning forgets its last save, and would save again after the first micro-batch of a resumed run.
         if not stepped or (self.by_clock and not self._is_due(trainer)):
             return
         began = time.monotonic()
@@ -93,9 +96,9 @@ class TimedCheckpoint(ModelCheckpoint):
         self._due = ended + max(self.every_seconds, (ended - began) * (1 / self.max_share - 1))
 
     def save_step(self, trainer: L.Trainer, path: str | Path) -> None:
-        """Save the step at hand, whatever is due; then remove what is past `save_top_k`, as after any other save.
+        """Save the current step, due or not; then remove checkpoints beyond `save_top_k`, as after any other save.
 
-        Where another `monitor` than the step chooses what is kept, this one is kept beside that.
+        Where `monitor` is not the step, this one is kept beside the best ones.
         """
         key, before = os.path.realpath(path), dict(self.best_k_models)
         if self.monitor == "step" and self.mode == "max" and self.save_top_k > 0:
@@ -107,7 +110,7 @@ class TimedCheckpoint(ModelCheckpoint):
                 self._remove_checkpoint(trainer, name)
 
     def _count(self, key: str, step: int) -> None:
-        """As one of the newest: a resume reads from the file itself that it is."""
+        """Count it among the newest checkpoints: a resume reads that from the file itself."""
         steps = {**self.best_k_models, key: torch.tensor(float(step))}
         newest = sorted(steps, key=lambda name: float(steps[name]), reverse=True)[: self.save_top_k]
         self.best_k_models = {name: steps[name] for name in newest}
@@ -116,18 +119,19 @@ class TimedCheckpoint(ModelCheckpoint):
             self.kth_best_model_path, self.kth_value = newest[-1], steps[newest[-1]]
 
     def _should_remove_checkpoint(self, trainer: L.Trainer, previous: str, current: str) -> bool:
-        """Of this folder alone. Lightning keeps the file that a run went on from, so that each stop would leave one."""
+        """Tell whether to remove a checkpoint: any of this folder, also the resumed one, which Lightning would
+        leave."""
         if not self.dirpath or previous == current:
             return False
         return os.path.realpath(Path(previous).parent) == os.path.realpath(self.dirpath)
 
     def _is_due(self, trainer: L.Trainer) -> bool:
-        """Whether rank 0's clock says that it is time."""
+        """Tell whether a checkpoint is due by rank 0's clock. A collective."""
         return bool(trainer.strategy.broadcast(time.monotonic() >= self._due))
 
 
 def save_step(trainer: L.Trainer, path: str | Path) -> None:
-    """Save the step at hand by the Trainer's checkpoint callback, which then removes what it keeps no longer."""
+    """Save the current step by the Trainer's checkpoint callback, which then removes superseded ones."""
     callback = trainer.checkpoint_callback
     if isinstance(callback, TimedCheckpoint):
         callback.save_step(trainer, path)
@@ -140,7 +144,7 @@ def _bytes(weights: Iterable[torch.Tensor]) -> int:
 
 
 def _state_size(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that an optimizer keeps, at least; before its first step what its moments will take."""
+    """Return the least bytes of an optimizer's state; before its first step those of its moments to come."""
     narrow = any(word in type(optimizer).__name__.lower() for word in ("8bit", "split"))
     moments = sum(
         len(group.get("betas", ())) * (1 if narrow else 4) * weight.numel()

@@ -1,4 +1,4 @@
-"""The roof: the command line. The only package that sees a config; below it, constructors take typed keywords.
+"""The command line. The only package that sees a config; the classes below it take typed keywords.
 
 `train.py` and `lit-rl` both end here. Heavy imports wait until they are needed, so `--help` answers at once.
 """
@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lit_rl.callbacks import slurm
+from lit_rl.callbacks import process_signals
 from lit_rl.cli import process
 
 LIGHTNING = ("fit", "validate", "test", "predict")
@@ -29,13 +29,13 @@ HYDRA = {
     "report": "report",
     "export": "export",
 }
-"""Our commands, and the task that each stands for."""
+"""Our commands, and the task of each."""
 LIGHT = ("compare", "list", "env", "completion")
 """Commands that compose no config."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command line and leave with its exit code: 0, or the one of the error (see `lit_rl.errors`)."""
+    """Run a command line and leave with its exit code: 0, or the one of the error (see `lit_rl.core.errors`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is not None:
         sys.argv = [sys.argv[0], *arguments]
@@ -51,28 +51,28 @@ def run(arguments: list[str]) -> int:
     commands = (*HYDRA, *LIGHT, *LIGHTNING)
     command = arguments[0] if arguments and arguments[0] in commands else None
     if command in LIGHTNING:
-        from lit_rl.cli.messages import reported
+        from lit_rl.cli.messages import report_errors
 
-        return reported(lambda: _lightning(command, arguments))
+        return report_errors(lambda: _lightning(command, arguments))
     rest = arguments[1:] if command else arguments
     if said := _said(command, rest):
         sys.stdout.write(said)
         return 0
-    from lit_rl.cli.messages import command_stands_first, reported, usage
+    from lit_rl.cli.messages import command_stands_first, report_errors, usage
 
     values = {i + 1 for i, word in enumerate(rest) if word.startswith("-") and "=" not in word}  # of options
     late = next((word for i, word in enumerate(rest) if word in LIGHTNING and i not in values), None)
     if late and not command:
-        return reported(lambda: command_stands_first(late, rest))
+        return report_errors(lambda: command_stands_first(late, rest))
     if command in LIGHT:
-        return reported(lambda: _light(command, rest, commands))
+        return report_errors(lambda: _light(command, rest, commands))
     if rest and not rest[0].startswith(("-", "~")) and "=" not in rest[0]:
-        return reported(lambda: usage(rest, () if command else commands))
-    return reported(lambda: _hydra(command, rest))
+        return report_errors(lambda: usage(rest, () if command else commands))
+    return report_errors(lambda: _hydra(command, rest))
 
 
 def _with_dashes(arguments: list[str]) -> list[str]:
-    """`help`, `help COMMAND` and `version` as the options that they mean."""
+    """Return `help`, `help COMMAND` and `version` as the options that they mean."""
     match arguments:
         case ["help", *rest]:
             return [*rest, "--help"]
@@ -82,9 +82,9 @@ def _with_dashes(arguments: list[str]) -> list[str]:
 
 
 def _lightning(command: str, arguments: list[str]) -> int:
-    """A command of LightningCLI's."""
+    """Run a command of LightningCLI's."""
     if command == "fit":
-        slurm.requeue_until_it_trains()
+        process_signals.requeue_before_training()
     from lit_rl.cli import lightning_words
 
     lightning_words.check(arguments)
@@ -95,18 +95,18 @@ def _lightning(command: str, arguments: list[str]) -> int:
 
 
 def _hydra(command: str | None, rest: list[str]) -> int:
-    """A command over a composed config."""
+    """Run a command over a composed config."""
     if (command or "train") == "train" and not any(word.startswith("task=") and word != "task=fit" for word in rest):
-        slurm.requeue_until_it_trains()
+        process_signals.requeue_before_training()
     from lit_rl.cli import typed_secrets
-    from lit_rl.cli.hydra_options import after_settings
-    from lit_rl.cli.other_words import of_export, translated
+    from lit_rl.cli.aliases import expand_aliases, expand_export
+    from lit_rl.cli.typed_words import after_settings
 
-    typed_secrets.check_words(rest)
+    typed_secrets.check_typed_secrets(rest)
     said = ""
     if command == "export":
-        rest, said = of_export(rest)
-    rest, read = translated(rest)
+        rest, said = expand_export(rest)
+    rest, read = expand_aliases(rest)
     if said and _is_first_process():
         sys.stderr.write(f"{said}\n")
     if read and _is_first_process():
@@ -117,9 +117,9 @@ def _hydra(command: str | None, rest: list[str]) -> int:
         of_command = [f"task={HYDRA[command]}"]
         if command == "serve":
             _say_what_loads(command)
-            from lit_rl.cli.serving import generator_of
+            from lit_rl.cli.model_commands import generator_override
 
-            of_command += generator_of(rest)
+            of_command += generator_override(rest)
         rest = [*of_command, *rest]
     from lit_rl.cli import hydra_start
 
@@ -128,7 +128,7 @@ def _hydra(command: str | None, rest: list[str]) -> int:
 
 
 def _say_what_loads(command: str, what: str = "loading torch, lightning and transformers") -> None:
-    """The first line, before what takes a second or more."""
+    """Print the first line, before anything that takes a second or more."""
     if "torch" not in sys.modules and _is_first_process():
         sys.stderr.write(f"lit-rl {command}: {what} ...\n")
         sys.stderr.flush()
@@ -139,7 +139,8 @@ def _is_first_process() -> bool:
 
 
 def _said(command: str | None, rest: Sequence[str]) -> str:
-    """A help page, or the version, where that is asked for; `lit-rl` alone asks for help, `train.py` alone trains."""
+    """Return a help page, or the version, where that is asked for; `lit-rl` alone asks for help, `train.py` alone
+    trains."""
     if "--version" in rest:
         from lit_rl.cli.surroundings import version
 
@@ -157,19 +158,19 @@ def _said(command: str | None, rest: Sequence[str]) -> str:
 
 
 def _light(command: str | None, rest: list[str], commands: Sequence[str]) -> int:
-    """A command that needs file names, versions, or what runs have written."""
+    """Run a command that needs file names, versions, or the files of runs."""
     if command == "compare":
-        from lit_rl.cli import comparing
+        from lit_rl.cli import run_reports
 
-        return comparing.run(rest)
+        return run_reports.run_compare(rest)
     if command == "list":
         from lit_rl.cli import listing
 
-        return listing.run(rest)
+        return listing.print_list(rest)
     if command == "completion":
-        from lit_rl.cli import completion
+        from lit_rl.cli import listing as completion
 
-        return completion.run(rest, commands)
+        return completion.print_completion(rest, commands)
     from lit_rl.cli import surroundings
 
     return surroundings.run()

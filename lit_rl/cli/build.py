@@ -1,4 +1,4 @@
-"""From a resolved config to objects. What `_target_` may name stands on a list (`lit_rl.cli.targets`)."""
+"""Objects from a resolved config. `_target_` may name paths on a list only (`lit_rl.cli.targets`)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
+from lit_rl.algorithms.checks.data_and_trainer import check_process_count
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, check_mesh
-from lit_rl.algorithms.preflight.data import one_process_a_device
-from lit_rl.cli.listing import some_keys
+from lit_rl.cli.listing import neighbouring_keys
 from lit_rl.cli.schemas import TARGETS, parameters
 from lit_rl.cli.targets import ALLOWED, check_target, targets
-from lit_rl.commands.literal import instantiated
-from lit_rl.errors import BackendError, ConfigError, LitRLError, did_you_mean, in_range
-from lit_rl.keywords import UnknownKeyword
+from lit_rl.core.errors import BackendError, ConfigError, LitRLError, UnknownKeyword, did_you_mean, in_range
+from lit_rl.runs.instantiate import instantiate_plain
 
-OPTIONAL = {"lit_rl.models.policy.lora.Lora", "lit_rl.data.supervised.SupervisedText", "lit_rl.constraints.Structured"}
-"""Objects that are there only if one of their settings is."""
+OPTIONAL = {
+    "lit_rl.models.adapters.Lora",
+    "lit_rl.data.supervised_text.SupervisedText",
+    "lit_rl.core.rollout.Structured",
+}
+"""Objects that exist only if one of their settings does."""
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """The config as dicts, lists and primitives, resolved, without what is switched off.
+    """Return the config as dicts, lists and primitives, resolved, without parts that are switched off.
 
     Raises:
         ConfigError: a mandatory value is missing, an interpolation leads nowhere, or a target is not allowed.
@@ -67,7 +70,7 @@ ABSENT = "lit_rl.cli.build.absent"
 
 
 def prune(node: Any) -> Any:
-    """Null settings of optional objects are dropped; an optional object without any setting is None, as is `ABSENT`."""
+    """Drop null settings of optional objects; an optional object without any setting is None, as is `ABSENT`."""
     if isinstance(node, list):
         return [prune(item) for item in node]
     if not isinstance(node, dict):
@@ -81,7 +84,8 @@ def prune(node: Any) -> Any:
 
 
 def build(tree: Any) -> Any:
-    """The objects of a part of the tree, whose values are plain: a text that looks like a reference stays as it is.
+    """Build the objects of a part of the tree, whose values are plain: a text that looks like a reference stays as it
+    is.
 
     Raises:
         LitRLError: as the constructor raised it; anything else is a ConfigError with the constructor's words.
@@ -89,7 +93,7 @@ def build(tree: Any) -> Any:
     from hydra.errors import InstantiationException
 
     try:
-        return instantiated(tree)
+        return instantiate_plain(tree)
     except InstantiationException as error:
         cause = error.__cause__ or error.__context__
         if isinstance(cause, LitRLError) and not isinstance(cause, UnknownKeyword):
@@ -106,7 +110,7 @@ def build(tree: Any) -> Any:
 
 
 def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> str:
-    """The part of the config that was refused, what came in it, and the constructor's words."""
+    """Return the error about the part of the config that was refused: its value, and the constructor's words."""
     _, _, key = str(error).partition("full_key: ")
     node: Any = tree
     for part in key.split(".") if key else ():
@@ -119,7 +123,7 @@ def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> st
         where = f"{key}.{word}" if key else word
         shipped = target in TARGETS.values()
         command = "lit-rl train --cfg job" if shipped else f"python -m pydoc {target}"
-        listed = some_keys(target.rpartition(".")[2], word, names, command)
+        listed = neighbouring_keys(target.rpartition(".")[2], word, names, command)
         return f"{where} is not a key of {target}.{did_you_mean(word, names)}{listed}"
     came = ", ".join(f"{name}={value!r}" for name, value in node.items() if not isinstance(value, dict | None))
     came = came.replace(f"_target_={target!r}, ", "")
@@ -127,7 +131,7 @@ def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> st
 
 
 def _unknown_keyword(cause: BaseException) -> str | None:
-    """The keyword that a constructor of ours, or any other one, does not take."""
+    """Return the keyword that a constructor, of ours or any other, does not take."""
     if isinstance(cause, UnknownKeyword):
         return cause.keyword
     found = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
@@ -155,15 +159,15 @@ def check_answered(module: Any, tree: dict[str, Any]) -> None:
 
 
 def _class_of(node: dict[str, Any] | None) -> str:
-    """Name of what a node makes; empty where it was set to null."""
+    """Return the class name of a node's target; empty where it was set to null."""
     return str((node or {}).get("_target_", "")).rpartition(".")[2]
 
 
 def check_trainer(trainer: L.Trainer, asked: Any) -> None:
-    """Refuse what Lightning lets pass and no run can use, before anything is downloaded.
+    """Refuse settings that Lightning lets pass and no run can use, before anything is downloaded.
 
     Args:
-        trainer: As it was built.
+        trainer: The Trainer, built.
         asked: Its `precision` as it was given: on a CPU Lightning makes bf16-mixed of 16-mixed.
 
     Raises:
@@ -182,7 +186,7 @@ def check_trainer(trainer: L.Trainer, asked: Any) -> None:
             f"trainer.strategy={typed} makes its processes of this one, and their weights would come back through a "
             "file that is no checkpoint of a run. Take strategy=ddp, which starts the command for each device."
         )
-    one_process_a_device(trainer.num_devices, trainer.num_nodes)
+    check_process_count(trainer.num_devices, trainer.num_nodes)
     check_mesh(trainer.strategy)
     if isinstance(trainer.strategy, FSDPTPStrategy):
         trainer.strategy.check_sizes()

@@ -1,4 +1,4 @@
-"""A config file whose aliases would blow it up is refused before it is built.
+"""Config files whose aliases would blow them up are refused before they are built.
 
 Neither Hydra nor jsonargparse has a hook there, so the method with which each reads a file is wrapped.
 """
@@ -14,7 +14,7 @@ import yaml
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigSource
 
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
 
 LARGEST = 100_000
 """Values that a file may hold once its aliases are written out. Ours hold hundreds."""
@@ -22,7 +22,7 @@ LARGEST = 100_000
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Every file of Hydra's is checked before it is read, while this lasts."""
+    """Check every file of Hydra's before it is read, in this block."""
     # Hydra loads its plugins by itself: the class that an import gives is another one.
     kinds: list[Any] = Plugins.instance().discover(ConfigSource)
     files = next(kind for kind in kinds if kind.scheme() == "file")
@@ -36,7 +36,7 @@ def bounded() -> Iterator[None]:
 
 @contextmanager
 def checked_before(kind: type, method: str, file_of: Callable[..., Path]) -> Iterator[None]:
-    """While this lasts, a file is checked before `method` of `kind` reads it.
+    """Check a file before `method` of `kind` reads it, in this block.
 
     Args:
         kind: A class of who reads.
@@ -57,8 +57,8 @@ def checked_before(kind: type, method: str, file_of: Callable[..., Path]) -> Ite
 
 
 def check_size(file: Path) -> None:
-    """Refuse a file that holds no keys, or whose aliases stand for more than `LARGEST` values. (Another fault in it is
-    its reader's.)
+    """Refuse a file that holds no keys, or whose aliases stand for more than `LARGEST` values. (Its reader reports
+    other faults.)
 
     Raises:
         ConfigError: it is no text, holds a list or a text and no keys, is too large, or nested too deeply to be read.
@@ -81,7 +81,7 @@ def check_size(file: Path) -> None:
 
 
 def _check_form(file: Path, tree: yaml.Node | None) -> None:
-    """Refuse what holds no keys, and a list of defaults that is none. An empty file has none to be wrong."""
+    """Refuse a file without keys, or with a list of defaults that is none. An empty file has no keys to be wrong."""
     if isinstance(tree, yaml.ScalarNode) and tree.tag == "tag:yaml.org,2002:null":
         return
     if tree is not None and not isinstance(tree, yaml.MappingNode):
@@ -95,7 +95,7 @@ def _check_form(file: Path, tree: yaml.Node | None) -> None:
 
 
 def _values(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """Values below a node, each alias counted as what it stands for; one that is inside of itself is endless."""
+    """Return the number of values below a node, each alias counted in full; one that contains itself is endless."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) not in known:

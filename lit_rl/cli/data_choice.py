@@ -1,4 +1,4 @@
-"""What a file is for, where only `data.path` was typed: its data group, and the algorithm; and `lit-rl data-check`."""
+"""The use of a file, where only `data.path` was typed: its data group, and the algorithm; and `lit-rl data-check`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from omegaconf import DictConfig, flag_override
 from lit_rl.cli import data_kinds
 from lit_rl.cli.build import build, plain
 from lit_rl.cli.data_kinds import GROUPS, learns_from, typed_keys
-from lit_rl.commands.data_check import data_check
 from lit_rl.models import LanguageModel
+from lit_rl.runs.data_check import data_check
 
 
 def name_of(data: dict[str, Any]) -> str:
-    """What a data node's rows are called: its path, its task, or the paths of its sources."""
+    """Return the name of a data node's rows: its path, its task, or the paths of its sources."""
     task = (data.get("task") or {}).get("_target_", "").rpartition(".")[2].lower()
     sources = data.get("sources") or []
     paths = [str(each["path"]) for each in sources if isinstance(each, dict) and each.get("path")]
@@ -41,7 +41,8 @@ def run(config: DictConfig) -> int:
 
 
 def with_data_group(config: DictConfig) -> tuple[DictConfig, str]:
-    """The config with the groups that fit `data.path`, and a line that says which; unchanged where `data` was typed.
+    """Return the config with the groups that fit `data.path`, and a line that names them; unchanged where `data` was
+    typed.
 
     The algorithm decides, if one was typed; else the columns of the first row, which then choose an algorithm too.
 
@@ -68,7 +69,8 @@ def with_data_group(config: DictConfig) -> tuple[DictConfig, str]:
 
 
 def with_given_prompts(config: DictConfig) -> tuple[DictConfig, str]:
-    """For `lit-rl best-of-n`: all rows of `data.path` are the validation set, unless one was typed; and its group.
+    """Return the config for `lit-rl best-of-n`: all rows of `data.path` are the validation set, unless one was typed;
+    and its group.
 
     Raises:
         DataError: as `with_data_group`.
@@ -84,7 +86,7 @@ def with_given_prompts(config: DictConfig) -> tuple[DictConfig, str]:
 
 
 def _recomposed(*more: str) -> DictConfig:
-    """The config of this command line with more overrides, and Hydra's record of what was chosen to match."""
+    """Compose the config of this command line with more overrides, and Hydra's record of choices to match."""
     config: Any = HydraConfig.get()
     chosen = {group: choice for group, _, choice in (word.partition("=") for word in more) if "." not in group}
     with flag_override(config, ["readonly", "struct"], [False, False]):

@@ -1,4 +1,5 @@
-"""Which data an algorithm learns from, and what the columns of a file are for; known without torch."""
+"""The data that an algorithm learns from, and the kind of example that the columns of a file hold; known without
+torch."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_rl.cli import own_keys
-from lit_rl.cli.early import DRAW, TELL_THE_DATA
-from lit_rl.cli.own_keys import typed_value
+from lit_rl.cli import key_checks
+from lit_rl.cli.fast_checks import DRAW, TELL_THE_DATA
+from lit_rl.cli.key_checks import typed_value
+from lit_rl.cli.run_info import is_over_a_run, training_command
 from lit_rl.cli.targets import ALLOWED, check_target
-from lit_rl.cli.whereabouts import entered, is_over_a_run
-from lit_rl.commands.first_row import first_row
-from lit_rl.data.formats import row_function
+from lit_rl.core.errors import ConfigError, DataError, did_you_mean
+from lit_rl.data.first_row import first_row
 from lit_rl.data.kinds import COLUMNS, Kind, format_for, is_verdict, kind_of
-from lit_rl.errors import ConfigError, DataError, did_you_mean
+from lit_rl.data.rows import row_function
 
 GROUPS: dict[Kind | None, str] = {
     "texts": "texts",
@@ -47,7 +48,7 @@ ALGORITHMS: dict[Kind | None, str] = {
     "verdicts": "kto",
     "stepwise": "process_reward_model",
 }
-"""What learns from a file of each kind, where no algorithm was typed; prompts go to that of `config.yaml`."""
+"""The algorithm for a file of each kind, where none was typed; prompts go to that of `config.yaml`."""
 
 LEARNS_FROM: dict[str, Kind | None] = {
     **dict.fromkeys((f"lit_rl.algorithms.{name}" for name in ("SFT", "GKD")), "texts"),
@@ -56,31 +57,31 @@ LEARNS_FROM: dict[str, Kind | None] = {
     "lit_rl.algorithms.ProcessRewardModeling": "stepwise",
     **dict.fromkeys(DRAW),
 }
-"""What the shipped algorithms need, as their `learns_from` says; None: prompts to be answered."""
+"""Kinds that the shipped algorithms need, as their `learns_from` says; None: prompts to be answered."""
 
 SERVES: dict[str, tuple[Kind | None, ...]] = {
-    "lit_rl.data.datamodule.RolloutDataModule": (None,),
-    "lit_rl.data.offline.datamodule.SupervisedDataModule": ("texts",),
-    "lit_rl.data.offline.datamodule.PreferenceDataModule": ("pairs", "verdicts"),
-    "lit_rl.data.offline.datamodule.StepwiseDataModule": ("stepwise",),
+    "lit_rl.data.prompt_module.RolloutDataModule": (None,),
+    "lit_rl.data.example_module.SupervisedDataModule": ("texts",),
+    "lit_rl.data.example_module.PreferenceDataModule": ("pairs", "verdicts"),
+    "lit_rl.data.example_module.StepwiseDataModule": ("stepwise",),
 }
-"""What the shipped data modules make, as their `serves` says."""
+"""Kinds that the shipped data modules make, as their `serves` says."""
 
 OF_PROMPTS = ("best_of_n", "reward_test", "env_check")
 """Tasks that take prompts to be answered, whatever the columns."""
 
 OF_ANY_ROWS = ("fit", "validate", "test", "predict", "eval", "plan", "data_check")
-"""Tasks whose data group is told from the columns."""
+"""Tasks whose data group depends on the columns."""
 
 ASKS_FOR_PROMPTS = ("reward", "env", "judge")
-"""Keys that are about answers to prompts: who types one does not mean a file to be imitated."""
+"""Keys that are about answers to prompts: typing one means that a file is not to be imitated."""
 
 _HOW_ROWS_ARE_READ = ("path", "split", "name", "on_bad_row", "rename", "map_row")
 
 
 def check(config: DictConfig) -> None:
-    """Refuse a file or a data group that the algorithm cannot learn from, where that is told without torch. What is not
-    told here is told once everything is loaded: of rows that a function makes, and of classes of the user's.
+    """Refuse a file or a data group that the algorithm cannot learn from, as far as that is known without torch. Rows
+    that a function makes, and classes of the user's, are checked once everything is loaded.
 
     Raises:
         ConfigError: as `check_pair`.
@@ -98,7 +99,7 @@ def check(config: DictConfig) -> None:
 
 
 def _is_plain(data: DictConfig) -> bool:
-    """Whether a row is read quickly, and without code of the user's."""
+    """Tell whether a row is read quickly, and without code of the user's."""
     path = data.get("path")
     return isinstance(path, str) and Path(path).expanduser().is_file() and data.get("map_row") is None
 
@@ -122,8 +123,8 @@ UNTYPED_REWARD = ("exact_match", "answer")
 
 
 def _check_answers(config: DictConfig) -> None:
-    """Refuse a file of another kind than prompts, where no reward was typed and it lacks the column of the one that
-    there is. A reward of the user's says itself which columns it needs."""
+    """Refuse a file of another kind than prompts, where no reward was typed and it lacks the column of the default
+    one. A reward of the user's reports missing columns itself."""
     name, column = UNTYPED_REWARD
     chosen = HydraConfig.get().runtime.choices.get("reward") == name
     if (
@@ -143,19 +144,19 @@ def _check_answers(config: DictConfig) -> None:
 
 
 def _with_algorithm_of(kind: Kind | None) -> str:
-    """The line that was typed, with the algorithm that learns from rows of this kind."""
+    """Return the typed line, with the algorithm that learns from rows of this kind."""
     algo = f"algo={ALGORITHMS.get(kind, 'grpo')}"
-    return entered([algo if word.startswith("algo=") else word for word in HydraConfig.get().overrides.task])
+    return training_command([algo if word.startswith("algo=") else word for word in HydraConfig.get().overrides.task])
 
 
 def groups_of(kind: Kind | None, task: str) -> list[str]:
-    """The choices that rows of a kind are for; the algorithm only where the task runs one."""
+    """Return the choices that rows of a kind are for; the algorithm only where the task runs one."""
     algo = [f"algo={ALGORITHMS[kind]}"] if kind in ALGORITHMS and task != "data_check" else []
     return [*algo, f"data={GROUPS[kind]}"]
 
 
 def check_pair(config: DictConfig) -> None:
-    """Refuse a data module that makes what the algorithm does not learn from, before either is built.
+    """Refuse a data module that makes another kind than the algorithm learns from, before either is built.
 
     Raises:
         ConfigError: says what the algorithm learns from, what the data gives, and the line to type.
@@ -188,17 +189,17 @@ _WORDS: dict[Kind | None, str] = {
 
 
 def _line(config: DictConfig, wanted: Kind | None) -> str:
-    """What was typed, with the data group of the kind that is wanted."""
+    """Return the typed line, with the data group of the kind that is wanted."""
     typed = list(HydraConfig.get().overrides.task)
     path = config.data.get("path")
     group = (COMPUTED if path is None else GROUPS)[wanted]
     more = [] if path is None or "data.path" in typed_keys() else ["data.path=FILE"]
     at = next((i for i, word in enumerate(typed) if word.startswith("data=")), len(typed))
-    return entered([*typed[:at], f"data={group}", *more, *typed[at + 1 :]])
+    return training_command([*typed[:at], f"data={group}", *more, *typed[at + 1 :]])
 
 
 def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """The words of a command with the groups that fit `data.path`, and a line that says which.
+    """Return the words of a command with the groups that fit `data.path`, and a line that names them.
 
     Before Hydra composes: it knows the keys of a group only, so `data.max_length=64` needs the group first. Left as
     they are where `with_data_group` chooses without a look at the columns, where the words cannot be read alone (a
@@ -235,12 +236,12 @@ def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
 
 
 def typed_keys() -> set[str]:
-    """The keys and groups of the command line."""
-    return {key.partition("@")[0] for key in own_keys.typed()}
+    """Return the keys and groups of the command line."""
+    return {key.partition("@")[0] for key in key_checks.overridden_keys()}
 
 
 def learns_from(config: DictConfig) -> Kind | None:
-    """What the algorithm needs; None: prompts to be answered."""
+    """Return the kind that the algorithm needs; None: prompts to be answered."""
     target = config.algo._target_
     return LEARNS_FROM[target] if target in LEARNS_FROM else getattr(_class_of(config, "algo"), "learns_from", None)
 
@@ -255,18 +256,18 @@ def _name_of(config: DictConfig, key: str) -> str:
 
 
 def _class_of(config: DictConfig, key: str) -> Any:
-    """What the target of a group names."""
+    """Return the class that the target of a group names."""
     target = config[key]["_target_"]
     check_target(key, target, (*ALLOWED, *(f"{name}." for name in config.allow_targets)))
     return get_object(target)
 
 
 def by_columns(data: DictConfig, allow: Sequence[str], asked: str | None = None) -> tuple[Kind | None, str]:
-    """What the first row's columns are for, and the reason in words.
+    """Return the kind of example that the first row's columns hold, and the reason in words.
 
     Args:
         data: Those settings of `data` that say how a row is read.
-        allow: What `allow_targets` allows.
+        allow: Packages of `allow_targets`.
         asked: A key that was typed and asks for prompts to be answered, whatever the other columns.
 
     Raises:
@@ -305,7 +306,7 @@ def _columns_of(row: dict[str, Any]) -> str:
 
 
 def _first(data: DictConfig, allow: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """The first row of `data.path` as it is read, and where it stands."""
+    """Return the first row of `data.path` as it is read, and its place."""
     given: Any = OmegaConf.create({key: data.get(key) for key in _HOW_ROWS_ARE_READ})
     container: Any = OmegaConf.to_container(given, resolve=True)
     reading = {key: node for key, node in container.items() if node is not None}

@@ -1,4 +1,4 @@
-"""`lit-rl export`: which run, which of its checkpoints, and where to."""
+"""`lit-rl export`: the run, its checkpoint, and the target folder."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from omegaconf import DictConfig
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.algorithms.optim.precision import BF16
-from lit_rl.algorithms.reward_model import RewardModeling
-from lit_rl.callbacks.checkpoint_files import step_of
-from lit_rl.cli import data_choice, own_keys, run_trust
+from lit_rl.algorithms.optim.master_weights import BF16
+from lit_rl.algorithms.reward_modeling import RewardModeling
+from lit_rl.callbacks.checkpoint_io import step_of
+from lit_rl.cli import data_choice, key_checks, run_trust
 from lit_rl.cli.build import ALLOWED, build, check_target, plain
-from lit_rl.cli.precision import precision_of
 from lit_rl.cli.replays import checkpoint_of, config_of
-from lit_rl.commands.export import Export, card_facts, export
-from lit_rl.commands.run_dir import HF_STEPS, RunDir
-from lit_rl.commands.sigterm import sigterm_ends
-from lit_rl.errors import BackendError, ConfigError, StorageError
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.cli.trainer_settings import precision_of
+from lit_rl.core.errors import BackendError, ConfigError, StorageError
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.runs.exit_signals import exit_on_sigterm
+from lit_rl.runs.export_checkpoint import CheckpointExport, card_facts, export
+from lit_rl.runs.run_dir import HF_STEPS, RunDir
 
 KEYS = ("run_dir", "ckpt_path", "export", "trust_run", "model.name")
-"""What may be set on the command line; everything else is the run's. A base model may have moved since."""
+"""Keys that may be typed; all others are the run's. A base model may have moved since."""
 
 
 def run(config: DictConfig) -> int:
     """Find the run and its checkpoint, and export it."""
-    own_keys.check("lit-rl export", own_keys.typed(), KEYS)
+    key_checks.check_command_keys("lit-rl export", key_checks.overridden_keys(), KEYS)
     run_dir = RunDir(Path(str(config.run_dir)).expanduser())
     tree = config_of(run_dir)
     checkpoint = checkpoint_of(config, run_dir)
-    if "model.name" in own_keys.typed():
+    if "model.name" in key_checks.overridden_keys():
         tree["algo"]["model"]["name"] = str(config.model.name)
     with _told_where_the_base_was(str(tree["algo"]["model"].get("name"))):
         module = _module(tree["algo"], config)
@@ -49,19 +49,19 @@ def run(config: DictConfig) -> int:
     default = run_dir.hf if ended else run_dir.path / HF_STEPS / f"step_{step_of(checkpoint):08d}"
     folder = Path(own.pop("folder") or default).expanduser()
     facts = card_facts(module.model.name, algorithm, data_choice.name_of(tree["data"]), summary)
-    with sigterm_ends(), _told_where_the_base_was(module.model.name):  # what is half written goes
-        return export(Export(module, checkpoint, folder, facts, **own))
+    with exit_on_sigterm(), _told_where_the_base_was(module.model.name):  # what is half written goes
+        return export(CheckpointExport(module, checkpoint, folder, facts, **own))
 
 
 def _held(model: LanguageModel, checkpoint: Path, trainer: Mapping[str, Any]) -> LanguageModel:
-    """Return the model in the type that the run held its weights in, as the run's own export has them."""
+    """Return the model in the type of the run's weights, as the run's own export has them."""
     shards = "fsdp" in str(trainer.get("strategy")).lower()  # held in float32, whatever they compute in
     return model.held_in("bfloat16") if precision_of(checkpoint) == BF16 and not shards else model
 
 
 @contextlib.contextmanager
 def _told_where_the_base_was(name: str) -> Iterator[None]:
-    """Say where the base was: a checkpoint of an adapter does not hold it, and it may have moved since."""
+    """Add the base model's path to errors: a checkpoint of an adapter does not hold it, and it may have moved since."""
     try:
         yield
     except (ConfigError, BackendError, StorageError) as error:
@@ -74,7 +74,7 @@ def _told_where_the_base_was(name: str) -> Iterator[None]:
 
 
 def _module(algo: dict[str, Any], config: DictConfig) -> PolicyModule:
-    """What the run trained: a policy needs its model alone, and neither rewards nor data."""
+    """Build the module that the run trained: a policy needs its model alone, and neither rewards nor data."""
     allowed = (*ALLOWED, *(f"{name}." for name in config.allow_targets))
     made = get_class(check_target("algo", str(algo["_target_"]), allowed))
     kept = {"model": algo["model"]}

@@ -1,11 +1,11 @@
-"""The help pages: of `lit-rl`, of a training, and of each other command. One screen each, and nothing heavy loads."""
+"""Help pages of `lit-rl`, of a training, and of each other command: one screen each, and nothing heavy loads."""
 
 from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
 
-from lit_rl.cli.listing import defaults
+from lit_rl.cli.listing import default_choices
 
 _KEYS = """\
   model=PATH_OR_HUB_ID         or one of: lit-rl list model
@@ -28,14 +28,14 @@ _EXAMPLES = """\
 
 @dataclass(frozen=True)
 class Command:
-    """What a command is for, and what may be typed."""
+    """The purpose of a command, and the words that it takes."""
 
     does: str
     """One line of the overview."""
     lines: tuple[str, ...]
     """Commands as they are typed."""
     keys: tuple[tuple[str, str], ...] = ()
-    """Keys that are its own, and what they say."""
+    """Its own keys, each with its meaning."""
     more: str = ""
 
 
@@ -172,7 +172,7 @@ COMMANDS = {
 
 
 def overview() -> str:
-    """What `lit-rl` can do."""
+    """Return the overview of `lit-rl`."""
     wide = max(map(len, COMMANDS))
     return (
         "lit_rl: RL post-training of language models on PyTorch Lightning\n\n"
@@ -185,8 +185,8 @@ def overview() -> str:
 
 
 def page() -> str:
-    """What a training takes."""
-    taken = " ".join(f"{group}={choice}" for group, choice in defaults().items())
+    """Return the help page of a training."""
+    taken = " ".join(f"{group}={choice}" for group, choice in default_choices().items())
     fill = {"width": 119, "initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
     return (
         "lit_rl: RL post-training of language models on PyTorch Lightning\n\n"
@@ -204,7 +204,7 @@ def page() -> str:
 
 
 def of(name: str) -> str:
-    """The page of one command."""
+    """Return the help page of one command."""
     if name == "train":
         return page()
     command = COMMANDS[name]

@@ -1,4 +1,4 @@
-"""`train.py` and `lit-rl train`: of a composed config this module resolves and builds, and a command runs."""
+"""`train.py` and `lit-rl train`, after Hydra has composed: resolve and build the config, and run the command."""
 
 from __future__ import annotations
 
@@ -17,32 +17,27 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rl.algorithms.preflight.data import one_process_a_device
-from lit_rl.algorithms.preflight.precision import settings_can_be_trained
-from lit_rl.algorithms.rollouts.state import check_kind
-from lit_rl.callbacks.checkpoint_files import contents, verify
-from lit_rl.callbacks.slurm import is_requeued
+from lit_rl.algorithms.checks.data_and_trainer import check_process_count
+from lit_rl.algorithms.checks.strategy_checks import check_trainable_settings
+from lit_rl.algorithms.rollouts.checkpoints import check_algorithm_kind
+from lit_rl.callbacks.checkpoint_io import read_lazily, verify
+from lit_rl.callbacks.process_signals import is_requeued
 from lit_rl.cli import (
-    chats,
     data_choice,
     data_kinds,
-    doctoring,
-    early,
-    ends,
-    evaluated,
     exporting,
-    own_keys,
-    quiet,
+    fast_checks,
+    key_checks,
+    model_commands,
+    process,
     replays,
-    serving,
+    run_info,
+    run_settings,
 )
 from lit_rl.cli.build import build, check_answered, check_judged, plain
-from lit_rl.cli.failures import give_up, write_down
 from lit_rl.cli.messages import exit_code_of
-from lit_rl.cli.micro_batches import cut_by
-from lit_rl.cli.precision import for_trainer, settle
-from lit_rl.cli.trainers import trainer_of
-from lit_rl.cli.whereabouts import (
+from lit_rl.cli.run_failures import record_error, record_lost_rank
+from lit_rl.cli.run_info import (
     COMPUTE_NOTHING,
     EVALUATE,
     TOLD_CHECKPOINT,
@@ -53,39 +48,33 @@ from lit_rl.cli.whereabouts import (
     is_sweep,
     writes_nothing,
 )
-from lit_rl.commands import (
-    best_of_n,
-    env_check,
-    evaluate,
-    folder_state,
-    leaving,
-    plan,
-    reward_test,
-    run_report,
-    train,
+from lit_rl.cli.trainer_settings import cut_by, settle_precision, trainer_of, trainer_precision
+from lit_rl.core.errors import BackendError, ConfigError, StorageError
+from lit_rl.data.example_module import ExampleDataModule
+from lit_rl.reports import run_files, run_page
+from lit_rl.reports.secrets import redact
+from lit_rl.runs import env_check, evaluate, exit_signals, plan, reward_test, train
+from lit_rl.runs import evaluate as best_of_n
+from lit_rl.runs.rank_processes import disarm_lightning_observer, end_children, wait_for_children, watching_children
+from lit_rl.runs.rendezvous import (
+    Rendezvous,
+    device_count,
+    devices_of_launcher,
+    find_placement,
+    receive_start,
+    send_finished,
+    send_start,
 )
-from lit_rl.commands.carried_files import carry, say_finished, take_over
-from lit_rl.commands.other_ranks import (
-    end_those_started,
-    stop_lightnings_observer,
-    wait_for_those_started,
-    watching_those_started,
-)
-from lit_rl.commands.place import devices_of_launcher, number_of, place_of
-from lit_rl.commands.redaction import redact
-from lit_rl.commands.rendezvous import Rendezvous
-from lit_rl.commands.run_dir import RunDir, Start
-from lit_rl.commands.run_lock import RunLock
-from lit_rl.commands.train import Run
-from lit_rl.data.offline.example_module import ExampleDataModule
-from lit_rl.errors import BackendError, ConfigError, StorageError
+from lit_rl.runs.run_dir import RunDir, StartKind
+from lit_rl.runs.run_lock import RunLock
+from lit_rl.runs.train import Run
 
 TASKS = {
     "fit": train.train,
     "eval": evaluate.evaluate,
     "validate": evaluate.evaluate,
-    "test": evaluate.test,
-    "predict": evaluate.predict,
+    "test": evaluate.evaluate_test,
+    "predict": evaluate.predict_completions,
     "reward_test": lambda run: reward_test.reward_test(run, **run.options["reward_test"]),
     "env_check": lambda run: env_check.env_check(run, **run.options["env_check"]),
     "best_of_n": best_of_n.best_of_n,
@@ -93,24 +82,24 @@ TASKS = {
 }
 _WITHOUT_A_RUN = {
     "data_check": data_choice.run,
-    "chat": chats.run,
-    "serve": serving.run,
-    "doctor": doctoring.run,
+    "chat": model_commands.run_chat,
+    "serve": model_commands.run_serve,
+    "doctor": model_commands.run_doctor,
     "export": exporting.run,
 }
-"""Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
+"""Tasks that need no Trainer and no folder. Rank 0 runs them, and builds its objects."""
 _TOGETHER = ("fit", "eval", "validate", "test", "predict", "best_of_n")
 """Tasks that take all processes of a run."""
 
 
 def run(config: DictConfig) -> int:
-    """One job."""
-    quiet.filter_warnings()
+    """Run one job."""
+    process.filter_warnings()
     if config.task in _TOGETHER:
         config.trainer.devices = devices_of_launcher(config.trainer.get("devices"))
     if not config.run_dir:
         return _run_task(config)
-    with folder_state.told_of_release(Path(str(config.run_dir)).expanduser()):
+    with run_files.note_other_version(Path(str(config.run_dir)).expanduser()):
         return _run_task(config)
 
 
@@ -127,12 +116,12 @@ def _run_task(config: DictConfig) -> int:
     meeting = _meeting(config) if meet_first else None
     try:
         if meeting is not None:
-            evaluated.check_every_node_sees(meeting, config.task, config.run_dir)
+            run_settings.check_every_node_sees(meeting, config.task, config.run_dir)
         config = _with_settings_of_others(config)
         meeting = meeting if meet_first else _meeting(config)
         if meeting is None or is_main():
             return _run_as_main(config, meeting)
-        return 0 if (start := take_over(meeting)) is None else _run_as_told(config, *start, meeting)
+        return 0 if (start := receive_start(meeting)) is None else _run_as_told(config, *start, meeting)
     except Exception as error:
         if meeting is not None:
             meeting.failed(error)
@@ -140,11 +129,11 @@ def _run_task(config: DictConfig) -> int:
 
 
 def _with_settings_of_others(config: DictConfig) -> DictConfig:
-    """The config with the settings of the run that is evaluated, or with the group that the data choose."""
+    """Return the config with the settings of the run that is evaluated, or with the group that the data choose."""
     if is_over_a_run(config.task, config.run_dir):
         if is_sweep():
-            raise early.no_sweep(config.task, config.run_dir)
-        config, note = evaluated.with_settings_of_the_run(config)
+            raise fast_checks.no_sweep_error(config.task, config.run_dir)
+        config, note = run_settings.with_settings_of_the_run(config)
     else:
         with_groups = data_choice.with_given_prompts if config.task == "best_of_n" else data_choice.with_data_group
         config, note = with_groups(config)
@@ -154,15 +143,15 @@ def _with_settings_of_others(config: DictConfig) -> DictConfig:
 
 
 def _run_as_told(config: DictConfig, run_dir: RunDir, ckpt_path: str | None, meeting: Rendezvous | None = None) -> int:
-    """In a process that is not rank 0, and knows of it how the run begins."""
+    """Run in a process that is not rank 0, and gets the start of the run from it."""
     config.ckpt_path = ckpt_path
     os.environ[TOLD_FOLDER], os.environ[TOLD_CHECKPOINT] = str(run_dir.path), ckpt_path or ""
     return _run(config, run_dir, "resumed", None, run_dir.missing(), meeting)
 
 
 def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
-    """In rank 0, which decides how the run begins."""
-    early.check_evaluated(config)  # which processes that a launcher has started left to this one
+    """Run in rank 0, which decides how the run starts."""
+    fast_checks.check_evaluated(config)  # which processes that a launcher has started left to this one
     run_dir = RunDir(folder_of(config))
     writes = is_main() and not writes_nothing(config)
     # What a run that still goes on there has saved so far decides nothing.
@@ -171,12 +160,12 @@ def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
         if config.task == "fit" and is_requeued():
             _go_on_in_slurm(config, run_dir)
         finished = config.task == "fit" and config.ckpt_path == "last" and run_dir.finished
-        if finished and not ends.is_over(config.trainer, run_dir.path):
+        if finished and not run_info.is_run_over(config.trainer, run_dir.path):
             _say_that_it_goes_on(config, run_dir)
         elif finished:
-            ends.say_is_over(run_dir.path)
+            run_info.print_run_over(run_dir.path)
             if meeting is not None:
-                say_finished(meeting)
+                send_finished(meeting)
             return 0
         newest = config.ckpt_path == "last"
         start = _start(config, run_dir)
@@ -188,17 +177,17 @@ def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
         # Processes that Lightning starts for other ranks are told, so that all agree.
         os.environ[TOLD_FOLDER], os.environ[TOLD_CHECKPOINT] = str(run_dir.path.absolute()), config.ckpt_path or ""
         if meeting is not None:
-            carry(meeting, run_dir, config.ckpt_path, newest=newest)
+            send_start(meeting, run_dir, config.ckpt_path, newest=newest)
         return _run(config, run_dir, start, lock, missing, meeting)
 
 
 def _meeting(config: DictConfig) -> Rendezvous | None:
-    """With the processes that this one has not started, where the task takes them."""
+    """Return the rendezvous with the processes that this one has not started, where the task takes them."""
     nodes = config.trainer.get("num_nodes") or 1
-    if config.task not in _TOGETHER or (place := place_of(nodes)) is None:
+    if config.task not in _TOGETHER or (place := find_placement(nodes)) is None:
         return None
-    if (devices := number_of(config.trainer.get("devices"))) is not None:
-        one_process_a_device(devices, nodes)
+    if (devices := device_count(config.trainer.get("devices"))) is not None:
+        check_process_count(devices, nodes)
     job: Any = HydraConfig.get().job
     return Rendezvous(place, shlex.join([*_entry(), *sys.argv[1:]]), OmegaConf.select(job, "num") or 0)
 
@@ -206,7 +195,7 @@ def _meeting(config: DictConfig) -> Rendezvous | None:
 def _run(
     config: DictConfig,
     run_dir: RunDir,
-    start: Start,
+    start: StartKind,
     lock: RunLock | None,
     missing: list[Path],
     meeting: Rendezvous | None,
@@ -224,25 +213,25 @@ def _run(
             if meeting is not None:
                 meeting.ready()
             try:
-                leaves = contextlib.nullcontext() if fits else leaving.at_once(job.trainer, _say_it_ended)
+                leaves = contextlib.nullcontext() if fits else exit_signals.exit_on_signal(job.trainer, _say_it_ended)
                 gave_up = functools.partial(_give_up, job, config.task, start)
-                with watching_those_started(job.trainer, gave_up), leaves:
+                with watching_children(job.trainer, gave_up), leaves:
                     code = TASKS[config.task](job)
-                wait_for_those_started(job.trainer.strategy.launcher)
+                wait_for_children(job.trainer.strategy.launcher)
                 return code
             except Exception as error:
-                stop_lightnings_observer()
+                disarm_lightning_observer()
                 refused = resumes and not job.began
                 if stood is not None and refused:
                     around.callback(run_dir.put_back, stood)  # behind the end of other ranks, while we hold the lock
-                around.callback(end_those_started, job.trainer.strategy.launcher)
+                around.callback(end_children, job.trainer.strategy.launcher)
                 if not job.dry:
-                    heard = write_down(error, run_dir, job.trainer, job.command)
+                    heard = record_error(error, run_dir, job.trainer, job.command)
                     if fits and not refused:
                         train.note_failure(job, exit_code_of(heard or error))
                     begun = run_dir.keeps(missing, kept_for) and run_dir.metrics.is_file()
                     if fits and job.trainer.is_global_zero and begun and not refused:
-                        run_report.write_at_the_end(run_dir.path)
+                        run_page.write_run_page_at_end(run_dir.path)
                     if heard is not None:
                         raise heard from error
                 raise
@@ -254,8 +243,8 @@ def _run(
         raise
 
 
-def _give_up(job: Run, task: str, start: Start, error: BackendError) -> int:
-    code = give_up(error, None if job.dry else job.run_dir, job.trainer, job.command)
+def _give_up(job: Run, task: str, start: StartKind, error: BackendError) -> int:
+    code = record_lost_rank(error, None if job.dry else job.run_dir, job.trainer, job.command)
     if task == "fit" and (start != "resumed" or job.began):
         train.note_failure(job, code)
     return code
@@ -265,8 +254,8 @@ def _say_it_ended(number: int) -> None:
     sys.stderr.write(f"{signal.Signals(number).name}: ended before it was done.\n")
 
 
-def _start(config: DictConfig, run_dir: RunDir) -> Start:
-    """How the run begins; `ckpt_path` becomes the file that is meant."""
+def _start(config: DictConfig, run_dir: RunDir) -> StartKind:
+    """Return how the run starts; `ckpt_path` becomes a file."""
     asked, config.ckpt_path = config.ckpt_path, _checkpoint(config, run_dir)
     if _is_inside(config.ckpt_path, run_dir.path):
         return "resumed"
@@ -283,7 +272,7 @@ def _say_that_it_goes_on(config: DictConfig, run_dir: RunDir) -> None:
 
 
 def _go_on_in_slurm(config: DictConfig, run_dir: RunDir) -> None:
-    """A job that Slurm has started again goes on by the command that it had."""
+    """Resume a job that Slurm has started again with the same command."""
     if not config.run_dir:
         raise ConfigError(
             "Slurm has started this job again, and nobody knows in which folder it began: give jobs a run_dir, such as "
@@ -299,14 +288,14 @@ def _is_inside(path: str | None, folder: Path) -> bool:
     return path is not None and folder.resolve() in Path(path).resolve().parents
 
 
-def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | None = None) -> Run:
-    """Build everything and open the run directory; what is there is as it was until the settings are sound.
+def assemble(config: DictConfig, run_dir: RunDir, start: StartKind, lock: RunLock | None = None) -> Run:
+    """Build everything and open the run directory; its files are untouched until the settings are valid.
 
     Args:
-        config: As it was composed.
-        run_dir: Where it writes.
-        start: How it begins there.
-        lock: Of the folder, where it is held already.
+        config: The composed config.
+        run_dir: Folder of the run.
+        start: Kind of start.
+        lock: Lock of the folder, where it is held already.
     """
     tree, dry = plain(config), writes_nothing(config)
     data_kinds.check_pair(config)
@@ -316,21 +305,23 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
     module, data = build(tree["algo"]), build(tree["data"])
     check_judged(module, tree)
     check_answered(module, tree)
-    own_keys.say_unread(config)
+    key_checks.warn_unread(config)
     module.memory_gb = tree["plan"]["memory_gb"]
     if tree["task"] == "fit" and config.ckpt_path is not None:
-        check_kind(contents(Path(config.ckpt_path)), type(module))  # before anything of its folder is replaced
+        check_algorithm_kind(
+            read_lazily(Path(config.ckpt_path)), type(module)
+        )  # before anything of its folder is replaced
     settings, asked = tree["trainer"], tree["trainer"]["precision"]
-    settings["max_epochs"] = ends.epochs(settings)
+    settings["max_epochs"] = run_info.max_epochs(settings)
     settings["accumulate_grad_batches"] = cut_by(module, settings["accumulate_grad_batches"])
-    settings["precision"] = given = for_trainer(settings, config.ckpt_path)
+    settings["precision"] = given = trainer_precision(settings, config.ckpt_path)
     trainer = trainer_of(tree, run_dir, dry)
-    if choice := settle(asked, given, trainer, module):
+    if choice := settle_precision(asked, given, trainer, module):
         settings["precision"] = choice.precision
         if trainer.is_global_zero and tree["task"] not in COMPUTE_NOTHING:
             choice.say()
     if tree["task"] in ("fit", "plan"):
-        settings_can_be_trained(module.model, str(trainer.precision), trainer.strategy)
+        check_trainable_settings(module.model, str(trainer.precision), trainer.strategy)
         if isinstance(data, ExampleDataModule):
             data.check_trainer(trainer)
         if trainer.world_size > 1:
@@ -347,12 +338,13 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
     options = {name: tree[name] for name in ("reward_test", "plan")}
     options["env_check"] = {"settings": tree["env"], **tree["env_check"]}
     command = _command(run_dir)
-    what = command, data_choice.name_of(tree["data"]), options, evaluated.command_over(tree, run_dir, command)
+    what = command, data_choice.name_of(tree["data"]), options, run_settings.command_over(tree, run_dir, command)
     return Run(module, data, trainer, run_dir, config.ckpt_path, *what, lock)
 
 
 def _reserved(path: Path) -> tuple[RunDir, list[Path]]:
-    """The folder, made: with a number behind its name where another run began in the same second. And what was made."""
+    """Make the folder, with a number behind its name where another run began in the same second. Return it, and the
+    folders that were made."""
     missing = [parent for parent in path.parents if not parent.exists()]
     for number in itertools.count(1):
         name = path if number == 1 else path.with_name(f"{path.name}_{number}")
@@ -366,7 +358,7 @@ def _checkpoint(config: DictConfig, run_dir: RunDir) -> str | None:
     if config.ckpt_path is None:
         return None
     if config.ckpt_path != "last":
-        early.check_checkpoint(config.ckpt_path)
+        fast_checks.check_checkpoint(config.ckpt_path)
         verify(Path(config.ckpt_path))
         return str(config.ckpt_path)
     last, damaged = run_dir.newest_checkpoint()
@@ -378,7 +370,7 @@ def _checkpoint(config: DictConfig, run_dir: RunDir) -> str | None:
             "what this run has recorded."
         )
     if last is None and config.task != "fit":
-        raise folder_state.no_checkpoint(run_dir.path)
+        raise run_files.no_checkpoint_error(run_dir.path)
     if is_main():
         if last is None:
             sys.stdout.write(f"No checkpoint in {run_dir.checkpoints}: starting anew.\n")

@@ -1,75 +1,217 @@
-"""`train.py` and `lit-rl train`: Hydra composes. What can be refused without torch is refused before it is loaded."""
+"""`train.py` and `lit-rl train`: Hydra composes, and what can be refused without torch is refused before it loads.
+
+Hydra makes objects of `hydra.callbacks`, of launchers, sweepers and loggers while it starts, before any of our code
+sees the config. So its loader is replaced by one that checks what it has composed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal import hydra as internals
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, flag_override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf.errors import OmegaConfBaseException
 
-from lit_rl.cli import (
-    allowed,
-    choices,
-    config_files,
-    data_kinds,
-    early,
-    ends,
-    hydra_node,
-    own_keys,
-    quiet,
-    reporting,
-    stored_schemas,
-    sweeping,
-    transcribing,
-    typed_secrets,
-)
-from lit_rl.cli.messages import reported
-from lit_rl.cli.targets import find_here
-from lit_rl.cli.whereabouts import (
-    TOLD_CHECKPOINT,
-    TOLD_FOLDER,
-    folder_of,
-    is_launched,
-    is_main,
-    is_sweep,
-    writes_nothing,
-)
-from lit_rl.commands.run_lock import RunLock
-from lit_rl.errors import BackendError, ConfigError, did_you_mean, seed_in_range
+from lit_rl.cli import config_files, data_kinds, fast_checks, key_checks, process, run_info, run_reports, typed_secrets
+from lit_rl.cli import schemas as stored_schemas
+from lit_rl.cli.messages import describe, report_errors
+from lit_rl.cli.run_info import TOLD_CHECKPOINT, TOLD_FOLDER, folder_of, is_launched, is_main, is_sweep, writes_nothing
+from lit_rl.cli.targets import ALLOWED, check_target, find_here, targets
+from lit_rl.cli.typed_words import with_line_breaks
+from lit_rl.core.errors import INTERRUPTED, BackendError, ConfigError, did_you_mean, seed_in_range
+from lit_rl.runs.run_lock import RunLock
+
+_FOLDER = "LIT_RL_SWEEP"
+"""Variable with the sweep's folder. Jobs that a launcher of Hydra's starts in other processes inherit it."""
+
+
+def sweep_began(config: DictConfig) -> None:
+    """Remember the folder of a sweep that begins.
+
+    Args:
+        config: Of the whole sweep, with Hydra's node. A `run_dir` of it is the user's, and the same for all jobs.
+    """
+    folder = config.get("run_dir") or config.hydra.sweep.dir
+    os.environ[_FOLDER] = str(Path(str(folder)).expanduser().absolute())
+
+
+def run_noted_job(run: Callable[[DictConfig], int], config: DictConfig, folder: Path) -> int:
+    """Run a training, and add a line about its start and one about its end where it is a job of a sweep.
+
+    Args:
+        run: Gives the exit code.
+        config: Config of the job.
+        folder: Folder of the run, which need not exist.
+    """
+    sweep = os.environ.get(_FOLDER)
+    if not sweep or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return run(config)
+    with process.without_root_handlers():
+        from lit_rl.reports import run_files
+        from lit_rl.reports.sweep import note_job
+
+    job = HydraConfig.get()
+    begin = {"job": job.job.num, "overrides": list(job.overrides.task), "folder": str(folder.absolute())}
+    begin |= {"earlier_run": True} if run_files.holds_a_run(folder) else {}
+    note_job(Path(sweep), begin)
+    try:
+        code = run(config)
+    except BaseException as error:
+        said = describe(error)
+        interrupted = {"exit_code": INTERRUPTED} if isinstance(error, KeyboardInterrupt) else {}
+        end = {name: said[name] for name in ("exit_code", "error", "message")} | interrupted
+        note_job(Path(sweep), begin | end)
+        raise
+    note_job(Path(sweep), begin | {"exit_code": code})
+    return code
+
+
+def sweep_ended() -> None:
+    """Write the table and the page after the last job, where any job of a training began."""
+    if (sweep := os.environ.pop(_FOLDER, None)) is None or not is_main():
+        return
+    from lit_rl.reports.sweep import write_sweep_at_end
+
+    write_sweep_at_end(Path(sweep))
+
+
+_PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
+_BUILT = ("callbacks", "launcher", "sweeper")
+_LOGGING = ("hydra_logging", "job_logging")
+_CLASSES = ("logging.StreamHandler", "logging.NullHandler", "logging.Formatter", "colorlog.ColoredFormatter")
+_LOG_FILE = "${hydra.runtime.output_dir}/${hydra.job.name}.log"
+"""File of Hydra's own `hydra/job_logging=default`; any other file might be one of the user's."""
+_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+
+
+class CheckedLoader(ConfigLoaderImpl):
+    """Hydra's loader, with a check of the composed config before anything reads it."""
+
+    def load_configuration(self, config_name: str | None, overrides: list[str], *rest: Any, **named: Any) -> DictConfig:
+        read = with_line_breaks(overrides)
+        config = super().load_configuration(config_name, read, *rest, **named)
+        check_hydra_node(config, read)
+        # The record holds words as they were typed: jobs of a sweep, and a config with more groups, are composed of it.
+        typed = dict(zip(read, overrides, strict=True))
+        with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
+            config.hydra.overrides.task = [typed.get(word, word) for word in config.hydra.overrides.task]
+        # To find out whether it is a sweep at all, Hydra composes as for one and takes any override.
+        if RunMode.MULTIRUN in (*rest, *named.values()) and named.get("validate_sweep_overrides", True):
+            sweep_began(config)
+        return config
+
+
+def install_checked_loader() -> None:
+    """Let `hydra.main` compose with it."""
+    internals.ConfigLoaderImpl = CheckedLoader  # pyright: ignore[reportPrivateImportUsage]
+
+
+def check_hydra_node(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse settings that would run code, or write where they should not.
+
+    Args:
+        config: As it was composed, with Hydra's node.
+        overrides: As they were typed: `allow_targets` of a file widens nothing.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if (hydra := config.get("hydra")) is None:
+        return
+    mine = config.get("allow_targets") if was_typed(overrides, "allow_targets") else None
+    if mine is not None and not (OmegaConf.is_list(mine) and all(isinstance(name, str) for name in mine)):
+        names = mine if isinstance(mine, str) else "my_package"
+        raise ConfigError(f"allow_targets={mine} is no list of packages: type 'allow_targets=[{names}]'.")
+    allowed = (*ALLOWED, *_PLUGINS, *(f"{name}." for name in mine or ()))
+    for name in (*_BUILT, *_LOGGING):
+        node = _followed(hydra, name, f"hydra.{name}")
+        for key, target in targets(node, f"hydra.{name}"):
+            check_target(key, target, allowed)
+        for key, told in _refused(node, f"hydra.{name}") if name in _LOGGING else ():
+            raise ConfigError(f"{key}={told!r}: a config may choose {', '.join(_CLASSES)}, and standard output.")
+    if hydra.job.env_set and not was_typed(overrides, "hydra.job.env_set"):
+        raise ConfigError("hydra.job.env_set is taken from the command line only: variables choose what programs load.")
+
+
+def was_typed(overrides: Sequence[str], key: str) -> bool:
+    """Tell whether the command line sets this key, or one below it."""
+    return any(f"{override.lstrip('+').partition('=')[0]}.".startswith(f"{key}.") for override in overrides)
+
+
+def _followed(parent: Any, name: Any, key: str) -> Any:
+    """Return the plain values of a node. References are followed; a text with a reference in it stays a text."""
+    if OmegaConf.is_missing(parent, name):
+        return None
+    raw = parent._get_node(name)
+    if OmegaConf.is_interpolation(parent, name):
+        text = str(raw._value())
+        if text.startswith("${") and ":" in text:
+            raise ConfigError(f"{key}={text}: what a resolver makes of it is known too late here; write it out.")
+        try:
+            raw = parent[name]
+        except OmegaConfBaseException:
+            return text
+        if not OmegaConf.is_config(raw):
+            return text
+    if OmegaConf.is_dict(raw):
+        return {inner: _followed(raw, inner, f"{key}.{inner}") for inner in raw}
+    if OmegaConf.is_list(raw):
+        return [_followed(raw, i, f"{key}[{i}]") for i in range(len(raw))]
+    return raw._value()
+
+
+def _refused(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield an entry that `logging.config.dictConfig` would call or import beyond the needs of a log."""
+    if isinstance(node, str) and node.startswith("ext://") and node not in _STREAMS:
+        yield key, node
+    elif isinstance(node, list):
+        for i, item in enumerate(node):
+            yield from _refused(item, f"{key}[{i}]")
+    elif isinstance(node, dict):
+        files = node.get("class") == "logging.FileHandler" and node.get("filename") == _LOG_FILE
+        for name in ("()", "class"):
+            if name in node and node[name] not in _CLASSES and not files:
+                yield f"{key}.{name}", str(node[name])
+        for name, item in node.items():
+            yield from _refused(item, f"{key}.{name}")
+
 
 TASKS = (
     "fit", "eval", "validate", "test", "predict", "reward_test", "env_check", "best_of_n", "plan", "data_check", "chat",
     "serve", "doctor", "transcripts", "report", "export", "replay",
 )  # fmt: skip
-"""What `task=` may be."""
-_OF_FILES = {"transcripts": transcribing.run, "report": reporting.run}
-"""Tasks that read what a run has written, for which torch is not loaded."""
+"""Values of `task=`."""
+_OF_FILES = {"transcripts": run_reports.run_transcripts, "report": run_reports.run_report}
+"""Tasks that read a run's files, for which torch is not loaded."""
 _READ_A_RUN = ("replay", "chat", "export", "eval", "validate", "test", "predict", "best_of_n")
-"""Those that take settings from the folder of a run."""
+"""Tasks that take settings from the folder of a run."""
 _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", TOLD_FOLDER, TOLD_CHECKPOINT)
 
 
 def main() -> int:
-    """Compose from `sys.argv`, run, return the exit code (the worst one of a sweep)."""
+    """Compose from `sys.argv`, run, and return the exit code (the worst one of a sweep)."""
     with config_files.bounded():
         return _main()
 
 
 def _main() -> int:
-    if not stored_schemas.register():
+    if not stored_schemas.register_stored():
         from lit_rl.cli import schemas
 
-        schemas.register()
-    hydra_node.install()
+        schemas.register_schemas()
+    install_checked_loader()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to cli.messages, not to Hydra's own printer
     codes: list[int] = []
-    early.check_sweep(sys.argv[1:])
+    fast_checks.check_sweep(sys.argv[1:])
     sys.argv, note = _chosen_before(sys.argv)
     here, entry = os.getpid(), str(Path(sys.argv[0]).absolute())
 
@@ -80,7 +222,7 @@ def _main() -> int:
             return _job_elsewhere(config, entry)
         with _one_job():
             # Reported here and not raised: a sweep goes on with its next job, and Hydra adds no line of its own.
-            codes.append(reported(lambda: _noted(config)))
+            codes.append(report_errors(lambda: _noted(config)))
 
     if note and is_main():  # before Hydra composes, which may refuse a key that the group lacks
         sys.stdout.write(f"{note}\n")
@@ -88,15 +230,15 @@ def _main() -> int:
     try:
         job()
     finally:  # a launcher brings the error of a job
-        sweeping.ended()
+        sweep_ended()
     return max(codes, default=0)
 
 
 def _job_elsewhere(config: DictConfig, entry: str) -> None:
-    """One job of a sweep, in a process that a launcher of Hydra's has started.
+    """Run one job of a sweep, in a process that a launcher of Hydra's has started.
 
     Args:
-        config: Of the job.
+        config: Config of the job.
         entry: The program that the user started, which is what Lightning starts for other ranks.
 
     Raises:
@@ -111,53 +253,53 @@ def _job_elsewhere(config: DictConfig, entry: str) -> None:
 
 
 def _noted(config: DictConfig) -> int:
-    """One job, and where it is a training of a sweep a line about it for the sweep's table."""
+    """Run one job, and add a line to the sweep's table where it is a training of a sweep."""
     if not is_sweep() or config.task != "fit" or writes_nothing(config) or not is_main():
         return run(config)
-    return sweeping.noted(run, config, folder_of(config))
+    return run_noted_job(run, config, folder_of(config))
 
 
 def run(config: DictConfig) -> int:
-    """One job."""
+    """Run one job."""
     _check(config)
-    early.check(config)
+    fast_checks.check_config(config)
     data_kinds.check(config)
     if config.task in _OF_FILES:
         return _OF_FILES[config.task](config) if is_main() else 0
     if _is_over(config):
         return 0
     _load(config.task)
-    with quiet.without_root_handlers():
+    with process.without_root_handlers():
         from lit_rl.cli import hydra_app
 
     return hydra_app.run(config)
 
 
 def _is_over(config: DictConfig) -> bool:
-    """Whether the run that would go on has finished, which is said. Beside other processes it is said where they
-    meet."""
+    """Tell whether the run that would be resumed has finished, and print it. Beside other processes it is printed
+    where they meet."""
     if config.task != "fit" or config.ckpt_path != "last" or not config.run_dir or is_launched():
         return False
     folder = folder_of(config)
-    if not ends.is_over(config.trainer, folder):
+    if not run_info.is_run_over(config.trainer, folder):
         return False
     if not writes_nothing(config):
         RunLock(folder).close()  # refuses a run that still goes on there
-    ends.say_is_over(folder)
+    run_info.print_run_over(folder)
     return True
 
 
 def _chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """`data_kinds.chosen_before`, where the words name a file whose columns are to be looked at."""
+    """Call `data_kinds.chosen_before`, where the words name a file whose columns matter."""
     keys = {word.lstrip("+").partition("=")[0] for word in arguments}
-    if "data.path" not in keys or keys & early.TELL_THE_DATA:
+    if "data.path" not in keys or keys & fast_checks.TELL_THE_DATA:
         return list(arguments), ""
-    early.check_words(arguments)
+    fast_checks.check_words(arguments)
     return data_kinds.chosen_before(arguments)
 
 
 def _load(task: str) -> None:
-    """Say what takes seconds, in the process that the user started."""
+    """Announce slow imports, in the process that the user started."""
     if "torch" in sys.modules or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     command = "train" if task == "fit" else task.replace("_", "-")
@@ -166,14 +308,14 @@ def _load(task: str) -> None:
 
 
 def _check(config: DictConfig) -> None:
-    """Refuse what no command takes."""
-    typed = hydra_node.typed(HydraConfig.get().overrides.task, "allow_targets")
-    own_keys.check_read(HydraConfig.get().runtime.choices, config)
-    typed_secrets.check(config)
+    """Refuse settings that no command takes."""
+    typed = was_typed(HydraConfig.get().overrides.task, "allow_targets")
+    key_checks.check_top_keys(HydraConfig.get().runtime.choices, config)
+    typed_secrets.check_secrets(config)
     if config.allow_targets and not typed:
         raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
     find_here(config.allow_targets or ())
-    if config.trust_run and not hydra_node.typed(HydraConfig.get().overrides.task, "trust_run"):
+    if config.trust_run and not was_typed(HydraConfig.get().overrides.task, "trust_run"):
         raise ConfigError("trust_run is taken from the command line only: a file must not vouch for another.")
     if config.trust_run and config.task not in _READ_A_RUN:
         raise ConfigError(
@@ -186,9 +328,9 @@ def _check(config: DictConfig) -> None:
         raise ConfigError("replay.* are keys of lit-rl replay (task=replay): no other command reads them.")
     if config.task not in TASKS:
         raise ConfigError(f"task={config.task}: allowed is {', '.join(TASKS)}.{did_you_mean(config.task, TASKS)}")
-    choices.check(config)
+    key_checks.check_choices(config)
     if config.task == "fit":
-        allowed.check_warmup(config, own_keys.typed())
+        fast_checks.check_warmup(config, key_checks.overridden_keys())
     if isinstance(config.seed, int) and not isinstance(
         config.seed, bool
     ):  # here, because data and algorithm take it by names of their own

@@ -32,44 +32,39 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 
 from lit_rl import callbacks
+from lit_rl.algorithms.checks.strategy_checks import check_trainable_settings
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim import optimizers, schedules
-from lit_rl.algorithms.optim.schedule_by_path import ScheduleByPath
-from lit_rl.algorithms.preflight.precision import settings_can_be_trained
-from lit_rl.algorithms.rollouts.state import check_kind
+from lit_rl.algorithms.optim.schedules import ScheduleByPath
+from lit_rl.algorithms.rollouts.checkpoints import check_algorithm_kind
 from lit_rl.callbacks import AtomicCheckpointIO, Export, GracefulStop, JsonlLogger, let_loggers_fail
-from lit_rl.callbacks.checkpoint_files import contents, verify_once
-from lit_rl.callbacks.slurm import leave_it_to_others, requeue_signal
-from lit_rl.cli import config_files, ends, lightning_nulls, quiet
+from lit_rl.callbacks.checkpoint_io import read_lazily, verify_once
+from lit_rl.callbacks.process_signals import remove_requeue_handler, requeue_signal
+from lit_rl.cli import config_files, lightning_arguments, process, run_info
 from lit_rl.cli.build import ALLOWED, check_trainer
-from lit_rl.cli.failures import give_up, write_down
-from lit_rl.cli.lightning_data import data_module_of
+from lit_rl.cli.lightning_arguments import data_module_of
 from lit_rl.cli.lightning_messages import in_one_sentence
-from lit_rl.cli.listing import some_keys
-from lit_rl.cli.micro_batches import Accumulation, cut_by
-from lit_rl.cli.precision import Asked, for_trainer, settle
+from lit_rl.cli.listing import neighbouring_keys
+from lit_rl.cli.run_failures import record_error, record_lost_rank
 from lit_rl.cli.schemas import PYTHON_ONLY, parameters
 from lit_rl.cli.targets import find_here
-from lit_rl.commands import evaluate, folder_state, leaving, report, run_report, train
-from lit_rl.commands.export import for_readers
-from lit_rl.commands.other_ranks import (
-    end_those_started,
-    stop_lightnings_observer,
-    wait_for_those_started,
-    watching_those_started,
-)
-from lit_rl.commands.place import devices_of_launcher
-from lit_rl.commands.redaction import redact, redact_command
-from lit_rl.commands.run_dir import RunDir
-from lit_rl.commands.run_lock import RunLock
-from lit_rl.commands.step_memory import told_of_memory
-from lit_rl.commands.train import Run
+from lit_rl.cli.trainer_settings import Accumulation, Asked, cut_by, settle_precision, trainer_precision
+from lit_rl.core.errors import SIGNALLED, BackendError, ConfigError, StorageError, did_you_mean
+from lit_rl.core.user_functions import is_file_path
 from lit_rl.data.tasks import Task
-from lit_rl.errors import SIGNALLED, BackendError, ConfigError, StorageError, did_you_mean
-from lit_rl.import_source import is_file
-from lit_rl.models.reference import base as reference
-from lit_rl.models.reference import moving as moving_reference
-from lit_rl.models.reference import other_model
+from lit_rl.models import references
+from lit_rl.models import references as moving_reference
+from lit_rl.models import references as reference
+from lit_rl.reports import run_files, run_page
+from lit_rl.reports.secrets import redact, redact_command
+from lit_rl.runs import closing_report, evaluate, exit_signals, train
+from lit_rl.runs.export_checkpoint import commands_for_readers
+from lit_rl.runs.rank_processes import disarm_lightning_observer, end_children, wait_for_children, watching_children
+from lit_rl.runs.rendezvous import devices_of_launcher
+from lit_rl.runs.run_dir import RunDir
+from lit_rl.runs.run_lock import RunLock
+from lit_rl.runs.step_memory import explain_out_of_memory
+from lit_rl.runs.train import Run
 
 CONFIG_NAME = "lit_rl_config.yaml"
 
@@ -78,18 +73,18 @@ FACTORIES = {
     "scheduler": (schedules.Linear, schedules.Cosine, schedules.Constant, ScheduleByPath),
     "reference": (
         *(reference.Auto, reference.FrozenCopy, reference.AdapterBase, reference.InitialAdapter),
-        *(moving_reference.EMA, moving_reference.BEMA, moving_reference.Mixing, other_model.OtherModel),
+        *(moving_reference.EMA, moving_reference.BEMA, moving_reference.Mixing, references.OtherModel),
     ),
 }
-"""Slots of a module that are keys of their own, as they are groups of the Hydra door. Left inside the module,
-jsonargparse would read the protocol of a factory as "a class of what the call returns" and take the optimizers of torch
-for ours, with other defaults. It would refuse every reference, too: a context manager's signature is not the one of
-the function that it is made from."""
+"""Slots of a module that are keys of their own, as they are groups of the Hydra command line. Left inside the module,
+jsonargparse would read the protocol of a factory as "a class of what the call returns" and take torch's optimizers for
+ours, with other defaults. It would refuse every reference, too: a context manager's signature is not that of the
+function that it is made from."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run `[command, --key=value, ...]`; returns the exit code."""
-    quiet.filter_warnings()
+    """Run `[command, --key=value, ...]`; return the exit code."""
+    process.filter_warnings()
     sys.argv = [sys.argv[0], *arguments]  # Lightning starts the processes of other ranks with it
     cli = command_line(arguments)
     stops = _stopped(cli.trainer)
@@ -97,7 +92,7 @@ def main(arguments: list[str]) -> int:
 
 
 def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:
-    """Parse, check, build; then run the command that stands first, or with `run=False` (no command) leave it at that.
+    """Parse, check and build; then run the command that stands first, or with `run=False` (no command) nothing more.
 
     Raises:
         LitRLError: as a constructor raised it; a ConfigError for what the parser refuses.
@@ -105,10 +100,10 @@ def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:
     for name in callbacks.__all__:  # jsonargparse knows a class by its short name once it is imported
         getattr(callbacks, name)
     by_hand = _named_on_the_command_line(arguments)
-    versions = [f"lightning=={L.__version__}", f"lit_rl=={folder_state.release()}"]
+    versions = [f"lightning=={L.__version__}", f"lit_rl=={run_files.installed_version()}"]
     settings: dict[str, Any] = {"exit_on_error": False, "dump_header": versions}
     checked = config_files.checked_before(ConfigPath, "read_text", lambda path: Path(path.absolute))
-    with _importing_only(by_hand), checked, lightning_nulls.read_at_every_depth():
+    with _importing_only(by_hand), checked, lightning_arguments.read_at_every_depth():
         return CommandLine(
             PolicyModule,
             data_module_of(arguments),
@@ -125,17 +120,18 @@ def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:
 
 
 def trainer_defaults() -> dict[str, Any]:
-    """Those of the Hydra door, from its own file: no default stands twice. Loggers and callbacks are the config's."""
+    """Return the defaults of the Hydra command line, from its own file: no default stands twice. Loggers and callbacks
+    are the config's."""
     file = importlib.resources.files("lit_rl.conf") / "trainer" / "default.yaml"
     settings = yaml.safe_load(file.read_text())
     return {name: value for name, value in settings.items() if name not in ("defaults", "logger", "callbacks")}
 
 
 class WithKeywords:
-    """A function of tensors with settings of its own, for configs: what Hydra makes with `_partial_`.
+    """A function of tensors with settings of its own, for configs, as Hydra makes with `_partial_`.
 
     Args:
-        function: A loss, an advantage, a KL or a reduction, such as `lit_rl.ops.losses.clipped_policy_loss`.
+        function: A loss, an advantage, a KL or a reduction, such as `lit_rl.ops.policy_losses.clipped_policy_loss`.
         keywords: Its keyword-only arguments, such as `{clip_high: 0.28}`.
     """
 
@@ -144,7 +140,7 @@ class WithKeywords:
         for name in keywords:
             if name not in known:
                 command = f"python -m pydoc {function.__module__}.{function.__qualname__}"
-                listed = some_keys(function.__name__, name, known, command) or " It has none."
+                listed = neighbouring_keys(function.__name__, name, known, command) or " It has none."
                 raise ConfigError(f"{name} is no setting of {function.__name__}.{did_you_mean(name, known)}{listed}")
         self.func, self.keywords = function, dict(keywords)
         self.__signature__ = inspect.signature(function)  # a term is given what its signature names
@@ -154,7 +150,7 @@ class WithKeywords:
 
 
 class CommandLine(LightningCLI):
-    """LightningCLI with one more command-line habit: what it refuses, it refuses in one sentence."""
+    """LightningCLI that refuses in one sentence."""
 
     trainer: L.Trainer
     model: Any
@@ -162,31 +158,32 @@ class CommandLine(LightningCLI):
     summary: dict[str, Any]
 
     def before_fit(self) -> None:
-        """What Lightning lets pass and no run can use, as the Hydra door refuses it."""
+        """Refuse settings that Lightning lets pass and no run can use, as the Hydra command line does."""
         stops = any(isinstance(each, GracefulStop) for each in self.trainer.callbacks)  # pyright: ignore
         if not stops or requeue_signal(self.trainer) is None:
-            leave_it_to_others()
+            remove_requeue_handler()
         self.place_metrics()
         checkpoint = self._get(self.config, "ckpt_path")
         if checkpoint is not None and Path(checkpoint).exists():
             verify_once(Path(checkpoint))
             if isinstance(self.model, PolicyModule):
-                check_kind(contents(Path(checkpoint)), type(self.model))
+                check_algorithm_kind(read_lazily(Path(checkpoint)), type(self.model))
         check_trainer(self.trainer, self._get(self.config, "trainer")["precision"])
         if isinstance(self.model, PolicyModule):
-            settings_can_be_trained(self.model.model, str(self.trainer.precision), self.trainer.strategy)
+            check_trainable_settings(self.model.model, str(self.trainer.precision), self.trainer.strategy)
             if self.trainer.world_size > 1:
                 self.model.check_processes(self.datamodule, self.trainer)
         for config in self._saved_configs():
             config.begin(self.trainer)
         self.summary = {"began": time.time()}
         if isinstance(self.model, PolicyModule):
-            self.model.command = for_readers([redact_command(_command())])
+            self.model.command = commands_for_readers([redact_command(_command())])
         if self._get(self.config, "ckpt_path") is None and not self.trainer.fast_dev_run:  # pyright: ignore
             train.measure(self._run_of(), self.summary, "before")
 
     def place_metrics(self) -> None:
-        """A JsonlLogger without a path writes where the Trainer's first logger does: runs do not share a file."""
+        """Let a JsonlLogger without a path write into the folder of the Trainer's first logger: runs do not share a
+        file."""
         for logger in self.trainer.loggers:
             if isinstance(logger, JsonlLogger) and logger.path is None:
                 logger.path = RunDir(_folder(self.trainer)).metrics
@@ -194,8 +191,8 @@ class CommandLine(LightningCLI):
     before_validate = before_test = place_metrics
 
     def after_fit(self) -> None:
-        """The table that ends a run of `train`: what was measured before and after, and where the time went."""
-        leave_it_to_others()  # a job that has learned all is not to begin again
+        """Print the closing table of `train`: results before and after, and the time by phase."""
+        remove_requeue_handler()  # a job that has learned all is not to begin again
         if stopped := _stopped(self.trainer):
             return self._say_what_is_saved(stopped[0])
         if self.trainer.fast_dev_run:  # pyright: ignore
@@ -204,15 +201,15 @@ class CommandLine(LightningCLI):
         train.measure(run, summary, "after")
         summary["seconds"] = time.time() - summary["began"]
         if run.run_dir.metrics.is_file():  # of a JsonlLogger
-            summary["phases"] = report.phase_totals(run.run_dir.metrics)
+            summary["phases"] = closing_report.phase_totals(run.run_dir.metrics)
         if self.trainer.is_global_zero:
-            report.closing_table(summary)
-            run_report.write_or_say_what_to_add(RunDir(_folder_of_metrics(self.trainer)))
+            closing_report.closing_table(summary)
+            run_page.write_run_page_or_hint(RunDir(_folder_of_metrics(self.trainer)))
             for line in self._where_everything_is(run.run_dir.path):
                 Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
     def _where_everything_is(self, folder: Path) -> list[str]:
-        """The lines that end a run of `train`, of what this one has written.
+        """Return the closing lines of `train`, for the files of this run.
 
         Args:
             folder: Of the config. One rank alone cannot ask the Trainer for it.
@@ -220,8 +217,8 @@ class CommandLine(LightningCLI):
         model, saved = next(reversed(_exports(self.trainer)), None), _newest_checkpoint(self.trainer)
         curves = [Path(each.log_dir) for each in self.trainer.loggers if isinstance(each, TensorBoardLogger)]
         config = shlex.quote(str(folder / CONFIG_NAME))
-        lines = report.closing_lines(
-            report.Written(
+        lines = closing_report.closing_lines(
+            closing_report.RunOutputs(
                 _folder_of_metrics(self.trainer),
                 Path(self.trainer.default_root_dir),
                 model,
@@ -234,7 +231,7 @@ class CommandLine(LightningCLI):
             f"lit-rl chat model={shlex.quote(str(model))}" if model else None,
             getattr(self.model, "loaded_by", "AutoModelForCausalLM"),
             getattr(self.datamodule, "prompt_form", None),
-            list(report.tracker_lines(self.trainer.loggers)),
+            list(closing_report.tracker_lines(self.trainer.loggers)),
         )
         if not (Path(self.trainer.default_root_dir) / "samples").is_dir():
             lines.append(f"samples       none are written; every completion as parquet: add {_TO_WRITE_SAMPLES}")
@@ -314,8 +311,8 @@ class CommandLine(LightningCLI):
             )
 
     def _parse_ckpt_path(self) -> None:
-        """Settings come from the user's words alone. Lightning would take those that a checkpoint brings along, which
-        somebody else may have written, and would read the whole file for them before anybody has looked at it."""
+        """Take settings from the user's words alone. Lightning would take those in a checkpoint, which somebody else
+        may have written, and would read the whole file for them before anybody has looked at it."""
 
     def instantiate_classes(self) -> None:
         self._check_nulls()
@@ -333,7 +330,7 @@ class CommandLine(LightningCLI):
         allowed = (*ALLOWED, *(f"{name}." for name in given))
         for each in (data, *(data.get("sources") or ())):
             name = each.get("map_row") if hasattr(each, "get") else None
-            if isinstance(name, str) and ":" not in name and not is_file(name) and not name.startswith(allowed):
+            if isinstance(name, str) and ":" not in name and not is_file_path(name) and not name.startswith(allowed):
                 raise ConfigError(
                     f"data.map_row={name!r} is not on the list of what a config may build "
                     f"({', '.join(f'{prefix}*' for prefix in ALLOWED)}). Name a function of your own by its path, "
@@ -342,11 +339,11 @@ class CommandLine(LightningCLI):
                 )
 
     def _check_nulls(self) -> None:
-        lightning_nulls.check("data", self._get(self.config, "data"), self.datamodule_class)
-        lightning_nulls.check("trainer", self._get(self.config, "trainer"), L.Trainer)
+        lightning_arguments.check_nulls("data", self._get(self.config, "data"), self.datamodule_class)
+        lightning_arguments.check_nulls("trainer", self._get(self.config, "trainer"), L.Trainer)
         for key in ("model", *FACTORIES):
             if (spec := self._get(self.config, key)) is not None:
-                lightning_nulls.check(key, spec)
+                lightning_arguments.check_nulls(key, spec)
 
     def _module(self, make: partial[PolicyModule]) -> PolicyModule:
         chosen = {key: self._get(self.config_init, key) for key in FACTORIES}
@@ -361,32 +358,36 @@ class CommandLine(LightningCLI):
         given = self._get(self.config_init, "trainer")["plugins"]
         plugins = [] if given is None else list(given) if isinstance(given, list) else [given]
         settings = self._get(self.config_init, "trainer")
-        kwargs["max_epochs"] = ends.epochs(settings)
+        kwargs["max_epochs"] = run_info.max_epochs(settings)
         kwargs["devices"] = devices_of_launcher(settings["devices"])
         kwargs["accumulate_grad_batches"] = cut_by(self.model, settings["accumulate_grad_batches"])
-        kwargs["precision"] = given = for_trainer(settings, self._get(self.config, "ckpt_path"))
+        kwargs["precision"] = given = trainer_precision(settings, self._get(self.config, "ckpt_path"))
         try:
             trainer = super().instantiate_trainer(plugins=[*plugins, AtomicCheckpointIO()], **kwargs)
         except TypeError as error:  # it checks settings one by one, and names the one that it refuses
             raise ConfigError(f"trainer: {error}") from error
-        if choice := settle(settings["precision"], given, trainer, self.model):
+        if choice := settle_precision(settings["precision"], given, trainer, self.model):
             self._get(self.config, "trainer")["precision"] = choice.precision  # as `SaveConfig` writes it
             if trainer.is_global_zero:
                 choice.say()
         return let_loggers_fail(trainer)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        with report.told_what_is_missing(self.trainer):
+        with closing_report.report_unwritten(self.trainer):
             try:
-                told = told_of_memory(self.model) if isinstance(self.model, PolicyModule) else contextlib.nullcontext()
-                exits = leaving.exits_are_errors(self.trainer) if subcommand == "fit" else contextlib.nullcontext()
-                with watching_those_started(self.trainer, self._give_up), exits, told:
+                told = (
+                    explain_out_of_memory(self.model)
+                    if isinstance(self.model, PolicyModule)
+                    else contextlib.nullcontext()
+                )
+                exits = exit_signals.exits_as_errors(self.trainer) if subcommand == "fit" else contextlib.nullcontext()
+                with watching_children(self.trainer, self._give_up), exits, told:
                     super()._run_subcommand(subcommand)
-                wait_for_those_started(self.trainer.strategy.launcher)
+                wait_for_children(self.trainer.strategy.launcher)
             except Exception as error:
                 if subcommand == "fit" and isinstance(self.model, PolicyModule):
                     with contextlib.suppress(Exception):  # nothing may hide the error itself
-                        train.keep(self._run_of(), {}, error)
+                        train.save_after_error(self._run_of(), {}, error)
                 self._write_down(error)
                 raise
             except SystemExit:  # of Slurm's signal before the training: the job begins anew in the same folder
@@ -397,14 +398,14 @@ class CommandLine(LightningCLI):
                     config.close()
 
     def _write_down(self, error: Exception) -> None:
-        """What `train` leaves of a fit that failed; a folder that this start did not take is let alone."""
-        stop_lightnings_observer()
+        """Record a failed fit as `train` does; a folder that this start did not take is left alone."""
+        disarm_lightning_observer()
         with contextlib.ExitStack() as around:
-            around.callback(end_those_started, self.trainer.strategy.launcher)
+            around.callback(end_children, self.trainer.strategy.launcher)
             for config in self._saved_configs():
                 if config.run_dir is None:
                     continue
-                heard = write_down(error, config.run_dir, self.trainer, _command())
+                heard = record_error(error, config.run_dir, self.trainer, _command())
                 if self.trainer.is_global_zero:
                     config.leave(self.trainer)
                 if heard is not None:
@@ -417,35 +418,35 @@ class CommandLine(LightningCLI):
 
     def _give_up(self, error: BackendError) -> int:
         begun = (config.run_dir for config in self._saved_configs() if config.run_dir is not None)
-        return give_up(error, next(begun, None), self.trainer, _command())
+        return record_lost_rank(error, next(begun, None), self.trainer, _command())
 
     def _saved_configs(self) -> list[SaveConfig]:
-        """None where nothing is written: `fast_dev_run`."""
+        """Return the config callbacks; none with `fast_dev_run`, where nothing is written."""
         return [each for each in self.trainer.callbacks if isinstance(each, SaveConfig)]  # pyright: ignore
 
     def predict(self, model: Any, datamodule: Any, ckpt_path: str | None = None) -> None:
-        """Completions of the validation prompts, one JSON line each, in `predictions.jsonl`."""
+        """Write completions of the validation prompts, one JSON line each, to `predictions.jsonl`."""
         run_dir = RunDir(_folder(self.trainer))
         run_dir.path.mkdir(parents=True, exist_ok=True)
-        evaluate.predict(Run(model, datamodule, self.trainer, run_dir, ckpt_path, command="", dataset=""))
+        evaluate.predict_completions(Run(model, datamodule, self.trainer, run_dir, ckpt_path, command="", dataset=""))
 
 
 class SaveConfig(SaveConfigCallback):
     """The config of a `fit` beside its logs, without secrets. Another run's is never overwritten."""
 
     run_dir: RunDir | None = None
-    """Where the metrics are, once this run has begun there."""
+    """Folder of the metrics, once this run has begun there."""
     folder = Path()
-    """Of the config. The Trainer's `log_dir` is a collective, which one rank that fails cannot ask for."""
+    """Folder of the config. The Trainer's `log_dir` is a collective, which a single rank that fails cannot ask for."""
     missing: Sequence[Path] = ()
-    """The folders that this start makes, the innermost first."""
+    """Folders that this start makes, the innermost first."""
     wrote_first = False
-    """Whether the folder had no config before this start."""
+    """True if the folder had no config before this start."""
     lock: RunLock | None = None
-    """What keeps other runs out of the folder; of rank 0."""
+    """The lock that keeps other runs out of the folder, on rank 0."""
 
     def begin(self, trainer: L.Trainer) -> None:
-        """Before anything is measured: a folder that another run writes into, or has written into, is refused.
+        """Refuse, before anything is measured, a folder that another run writes into, or has written into.
 
         Raises:
             StorageError: it is in use, is a file, or cannot be written.
@@ -482,19 +483,19 @@ class SaveConfig(SaveConfigCallback):
             self.lock.close()
 
     def leave(self, trainer: L.Trainer) -> None:
-        """Of a start that failed: the page of what it learned, or no folder where it learned nothing."""
+        """Clean up after a failed start: write the page if anything was learned, else remove the folder."""
         assert self.run_dir is not None
         folder, kept_for = RunDir(self.folder), "train/"
         if self.wrote_first and trainer.global_step == 0:  # else the next start would find another run's config
             (folder.path / CONFIG_NAME).unlink(missing_ok=True)
         if trainer.global_step > 0 or folder.keeps(self.missing, kept_for):
             if self.run_dir.metrics.is_file():
-                run_report.write_at_the_end(self.run_dir.path)
+                run_page.write_run_page_at_end(self.run_dir.path)
             return
         folder.withdraw(self.missing, kept_for)
 
     def _tree(self) -> dict[str, Any]:
-        """The config as it is written, without secrets."""
+        """Return the config as it is written, without secrets."""
         return redact(yaml.safe_load(self.parser.dump(self.config, skip_none=False)))
 
     def _is_of_another(self, folder: Path, trainer: L.Trainer) -> bool:
@@ -512,7 +513,7 @@ class SaveConfig(SaveConfigCallback):
             )
 
     def _goes_on_in(self, folder: Path, trainer: L.Trainer) -> bool:
-        """Whether the checkpoint to resume lies in the folder. (`trainer.ckpt_path` is not known yet.)"""
+        """Tell whether the checkpoint to resume lies in the folder. (`trainer.ckpt_path` is not known yet.)"""
         given = self.config.get("ckpt_path")
         if given == "last":
             return _has_last(trainer) or self._is_own(folder)
@@ -520,7 +521,7 @@ class SaveConfig(SaveConfigCallback):
         return given is not None and (given in ("best", "hpc") or folder.resolve() in Path(given).resolve().parents)
 
     def _is_own(self, folder: Path) -> bool:
-        """Whether this very config stands there: a run that died before its first checkpoint begins anew."""
+        """Tell whether this very config stands there: a run that died before its first checkpoint begins anew."""
         try:
             there = yaml.safe_load((folder / CONFIG_NAME).read_text())
         except (OSError, ValueError, yaml.YAMLError):
@@ -529,7 +530,8 @@ class SaveConfig(SaveConfigCallback):
 
 
 def _has_last(trainer: L.Trainer) -> bool:
-    """Whether Lightning finds what `ckpt_path=last` means. Where it finds nothing it begins anew, with a warning."""
+    """Tell whether Lightning finds a checkpoint for `ckpt_path=last`. Where it finds none it begins anew, with a
+    warning."""
     found: list[Any] = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # pyright: ignore
     return any(each._find_last_checkpoints(trainer) for each in found)
 
@@ -546,12 +548,12 @@ def _locked(folder: Path) -> RunLock:
 
 
 def _later(class_type: type, *arguments: Any, **keywords: Any) -> Any:
-    """A class and its arguments, to be built by a call."""
+    """Return a class and its arguments, to be built by a call."""
     return partial(class_type, *arguments, **keywords)
 
 
 def _command() -> str:
-    """What was typed, with each key and its value as one word, so that a secret's name stands beside it."""
+    """Return the typed command, with each key and its value as one word, so that a secret's name stands beside it."""
     words = ["lit-rl"]
     for word in sys.argv[1:]:
         if words[-1].startswith("--") and "=" not in words[-1] and not word.startswith("--"):
@@ -562,13 +564,13 @@ def _command() -> str:
 
 
 def _stopped(trainer: L.Trainer) -> list[GracefulStop]:
-    """The callback that has caught the signal which ended the training."""
+    """Return the callback that has caught the signal which ended the training."""
     return [each for each in trainer.callbacks if isinstance(each, GracefulStop) and each.signum]  # pyright: ignore
 
 
 def _write_where_it_is_typed(section: Any, words: Sequence[str]) -> None:
-    """A typed `default_root_dir` is where the loggers of a config file write too, unless these were typed as well: what
-    is typed beats a file."""
+    """Let the loggers of a config file write into a typed `default_root_dir` too, unless these were typed as well:
+    typed words win over a file."""
     names = {word.partition("=")[0] for word in words}
     if "--trainer.default_root_dir" not in names or any(name.startswith("--trainer.logger") for name in names):
         return
@@ -585,7 +587,7 @@ _TO_EXPORT = (
 
 
 def _exports(trainer: L.Trainer) -> list[Path]:
-    """Of the callback that writes models, the newest last."""
+    """Return the exports of the callback that writes models, the newest last."""
     found = (each.folder for each in trainer.callbacks if isinstance(each, Export))  # pyright: ignore
     return [path for folder in found for path in sorted(folder.glob("step_*")) if path.is_dir()]
 
@@ -597,12 +599,12 @@ def _newest_checkpoint(trainer: L.Trainer) -> Path | None:
 
 
 def _folder(trainer: L.Trainer) -> Path:
-    """Where the run writes. A logger may have no folder (JsonlLogger); then it is the Trainer's."""
+    """Return the folder that the run writes to. A logger may have no folder (JsonlLogger); then it is the Trainer's."""
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 def _folder_of_metrics(trainer: L.Trainer) -> Path:
-    """Of the JsonlLogger; the Trainer's where there is none."""
+    """Return the folder of the JsonlLogger; the Trainer's where there is none."""
     paths = (logger.path for logger in trainer.loggers if isinstance(logger, JsonlLogger) and logger.path)
     return next((path.parent for path in paths), Path(trainer.default_root_dir))
 
@@ -619,7 +621,7 @@ def _named_on_the_command_line(arguments: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _importing_only(by_hand: Sequence[str]) -> Iterator[None]:
-    """jsonargparse imports what stands on the list of the Hydra door and what the user named, and nothing else.
+    """Let jsonargparse import only paths on the list of the Hydra command line and those that the user named.
 
     It checks a path before it is imported, and again where the object really comes from.
     """

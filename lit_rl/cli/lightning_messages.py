@@ -1,4 +1,4 @@
-"""From jsonargparse's account of everything that it tried to one sentence: the key, what came, what is allowed."""
+"""One sentence (the key, its value, the allowed ones) from jsonargparse's account of everything that it tried."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jsonargparse import ArgumentError
 from lit_rl.cli.build import ALLOWED
 from lit_rl.cli.lightning_words import no_such_key
 from lit_rl.cli.schemas import parameters
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.errors import ConfigError, LitRLError, did_you_mean
+from lit_rl.core.errors import ConfigError, LitRLError, did_you_mean
+from lit_rl.data.prompt_module import RolloutDataModule
 
 Factories = Mapping[str, Sequence[type]]
 """Keys that take one of a few classes."""
@@ -24,7 +24,8 @@ Factories = Mapping[str, Sequence[type]]
 
 @contextmanager
 def in_one_sentence(factories: Factories) -> Iterator[None]:
-    """While open: what jsonargparse refuses is a ConfigError; what a constructor of ours raised comes out as it was."""
+    """Turn refusals of jsonargparse in this block into a ConfigError; errors of our constructors are raised as they
+    were."""
     try:
         yield
     except (ArgumentError, ValueError) as error:
@@ -36,7 +37,7 @@ def in_one_sentence(factories: Factories) -> Iterator[None]:
 
 
 def _ours(error: BaseException | None) -> LitRLError | None:
-    """What a constructor of ours raised, before jsonargparse wrapped it in an account of what it tried."""
+    """Return the error of one of our constructors, before jsonargparse wrapped it in an account of its attempts."""
     while error is not None and not isinstance(error, LitRLError):
         error = error.__cause__ or error.__context__
     return error
@@ -84,7 +85,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 
 def _kinds(what: str) -> list[str]:
-    """Return what a key of plain types takes, in words; nothing where it takes an object too."""
+    """Return the plain types that a key takes, in words; nothing where it takes an object too."""
     said, _, came = what.partition("Got value: ")
     if not came:
         return []
@@ -95,7 +96,7 @@ def _kinds(what: str) -> list[str]:
 
 
 def _keys(text: str) -> list[str]:
-    """The key in its parts: they stand one inside the other, and what stands further out is of another attempt."""
+    """Return the key in its parts: they stand one inside the other, and parts further out are of another attempt."""
     found: list[tuple[int, str]] = []
     for line in text.splitlines():
         if (part := re.match(r'( *)[Pp]arser key "([^"]+)"', line)) and (not found or len(part[1]) > found[-1][0]):
@@ -104,7 +105,7 @@ def _keys(text: str) -> list[str]:
 
 
 def _what_came(text: str, reasons: Iterable[str]) -> str:
-    """The value, which of several types is said once for all of them, and of one beside it."""
+    """Return the value, which is named once for all of several types, and once for one beside it."""
     came = re.search(r"Given value: (?!NestedArg|Namespace)(.*)", text)
     return f". Got value: {came[1]}" if came and not any("Got value: " in reason for reason in reasons) else ""
 
@@ -121,9 +122,9 @@ _ECHO = (
     r"[Pp]arser key \"[^\"]+\":|Problem with given class_path '[^']+':|Does not validate against any.*|Subtypes: .*"
     r"|Errors:$|Expected a <class 'NoneType'>|Given value.*|Expected a path but .* either not accessible or invalid"
 )
-"""What jsonargparse says around a reason."""
+"""Phrases of jsonargparse around a reason."""
 _OTHERS = r"Import path .* does not correspond to a subclass of |Type <class 'collections.abc.Callable'> expects"
-"""What it says of the other kinds that could stand there, beside the one that was meant."""
+"""Its phrases about the other kinds that could stand there, beside the one that was meant."""
 
 
 def _unknown(key: str, text: str, factories: Factories) -> ConfigError:

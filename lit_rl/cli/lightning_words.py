@@ -1,4 +1,4 @@
-"""The words of LightningCLI's command line that are wrong in a way which shows before torch is loaded."""
+"""Checks of LightningCLI's command line before torch loads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lit_rl.cli import typed_secrets
-from lit_rl.cli.key_names import schema_keys
-from lit_rl.cli.listing import some_keys
-from lit_rl.cli.stored_schemas import versions
-from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.cli.listing import neighbouring_keys, schema_keys
+from lit_rl.cli.schemas import schema_versions
+from lit_rl.core.errors import ConfigError, did_you_mean
 
 _CONFIG = ("--config", "-c")
 _TRAINER = "--trainer."
@@ -36,7 +35,7 @@ def check(words: Sequence[str]) -> None:
 
 
 def _check_bare(word: str, command: str) -> None:
-    """Refuse what is neither an option nor the value of one."""
+    """Refuse a word that is neither an option nor the value of one."""
     if re.match(r"-[a-z]\w+", word):
         told = f"an option begins with two dashes: -{word}."
     elif word.startswith("-"):
@@ -54,8 +53,9 @@ def _check_bare(word: str, command: str) -> None:
 
 
 def _check_secret(key: str, value: str) -> None:
-    """jsonargparse has no references to the environment, so a file, which others may not read, is left as a place."""
-    if not value.startswith("--") and typed_secrets.held(key, value):
+    """Refuse a secret. jsonargparse has no references to the environment, so the message names a file that others may
+    not read."""
+    if not value.startswith("--") and typed_secrets.secret_kind(key, value):
         raise ConfigError(
             f"{key} holds what looks like a secret. A command line is no place for one: everybody on this machine sees "
             "it in the list of processes, and it stays in the shell's history. Put it into an environment variable "
@@ -65,7 +65,7 @@ def _check_secret(key: str, value: str) -> None:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each option with its value, which stands in the same word or in the next."""
+    """Yield each option with its value, which stands in the same word or in the next."""
     for word, after in zip(words, [*words[1:], ""]):
         if word.startswith("-"):
             name, equals, value = word.partition("=")
@@ -76,18 +76,18 @@ def _check_key(key: str) -> None:
     keys = schema_keys()
     known = [name for name in keys["Trainer"] if not name.startswith("_")]
     name = key.rstrip("+").partition(".")[0]
-    if keys["_versions_"] == versions() and name not in known:
+    if keys["_versions_"] == schema_versions() and name not in known:
         raise no_such_key("trainer", name, known)
 
 
 def no_such_key(head: str, name: str, names: Sequence[str]) -> ConfigError:
-    """What is said of a key that is not there: the nearest one, and all that are beside it.
+    """Return the message about an unknown key: the nearest one, and all that are beside it.
 
     Args:
-        head: What it belongs to; empty at the top.
-        name: Of the key, below that.
+        head: The key above; empty at the top.
+        name: Name of the key, below that.
         names: Those that there are; none where that is not known.
     """
     key = f"{head}.{name}" if head else name
-    listed = some_keys(head, name, names, "lit-rl fit --help")
+    listed = neighbouring_keys(head, name, names, "lit-rl fit --help")
     return ConfigError(f"{key} is not a key.{did_you_mean(name, names)}{listed}")

@@ -1,32 +1,41 @@
-"""`lit-rl list`: the groups of the config, and the choices of one with what each says of itself in its first line."""
+"""The groups of the config, their choices and keys, known from files alone: `lit-rl list`, shell completion, and the
+check of a mistyped key before torch loads.
+
+The keys of a schema come from a constructor's signature; `schema_keys.yaml` holds them, so that no constructor is
+imported: `scripts/config_reference.py` writes it.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from lit_rl.errors import ConfigError, did_you_mean
+import yaml
+
+from lit_rl.core.errors import ConfigError, did_you_mean
 
 _WIDTH = 119
 _MANY = 20
-"""Choices that would bury a hint behind which they stand."""
+"""Number of choices that would bury a hint before them."""
 
 _NEIGHBOURS = 5
-"""Keys that are named beside one that is not there."""
+"""Number of keys that are named beside an unknown one."""
 
 
 def conf_folder() -> Path:
-    """Where the groups stand: beside the package in a checkout, in it where it was installed."""
+    """Return the folder of the groups: beside the package in a checkout, in it where it was installed."""
     folder = Path(__file__).parents[2] / "conf"
     return folder if folder.is_dir() else Path(__file__).parents[1] / "conf"
 
 
 def groups(folders: Sequence[Path]) -> dict[str, dict[str, str]]:
-    """Every group, those inside a group too: its choices and their first lines.
+    """Return every group, those inside a group too: its choices and their first lines.
 
     Args:
         folders: Of configs; a later one's file stands for an earlier one's of the same name, as in Hydra.
@@ -41,7 +50,7 @@ def groups(folders: Sequence[Path]) -> dict[str, dict[str, str]]:
 
 
 def first_line(path: Path) -> str:
-    """The first comment of a YAML file that is for a reader."""
+    """Return the first comment of a YAML file that is for a reader."""
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("# @"):  # Hydra's own
             continue
@@ -49,23 +58,24 @@ def first_line(path: Path) -> str:
     return ""
 
 
-def defaults() -> dict[str, str]:
-    """The choice of each group at the top that a run takes where none is typed."""
+def default_choices() -> dict[str, str]:
+    """Return the default choice of each group at the top."""
     text = (conf_folder() / "config.yaml").read_text(encoding="utf-8")
     head = text.partition("defaults:\n")[2].partition("\n\n")[0]
     return {name: choice.strip("[]") for name, choice in re.findall(r"- (\w+): (\S+)", head) if choice != "null"}
 
 
-def keys(file: str = "config.yaml") -> list[str]:
-    """What stands at the top of the config, or of a file of a group, beside the groups; nothing where there is none."""
+def top_keys(file: str = "config.yaml") -> list[str]:
+    """Return the keys at the top of the config, or of a file of a group, beside the groups; nothing where there is
+    none."""
     path = conf_folder() / file
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return [name for name in re.findall(r"^(\w+):", text, re.M) if name != "defaults"]
 
 
-def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
-    """What is said of a choice that a group lacks: how it is written where it is no choice, or the one that is near it,
-    and the names of all that a line holds."""
+def no_choice_message(group: str, choice: str, options: Sequence[str]) -> str:
+    """Return the message about an unknown choice: another way to write what is meant, or the nearest choice, and as
+    many names as a line holds."""
     near = did_you_mean(choice, options)
     own = _OWN[group](choice, near) if group in _OWN else ""
     near = own or near
@@ -79,7 +89,7 @@ def _own_model(choice: str, near: str) -> str:
 
 
 def _own_data(choice: str, near: str) -> str:
-    """Of what looks like a file or a hub id, however near it is to a choice."""
+    """Return how to name own data, for a text that looks like a file or a hub id, however near it is to a choice."""
     looks = "/" in choice or Path(choice).suffix or Path(choice).exists()
     return f" Rows of your own are data.path={choice}." if looks else ""
 
@@ -92,14 +102,16 @@ def _own_reward(choice: str, near: str) -> str:
 
 
 _OWN = {"model": _own_model, "data": _own_data, "reward": _own_reward}
-"""Groups in whose place people type what is theirs, and how that is written, of a choice and the one near it."""
+"""Groups in whose place people type a thing of their own, each with a function of the choice and the nearest one that
+returns how that is written."""
 
 
-def some_keys(head: str, name: str, names: Iterable[str], command: str = "") -> str:
-    """What is said of the keys beside one that is not there: those with the most similar names, and what lists all.
+def neighbouring_keys(head: str, name: str, names: Iterable[str], command: str = "") -> str:
+    """Return the message about the keys beside an unknown one: those with the most similar names, and the command that
+    lists all.
 
     Args:
-        head: What they belong to; empty at the top.
+        head: The key above; empty at the top.
         name: The key, below that.
         names: Those that there are; none where that is not known.
         command: Lists them; empty is that of a training.
@@ -112,14 +124,14 @@ def some_keys(head: str, name: str, names: Iterable[str], command: str = "") -> 
     return f" {owner} has {', '.join(near)} and {len(there) - len(near)} more: `{command}` lists them."
 
 
-def run(words: Sequence[str]) -> int:
-    """Print the groups, or the choices of those that are named.
+def print_list(words: Sequence[str]) -> int:
+    """Print the groups, or the choices of the named ones.
 
     Raises:
         ConfigError: a word is no group.
     """
-    folders, names = _folders(words)
-    found, taken = groups(folders), defaults()
+    folders, names = _config_folders(words)
+    found, taken = groups(folders), default_choices()
     for name in names:
         if name not in found:
             raise ConfigError(_no_group(name, names, found))
@@ -130,7 +142,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _no_group(name: str, names: Sequence[str], found: dict[str, dict[str, str]]) -> str:
-    """What is said of a word that is none: a choice of another word's group, or how groups are written."""
+    """Return the message about a word that is no group: a choice of another word's group, or how groups are written."""
     for group in names:
         if name in found.get(group, {}):
             return (
@@ -140,8 +152,8 @@ def _no_group(name: str, names: Sequence[str], found: dict[str, dict[str, str]])
     return f"{name!r} is no group.{did_you_mean(name, found)} `lit-rl list` names the {len(found)} that there are."
 
 
-def _folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Ours and, with `--config-dir DIR`, the user's; and the other words."""
+def _config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Return our folder and, with `--config-dir DIR`, the user's; and the other words."""
     rest, folders = list(words), [conf_folder()]
     if "--config-dir" in rest:
         at = rest.index("--config-dir")
@@ -186,21 +198,21 @@ def _choices(name: str, choices: dict[str, str], taken: str | None) -> list[str]
 
 
 def _families(choices: dict[str, str]) -> dict[str, list[str]]:
-    """The choices of `algo` by what they learn from, the methods that others begin with first."""
+    """Return the choices of `algo` by their kind of data, the methods that others begin with first."""
     found: dict[str, list[str]] = {
         title: [name for name in first if name in choices] for title, first in _FAMILIES.items()
     }
     placed = {name for first in _FAMILIES.values() for name in first}
     for choice in choices:
-        begins = _begins_with(choice)
+        begins = _base_method(choice)
         title = next((title for title, first in _FAMILIES.items() if begins in first), "Your own")
         if choice not in placed:
             found.setdefault(title, []).append(choice)
     return {title: members for title, members in found.items() if members}
 
 
-def _begins_with(choice: str) -> str:
-    """The method whose file a choice's file takes up, through as many others as stand between."""
+def _base_method(choice: str) -> str:
+    """Return the method that a choice's file extends, through as many others as stand between."""
     path = conf_folder() / "algo" / f"{choice}.yaml"
     every = {name for first in _FAMILIES.values() for name in first}
     while choice not in every and path.is_file():
@@ -208,3 +220,132 @@ def _begins_with(choice: str) -> str:
         choice = begins[1].lower() if begins else ""  # a schema has the name of its class
         path = path.with_name(f"{choice}.yaml")
     return choice
+
+
+SCHEMA_KEYS = Path(__file__).with_name("schema_keys.yaml")
+_HERE = "_here_"
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def keys_of_choice(group: str, choice: str) -> set[str]:
+    """Return the keys that `group=choice` has at its top.
+
+    Args:
+        group: Such as `algo`.
+        choice: The name of one of its files, without its ending.
+    """
+    return _keys_of_file(conf_folder() / group / f"{choice}.yaml", group)
+
+
+@functools.cache
+def keys_of_group(group: str) -> set[str]:
+    """Return the keys that any choice of a group has."""
+    files = (conf_folder() / group).glob("*.yaml")
+    return set().union(*(_keys_of_file(path, group) for path in files))
+
+
+@functools.cache
+def _keys_of_file(path: Path, group: str) -> set[str]:
+    """Return the keys at the top of a file's group; one of the package `_global_` has them under the group's name."""
+    text = path.read_text(encoding="utf-8")
+    content = yaml.load(text, _LOADER) or {}  # both loaders make plain data alone
+    whole = text.startswith("# @package _global_")
+    keys = {str(key) for key in (content.get(group, {}) if whole else content)} - {"defaults"}
+    for entry in content.get("defaults", ()):
+        file, choice = next(iter(entry.items())) if isinstance(entry, dict) else (entry, None)
+        file, _, place = file.partition("@")
+        if file == "_self_" or file.startswith("override "):
+            continue
+        if place.partition(".")[0] == group and whole:
+            place = place.partition(".")[2] or _HERE
+        elif whole and (place or file.startswith("/")):
+            continue  # of another group
+        keys |= _keys_of_default(path.parent, group, file, choice, place)
+    return keys
+
+
+def _keys_of_default(folder: Path, group: str, file: str, choice: Any, place: str) -> set[str]:
+    """Return the keys of one line of a defaults list: those of a file, or one key under which a file stands."""
+    if choice is not None and not place:
+        return {file.rpartition("/")[2]}
+    if place not in ("", _HERE):
+        return {place.partition(".")[0]}
+    if file.startswith("/schemas/"):
+        return {*schema_keys()[file.removeprefix("/schemas/")], "_target_", "_partial_"}
+    file = file if choice is None else f"{file}/{choice}"
+    return _keys_of_file(
+        (conf_folder() / file[1:] if file.startswith("/") else folder / file).with_suffix(".yaml"), group
+    )
+
+
+@functools.cache
+def schema_keys() -> dict[str, dict[str, Any]]:
+    """Return each schema by its name, as `lit_rl.cli.schemas` writes it; and `_versions_`."""
+    return yaml.load(SCHEMA_KEYS.read_text(encoding="utf-8"), _LOADER)
+
+
+BASH = """\
+_lit_rl() {
+    local line="${COMP_LINE:0:$COMP_POINT}"
+    local word="${line##* }"
+    local before="${word%"${word##*[=:]}"}"
+    COMPREPLY=()
+    while IFS= read -r found; do
+        COMPREPLY+=("${found#"$before"}")
+    done < <(lit-rl completion words "$word" 2>/dev/null)
+    [[ ${#COMPREPLY[@]} -eq 0 ]] && compopt -o default
+    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+}
+complete -F _lit_rl lit-rl
+"""
+
+ZSH = """\
+_lit_rl() {
+    local -a found begun whole
+    found=(${(f)"$(lit-rl completion words "$PREFIX" 2>/dev/null)"})
+    (( $#found )) || { _files; return }
+    begun=(${(M)found:#*=}) whole=(${found:#*=})
+    compadd -S '' -a begun
+    compadd -a whole
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+compdef _lit_rl lit-rl
+"""
+FISH = """\
+complete -c lit-rl -a '(lit-rl completion words (commandline -ct) 2>/dev/null)'
+"""
+SHELLS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+
+
+def print_completion(words: Sequence[str], commands: Sequence[str]) -> int:
+    """Print the script, or, for that script, the completions of the typed word.
+
+    Args:
+        words: The shell; or `words` and the beginning.
+        commands: Words that may stand first.
+
+    Raises:
+        ConfigError: a shell that is not known.
+    """
+    if words and words[0] == "words":
+        begun = words[1] if len(words) > 1 else ""
+        sys.stdout.write("".join(f"{word}\n" for word in candidates(begun, commands)))
+        return 0
+    if len(words) != 1 or words[0] not in SHELLS:
+        raise ConfigError(
+            f"lit-rl completion knows {', '.join(SHELLS)}, and got {' '.join(words) or 'no shell'}. Type: "
+            'eval "$(lit-rl completion bash)", the same with zsh, or: lit-rl completion fish | source'
+        )
+    sys.stdout.write(SHELLS[words[0]])
+    return 0
+
+
+def candidates(begun: str, commands: Sequence[str]) -> list[str]:
+    """Return completions of the word: commands and groups; behind `group=` its choices."""
+    found = groups([conf_folder()])
+    group, equals, _ = begun.partition("=")
+    if equals:
+        words = [f"{group}={choice}" for choice in found.get(group, ())]
+    else:
+        words = [*commands, *(f"{name}=" for name in found)]
+    return sorted(word for word in words if word.startswith(begun))

@@ -1,8 +1,10 @@
-"""From exceptions to one message a user can act on, and an exit code."""
+"""Exceptions as one message that a user can act on, and an exit code."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import importlib.metadata
 import os
 import re
 import shlex
@@ -14,14 +16,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lit_rl.cli import accelerators
-from lit_rl.cli.listing import no_choice, some_keys
-from lit_rl.cli.other_processes import of_other_processes
-from lit_rl.cli.other_words import check_spaces, meaning, no_key, of_other_choices
-from lit_rl.cli.typed_values import ambiguous
-from lit_rl.data.checks import SEVERAL_PATHS
-from lit_rl.durable import is_failing, is_full
-from lit_rl.errors import (
+from lit_rl.cli.aliases import check_spaces, meaning, of_other_choices, unknown_key_error
+from lit_rl.cli.listing import neighbouring_keys, no_choice_message
+from lit_rl.cli.typed_words import ambiguous
+from lit_rl.core.durable_files import is_failing, is_full
+from lit_rl.core.errors import (
     INTERRUPTED,
     BackendError,
     ConfigError,
@@ -31,6 +30,129 @@ from lit_rl.errors import (
     is_out_of_memory,
     nearest,
 )
+from lit_rl.data.checks import SEVERAL_PATHS
+
+_GPUS = ("gpu", "cuda")
+_DRIVERS = ("/proc/driver/nvidia", "/dev/dxg")
+"""Paths of NVIDIA's driver: on Linux, and in WSL."""
+
+
+def check_accelerator(accelerator: object) -> None:
+    """Refuse a GPU where there can be none: on Linux, PyTorch built without one, or built for CUDA without its driver;
+    and Apple's. Any other fault is left to Lightning.
+
+    Args:
+        accelerator: `trainer.accelerator`.
+
+    Raises:
+        BackendError: as it is said when Lightning looks for one.
+    """
+    if sys.platform != "linux":
+        return
+    if accelerator == "mps" or (accelerator in _GPUS and _none_can_be_seen(_built())):
+        raise no_gpu_error(str(accelerator))
+
+
+def no_gpu_error(accelerator: str) -> BackendError:
+    """Return the error where there is no GPU."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if seen is None or accelerator not in _GPUS else f" with CUDA_VISIBLE_DEVICES={seen!r}"
+    return BackendError(
+        f"trainer.accelerator={accelerator}, and PyTorch sees no GPU{hidden}: set trainer.accelerator=auto or cpu. "
+        "`lit-rl env` shows what is there."
+    )
+
+
+def _none_can_be_seen(built: dict[str, bool]) -> bool:
+    """Tell from PyTorch's build that it sees no GPU. CUDA's calls go to the driver's library, and without it there is
+    no device; since PyTorch may find one that we do not (NixOS), the driver must be absent too."""
+    if not {"cuda", "hip"} <= built.keys() or built["hip"]:
+        return False
+    there = _can_be_loaded("libcuda.so.1") or any(map(os.path.exists, _DRIVERS))
+    return not built["cuda"] or not there
+
+
+def _built() -> dict[str, bool]:
+    """Return the device that the installed PyTorch was built for, from its `version.py`, which is not run; empty where
+    that is unknown."""
+    try:
+        file = importlib.metadata.distribution("torch").locate_file("torch/version.py")
+        text = Path(str(file)).read_text(encoding="utf-8")
+    except (OSError, importlib.metadata.PackageNotFoundError):
+        return {}
+    lines = re.findall(r"^(cuda|hip)\b[^=\n]*= *(\S.*)$", text, re.MULTILINE)
+    return {name: value.strip() != "None" for name, value in lines}
+
+
+def _can_be_loaded(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+_GO_ON = (
+    "If it ended by itself, what it said last is the reason; if it said nothing, it was killed, as the kernel does "
+    "when memory is out. Once that is mended, start the same command on every node with ckpt_path=last: the run goes "
+    "on from its newest checkpoint."
+)
+
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""Messages of gloo and NCCL, where a process at the other end is gone; they raise a RuntimeError."""
+
+
+def has_lost_another(error: BaseException) -> bool:
+    """Tell whether the error is about the loss of another process, and not about this one."""
+    ours = isinstance(error, LitRLError)
+    return isinstance(error, RuntimeError) and not ours and any(words in str(error) for words in _LOST)
+
+
+def of_other_processes(error: BaseException) -> LitRLError | None:
+    """Return the error as one of ours, or None where it is another one."""
+    from torch.distributed import DistError
+
+    text = str(error)
+    if isinstance(error, ValueError) and text.startswith("You set `devices="):  # Lightning, of what a launcher started
+        return ConfigError(text.replace("`devices=", "`trainer.devices=").replace("`num_nodes=", "`trainer.num_nodes="))
+    of_gloo = isinstance(error, RuntimeError) and not isinstance(error, LitRLError) and "gloo" in text
+    if not (of_gloo or isinstance(error, DistError) or has_lost_another(error)):
+        return None
+    meet = f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT')}"
+    said = _first_words(text)
+    if "EADDRINUSE" in text:
+        return BackendError(
+            f"The processes of the run would meet at {meet}, and that port is taken. Set another MASTER_PORT."
+        )
+    if "waiting for clients" in text or "failed to connect" in text:
+        return BackendError(
+            f"Not every process of the run came to {meet}, where they meet: {said}. See what the others said, and "
+            "whether all nodes reach that address."
+        )
+    where = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", text)
+    which = f"Another process of the run, at {where.group(1)}," if where else "Another process of the run"
+    return BackendError(f"{which} is gone, or does not answer: {said}. {_GO_ON}")
+
+
+def one_has_ended(how: str, killed: bool, folder: Path | None, error: BaseException) -> BackendError:
+    """Return the error for a lost connection where the end of the other process is known.
+
+    Args:
+        how: A clause with its rank.
+        killed: True if a signal killed it; else it printed its own reason.
+        folder: Folder of the run, where there is a checkpoint to resume from.
+        error: Error of the connection.
+    """
+    reason = "" if killed else " What it said last is the reason."
+    again = "Start the same command again"
+    if folder is not None:
+        where = shlex.join(["ckpt_path=last", f"run_dir={folder}"])
+        again = f"Start the same command with {where}: the run goes on from its newest checkpoint"
+    return BackendError(f"{how}.{reason} {again}. What torch.distributed said: {_first_words(str(error))}.")
+
+
+def _first_words(text: str) -> str:
+    return " ".join(text.partition("This is typically caused")[0].split("\n")[0].split()).rstrip(".")
 
 
 def usage(words: Sequence[str], commands: Sequence[str]) -> int:
@@ -51,8 +173,8 @@ def command_stands_first(command: str, words: Sequence[str]) -> int:
     raise ConfigError(f"{command} is a command, which stands before its options: lit-rl {command} {rest}")
 
 
-def reported(function: Callable[[], int | None]) -> int:
-    """Call it; turn what it raises into a message on stderr and the exit code of its class.
+def report_errors(function: Callable[[], int | None]) -> int:
+    """Call a function; turn errors into a message on stderr and the exit code of their class.
 
     `LIT_RL_TRACEBACK=1` shows the traceback too. Anything that is not ours keeps its traceback: it is our defect.
     """
@@ -64,23 +186,23 @@ def reported(function: Callable[[], int | None]) -> int:
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except Exception as error:
-        ours = translated(error)
+        ours = as_lit_rl_error(error)
         if ours is None:
             traceback.print_exc()
             return 1
         if os.environ.get("LIT_RL_TRACEBACK"):
             traceback.print_exc()
-        from lit_rl.callbacks.text import visible
+        from lit_rl.callbacks.display import escape_control
 
         said = [*getattr(ours, "__notes__", ()), *(getattr(error, "__notes__", ()) if ours is not error else ())]
         notes = "".join(f" {note}" for note in said)
-        sys.stderr.write(visible(f"{type(ours).__name__}: {ours}{notes}") + "\n")
+        sys.stderr.write(escape_control(f"{type(ours).__name__}: {ours}{notes}") + "\n")
         return ours.exit_code
 
 
-def described(error: BaseException) -> dict[str, Any]:
-    """What is written down of an error that ended a run: for people, and for what restarts jobs."""
-    ours = translated(error)
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return the record of an error that ended a run: for people, and for programs that restart jobs."""
+    ours = as_lit_rl_error(error)
     return {
         "error": type(ours or error).__name__,
         "message": str(ours or error),
@@ -92,13 +214,13 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """With which the process ends of it."""
-    ours = translated(error)
+    """Return the exit code for an error."""
+    ours = as_lit_rl_error(error)
     return ours.exit_code if ours else 1
 
 
-def translated(error: BaseException) -> LitRLError | None:
-    """The error as one of ours, or None where it is a defect."""
+def as_lit_rl_error(error: BaseException) -> LitRLError | None:
+    """Return the error as one of ours, or None where it is a defect."""
     if isinstance(error, LitRLError):
         return error
     for handler in (_hydra, _yaml, of_other_processes, _lightning, _memory, _full_disk, _failing_disk, _long_name):
@@ -129,7 +251,9 @@ def _hydra(error: BaseException) -> LitRLError | None:
                 return ConfigError(f"{key} is not a key yet. To add it: +{key}=...")
             head, _, name = key.rpartition(".")
             near = did_you_mean(name, names) or _elsewhere(link)
-            return no_key(key, meaning(key) or of_other_choices(key), f"{near}{some_keys(head, name, names)}")
+            return unknown_key_error(
+                key, meaning(key) or of_other_choices(key), f"{near}{neighbouring_keys(head, name, names)}"
+            )
         if isinstance(link, ValidationError) and link.full_key:
             reason = str(link).split("\n")[0]
             if link.full_key == "data.path" and "'list'" in reason:
@@ -138,7 +262,7 @@ def _hydra(error: BaseException) -> LitRLError | None:
         if isinstance(link, MissingConfigException) and link.options:
             wrong = re.search(r"Could not find '([^']+)'", str(link))
             group, _, choice = (wrong.group(1) if wrong else "").rpartition("/")
-            return ConfigError(no_choice(group, choice, [option for option in link.options if option != "_"]))
+            return ConfigError(no_choice_message(group, choice, [option for option in link.options if option != "_"]))
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
         return ConfigError(
             f"A group takes the name of a choice, and one of the words is no key=value, or has another value: {error}."
@@ -146,11 +270,11 @@ def _hydra(error: BaseException) -> LitRLError | None:
     if isinstance(error, ValueError) and str(error).startswith("Unable to configure"):  # logging, of its own factories
         error = next((link for link in chain if isinstance(link, HydraException)), error)
     if isinstance(error, ValueError) and str(error).startswith("The --resolve flag"):
-        return _of_words(str(error))
+        return _of_command_line(str(error))
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         ours = _user_yaml(chain)
         said = next((str(link) for link in chain if str(link)), type(error).__name__)
-        return _of_words(said) if ours is None else ConfigError(str(ours))
+        return _of_command_line(said) if ours is None else ConfigError(str(ours))
     return None
 
 
@@ -205,15 +329,15 @@ _SAID = {
         "--config-dir: there is no folder {0}. It takes one with groups in it, such as FOLDER/experiment/mine.yaml."
     ),
 }
-"""What Hydra and OmegaConf say, and what is said in its place, with the parts that the pattern has found."""
+"""Messages of Hydra and OmegaConf as patterns, each with ours in its place, with the groups of the pattern."""
 
 
 _KINDS = {"Integer": ("whole number", "1"), "Float": ("number", "0.1"), "bool": ("switch", "true")}
-"""What OmegaConf calls the type of a key, what people call it, and one of its values."""
+"""OmegaConf's name for the type of a key, people's name for it, and one of its values."""
 
 
 def _of_its_type(error: Any, reason: str) -> ConfigError:
-    """Answer a value of another type than its key has: with the key, what came, and what to type.
+    """Return the error about a value of another type than its key has: the key, the value, and the words to type.
 
     Args:
         error: Of OmegaConf, which knows the key and what stands there.
@@ -257,8 +381,8 @@ def _of_its_type(error: Any, reason: str) -> ConfigError:
     return ConfigError(f"{key}={value} is no {what}: type {one}.{nothing}")
 
 
-def _of_words(text: str) -> ConfigError:
-    """Answer what Hydra says of a word of the command line in words of this project; what else it says stays."""
+def _of_command_line(text: str) -> ConfigError:
+    """Return Hydra's error about a word of the command line in our words; others stay."""
     if comma := re.match(r"Ambiguous value for argument '(.*)'\n1\. ", text, re.DOTALL):
         return ambiguous(comma[1])
     if removed := re.match(r"Error merging override ~([^\s=]+)", text):
@@ -284,7 +408,7 @@ def _user_yaml(chain: Iterable[BaseException]) -> LitRLError | None:
 
 
 def _siblings(link: Any) -> list[str]:
-    """The keys that stand where the unknown one was looked for."""
+    """Return the keys beside the unknown one."""
     if link.parent_node is not None:
         return sorted(str(name) for name in link.parent_node if not str(name).startswith("_"))
     import dataclasses
@@ -295,7 +419,7 @@ def _siblings(link: Any) -> list[str]:
 
 
 def _elsewhere(link: Any) -> str:
-    """The key of the nearest name in the whole config, for a key that was looked for in the wrong place."""
+    """Return the key of the nearest name in the whole config, for a key in the wrong place."""
     from omegaconf import OmegaConf
 
     root = link.parent_node._get_root() if link.parent_node is not None else None
@@ -308,7 +432,7 @@ def _elsewhere(link: Any) -> str:
 
 
 def _memory(error: BaseException) -> LitRLError | None:
-    """Outside of a training, which says more (`lit_rl.commands.step_memory`)."""
+    """Return the out-of-memory error outside of a training, which explains more (`lit_rl.runs.step_memory`)."""
     if not is_out_of_memory(error):
         return None
     return BackendError(
@@ -354,7 +478,7 @@ def _lightning(error: BaseException) -> LitRLError | None:
     if isinstance(error, MisconfigurationException):
         away = ("accelerator", "GPU", "CUDA", "device", "precision", "backend", "deepspeed")
         if text.startswith("No supported gpu backend"):
-            return accelerators.no_gpu("gpu")
+            return no_gpu_error("gpu")
         if "monitor" not in text and any(word in text for word in away):
             return BackendError(text)
         return ConfigError(text)
@@ -364,7 +488,7 @@ def _lightning(error: BaseException) -> LitRLError | None:
 
 
 def _from_lightning(error: BaseException) -> bool:
-    """Whether Lightning itself refused: its connectors raise ValueError for what the machine does not have."""
+    """Tell whether Lightning itself refused: its connectors raise ValueError for devices that the machine lacks."""
     frames = traceback.extract_tb(error.__traceback__)
     where = frames[-1].filename if frames else ""
     return "lightning" in where and ("connectors" in where or isinstance(error, ModuleNotFoundError))

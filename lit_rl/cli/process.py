@@ -1,5 +1,5 @@
-"""What a process is set to before the libraries load: threads that wait, tokenizers, memory that was freed, an end that
-is not waited for; and that a rank ends with rank 0, which has started it."""
+"""Settings of a process before and while the libraries load: threads, tokenizers, freed memory, exit, and warnings of
+other packages."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ import contextlib
 import ctypes
 import gc
 import io
+import logging
 import os
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from lit_rl.commands import parent
+from lit_rl.runs import rank_processes
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Of mallopt(3)."""
 
 
 def prepare() -> None:
-    """Set what is read when libraries load. What the user has set stays."""
-    parent.end_with_it()
+    """Set variables and streams that libraries read when they load. The user's own settings stay."""
+    rank_processes.end_with_parent()
     atexit.register(leave_the_heap)  # the first, so that it is called last
     # Forked tokenizers would warn at every start.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -75,7 +79,7 @@ def leave_the_heap() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep memory that it frees, for its next tensors; says whether it does.
+    """Let this process keep memory that it frees, for its next tensors; tell whether it does.
 
     By itself glibc gives tensors above 32 MiB back to the system, which then makes each page anew: gradients of a head,
     logits, the optimizer's working memory, every step. Nothing is done with another C library.
@@ -87,5 +91,74 @@ def keep_freed_memory() -> bool:
 
 
 def _has_gpu() -> bool:
-    """A driver is there: then the host's memory is not what a step works in, and weights on their way pass it once."""
+    """Tell whether there is a driver: then the host's memory is not a step's working memory, and weights on their way
+    pass it once."""
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
+
+
+_NOT_OURS = (
+    r".*LeafSpec.*",
+    r".*does not have many workers.*",
+    r".*in eval mode.*",
+    r".*Checkpoint directory .* exists and is not empty.*",
+    r".*was configured so 100%.*",
+    r".*`isinstance\(treespec.*",
+    r".*GPU available but not used.*",
+    r".*sync_dist=True.*",  # the module reduces by itself
+    r".*have no logger configured.*",
+    r"Total length of `list` across ranks is zero.*",  # no validation set, of which the data module tells
+    r".*all_gather is deprecated.*",
+    r"The dirpath has changed.*",
+    r".*The total number of parameters detected may be inaccurate.*",
+    r"Sparse invariant checks are implicitly disabled.*",  # torch before 2.13, though they are switched off by name
+    r"`is_gradient_checkpointing` is deprecated.*",  # PEFT asks by the old name
+    r".*FSDP2-wrapped module .* returned a view tensor.*",  # logits, never changed in place
+)
+
+
+_BANNERS = ("GPU available", "TPU available", "HPU available", "💡 Tip", "`Trainer", "Restor", "Loaded model weights")
+
+
+def _made_visible(record: logging.LogRecord) -> bool:
+    """Filter Lightning's lines: drop those of every start, and escape control characters of the others."""
+    from lit_rl.callbacks.display import escape_control
+
+    record.msg, record.args = escape_control(record.getMessage()), ()
+    return not record.msg.startswith(_BANNERS)
+
+
+class _Visible:
+    """A writer of warnings like Lightning's that escapes control characters, in names of data and rewards."""
+
+    def __init__(self, form: Any) -> None:
+        self.form = form
+
+    def __call__(self, *told: Any, **more: Any) -> str:
+        from lit_rl.callbacks.display import escape_control
+
+        return escape_control(self.form(*told, **more))
+
+
+def filter_warnings() -> None:
+    """Silence these warnings, and the banners that Lightning and transformers write at every start; and escape control
+    characters of the rest."""
+    for pattern in _NOT_OURS:
+        warnings.filterwarnings("ignore", message=pattern)
+    if not isinstance(warnings.formatwarning, _Visible):
+        warnings.formatwarning = _Visible(warnings.formatwarning)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_made_visible)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
+@contextlib.contextmanager
+def without_root_handlers() -> Iterator[None]:
+    """Hide the root logger's handlers in this block: Lightning, as it is imported, propagates its messages where there
+    is one, and Hydra has added one by now: each message would come twice."""
+    root = logging.getLogger()
+    handlers, root.handlers[:] = list(root.handlers), []
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers

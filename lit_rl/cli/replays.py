@@ -1,4 +1,4 @@
-"""`lit-rl replay`: the objectives that are compared, each composed over the settings of the run whose rollout it is."""
+"""`lit-rl replay`: the objectives to compare, each composed over the settings of the run whose rollout it is."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.algorithms.optim.precision import BF16, FLOAT32
-from lit_rl.algorithms.rollouts import state
+from lit_rl.algorithms.optim.master_weights import BF16, FLOAT32
+from lit_rl.algorithms.rollouts import checkpoints as state
 from lit_rl.algorithms.terms.groups import DynamicSampling
-from lit_rl.callbacks.rollouts import SavedRollout, saved_rollouts
+from lit_rl.callbacks.saved_rollouts import SavedRollout, saved_rollouts
 from lit_rl.cli import run_trust
 from lit_rl.cli.build import build, plain
-from lit_rl.cli.precision import AUTO, automatic_on
-from lit_rl.commands import folder_state
-from lit_rl.commands.literal import literal
-from lit_rl.commands.replay import Replay, replay
-from lit_rl.commands.run_dir import RunDir
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.errors import ConfigError, StorageError, did_you_mean
+from lit_rl.cli.trainer_settings import AUTO, automatic_precision_on
+from lit_rl.core.errors import ConfigError, StorageError, did_you_mean
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models import LanguageModel
-from lit_rl.rewards.sums.weighted import Rewards
+from lit_rl.reports import run_files
+from lit_rl.rewards.weighted_rewards import Rewards
+from lit_rl.runs.instantiate import escape_interpolations
+from lit_rl.runs.replay_rollout import Replay, replay
+from lit_rl.runs.run_dir import RunDir
 
 KEYS = (
     "run_dir",
@@ -42,7 +42,7 @@ KEYS = (
     "trust_run",
     "task",
 )
-"""What may be set on the command line; everything else is the run's."""
+"""Keys that may be typed; all others are the run's."""
 
 RUN = "run"
 """The name of the objective that the run itself learned from."""
@@ -61,7 +61,7 @@ _OF_NO_USE = (
     "group_size",
     "split_groups",
 )
-"""Parts that a replay never asks, or that the saved rollout says."""
+"""Parts that a replay never uses, or that the saved rollout holds."""
 
 
 def run(config: DictConfig) -> int:
@@ -117,11 +117,11 @@ def _presets() -> list[str]:
 
 
 def _preset(name: str, run: dict[str, Any], allow: list[str]) -> dict[str, Any]:
-    """`algo=name`, where its settings lead elsewhere with what stands there in the run."""
+    """Return `algo=name`, with references to other parts replaced by the run's."""
     _check_objective(name, get_class(compose("config", [f"algo={name}"]).algo._target_))
     algo = OmegaConf.to_container(compose(f"algo/{name}").algo)
     elsewhere = dict.fromkeys((*_OF_THE_RUN, *_OF_NO_USE, "eval")) | {
-        "sampling": literal(run["sampling"]),
+        "sampling": escape_interpolations(run["sampling"]),
         "allow_targets": allow,
     }
     return plain(OmegaConf.create(elsewhere | {"algo": algo}))["algo"]
@@ -138,7 +138,7 @@ def _check_objective(name: str, made: Any) -> None:
 
 def config_of(run_dir: RunDir) -> dict[str, Any]:
     path = run_dir.path / "config.yaml"
-    folder_state.check_has_config(run_dir.path)
+    run_files.check_has_config(run_dir.path)
     try:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -167,7 +167,7 @@ def _rollout(config: DictConfig, run_dir: RunDir) -> Path:
 
 
 def checkpoint_of(config: DictConfig, run_dir: RunDir) -> Path:
-    """The file whose weights are the policy."""
+    """Return the file whose weights are the policy."""
     if config.ckpt_path not in (None, "last"):
         path = Path(str(config.ckpt_path)).expanduser()
         if not path.exists():
@@ -190,7 +190,7 @@ def checkpoint_of(config: DictConfig, run_dir: RunDir) -> Path:
 def _seeing(
     rollout: SavedRollout, path: Path, run: dict[str, Any], model: LanguageModel, config: DictConfig
 ) -> SavedRollout:
-    """The rollout with the pixels that its completions see, made again of the run's data: the file keeps none."""
+    """Return the rollout with the pixels of its completions, made again from the run's data: the file keeps none."""
     if rollout.data is None:
         raise ConfigError(
             f"{path} is a rollout over images, and does not say of which data: it was written by an earlier version, "
@@ -204,12 +204,13 @@ def _seeing(
             f"The data of {path} have changed since it was written, and its completions would see other images. Put "
             "the rows, the images and the processor of the run back, or replay a run of the data as they are now."
         )
-    completions = state.made(rollout.completions, data.vision, lambda: model.processor)
+    completions = state.restore_pixels(rollout.completions, data.vision, lambda: model.processor)
     return replace(rollout, completions=completions)
 
 
 def _shared(algo: dict[str, Any], rollout: SavedRollout, config: DictConfig) -> dict[str, Any]:
-    """What all objectives have in common, built once. The rewards are those that were saved: nothing is called."""
+    """Build the parts that all objectives have in common, once. The rewards are those that were saved: nothing is
+    called."""
     tree = {name: algo[name] for name in _OF_THE_RUN if name in algo and name != "reward"}
     built = {name: node for name, node in algo.items() if name not in ("reward", *_OF_NO_USE)}
     run_trust.check({"algo": built}, config)
@@ -227,7 +228,7 @@ def _not_called(completions: list[str]) -> list[float]:
 
 
 def _module(name: str, algo: dict[str, Any], parts: dict[str, Any], rollout: SavedRollout) -> PolicyGradient:
-    """The objective of a preset, for the whole rollout as one optimizer step."""
+    """Return the objective of a preset, for the whole rollout as one optimizer step."""
     left_out = {*_OF_THE_RUN, *_OF_NO_USE}
     settings = {key: value for key, value in algo.items() if key not in left_out}
     made = build(settings | {"_partial_": True})
@@ -255,7 +256,8 @@ def _module(name: str, algo: dict[str, Any], parts: dict[str, Any], rollout: Sav
 def placed(
     model: LanguageModel, config: DictConfig, trainer: dict[str, Any]
 ) -> tuple[LanguageModel, L.Fabric, list[str]]:
-    """The model in the type that the run's precision gives its weights, one device, and a note on another precision."""
+    """Place the model on one device, in the type that the run's precision gives its weights; return it, and a note on
+    another precision."""
     accelerator, precision = (_chosen(config, trainer, key) for key in ("accelerator", "precision"))
     notes = []
     if str(precision) in ("16", "16-mixed"):
@@ -266,11 +268,11 @@ def placed(
         accelerator=accelerator or "auto", devices=1, precision=FLOAT32 if narrow else precision or FLOAT32
     )
     if precision == AUTO:
-        precision = automatic_on(fabric.device, type(fabric.strategy), model).precision
+        precision = automatic_precision_on(fabric.device, type(fabric.strategy), model).precision
     return model.held_in("bfloat16") if precision == BF16 else model, fabric, notes
 
 
 def _chosen(config: DictConfig, trainer: dict[str, Any], key: str) -> Any:
-    """A setting of the Trainer: what was typed, else the run's."""
+    """Return a setting of the Trainer: the typed one, else the run's."""
     typed = [override.partition("=")[0] for override in HydraConfig.get().overrides.task]
     return config.trainer[key] if f"trainer.{key}" in typed else trainer.get(key)

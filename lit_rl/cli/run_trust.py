@@ -1,4 +1,5 @@
-"""The run folder of somebody else is data: what its config would run is refused, until the command line trusts it."""
+"""Trust in the run folder of somebody else: code that its config would run is refused, until the command line trusts
+it."""
 
 from __future__ import annotations
 
@@ -9,27 +10,29 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lit_rl.cli.build import ALLOWED, check_target, targets
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
 
 _NAMES_CODE = (
     "lit_rl.rewards.",
     "lit_rl.environments.",
-    "lit_rl.data.verifiers_tasks.",
+    "lit_rl.data.tasks.VerifiersTasks.",
     "lit_rl.generation.rollout_function.",
-    "lit_rl.algorithms.optim.optimizers.ByPath",
-    "lit_rl.algorithms.optim.schedule_by_path.",
+    "lit_rl.algorithms.optim.optimizers.ByPath.",
+    "lit_rl.algorithms.optim.schedules.ScheduleByPath.",
 )
 """Objects of ours that import a module or a Python file by its path, or start a program."""
 
 _BUILTIN = tuple(
     f"lit_rl.{name}."
     for name in (
-        *(f"rewards.builtin.{name}" for name in ("environment", "format", "lengths", "math", "math_verify")),
-        *(f"rewards.builtin.{name}" for name in ("reasoning", "repetition", "text")),
-        *("rewards.sums.weighted", "rewards.judges.base", "environments.calculator", "environments.guess"),
+        *("rewards.text_rewards", "rewards.token_rewards", "rewards.math_rewards"),
+        *(f"rewards.task_rewards.{name}" for name in ("environment", "environment_turns")),
+        *(f"rewards.task_rewards.{name}" for name in ("ReasoningGymScore", "ReasoningGymExact")),
+        *("rewards.weighted_rewards.Rewards", "rewards.judges.RewardJudge", "environments.games"),
     )
 )
-"""Of these, what computes from texts alone, or makes rows: it runs nobody's code, asks no server and loads no model."""
+"""Objects among these that compute from texts alone, or make rows: they run nobody's code, ask no server and load no
+model."""
 
 _OUR_RECIPE = re.compile(r"lit_rl\.data\.recipes[.:]\w+")
 """A path of a function from row to row that comes with this package."""
@@ -42,8 +45,8 @@ def check(parts: dict[str, Any], config: DictConfig) -> None:
     """Refuse parts of a run's config that may not be built, or whose building runs code of the run's author.
 
     Args:
-        parts: What is about to be built, by its key.
-        config: Of the command line.
+        parts: Nodes that are about to be built, by key.
+        config: Config of the command line.
 
     Raises:
         ConfigError: names the key, and how to trust the run.
@@ -59,7 +62,7 @@ def check(parts: dict[str, Any], config: DictConfig) -> None:
 
 
 def code_in(parts: dict[str, Any], allow_targets: Iterable[str]) -> list[tuple[str, Any]]:
-    """Keys, and their values, with which a run's author has chosen code that runs.
+    """Return keys, and their values, with which a run's author has chosen code that runs.
 
     Raises:
         ConfigError: a part may not be built at all.
@@ -72,7 +75,8 @@ def code_in(parts: dict[str, Any], allow_targets: Iterable[str]) -> list[tuple[s
 
 
 def _row_functions(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys, and their values, that name a function from row to row by its path; those of the package are known."""
+    """Yield keys, and their values, that name a function from row to row by its path; those of the package are
+    known."""
     children = enumerate(node) if isinstance(node, list) else node.items() if isinstance(node, dict) else ()
     for name, item in children:
         inner = f"{key}[{name}]" if isinstance(node, list) else f"{key}.{name}" if key else str(name)
@@ -82,7 +86,7 @@ def _row_functions(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _remote_code(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys, and their values, with which transformers runs code that comes with a model, or a kernel of a hub."""
+    """Yield keys, and their values, with which transformers runs code that comes with a model, or a kernel of a hub."""
     if isinstance(node, list):
         for i, item in enumerate(node):
             yield from _remote_code(item, f"{key}[{i}]")

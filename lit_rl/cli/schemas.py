@@ -1,7 +1,9 @@
 """Typed Hydra schemas, made from constructor signatures: no default stands twice, and every key is checked.
 
 A group's file takes one up by name (`defaults: [/schemas/GRPO@_here_]`). An unknown key, a wrong type or an unknown
-choice is then refused with the key's name before anything runs.
+choice is then refused with the key's name before anything runs. `scripts/config_reference.py` writes what was made to
+`schema_keys.yaml`, so that Hydra composes and checks types before torch loads; for another version of Lightning than
+the file was written with, schemas are made anew.
 """
 
 from __future__ import annotations
@@ -12,26 +14,105 @@ import importlib
 import inspect
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
-from lit_rl.cli.stored_schemas import open_dict
-from lit_rl.keywords import makers
+from lit_rl.cli.listing import schema_keys
+from lit_rl.core.errors import constructors_of
+from lit_rl.reports.config_changes import lightning_version
+
+_TYPES: dict[str, Any] = {"any": Any, "int": int, "float": float, "bool": bool, "str": str}
+_OPTIONAL = {f"{name}?": typing.Optional[kind] for name, kind in _TYPES.items() if kind is not Any}  # noqa: UP045
+FOREIGN = "lightning"
+"""The other package with constructors among them."""
+
+
+@functools.cache
+def register_stored() -> bool:
+    """Put every schema into Hydra's store, in the group `schemas`, once a process.
+
+    Returns:
+        Whether they are those of the installed packages; if not, none was put there.
+    """
+    if schema_keys()["_versions_"] != schema_versions():
+        return False
+    store = ConfigStore.instance()
+    for name, fields in schema_keys().items():
+        if not name.startswith("_"):
+            store.store(group="schemas", name=name, node=restore_schema(name, fields))
+    return True
+
+
+def schema_versions() -> dict[str, str]:
+    """Return the first two numbers of the versions of these packages."""
+    return {FOREIGN: lightning_version()}
+
+
+def stored_fields(node: type) -> dict[str, Any]:
+    """Return the file's form of a dataclass: a field's default where it names the target, else its type and default."""
+    return {field.name: _stored_field(field) for field in dataclasses.fields(node)}
+
+
+def restore_schema(name: str, fields: Mapping[str, Any]) -> type:
+    """Return the dataclass of that form."""
+    return dataclasses.make_dataclass(name, [(key, *_restored_field(key, said)) for key, said in fields.items()])
+
+
+def _stored_field(field: dataclasses.Field) -> Any:
+    if field.name in ("_target_", "_partial_"):
+        return field.default
+    kind: Any = field.type
+    if dataclasses.is_dataclass(kind):
+        return [kind.__name__, stored_fields(kind)]  # pyright: ignore
+    if field.default is not dataclasses.MISSING:
+        return [_name(kind), field.default]
+    if kind == dict[Any, Any]:
+        return ["dict"]
+    return [_name(kind), field.default_factory()]  # pyright: ignore
+
+
+def _name(kind: Any) -> str:
+    return next(name for name, each in {**_TYPES, **_OPTIONAL}.items() if each == kind)
+
+
+def _restored_field(key: str, said: Any) -> tuple[Any, Any]:
+    if key in ("_target_", "_partial_"):
+        return type(said), dataclasses.field(default=said)
+    kind, *default = said
+    if kind == "dict":
+        return dict[Any, Any], dataclasses.field(default_factory=open_dict)
+    if (known := {**_TYPES, **_OPTIONAL}.get(kind)) is None:
+        made = restore_schema(kind, default[0])
+        return made, dataclasses.field(default_factory=made)
+    if isinstance(default[0], (list, dict)):
+        return known, dataclasses.field(default_factory=functools.partial(_copy, default[0]))
+    return known, dataclasses.field(default=default[0])
+
+
+def _copy(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else list(value)
+
+
+def open_dict() -> Any:
+    """Return a dict whose keys are the user's: `key={name: value}` and `key.name=value` both work."""
+    return OmegaConf.create({}, flags={"struct": False})
+
 
 TARGETS = {
     "LanguageModel": "lit_rl.models.LanguageModel",
     "Lora": "lit_rl.models.Lora",
-    "FrozenCopy": "lit_rl.models.reference.FrozenCopy",
-    "AdapterBase": "lit_rl.models.reference.AdapterBase",
-    "AutoReference": "lit_rl.models.reference.Auto",
-    "ReferenceFree": "lit_rl.models.reference.ReferenceFree",
-    "InitialAdapter": "lit_rl.models.reference.InitialAdapter",
-    "OtherModel": "lit_rl.models.reference.OtherModel",
-    "EMAReference": "lit_rl.models.reference.EMA",
-    "BEMAReference": "lit_rl.models.reference.BEMA",
-    "MixingReference": "lit_rl.models.reference.Mixing",
+    "FrozenCopy": "lit_rl.models.references.FrozenCopy",
+    "AdapterBase": "lit_rl.models.references.AdapterBase",
+    "AutoReference": "lit_rl.models.references.Auto",
+    "ReferenceFree": "lit_rl.models.references.ReferenceFree",
+    "InitialAdapter": "lit_rl.models.references.InitialAdapter",
+    "OtherModel": "lit_rl.models.references.OtherModel",
+    "EMAReference": "lit_rl.models.references.EMA",
+    "BEMAReference": "lit_rl.models.references.BEMA",
+    "MixingReference": "lit_rl.models.references.Mixing",
     "GRPO": "lit_rl.algorithms.GRPO",
     "RLOO": "lit_rl.algorithms.RLOO",
     "Reinforce": "lit_rl.algorithms.Reinforce",
@@ -46,14 +127,14 @@ TARGETS = {
     "ProcessRewardModeling": "lit_rl.algorithms.ProcessRewardModeling",
     "KTO": "lit_rl.algorithms.KTO",
     "BCO": "lit_rl.algorithms.BCO",
-    "DensityRatio": "lit_rl.algorithms.terms.density_ratio.DensityRatio",
+    "DensityRatio": "lit_rl.algorithms.terms.verdict_terms.DensityRatio",
     "CPO": "lit_rl.algorithms.CPO",
     "ORPO": "lit_rl.algorithms.ORPO",
     "DynamicSampling": "lit_rl.algorithms.terms.groups.DynamicSampling",
     "BestOfGroup": "lit_rl.algorithms.terms.groups.BestOfGroup",
     "TopOfGroup": "lit_rl.algorithms.terms.groups.TopOfGroup",
-    "GroupReplay": "lit_rl.algorithms.terms.replay.GroupReplay",
-    "RunningNorm": "lit_rl.algorithms.terms.running_norm.RunningNorm",
+    "GroupReplay": "lit_rl.algorithms.terms.groups.GroupReplay",
+    "RunningNorm": "lit_rl.algorithms.terms.credit.RunningNorm",
     "Evaluation": "lit_rl.algorithms.Evaluation",
     "AdamW": "lit_rl.algorithms.optim.optimizers.AdamW",
     "AdamW8bit": "lit_rl.algorithms.optim.optimizers.AdamW8bit",
@@ -62,30 +143,30 @@ TARGETS = {
     "Constant": "lit_rl.algorithms.optim.schedules.Constant",
     "Linear": "lit_rl.algorithms.optim.schedules.Linear",
     "Cosine": "lit_rl.algorithms.optim.schedules.Cosine",
-    "ScheduleByPath": "lit_rl.algorithms.optim.schedule_by_path.ScheduleByPath",
-    "SeparateCritic": "lit_rl.models.scoring.critic.SeparateCritic",
-    "SharedTrunk": "lit_rl.models.scoring.critic.SharedTrunk",
-    "AdapterCritic": "lit_rl.models.scoring.critic.AdapterCritic",
-    "FixedKL": "lit_rl.algorithms.terms.controllers.FixedKL",
-    "AdaptiveKL": "lit_rl.algorithms.terms.controllers.AdaptiveKL",
-    "FixedEntropy": "lit_rl.algorithms.terms.controllers.FixedEntropy",
-    "AdaptiveEntropy": "lit_rl.algorithms.terms.controllers.AdaptiveEntropy",
-    "SupervisedText": "lit_rl.data.supervised.SupervisedText",
-    "Sampling": "lit_rl.rollout.Sampling",
+    "ScheduleByPath": "lit_rl.algorithms.optim.schedules.ScheduleByPath",
+    "SeparateCritic": "lit_rl.models.critics.SeparateCritic",
+    "SharedTrunk": "lit_rl.models.critics.SharedTrunk",
+    "AdapterCritic": "lit_rl.models.critics.AdapterCritic",
+    "FixedKL": "lit_rl.algorithms.terms.regularizers.FixedKL",
+    "AdaptiveKL": "lit_rl.algorithms.terms.regularizers.AdaptiveKL",
+    "FixedEntropy": "lit_rl.algorithms.terms.regularizers.FixedEntropy",
+    "AdaptiveEntropy": "lit_rl.algorithms.terms.regularizers.AdaptiveEntropy",
+    "SupervisedText": "lit_rl.data.supervised_text.SupervisedText",
+    "Sampling": "lit_rl.core.rollout.Sampling",
     "NativeGenerator": "lit_rl.generation.native.NativeGenerator",
     "HFGenerator": "lit_rl.generation.hf.HFGenerator",
     "VLLMGenerator": "lit_rl.generation.vllm.in_process.VLLMGenerator",
     "VLLMServerGenerator": "lit_rl.generation.vllm.server.VLLMServerGenerator",
-    "HFContinuousGenerator": "lit_rl.generation.continuous.HFContinuousGenerator",
+    "HFContinuousGenerator": "lit_rl.generation.hf.HFContinuousGenerator",
     "FunctionTools": "lit_rl.environments.FunctionTools",
     "CustomEnvironment": "lit_rl.environments.CustomEnvironment",
     "RolloutFunction": "lit_rl.generation.rollout_function.RolloutFunction",
     "MCPTools": "lit_rl.environments.MCPTools",
     "GymnasiumEnvironment": "lit_rl.environments.GymnasiumEnvironment",
-    "RolloutDataModule": "lit_rl.data.datamodule.RolloutDataModule",
-    "SupervisedDataModule": "lit_rl.data.offline.datamodule.SupervisedDataModule",
-    "PreferenceDataModule": "lit_rl.data.offline.datamodule.PreferenceDataModule",
-    "StepwiseDataModule": "lit_rl.data.offline.datamodule.StepwiseDataModule",
+    "RolloutDataModule": "lit_rl.data.prompt_module.RolloutDataModule",
+    "SupervisedDataModule": "lit_rl.data.example_module.SupervisedDataModule",
+    "PreferenceDataModule": "lit_rl.data.example_module.PreferenceDataModule",
+    "StepwiseDataModule": "lit_rl.data.example_module.StepwiseDataModule",
     "Addition": "lit_rl.data.tasks.Addition",
     "AdditionText": "lit_rl.data.tasks.AdditionText",
     "AdditionPairs": "lit_rl.data.tasks.AdditionPairs",
@@ -94,18 +175,18 @@ TARGETS = {
     "ReasoningGymText": "lit_rl.data.tasks.ReasoningGymText",
     "LargestPairs": "lit_rl.data.tasks.LargestPairs",
     "AdditionSteps": "lit_rl.data.tasks.AdditionSteps",
-    "Digits": "lit_rl.data.digits.Digits",
-    "DigitTexts": "lit_rl.data.digits.DigitTexts",
-    "GuessDemonstrations": "lit_rl.environments.guess.GuessDemonstrations",
-    "CalculatorDemonstrations": "lit_rl.environments.calculator.CalculatorDemonstrations",
-    "ProductQuestions": "lit_rl.environments.calculator.ProductQuestions",
-    "QuestionDemonstrations": "lit_rl.environments.calculator.QuestionDemonstrations",
-    "Products": "lit_rl.environments.calculator.Products",
-    "RandomPlay": "lit_rl.environments.random_play.RandomPlay",
+    "Digits": "lit_rl.data.tasks.Digits",
+    "DigitTexts": "lit_rl.data.tasks.DigitTexts",
+    "GuessDemonstrations": "lit_rl.environments.games.GuessDemonstrations",
+    "CalculatorDemonstrations": "lit_rl.environments.games.CalculatorDemonstrations",
+    "ProductQuestions": "lit_rl.environments.games.ProductQuestions",
+    "QuestionDemonstrations": "lit_rl.environments.games.QuestionDemonstrations",
+    "Products": "lit_rl.environments.games.Products",
+    "RandomPlay": "lit_rl.environments.gymnasium_environment.RandomPlay",
     "Repeated": "lit_rl.data.tasks.Repeated",
     "Largest": "lit_rl.data.tasks.Largest",
     "ReasoningGym": "lit_rl.data.tasks.ReasoningGym",
-    "VerifiersTasks": "lit_rl.data.verifiers_tasks.VerifiersTasks",
+    "VerifiersTasks": "lit_rl.data.tasks.VerifiersTasks",
     "Rewards": "lit_rl.rewards.Rewards",
     "RewardRecipes": "lit_rl.rewards.RewardRecipes",
     "JointRewards": "lit_rl.rewards.JointRewards",
@@ -121,11 +202,11 @@ TARGETS = {
     "RewardModel": "lit_rl.rewards.RewardModel",
     "ProcessRewardModel": "lit_rl.rewards.ProcessRewardModel",
     "RemoteReward": "lit_rl.rewards.RemoteReward",
-    "RewardJudge": "lit_rl.rewards.judges.base.RewardJudge",
-    "FunctionJudge": "lit_rl.rewards.judges.functions.FunctionJudge",
-    "PairwiseJudge": "lit_rl.rewards.judges.functions.PairwiseJudge",
-    "LLMJudge": "lit_rl.rewards.judges.language_model.LLMJudge",
-    "PairRMJudge": "lit_rl.rewards.judges.pair_ranker.PairRMJudge",
+    "RewardJudge": "lit_rl.rewards.judges.RewardJudge",
+    "FunctionJudge": "lit_rl.rewards.judges.FunctionJudge",
+    "PairwiseJudge": "lit_rl.rewards.judges.PairwiseJudge",
+    "LLMJudge": "lit_rl.rewards.llm_judge.LLMJudge",
+    "PairRMJudge": "lit_rl.rewards.pair_ranker.PairRMJudge",
     "Samples": "lit_rl.callbacks.Samples",
     "TokenSamples": "lit_rl.callbacks.TokenSamples",
     "HubSamples": "lit_rl.callbacks.HubSamples",
@@ -155,38 +236,39 @@ TARGETS = {
 """Classes and functions that build something, by the name of their schema."""
 
 OPS = (
-    "lit_rl.ops.ratios",
-    "lit_rl.ops.losses",
+    "lit_rl.ops.policy_losses",
+    "lit_rl.ops.policy_losses",
     "lit_rl.ops.advantages",
     "lit_rl.ops.returns",
-    "lit_rl.ops.turns",
+    "lit_rl.ops.returns",
     "lit_rl.ops.kl",
     "lit_rl.ops.reductions",
-    "lit_rl.ops.mismatch",
-    "lit_rl.ops.correction",
-    "lit_rl.ops.rejection",
+    "lit_rl.ops.engine_mismatch",
+    "lit_rl.ops.engine_mismatch",
+    "lit_rl.ops.engine_mismatch",
     "lit_rl.ops.selection",
-    "lit_rl.ops.shaping",
+    "lit_rl.ops.advantages",
     "lit_rl.ops.imitation",
-    "lit_rl.ops.constant",
-    "lit_rl.ops.preference.losses",
-    "lit_rl.ops.preference.anchored",
-    "lit_rl.ops.preference.ranked",
-    "lit_rl.ops.preference.reference_free",
-    "lit_rl.ops.preference.divergences",
-    "lit_rl.ops.preference.verdicts",
+    "lit_rl.ops.advantages",
+    "lit_rl.ops.preference_losses",
+    "lit_rl.ops.preference_losses",
+    "lit_rl.ops.preference_losses",
+    "lit_rl.ops.preference_losses",
+    "lit_rl.ops.preference_losses",
+    "lit_rl.ops.preference_losses",
 )
-"""Where functions of tensors live whose keywords are the setting: built as `functools.partial`."""
+"""Modules with functions of tensors whose keywords are the setting: built as `functools.partial`."""
 
 
-def functions() -> dict[str, str]:
-    """Every public function of these modules, by its name."""
+def public_functions() -> dict[str, str]:
+    """Return every public function of these modules, by its name."""
     found = {}
     for module in OPS:
         loaded = importlib.import_module(module)
         for name, value in vars(loaded).items():
             home = getattr(value, "__module__", "")
-            if inspect.isfunction(value) and not name.startswith("_") and f"{home}.".startswith(f"{module}."):
+            public = name in getattr(loaded, "__all__", [name]) and not name.startswith("_")
+            if inspect.isfunction(value) and public and f"{home}.".startswith(f"{module}."):
                 found[name] = f"{module}.{name}"
     return found
 
@@ -195,25 +277,28 @@ _PLAIN = (int, float, bool, str)
 
 
 @functools.cache
-def register() -> None:
+def register_schemas() -> None:
     """Put every schema into Hydra's store, in the group `schemas`, once a process. Imports the classes."""
     store = ConfigStore.instance()
-    for name, node in every().items():
+    for name, node in all_schemas().items():
         store.store(group="schemas", name=name, node=node)
 
 
-def every() -> dict[str, type]:
-    """Each schema by its name. Imports the classes and the functions."""
+def all_schemas() -> dict[str, type]:
+    """Return each schema by its name. Imports the classes and the functions."""
     found = {name: schema(name, path, _load(path)) for name, path in TARGETS.items()}
-    return found | {name: schema(name, path, _load(path), keywords_only=True) for name, path in functions().items()}
+    return found | {
+        name: schema(name, path, _load(path), keywords_only=True) for name, path in public_functions().items()
+    }
 
 
 WIDER: dict[tuple[str, str], Any] = {("lightning.Trainer", "accumulate_grad_batches"): Any}
-"""Types of keys that say more than the parameter they end in: `auto`, see `lit_rl.cli.micro_batches`."""
+"""Types of keys that allow more than the parameter they end in: `auto`, see `lit_rl.cli.trainer_settings`."""
 
 
 def schema(name: str, path: str, target: Any, *, keywords_only: bool = False) -> type:
-    """A dataclass with a field for each parameter of `target`, typed where OmegaConf knows the type, and `_target_`.
+    """Return a dataclass with a field for each parameter of `target`, typed where OmegaConf knows the type, and
+    `_target_`.
 
     With `keywords_only` the positional parameters (tensors) are left out and `_partial_` is set.
     """
@@ -232,13 +317,13 @@ PYTHON_ONLY = frozenset({"tokenizer"})
 
 
 def parameters(target: Any) -> list[tuple[inspect.Parameter, Any]]:
-    """The parameters of a function or a constructor, with their types.
+    """Return the parameters of a function or a constructor, with their types.
 
     Where a constructor hands `**keywords` on to its parent, the parent's are its own too, less those it names itself.
     Of a parent of ours only the keyword-only ones: what can be given by position, our constructors give.
     """
     found: dict[str, tuple[inspect.Parameter, Any]] = {}
-    for number, function in enumerate(makers(target) if isinstance(target, type) else [target]):
+    for number, function in enumerate(constructors_of(target) if isinstance(target, type) else [target]):
         hints, ours = _hints(function), getattr(function, "__module__", "").startswith("lit_rl.")
         for parameter in inspect.signature(function).parameters.values():
             by_position = number and ours and parameter.kind is not parameter.KEYWORD_ONLY
@@ -275,7 +360,7 @@ def _field(parameter: inspect.Parameter, hint: Any) -> tuple[Any, Any]:
 
 
 def _optional_dataclass(hint: Any) -> type | None:
-    """For `Lora | None`: the fields of `Lora`, every one null. None of them set means None; see `build.prune`."""
+    """Return the fields of `Lora` for `Lora | None`, every one null. None of them set means None; see `build.prune`."""
     options = [option for option in typing.get_args(hint) if dataclasses.is_dataclass(option)]
     if len(options) != 1 or type(None) not in typing.get_args(hint):
         return None
@@ -289,13 +374,13 @@ def _optional_dataclass(hint: Any) -> type | None:
 
 
 def _optional_mapping(hint: Any) -> bool:
-    """`dict[...] | None`, where an empty one means None."""
+    """Return a mapping for `dict[...] | None`, where an empty one means None."""
     options = typing.get_args(hint)
     return len(options) == 2 and type(None) in options and any(typing.get_origin(o) is dict for o in options)
 
 
 def _type(hint: Any) -> Any:
-    """The hint where OmegaConf can check it, else Any."""
+    """Return the hint where OmegaConf can check it, else Any."""
     if hint in _PLAIN:
         return hint
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)

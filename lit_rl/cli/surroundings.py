@@ -1,4 +1,4 @@
-"""`lit-rl env`: what a report of a fault needs: versions, devices, and which optional packages are there."""
+"""`lit-rl env`: versions, devices and optional packages, for the report of a fault."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import platform
 import sys
 from pathlib import Path
 
-from lit_rl.commands.folder_state import release
+from lit_rl.reports.run_files import installed_version
 
 _NEEDED = ("torch", "lightning", "transformers", "peft", "datasets", "hydra-core")
 
 
 def version() -> str:
-    """Of lit_rl."""
-    return release() or "not installed as a package (found by PYTHONPATH)"
+    """Return the version of lit_rl."""
+    return installed_version() or "not installed as a package (found by PYTHONPATH)"
 
 
 def run() -> int:
@@ -30,9 +30,9 @@ def run() -> int:
     for number, line in enumerate(_devices()):
         table.add_row("" if number else "devices", line)
     for name in _NEEDED:
-        table.add_row(name, release(name) or "not installed")
+        table.add_row(name, installed_version(name) or "not installed")
     for name, extra in optional().items():
-        table.add_row(name, release(name) or f"not installed: pip install 'lit-rl[{extra}]'")
+        table.add_row(name, installed_version(name) or f"not installed: pip install 'lit-rl[{extra}]'")
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     hub = "not asked (HF_HUB_OFFLINE is set)" if offline else "online (set HF_HUB_OFFLINE=1 to stay offline)"
     table.add_row("model hub", hub)
@@ -41,7 +41,8 @@ def run() -> int:
 
 
 def optional() -> dict[str, str]:
-    """Packages of our extras, each with the smallest extra that brings it; none where we are not installed."""
+    """Return the packages of our extras, each with the smallest extra that brings it; none where we are not
+    installed."""
     from packaging.requirements import Requirement
 
     found: dict[str, str] = {}
@@ -62,12 +63,12 @@ def _requires() -> list[str]:
 
 
 def _cores() -> set[int]:
-    """Those that this process may use."""
+    """Return the cores that this process may use."""
     return os.sched_getaffinity(0) if sys.platform.startswith("linux") else set(range(os.cpu_count() or 1))
 
 
 def _memory() -> str:
-    """Main memory that is free, and all of it."""
+    """Return free and total main memory."""
     file = Path("/proc/meminfo")
     if not file.is_file():
         return "memory unknown"
@@ -76,8 +77,8 @@ def _memory() -> str:
 
 
 def _devices() -> list[str]:
-    """What a run can use, as torch sees it."""
-    if not release("torch"):
+    """Return the devices that torch sees."""
+    if not installed_version("torch"):
         return ["torch is not installed"]
     import torch
 

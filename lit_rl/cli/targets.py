@@ -1,4 +1,4 @@
-"""What `_target_` may name stands on a list; everything else is refused. Imports nothing but what is named."""
+"""The list of paths that `_target_` may name; everything else is refused. Imports nothing but named paths."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_rl.errors import BackendError, ConfigError, did_you_mean
+from lit_rl.core.errors import BackendError, ConfigError, did_you_mean
 
 ALLOWED = ("lit_rl.", "lightning.", "torch.optim.")
 """Prefixes that `_target_` may have. `allow_targets=[my_package]` adds the user's own, by their own hand."""
 
 _CLASSES_ONLY = ("lightning.", "torch.", "lit_rl.")
 _FUNCTIONS = ("lit_rl.ops.", "lit_rl.rewards.", "lit_rl.data.recipes.", "lit_rl.algorithms.terms.groups.")
-"""Where a config may name functions too."""
+"""Prefixes under which a config may name functions too."""
 
 _BUILD_THEMSELVES = ("lightning.pytorch.cli.", "lit_rl.cli.")
 
 
 def find_here(packages: Iterable[str]) -> None:
-    """Let packages that the user allows lie in the working directory, whoever started Python. Last in line, so that it
-    hides no package that is installed."""
+    """Let packages that the user allows lie in the working directory, however Python was started. Last in line, so
+    that it hides no package that is installed."""
     here = Path.cwd()
     first = {name.partition(".")[0] for name in packages}
     if str(here) not in sys.path and any((here / name).is_dir() or (here / f"{name}.py").is_file() for name in first):
@@ -30,7 +30,7 @@ def find_here(packages: Iterable[str]) -> None:
 
 
 def targets(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every dotted path that building the tree would import, with the key that it stands under."""
+    """Yield every dotted path that building the tree would import, with its key."""
     if isinstance(node, list):
         for i, item in enumerate(node):
             yield from targets(item, f"{key}[{i}]")
@@ -67,7 +67,7 @@ def check_target(key: str, target: str, allowed: Sequence[str]) -> str:
 
 
 def _find(key: str, target: str) -> tuple[Any, str]:
-    """What a path names, and the module that defines it."""
+    """Return the object that a path names, and the module that defines it."""
     parts = target.split(".")
     found, rest = _module(key, parts)
     for name in rest:
@@ -79,7 +79,7 @@ def _find(key: str, target: str) -> tuple[Any, str]:
 
 
 def _module(key: str, parts: list[str]) -> tuple[Any, list[str]]:
-    """The longest beginning of a path that is a module, and what is left."""
+    """Return the longest beginning of a path that is a module, and the rest."""
     for count in range(len(parts), 0, -1):
         name = ".".join(parts[:count])
         try:

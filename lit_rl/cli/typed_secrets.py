@@ -1,4 +1,4 @@
-"""A key or a token that was written into the settings is refused: others can read it there."""
+"""Keys and tokens in typed settings are refused: others can read them there."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rl.commands.secret_forms import is_named, secret_in
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
+from lit_rl.reports.secrets import is_secret_name, secret_in
 
 _OF_COLUMNS = ".rename."
 """Keys below it are names of a user's columns: of `data`, and of each of its sources."""
 _TYPED = "everybody on this machine sees them in the list of processes, and they stay in the shell's history"
 
 
-def check_words(words: Sequence[str]) -> None:
-    """Refuse a secret on the command line, before anything else is said of it or written.
+def check_typed_secrets(words: Sequence[str]) -> None:
+    """Refuse a secret on the command line, before anything else is printed or written.
 
     Args:
         words: Settings, options and whatever else was typed.
 
     Raises:
-        ConfigError: as `check`.
+        ConfigError: as `check_secrets`.
     """
     for word, after in zip(words, [*words[1:], ""]):
         name, equals, value = word.lstrip("+~-").partition("=")
         if not equals and word.startswith("-") and "=" not in after and not after.startswith("-"):
             value = after
         alone = secret_in(name)
-        if what := alone or held(name, value):
+        if what := alone or secret_kind(name, value):
             raise _refused("The command line" if alone else name, what, _TYPED)
 
 
-def check(config: DictConfig) -> None:
+def check_secrets(config: DictConfig) -> None:
     """Refuse a secret that stands in the settings as it is, and not as a reference to the environment.
 
     Args:
@@ -43,21 +43,21 @@ def check(config: DictConfig) -> None:
         ConfigError: names the key and where the secret belongs, and does not repeat it.
     """
     for key, value in _values(OmegaConf.to_container(config, resolve=False)):
-        if what := held(key, value):
+        if what := secret_kind(key, value):
             raise _refused(key, what, "they are written into the folders of runs, and given on")
 
 
-def held(key: str, value: Any) -> str | None:
-    """What secret a value looks like, in words; None where it looks like none.
+def secret_kind(key: str, value: Any) -> str | None:
+    """Return the kind of secret that a value looks like, in words; None where it looks like none.
 
     Args:
-        key: Of the setting.
+        key: Key of the setting.
         value: Of any type; a reference is no secret.
     """
     if isinstance(value, str) and (what := secret_in(value)):
         return what
     name = key.rpartition(".")[2]
-    if (key.startswith("data.") and _OF_COLUMNS in key) or not is_named(name, value):
+    if (key.startswith("data.") and _OF_COLUMNS in key) or not is_secret_name(name, value):
         return None
     return f"the value of a key that is named {name}"
 
@@ -73,7 +73,7 @@ def _refused(key: str, what: str, why: str) -> ConfigError:
 
 
 def _values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value, with its key; an entry of a list has the key of the list."""
+    """Yield every value, with its key; an entry of a list has the key of the list."""
     if isinstance(node, dict):
         for name, value in node.items():
             yield from _values(value, f"{key}.{name}" if key else str(name))

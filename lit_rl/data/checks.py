@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from lit_rl.errors import ConfigError, DataError, did_you_mean
+from lit_rl.core.errors import ConfigError, DataError, did_you_mean
 
 _BEGINNINGS = {
     b"\x1f\x8b": "packed by gzip: unpack it first",

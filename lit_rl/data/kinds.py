@@ -47,7 +47,7 @@ VERDICTS = {
 """Words for a truth value, because cells of .csv are text."""
 
 
-def verdict(value: Any) -> bool | None:
+def parse_verdict(value: Any) -> bool | None:
     """Return the truth value of a label: a boolean, 0 or 1, or one of `VERDICTS`; None for any other value."""
     if isinstance(value, str):
         return VERDICTS.get(value.strip().lower().removesuffix(".0"))
@@ -56,10 +56,10 @@ def verdict(value: Any) -> bool | None:
 
 def is_verdict(row: Mapping[str, Any]) -> bool:
     """Tell whether a row of `prompt-completion` carries a verdict: its completion must not be imitated as it is."""
-    return verdict(row.get("label")) is not None
+    return parse_verdict(row.get("label")) is not None
 
 
-_READ_AS: tuple[tuple[str, Kind], ...] = (
+_KIND_OF_FORMAT: tuple[tuple[str, Kind], ...] = (
     ("tokenised", "texts"),
     ("stepwise", "stepwise"),
     ("preference", "pairs"),
@@ -72,7 +72,7 @@ _READ_AS: tuple[tuple[str, Kind], ...] = (
 def kind_of(row: Mapping[str, Any]) -> Kind | None:
     """Return the kind that a row's columns serve; None for prompts to be answered, or unknown columns."""
     found = {name for name, value in row.items() if value is not None}
-    for name, kind in _READ_AS:
+    for name, kind in _KIND_OF_FORMAT:
         if found.issuperset(COLUMNS[name]):
             return kind
     return "texts" if "text" in found and "prompt" not in found else None

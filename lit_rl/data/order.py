@@ -1,4 +1,7 @@
-"""Which rows make up which rollout: a pure function of (seed, epoch), the same on every rank and after every resume."""
+"""The order of rows, and the size of a step.
+
+The order is a pure function of (seed, epoch): the same on every rank and after every resume.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lit_rl.errors import ConfigError, DataError, in_range
+from lit_rl.core.errors import ConfigError, DataError, in_range
 
 _WITHIN, _BETWEEN = 0, 1
 
@@ -55,7 +58,7 @@ class RolloutOrder:
     @property
     def quotas(self) -> list[int]:
         """Rows that an epoch draws of each source: largest remainders, so they sum to all rows."""
-        return shared_out(sum(self.sizes), self.sizes if self.weights is None else self.weights)
+        return apportion(sum(self.sizes), self.sizes if self.weights is None else self.weights)
 
     def epoch(self, epoch: int) -> list[int]:
         """Return the row indices of an epoch, whole rollouts only."""
@@ -83,7 +86,7 @@ class RolloutOrder:
         return np.random.default_rng([self.seed, *key])
 
 
-def shared_out(count: int, weights: Sequence[float]) -> list[int]:
+def apportion(count: int, weights: Sequence[float]) -> list[int]:
     """Apportion `count` by weight: largest remainders, so the parts sum to `count`."""
     exact = [count * weight / sum(weights) for weight in weights]
     parts = [int(share) for share in exact]
@@ -101,3 +104,20 @@ def count_occurrences(rows: list[int]) -> list[int]:
         occurrences.append(seen[row])
         seen[row] += 1
     return occurrences
+
+
+DEFAULT_STEP_ROWS = 32
+"""Rows of a step where the user chose no number."""
+
+
+def fit_step_rows(rows: int, size: int, unit: int = 1) -> int | None:
+    """Return the rows of the largest step of at most `size` that a set fills, or of the smallest where every step is
+    larger; None where that is `size` itself, or no step can be filled.
+
+    Args:
+        rows: Rows of the set, without those that are held out.
+        size: Rows of a step, where there are as many.
+        unit: Number that the rows of a step must be a multiple of.
+    """
+    fits = min(rows, max(size, unit)) // unit * unit
+    return fits if fits not in (0, size) else None

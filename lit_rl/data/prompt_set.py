@@ -11,28 +11,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lit_rl.core.errors import ConfigError, DataError, in_range
+from lit_rl.core.progress_bar import delayed_progress
+from lit_rl.core.rollout import Prompt, PromptBatch
+from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.checks import one_of
-from lit_rl.data.formats import RowFunction, add_system_prompt, is_empty, split_prompt
-from lit_rl.data.image_prompts import EqualVideos, Processor, Shown, refuse_reserved, refuse_unequal_videos
-from lit_rl.data.images import MAX_IMAGE_PIXELS, MOST_IMAGE_PIXELS
-from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
-from lit_rl.data.left_out import LeftOut
 from lit_rl.data.message_forms import read_tools
-from lit_rl.data.row_reader import RowReader
-from lit_rl.data.sources import Rows
-from lit_rl.data.splits import prompt_key
-from lit_rl.data.templates import (
-    OF_ROWS,
+from lit_rl.data.readers import ON_BAD_ROW, OnBadRow
+from lit_rl.data.rendering import (
+    KWARGS_COLUMN,
+    LeftOut,
     check_template_kwargs,
     control_tokens,
     encode_prompt,
-    kwargs_of_row,
     render_prompt,
+    row_template_kwargs,
 )
-from lit_rl.errors import ConfigError, DataError, in_range
-from lit_rl.long_waits import counted
-from lit_rl.rollout import Prompt, PromptBatch
-from lit_rl.vision import PromptVision
+from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS, MOST_IMAGE_PIXELS
+from lit_rl.data.rows import RowFunction, RowReader, add_system_prompt, is_empty, split_prompt
+from lit_rl.data.sources import Rows
+from lit_rl.data.splits import prompt_key
+from lit_rl.data.visual_prompts import EqualVideos, Processor, PromptVisuals, refuse_reserved, refuse_unequal_videos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,14 +63,14 @@ class PromptOptions:
 
 
 @dataclass(frozen=True)
-class Example:
+class PromptExample:
     """One row that passed every filter."""
 
     prompt: Prompt
     prompt_ids: list[int]
     columns: dict[str, Any]
     where: str
-    shown: Shown | None = None
+    shown: PromptVisuals | None = None
     """None: a prompt without images."""
 
 
@@ -82,7 +81,7 @@ class PromptSet:
     prompts: Sequence[Prompt]
     prompt_ids: Sequence[list[int]]
     columns: Mapping[str, Sequence[Any]]
-    shown: Sequence[Shown | None] = ()
+    shown: Sequence[PromptVisuals | None] = ()
     """The visuals of each prompt; empty where no prompt has any."""
     processor: Processor | None = None
     """Makes pixels of it."""
@@ -91,7 +90,7 @@ class PromptSet:
         return len(self.prompts)
 
     @classmethod
-    def of(cls, examples: Sequence[Example], processor: Processor | None = None) -> PromptSet:
+    def of(cls, examples: Sequence[PromptExample], processor: Processor | None = None) -> PromptSet:
         """Build a set of the examples, in their order; a column that a row lacks is None there.
 
         Raises:
@@ -161,14 +160,14 @@ class PromptSet:
         )
 
 
-def read_examples(
+def read_prompts(
     rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
     options: PromptOptions,
     processor: Processor | None = None,
     left_out: LeftOut | None = None,
     chat: bool = False,
-) -> tuple[list[Example], Counter[str]]:
+) -> tuple[list[PromptExample], Counter[str]]:
     """Return every row that passes the filters, and the number that each filter took. With `chat` plain texts are read
     as messages; where one of them comes with images, the set is read again that way.
 
@@ -183,9 +182,9 @@ def read_examples(
         rows=len(rows) + rows.skipped, bad=rows.skipped, empty=0, overlong=0, truncated=0, kept=0, longest=0
     )
     left_out = left_out or LeftOut(tokenizer, options.chat_template_kwargs)
-    reader = _Reader(tokenizer, options, processor, rows.folder, left_out, chat)
+    reader = _PromptReader(tokenizer, options, processor, rows.folder, left_out, chat)
     kept, first_error = [], None
-    for i in counted(range(len(rows)), "tokenising prompts", "row"):
+    for i in delayed_progress(range(len(rows)), "tokenising prompts", "row"):
         try:
             example = reader.example(rows[i], rows.where(i))
         except DataError as error:
@@ -209,7 +208,7 @@ def read_examples(
         elif options.overlong == "truncate_left":
             counts["truncated"] += 1
             tail = example.prompt_ids[-options.max_prompt_tokens :]
-            kept.append(Example(example.prompt, tail, example.columns, example.where))
+            kept.append(PromptExample(example.prompt, tail, example.columns, example.where))
         elif options.overlong == "drop":
             counts["overlong"] += 1
         else:
@@ -217,13 +216,13 @@ def read_examples(
     if first_error and counts["bad"] - rows.skipped == len(rows):
         raise first_error
     if reader.rows.mixed:
-        return read_examples(rows, tokenizer, options, processor, left_out, chat=True)
+        return read_prompts(rows, tokenizer, options, processor, left_out, chat=True)
     reader.check_whole()
     counts["kept"] = len(kept)
     return kept, counts
 
 
-class _Reader:
+class _PromptReader:
     """A reader of rows one at a time, which remembers what only all rows together can prove wrong."""
 
     def __init__(
@@ -244,7 +243,7 @@ class _Reader:
         self.videos = EqualVideos(processor)
         self.kinds: dict[type, str] = {}
 
-    def example(self, row: dict[str, Any], where: str) -> Example | None:
+    def example(self, row: dict[str, Any], where: str) -> PromptExample | None:
         """Return the row formatted and tokenised, or None where its prompt is empty."""
         options = self.options
         row, images = self.rows.read(row, where, options.prompt_key)
@@ -254,12 +253,12 @@ class _Reader:
             return None
         self.rows.note_system(prompt, options.system_prompt, where)
         prompt = add_system_prompt(prompt, options.system_prompt)
-        own = kwargs_of_row(columns, where)
+        own = row_template_kwargs(columns, where)
         if own and isinstance(prompt, str):
             self.rows.note(
-                f"the column {OF_ROWS} does nothing: the prompt is plain text, without a chat template", where
+                f"the column {KWARGS_COLUMN} does nothing: the prompt is plain text, without a chat template", where
             )
-        columns |= {OF_ROWS: own or None} if OF_ROWS in columns else {}
+        columns |= {KWARGS_COLUMN: own or None} if KWARGS_COLUMN in columns else {}
         kwargs = {**options.chat_template_kwargs, **own}
         if tools := self._tools(prompt, columns.get("tools"), where):
             columns["tools"], kwargs = tools, {**kwargs, "tools": tools}
@@ -267,7 +266,7 @@ class _Reader:
             text = render_prompt(self.tokenizer, prompt, where, kwargs, self.control, self.left_out)
             self.videos.check(images, where)
             ids, _ = self.processor.process(text, images, where)
-            return Example(prompt, ids, columns, where, Shown(text, images, where))
+            return PromptExample(prompt, ids, columns, where, PromptVisuals(text, images, where))
         if self.processor is not None:
             if isinstance(prompt, str):
                 refuse_reserved(self.processor, prompt, where)
@@ -280,7 +279,7 @@ class _Reader:
             control=self.control,
             left_out=self.left_out,
         )
-        return Example(prompt, ids, columns, where)
+        return PromptExample(prompt, ids, columns, where)
 
     def _tools(self, prompt: Prompt, given: Any, where: str) -> list[Any] | None:
         """Return the schemas for the chat template; a column of anything else is for rewards alone."""
@@ -296,7 +295,7 @@ class _Reader:
             return None
         return tools
 
-    def keep(self, example: Example) -> Example:
+    def keep(self, example: PromptExample) -> PromptExample:
         """Return the example, and compare later ones with its videos."""
         if example.shown is not None:
             self.videos.add(example.shown.visuals, example.where)
@@ -313,14 +312,14 @@ class _Reader:
         self.rows.say()
 
 
-def _too_long(example: Example, limit: int) -> str:
+def _too_long(example: PromptExample, limit: int) -> str:
     return (
         f"{example.where}: the prompt has {len(example.prompt_ids)} tokens, data.max_prompt_tokens={limit}. Raise it, "
         "or set data.overlong to drop or truncate_left."
     )
 
 
-def _column(name: str, examples: Sequence[Example]) -> list[Any]:
+def _column(name: str, examples: Sequence[PromptExample]) -> list[Any]:
     values = [example.columns.get(name) for example in examples]
     kinds: dict[str, str] = {}
     for value, example in zip(values, examples):

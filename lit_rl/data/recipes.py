@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lit_rl.errors import DataError
+from lit_rl.core.errors import DataError
 
 BOXED = "Reason step by step, and put the final answer in \\boxed{}."
 """The system prompt of these recipes."""

@@ -1,26 +1,122 @@
-"""Where training and validation rows come from, and how they are kept apart."""
+"""Training and validation rows: the sources that settings name, their columns, and what is held out."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from lit_rl.data.formats import row_function
-from lit_rl.data.hub import rows_of_object
-from lit_rl.data.jsonl import OnBadRow
-from lit_rl.data.message_forms import plain
-from lit_rl.data.source_columns import SourceColumns
-from lit_rl.data.sources import Rows, load_rows
-from lit_rl.episodes import Prompt
-from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
+from lit_rl.core.episode import Prompt
+from lit_rl.core.errors import ConfigError, DataError, did_you_mean, in_range
+from lit_rl.data.message_forms import to_plain
+from lit_rl.data.readers import OnBadRow
+from lit_rl.data.rows import RowFunction, apply_map_row, rename_columns, row_function
+from lit_rl.data.sources import Rows, load_rows, rows_of_object
 
 if TYPE_CHECKING:
-    from lit_rl.data.image_prompts import Shown
+    from lit_rl.data.visual_prompts import PromptVisuals
+
+
+CHECKED_ROWS = 100
+"""Rows of a source in which every named column has to turn up."""
+
+
+@dataclass(frozen=True)
+class SourceColumns:
+    """`map_row`, then `rename`, then `columns`, of one source; what holds for all sources comes after it.
+
+    Args:
+        key: Key of the source, for messages.
+        map_row: A function from row to row.
+        rename: New names of columns, old to new.
+        columns: Names, as they are then, of the columns to keep. None: all.
+
+    Raises:
+        ConfigError: a setting is of another kind.
+    """
+
+    key: str
+    map_row: RowFunction | None = None
+    rename: Mapping[str, str] = field(default_factory=dict)
+    columns: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rename, Mapping):
+            raise ConfigError(f"{self.key}.rename={self.rename!r} takes a mapping, old name to new.")
+        if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
+            raise ConfigError(f"{self.key}.columns={self.columns!r} takes a list of names, at least one.")
+
+    def __bool__(self) -> bool:
+        return self.map_row is not None or bool(self.rename) or self.columns is not None
+
+    def __call__(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return the row with these columns.
+
+        Raises:
+            DataError: the function raised or returned no dict, or two columns would have one name.
+        """
+        row = rename_columns(self._mapped(row, where), where, self.rename, f"{self.key}.rename")
+        return row if self.columns is None else {name: row[name] for name in self.columns if name in row}
+
+    def of(self, rows: Rows) -> Rows:
+        """Return all rows of a source with these columns, each changed when it is read."""
+        return _MappedRows(rows, self) if self else rows
+
+    def check(self, rows: Rows) -> None:
+        """Raise DataError where a column is named that none of the first rows has."""
+        before: dict[str, None] = {}
+        for i in range(min(CHECKED_ROWS, len(rows))):
+            try:
+                before.update(dict.fromkeys(self._mapped(rows[i], rows.where(i))))
+            except DataError:
+                continue  # reported or counted where rows are read
+        after = dict.fromkeys(self.rename.get(name, name) for name in before)
+        wanted = itertools.chain(
+            (("rename", name, before) for name in self.rename),
+            (("columns", name, after) for name in self.columns or ()),
+        )
+        for what, name, found in wanted:
+            if before and name not in found:
+                first = min(CHECKED_ROWS, len(rows))
+                raise DataError(
+                    f"{self.key}.{what}: none of the first {first} rows of {rows.name} has a column {name!r}; columns "
+                    f"found: {', '.join(found)}.{did_you_mean(name, found)}"
+                )
+
+    def _mapped(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+        return row if self.map_row is None else apply_map_row(self.map_row, row, where, f"{self.key}.map_row")
+
+
+class _MappedRows(Rows):
+    """Rows of a source, changed one at a time.
+
+    Args:
+        rows: The rows as read.
+        columns: Changes to each row.
+    """
+
+    def __init__(self, rows: Rows, columns: SourceColumns) -> None:
+        super().__init__(rows.name, rows, skipped=rows.skipped)
+        self.folder = rows.folder
+        self._given, self._columns = rows, columns
+
+    def where(self, index: int) -> str:
+        return self._given.where(index)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._columns(self._given[index], self._given.where(index))
+
 
 Row = TypeVar("Row")
 
@@ -32,7 +128,7 @@ _ROWS_OF = {
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """A file, folder or hub id to load, and its share of the training rows."""
 
     path: str
@@ -48,7 +144,7 @@ class Source:
         return self.own.of(rows)
 
 
-def exactly_one(**given: Any) -> None:
+def require_exactly_one(**given: Any) -> None:
     """Check that exactly one of these settings is set.
 
     Raises:
@@ -60,7 +156,7 @@ def exactly_one(**given: Any) -> None:
         raise ConfigError(f"Exactly one of {keys} must be set; came: {', '.join(came) or 'none'}.")
 
 
-def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[Source]:
+def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[RowSource]:
     """Read `data.sources`: the paths of the files, the weight of each, and what each makes of its rows.
 
     Raises:
@@ -81,22 +177,22 @@ def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[Source]:
                 raise ConfigError(f"data.sources[{i}].{key}: unknown key; allowed are {', '.join(allowed)}.{hint}")
         in_range(f"data.sources[{i}].weight", source.get("weight", 1.0), low=0, open_low=True)
     return [
-        Source(
+        RowSource(
             **{key: source[key] for key in shared if key in source},
-            own=_own(f"data.sources[{i}]", {key: source[key] for key in own if key in source}),
+            own=_columns_of_source(f"data.sources[{i}]", {key: source[key] for key in own if key in source}),
         )
         for i, source in enumerate(sources)
     ]
 
 
-def _own(key: str, given: dict[str, Any]) -> SourceColumns:
+def _columns_of_source(key: str, given: dict[str, Any]) -> SourceColumns:
     map_row = row_function(given.pop("map_row", None), f"{key}.map_row")
     return SourceColumns(key, map_row, **given)
 
 
 def val_sources(
-    source: Source | None, val_path: str | Mapping[str, str] | None, val_split: str | Mapping[str, str] | None
-) -> dict[str, Source]:
+    source: RowSource | None, val_path: str | Mapping[str, str] | None, val_split: str | Mapping[str, str] | None
+) -> dict[str, RowSource]:
     """Return the validation sets that `val_path` and `val_split` name; the name of a single one is empty.
 
     Args:
@@ -123,7 +219,7 @@ def val_sources(
         path = val_path[name] if isinstance(val_path, Mapping) else val_path
         split = val_split[name] if isinstance(val_split, Mapping) else val_split
         config = source.name if source and path is None else None
-        sets[name] = Source(path or (source.path if source else ""), split, config)
+        sets[name] = RowSource(path or (source.path if source else ""), split, config)
     return sets
 
 
@@ -161,13 +257,13 @@ def count_overlap(train: Iterable[str], val: Iterable[str]) -> int:
     return sum(key in seen for key in val)
 
 
-def prompt_key(prompt: Prompt, shown: Shown | None = None) -> str:
+def prompt_key(prompt: Prompt, shown: PromptVisuals | None = None) -> str:
     """Return a text that is equal for equal prompts which show equal images."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
     return text if shown is None else " ".join([text, *(image.digest for image in shown.visuals)])
 
 
-def no_text(key: str, rows: Any) -> None:
+def refuse_text(key: str, rows: Any) -> None:
     """Raise DataError where rows that were given in Python are a path or another text."""
     if isinstance(rows, str | Path):
         text = str(rows)
@@ -176,14 +272,14 @@ def no_text(key: str, rows: Any) -> None:
         )
 
 
-def named_rows(key: str, rows: Any) -> Rows:
+def check_rows(key: str, rows: Any) -> Rows:
     """Return rows that were given in Python, a list or a data set of `datasets`, checked.
 
     Raises:
         DataError: not a list of dicts, or an empty one.
     """
     rows = rows_of_object(key, rows)
-    no_text(key, rows)
+    refuse_text(key, rows)
     if isinstance(rows, bytes | Mapping) or not isinstance(rows, Sequence):
         name = type(rows).__name__
         fix = _ROWS_OF.get(name, "")
@@ -193,4 +289,4 @@ def named_rows(key: str, rows: Any) -> Rows:
             raise DataError(f"{key}[{i}] is {row!r:.80}; it takes a list of dicts.")
     if not rows:
         raise DataError(f"{key}: no rows.")
-    return Rows(key, plain([*rows]))
+    return Rows(key, to_plain([*rows]))

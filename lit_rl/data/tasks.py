@@ -1,19 +1,29 @@
-"""Tasks whose rows are computed, so that a first run needs no download."""
+"""Tasks whose rows are computed, or come with a package, so that a first run needs no download.
+
+The digits are 1797 images of ``digits.csv.gz``, 8 x 8 pixels of 17 greys each: the test set of "Optical Recognition
+of Handwritten Digits" by E. Alpaydin and C. Kaynak (UCI Machine Learning Repository, 1998, doi:10.24432/C50P49),
+licensed under CC BY 4.0. The file is the one that scikit-learn distributes, byte for byte.
+"""
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import json
 import math
 import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lit_rl.errors import ConfigError, in_range
-from lit_rl.reasoning import COLUMN as PROBLEM_COLUMN
-from lit_rl.reasoning import Problem
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.task_sets import REASONING_GYM_COLUMN as PROBLEM_COLUMN
+from lit_rl.core.task_sets import VERIFIERS_COLUMN as TASKSET_COLUMN
+from lit_rl.core.task_sets import ReasoningGymProblem, TaskSet, prompt_of, row_of_task
+from lit_rl.core.visuals import as_png, pillow
 
 
 @runtime_checkable
@@ -261,7 +271,7 @@ class ReasoningGym(HoldsOut):
         wanted, found = self.train_rows + self.val_rows, dict[str, dict[str, Any]]()
         tries = 2 * wanted + 100
         for index in range(tries):
-            problem = Problem(self.name, self.settings or {}, self.seed, tries, index)
+            problem = ReasoningGymProblem(self.name, self.settings or {}, self.seed, tries, index)
             entry = problem.entry()
             found.setdefault(entry["question"], self._row(problem, entry))
             if len(found) == wanted:
@@ -272,7 +282,7 @@ class ReasoningGym(HoldsOut):
             "tries. Lower the rows, or widen its settings."
         )
 
-    def _row(self, problem: Problem, entry: dict[str, Any]) -> dict[str, Any]:
+    def _row(self, problem: ReasoningGymProblem, entry: dict[str, Any]) -> dict[str, Any]:
         return {"prompt": self._prompt(entry["question"]), "answer": entry["answer"], PROBLEM_COLUMN: problem.text}
 
     def _prompt(self, question: str) -> str | list[dict[str, str]]:
@@ -324,7 +334,7 @@ class ReasoningGymText(ReasoningGym):
         ConfigError: as for `ReasoningGym`; or the generator scores answers and has none of its own.
     """
 
-    def _row(self, problem: Problem, entry: dict[str, Any]) -> dict[str, Any]:
+    def _row(self, problem: ReasoningGymProblem, entry: dict[str, Any]) -> dict[str, Any]:
         row = super()._row(problem, entry)
         if row["answer"] is None:
             raise ConfigError(
@@ -332,3 +342,133 @@ class ReasoningGymText(ReasoningGym):
                 "to imitate. Take data=reasoning_gym and an algorithm that learns from rewards, or another generator."
             )
         return {**row, "completion": _reply(row["answer"])}
+
+
+QUESTION = "Which digit?"
+IMAGES = 1797
+_SIDE, _GREYS, _SCALE = 8, 16, 4
+_FILE = Path(__file__).with_name("digits.csv.gz")
+
+
+@dataclass(eq=False)
+class Digits(HoldsOut):
+    """The digit that an image shows, as one message of a chat:
+
+    `{"prompt": [{"role": "user", "content": "Which digit?"}], "image": b"...", "answer": "7"}`
+
+    Images are PNG files of 32 x 32 pixels in RGB: each pixel of the data is a square of 4 x 4. Rows depend on the
+    arguments alone. Needs Pillow.
+
+    Args:
+        val_rows: Number of the 1797 images that are held out for validation; 0 holds out none.
+        seed: Seed of the order of the rows, and so of which of them are held out.
+
+    Raises:
+        ConfigError: `val_rows` leaves nothing to learn from.
+    """
+
+    val_rows: int = 300
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        in_range("data.task.val_rows", self.val_rows, low=0, high=IMAGES - 1)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        lines = gzip.decompress(_FILE.read_bytes()).decode("ascii").split()
+        random.Random(self.seed).shuffle(lines)
+        return [self._row([int(float(number)) for number in line.split(",")]) for line in lines]
+
+    @staticmethod
+    def _row(numbers: list[int]) -> dict[str, Any]:
+        *greys, digit = numbers
+        prompt = [{"role": "user", "content": QUESTION}]
+        return {"prompt": prompt, "image": _png(greys), "answer": str(digit)}
+
+
+class DigitTexts(Digits):
+    """The same images with the reply that is wanted, as a message of the assistant, in the column `completion`."""
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [{**row, "completion": [{"role": "assistant", "content": row["answer"]}]} for row in super()._rows()]
+
+
+def _png(greys: list[int]) -> bytes:
+    """Return a PNG of grey values from 0, which is black, to 16."""
+    module = pillow()
+    image = module.frombytes("L", (_SIDE, _SIDE), bytes(grey * 255 // _GREYS for grey in greys))
+    side = _SIDE * _SCALE
+    return as_png(image.resize((side, side), module.Resampling.NEAREST).convert("RGB"))
+
+
+class VerifiersTasks(HoldsOut):
+    """Tasks of a task set of verifiers, as chats:
+
+    `{"prompt": [{"role": "user", "content": "Say the third letter of tree."}], "answer": "e", "verifiers": "..."}`
+
+    The further column holds the task, so that `reward=verifiers` asks its own scorers; `answer` is there where the
+    task's data has one. A task whose prompt is held out, or a duplicate, is left out.
+
+    Args:
+        id: Name of the set: of a module, installed or a file in the current directory, that exports one
+            `verifiers.v1.Taskset` by its `__all__`.
+        settings: Settings of its config, such as `{task: {judges: []}}`; what is not given is as it comes.
+        train_rows: Rows to learn from, 1 or more. None: all that are not held out, of a set that ends.
+        val_rows: Other rows, held out for validation; 0 holds out none.
+        seed: Shuffles the tasks before the first of them are held out. None: they stay in the order of the set.
+
+    Raises:
+        BackendError: verifiers is not installed.
+        ConfigError: there is no such set or setting, a task has no prompt of texts, or there are too few tasks.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        settings: dict[str, Any] | None = None,
+        train_rows: int | None = None,
+        val_rows: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        if train_rows is not None:
+            in_range("data.task.train_rows", train_rows, low=1)
+        in_range("data.task.val_rows", val_rows, low=0)
+        self.taskset = TaskSet.of(id, settings or {})
+        self.train_rows, self.val_rows, self.seed = train_rows, val_rows, seed
+        self._loaded: list[dict[str, Any]] | None = None
+
+    def _rows(self) -> list[dict[str, Any]]:
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded
+
+    def _load(self) -> list[dict[str, Any]]:
+        made = self.taskset.made()
+        wanted = None if self.train_rows is None else self.train_rows + self.val_rows
+        if wanted is None and not made.bounded:
+            raise ConfigError(
+                f"data.task.id={self.taskset.id!r} yields tasks for ever: say how many are learned from, "
+                "data.task.train_rows=1000."
+            )
+        # A finite set is shuffled whole; of an infinite one only the requested tasks are.
+        most = None if made.bounded and self.seed is not None else wanted
+        tries = None if most is None else 2 * most + 100
+        found = dict[str, dict[str, Any]]()
+        for task in itertools.islice(made, tries):
+            row = self._row(task)
+            found.setdefault(json.dumps(row["prompt"]), row)
+            if len(found) == most:
+                break
+        rows = list(found.values())
+        if self.seed is not None:
+            random.Random(self.seed).shuffle(rows)
+        if len(rows) < (self.val_rows + 1 if wanted is None else wanted):
+            raise ConfigError(
+                f"data.task.train_rows={self.train_rows} and data.task.val_rows={self.val_rows}: {self.taskset.id!r} "
+                f"has {len(rows)} different prompts. Lower the rows."
+            )
+        return rows[:wanted]
+
+    def _row(self, task: Any) -> dict[str, Any]:
+        row = {"prompt": prompt_of(task), TASKSET_COLUMN: row_of_task(self.taskset, task).text}
+        answer = getattr(task.data, "answer", None)
+        return row if answer is None else {**row, "answer": answer}

@@ -6,14 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from lit_rl.environments.base import Environment
-from lit_rl.environments.frames import Kind
-from lit_rl.environments.parser_choice import check_parser
-from lit_rl.environments.parsers import Parser
-from lit_rl.environments.pool import Pool
-from lit_rl.environments.source import Interactive
+from lit_rl.core.errors import ConfigError, in_range, one_of
+from lit_rl.environments.environment_base import Environment, Interactive
+from lit_rl.environments.environment_pool import Pool
+from lit_rl.environments.frames import AnswerRole
+from lit_rl.environments.tool_parsers import Parser, check_parser
 from lit_rl.environments.tools import Toolbox
-from lit_rl.errors import ConfigError, in_range, one_of
 
 
 class EnvironmentKind(ABC):
@@ -31,7 +29,7 @@ class EnvironmentKind(ABC):
     """True if a reply depends on earlier turns, so that an environment made again has to replay them all."""
 
     @property
-    def answers_as(self) -> Kind:
+    def answers_as(self) -> AnswerRole:
         """The role of what answers the policy."""
         return "user" if self.toolbox is None else "tool"
 

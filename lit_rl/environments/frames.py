@@ -18,23 +18,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lit_rl.chat_template import apply_chat_template
+from lit_rl.core.chat_template import apply_chat_template
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Message
+from lit_rl.core.vision_inputs import Later, PromptVision
+from lit_rl.core.visuals import ImageRef
 from lit_rl.data.checks import excerpt
-from lit_rl.data.image_prompts import Processor, Shown, count_of_placeholders
-from lit_rl.data.templates import control_tokens
+from lit_rl.data.rendering import control_tokens
+from lit_rl.data.visual_prompts import Processor, PromptVisuals, count_placeholders
 from lit_rl.environments.observations import (
     ImageReturned,
-    bare,
     images_of_content,
     texts_of_content,
     with_texts,
+    without_payload,
 )
-from lit_rl.errors import ConfigError
-from lit_rl.images import ImageRef
-from lit_rl.rollout import Message
-from lit_rl.vision import Later, PromptVision
 
-Kind = Literal["tool", "user"]
+AnswerRole = Literal["tool", "user"]
 
 _ALPHA, _BETA = "qqalphaqq", "zzbetazz"
 """Words that no template writes itself, and whose tokens stay apart from their neighbours'."""
@@ -111,7 +111,7 @@ class ChatFrames(Frames):
         tokenizer: Any,
         *,
         eos_ids: Sequence[int],
-        kinds: Sequence[Kind] = ("tool", "user"),
+        kinds: Sequence[AnswerRole] = ("tool", "user"),
         tools: Sequence[Mapping[str, Any]] | None = None,
         calls_are_text: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -123,13 +123,13 @@ class ChatFrames(Frames):
         self._name = template_name(tokenizer)
         self._settings = {"tools": list(tools) if tools else None, **(chat_template_kwargs or {})}
         self._control = sorted({*control_tokens(tokenizer), *(() if processor is None else processor.reserved)})
-        self._skeletons: dict[Kind, _Skeleton] = {kind: self._tried(kind) for kind in kinds}
-        self._ends: dict[tuple[Kind, int], int | None] = {}
+        self._skeletons: dict[AnswerRole, _Skeleton] = {kind: self._tried(kind) for kind in kinds}
+        self._ends: dict[tuple[AnswerRole, int], int | None] = {}
         for kind in kinds:
             self._ends[kind, 1] = self._ends_before(self._skeletons[kind], 1)
 
     def encode(self, messages: Sequence[Message], *, closed: bool) -> list[int]:
-        kind: Kind = "tool" if messages[0]["role"] == "tool" else "user"
+        kind: AnswerRole = "tool" if messages[0]["role"] == "tool" else "user"
         messages = messages if self._renders(kind, len(messages)) else [_joined(messages)]
         skeleton, count = self._skeletons[kind], len(messages)
         ids = self._rendered_ids(skeleton, messages)
@@ -137,7 +137,7 @@ class ChatFrames(Frames):
         return ids[ends[self._ends[kind, count] or 0] + closed :]
 
     def encode_seen(self, messages: Sequence[Message], *, closed: bool) -> tuple[list[int], tuple[Later, ...]]:
-        kind: Kind = "tool" if messages[0]["role"] == "tool" else "user"
+        kind: AnswerRole = "tool" if messages[0]["role"] == "tool" else "user"
         messages = messages if self._renders(kind, len(messages)) else [_joined_seen(messages)]
         skeleton, count = self._skeletons[kind], len(messages)
         ids: list[int] = []
@@ -170,7 +170,7 @@ class ChatFrames(Frames):
         tools = self._skeletons.get("tool")
         return [*_with_ids(messages, text_arguments=tools is not None and tools.arguments == "text")]
 
-    def _renders(self, kind: Kind, count: int) -> bool:
+    def _renders(self, kind: AnswerRole, count: int) -> bool:
         """Tell whether the template renders `count` replies to one turn. Some allow only one call a turn."""
         if (kind, count) not in self._ends:
             try:
@@ -207,7 +207,7 @@ class ChatFrames(Frames):
         shown = []
         for message in messages:
             own = [next(new) for _ in texts_of_content(message["content"])]
-            shown.append({**message, "content": bare(with_texts(message["content"], own))})
+            shown.append({**message, "content": without_payload(with_texts(message["content"], own))})
         rest = self._rendered(skeleton, shown)
         self._check_places(rest, len(images))
         self._check_apart(images[0])
@@ -235,7 +235,7 @@ class ChatFrames(Frames):
             asked: list[Message] = [{"role": "user", "content": [{"type": "image"}] * number}]
             text = str(apply_chat_template(self._tokenizer, asked, tokenize=False, add_generation_prompt=True))
             ids, _ = self._processor.process(text, [image] * number, _ANSWER)
-            counts.append(count_of_placeholders(self._processor.placeholders, ids))
+            counts.append(count_placeholders(self._processor.placeholders, ids))
         if counts[1] != 2 * counts[0]:
             raise ImageReturned(
                 f"A tool or an environment returned an image, and the processor of this policy gives one {counts[0]} "
@@ -252,7 +252,7 @@ class ChatFrames(Frames):
             return self._ids(text), None
         shown = tuple(images[:count])
         del images[:count]
-        source = Shown(text, shown, _ANSWER)
+        source = PromptVisuals(text, shown, _ANSWER)
         ids, seen = self._processor.process(text, shown, _ANSWER)
         assert seen is not None
         if any(int(values[0]) != seen.in_response[name] for name, values in seen.per_token.items()):
@@ -274,7 +274,7 @@ class ChatFrames(Frames):
 
     # ------------------------------------------------------------------ trying the template
 
-    def _tried(self, kind: Kind) -> _Skeleton:
+    def _tried(self, kind: AnswerRole) -> _Skeleton:
         """Return the first skeleton that the template renders whole."""
         why = ""
         for skeleton in self._skeletons_of(kind):
@@ -297,7 +297,7 @@ class ChatFrames(Frames):
             "one that does with model.chat_template=FILE, or take another model."
         )
 
-    def _skeletons_of(self, kind: Kind) -> Sequence[_Skeleton]:
+    def _skeletons_of(self, kind: AnswerRole) -> Sequence[_Skeleton]:
         if kind == "user" or self._calls_are_text:
             return (_Skeleton(kind),)
         return (_Skeleton(kind, "mapping"), _Skeleton(kind, "text"))
@@ -325,7 +325,7 @@ class ChatFrames(Frames):
 class _Skeleton:
     """The form in which a template takes the turn that is answered."""
 
-    kind: Kind
+    kind: AnswerRole
     arguments: Literal["mapping", "text"] | None = None
     """Form of the arguments of a call, text being JSON; None: the turn has no calls beside its content."""
     escapes: bool = False
@@ -356,7 +356,7 @@ def template_name(tokenizer: Any) -> str:
     return f"chat template of {model}" if model else "chat template"
 
 
-def check_tools_are_told(
+def check_tools_are_rendered(
     tokenizer: Any, tools: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any]
 ) -> None:
     """Refuse a chat template that does not tell the policy of the tools.
@@ -379,7 +379,7 @@ def check_tools_are_told(
         )
 
 
-def _probes(kind: Kind, count: int) -> list[Message]:
+def _probes(kind: AnswerRole, count: int) -> list[Message]:
     return [{"role": kind, "name": "probe", "content": _BETA} for _ in range(count)]
 
 

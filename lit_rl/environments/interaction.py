@@ -1,4 +1,4 @@
-"""Environments and a policy's tokenizer: from the prompts of a batch to prompts as they are opened, and a responder."""
+"""The episodes of a batch: prompts are opened with tools and first observations, and environments answer the policy."""
 
 from __future__ import annotations
 
@@ -10,35 +10,229 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from lit_rl.core.chat_template import apply_chat_template
+from lit_rl.core.errors import ConfigError, DataError, GenerationError
+from lit_rl.core.rollout import Completions, Message, Prompt, PromptBatch
+from lit_rl.core.vision_inputs import PromptVision
+from lit_rl.core.visuals import ImageRef
 from lit_rl.data.checks import excerpt
-from lit_rl.data.image_prompts import Processor
-from lit_rl.data.images import MAX_IMAGE_PIXELS
-from lit_rl.data.message_forms import told_of
-from lit_rl.data.templates import encode_prompt, kwargs_of_row
-from lit_rl.environments.base import Environment, Opening
-from lit_rl.environments.channels import said_and_thought, speaks_on_channels
-from lit_rl.environments.conversation import Conversations, Reading, Row
+from lit_rl.data.message_forms import tools_argument
+from lit_rl.data.rendering import control_tokens, encode_prompt, render_prompt, row_template_kwargs
+from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS
+from lit_rl.data.visual_prompts import Processor, PromptVisuals
+from lit_rl.environments.conversations import Conversations, EpisodeRow, TurnCodec
+from lit_rl.environments.environment_base import Environment, EpisodeRequest, EpisodeSource, Opening
+from lit_rl.environments.episode_replay import EpisodeJournal, Journal, ReplayableEnvironment
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
-from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, check_tools_are_told, literal_ids
-from lit_rl.environments.journal import EpisodeJournal, Journal
-from lit_rl.environments.opened import CannotBegin, OpenedPrompt, PromptOpener
-from lit_rl.environments.parser_choice import parser_for
-from lit_rl.environments.parsers import Parser, RegexParser
-from lit_rl.environments.remembered import RememberedEnvironment
-from lit_rl.environments.rewriting import EVERY, TemplateRewriting
+from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, check_tools_are_rendered, literal_ids
+from lit_rl.environments.observations import (
+    Content,
+    ImageReturned,
+    images_of_content,
+    texts_of_content,
+    with_texts,
+    without_payload,
+)
 from lit_rl.environments.runner import Runner
-from lit_rl.environments.source import EpisodeRequest, EpisodeSource
-from lit_rl.errors import GenerationError
-from lit_rl.rollout import Completions, PromptBatch
-from lit_rl.vision import PromptVision
+from lit_rl.environments.template_checks import CHECK_EVERY, TemplateRewriteCheck
+from lit_rl.environments.thoughts import speaks_on_channels, split_thoughts
+from lit_rl.environments.tool_parsers import Parser, RegexParser, parser_for
+
+
+class OpeningFailed(Exception):
+    """The error for a first observation that cannot be added to the prompt: the episodes fail with its message."""
+
+
+@dataclass(frozen=True)
+class OpenedPrompt:
+    """A prompt as the policy reads it."""
+
+    prompt: Prompt
+    ids: list[int]
+    seen: PromptVision | None
+    """The model's vision inputs. None: the prompt shows no image."""
+
+
+class PromptOpener:
+    """A renderer of prompts whose episodes begin with more than the data hold.
+
+    A prompt that shows images is processed again as a whole, so that its placeholders are expanded as those of the data
+    were.
+
+    Args:
+        tokenizer: Tokenizer of the policy.
+        processor: Processor of a policy over images; None: it reads text.
+        shortened: Function that cuts a text to a number of tokens, and marks the cut.
+        most: Tokens that an environment may begin with.
+
+    Raises:
+        ConfigError: a placeholder of images cannot be written as text.
+    """
+
+    def __init__(
+        self, tokenizer: Any, processor: Processor | None, shortened: Callable[[str, int], str], most: int
+    ) -> None:
+        self._tokenizer, self._processor = tokenizer, processor
+        self._shortened, self._most = shortened, most
+        self._control = control_tokens(tokenizer)
+        if processor is not None:
+            self._control = sorted({*self._control, *processor.reserved})
+            _refuse_spelled_placeholders(tokenizer, processor)
+
+    def told(self, plain: OpenedPrompt, where: str, template_kwargs: Mapping[str, Any]) -> OpenedPrompt:
+        """Return the prompt of a row, rendered with its tools."""
+        if not template_kwargs.get("tools"):
+            return plain
+        return self._rendered(plain.prompt, plain.seen, where, template_kwargs)
+
+    def begun(
+        self, plain: OpenedPrompt, opening: str | Sequence[Message], where: str, template_kwargs: Mapping[str, Any]
+    ) -> OpenedPrompt:
+        """Return the prompt with the first observation, in which control tokens are text.
+
+        Args:
+            plain: Told of its tools.
+            opening: Goes on the end of the last message, or behind the messages.
+            where: The prompt, for messages.
+            template_kwargs: Arguments that it is rendered with.
+
+        Raises:
+            CannotBegin: the environment begins with too much, with a control token beside images, or with an image that
+                the processor refuses.
+            ImageReturned: it begins with an image, and the prompt is plain text.
+        """
+        found = self._with(plain, opening, where, template_kwargs)
+        if len(found.ids) - len(plain.ids) > self._most:
+            raise OpeningFailed("what it began with is longer than env.max_observation_tokens")
+        return found
+
+    def _with(
+        self, plain: OpenedPrompt, opening: str | Sequence[Message], where: str, template_kwargs: Mapping[str, Any]
+    ) -> OpenedPrompt:
+        prompt, contents = plain.prompt, _contents(opening)
+        images = tuple(image for content in contents for image in images_of_content(content))
+        texts = [text for content in contents for text in texts_of_content(content)]
+        parts = [self._shortened(part, max(1, self._most // len(texts))) for part in texts]
+        if isinstance(prompt, str):
+            if images:
+                raise ImageReturned(
+                    "An environment began with an image, and the prompts of this run are plain text, in which nothing "
+                    'says where an image stands. Make them lists of messages: [{"role": "user", "content": ...}].'
+                )
+            text = "".join(parts)
+            return OpenedPrompt(prompt + text, [*plain.ids, *literal_ids(self._tokenizer, text)], None)
+        opened = _with_texts(prompt, opening, parts)
+        written = next((token for token in self._control for part in parts if token in part), None)
+        if written is None:
+            return self._rendered(opened, plain.seen, where, template_kwargs, images)
+        if plain.seen is not None or images:  # a processor tokenises whole texts only
+            raise OpeningFailed(
+                f"what it began with holds the text {written!r}, a control token of the policy, which a prompt with "
+                "images cannot hold: let reset return other words"
+            )
+        marks = [f"qq{number}opening{number}qq" for number in range(len(parts))]
+        marked = _with_texts(prompt, opening, marks)
+        return OpenedPrompt(opened, self._ids_around(marked, marks, parts, template_kwargs), None)
+
+    def _rendered(
+        self,
+        prompt: Prompt,
+        seen: PromptVision | None,
+        where: str,
+        template_kwargs: Mapping[str, Any],
+        given: tuple[ImageRef, ...] = (),
+    ) -> OpenedPrompt:
+        """Return the prompt as the policy reads it, with images of the first observation after those of the data."""
+        how = {"where": where, "chat_template_kwargs": template_kwargs, "control": self._control}
+        if isinstance(prompt, str) or (seen is None and not given):
+            return OpenedPrompt(prompt, encode_prompt(self._tokenizer, prompt, **how), None)
+        source = PromptVisuals("", (), where) if seen is None else seen.source
+        if self._processor is None or not isinstance(source, PromptVisuals):
+            raise GenerationError(
+                f"{where} has pixels, and env= renders it anew: that takes the policy's processor and the images "
+                "(PromptVision.source), which data modules give."
+            )
+        bare_prompt = [{**message, "content": without_payload(message["content"])} for message in prompt]
+        text = render_prompt(self._tokenizer, bare_prompt, where, template_kwargs, self._control)
+        shown = PromptVisuals(text, (*source.visuals, *given), where)
+        try:
+            ids, found = self._processor.process(text, shown.visuals, where)
+        except DataError as error:
+            if not given:
+                raise
+            raise OpeningFailed(str(error)) from error
+        if found is not None:
+            found = replace(found, row=-1 if seen is None else seen.row, source=shown, from_environment=bool(given))
+        return OpenedPrompt(prompt, ids, found)
+
+    def _ids_around(
+        self, marked: list[Message], marks: Sequence[str], parts: Sequence[str], template_kwargs: Mapping[str, Any]
+    ) -> list[int]:
+        """Return the tokens of a rendering in which each mark is replaced by a text that is tokenised apart."""
+        settings = {"tokenize": False, "add_generation_prompt": True, **template_kwargs}
+        text, ids = str(apply_chat_template(self._tokenizer, marked, **settings)), list[int]()
+        for mark, part in zip(marks, parts):
+            before, text = text.split(mark, 1)
+            ids += [*self._tokenizer(before, add_special_tokens=False)["input_ids"]]
+            ids += literal_ids(self._tokenizer, part)
+        return [*ids, *self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def _extends_last_message(opening: str | Sequence[Message]) -> bool:
+    """Tell whether an opening goes on the end of the prompt's last message: a text, or parts, which have no role."""
+    return isinstance(opening, str) or "role" not in opening[0]
+
+
+def _contents(opening: str | Sequence[Message]) -> list[Content]:
+    """Return the contents of the first observation, one a message."""
+    if isinstance(opening, str):
+        return [opening]
+    return [list(opening)] if _extends_last_message(opening) else [message["content"] for message in opening]
+
+
+def _with_texts(prompt: list[Message], opening: str | Sequence[Message], texts: Sequence[str]) -> list[Message]:
+    """Return the messages with `texts` in the place of those of the first observation."""
+    new, contents = iter(texts), list[Content]()
+    for content in _contents(opening):
+        contents.append(with_texts(content, [next(new) for _ in texts_of_content(content)]))
+    if _extends_last_message(opening):
+        return [*prompt[:-1], {**prompt[-1], "content": _append_content(prompt[-1]["content"], contents[0])}]
+    messages: Any = opening
+    return [*prompt, *({**message, "content": content} for message, content in zip(messages, contents))]
+
+
+def _append_content(content: Content, more: Content) -> Content:
+    """Return a message's content with more on its end."""
+    if not isinstance(more, str):
+        return [*([{"type": "text", "text": content}] if isinstance(content, str) else content), *more]
+    text = more
+    if isinstance(content, str):
+        return f"{content}{text}"
+    *others, last = content
+    if last["type"] != "text":
+        return [*content, {"type": "text", "text": text}]
+    return [*others, {**last, "text": f"{last['text']}{text}"}]
+
+
+def _refuse_spelled_placeholders(tokenizer: Any, processor: Processor) -> None:
+    """Refuse a tokenizer that makes placeholders of plain text: replies of tools and environments may spell one."""
+    for token in processor.placeholders:
+        text = str(tokenizer.decode([token]))
+        if token in literal_ids(tokenizer, text):
+            raise ConfigError(
+                f"env= lets others write texts for the policy, and its tokenizer makes a placeholder of an image of "
+                f"{text!r} wherever it stands, since that is no special token of it. Mark it as special in the "
+                "tokenizer's files, or leave env out."
+            )
+
 
 _SEED_BITS = 31
-_REMEMBERED = 64
+_MAX_PREPARED = 64
 """Different arguments of rows for which what the tokenizer makes of an environment is kept."""
 
 
 @dataclass(frozen=True)
-class _Ready:
+class _PreparedKind:
     """A kind of environment with what the policy's tokenizer makes of it."""
 
     kind: EnvironmentKind
@@ -82,11 +276,11 @@ class Interaction(EpisodeSource):
         self.factory, self._tokenizer, self._eos_ids = factory, tokenizer, tuple(eos_ids)
         self._chat, self._template_kwargs = chat, dict(template_kwargs)
         self._ready = {name: self._made_ready(kind, {}) for name, kind in factory.kinds.items()}
-        self._ready_of_rows: dict[tuple[str, str], _Ready] = {}
+        self._ready_of_rows: dict[tuple[str, str], _PreparedKind] = {}
         """Prepared kinds of the latest rows with chat template arguments of their own, by the kind and these."""
         self._tools_of_rows = 0
         """Tokens of the longest tools of such a row."""
-        self._reading = Reading(
+        self._reading = TurnCodec(
             self._text,
             self._thought,
             self._written,
@@ -98,7 +292,7 @@ class Interaction(EpisodeSource):
         self._on_channels = speaks_on_channels(tokenizer)
         self._opener = PromptOpener(tokenizer, processor, self._shortened, factory.max_observation_tokens)
         self._runner, self._told = Runner(), set[str]()
-        self._rewriting = TemplateRewriting(tokenizer)
+        self._rewriting = TemplateRewriteCheck(tokenizer)
 
     @property
     def settings(self) -> EnvironmentFactory:
@@ -134,7 +328,7 @@ class Interaction(EpisodeSource):
             "env.max_tokens": self.factory.max_tokens,
         }
 
-    def _tool_tokens(self, ready: _Ready) -> int:
+    def _tool_tokens(self, ready: _PreparedKind) -> int:
         if not ready.template_kwargs.get("tools"):
             return 0
         asked: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
@@ -174,7 +368,7 @@ class Interaction(EpisodeSource):
             completions = request.generate(told, sampling)
             drawn = replace(completions, episodes=conversations.episodes())
             rollout = request.batch.rollout
-            due = rollout >= 0 and rollout % EVERY == 0  # validations are below 0
+            due = rollout >= 0 and rollout % CHECK_EVERY == 0  # validations are below 0
             if due and (frames := conversations.chat_frames):
                 self._rewriting.look(drawn, frames)
         self.waited += conversations.waited
@@ -233,20 +427,20 @@ class Interaction(EpisodeSource):
             raise
         return prompts, conversations
 
-    def _row(self, batch: PromptBatch, number: int, seed: int, journal: EpisodeJournal | None) -> Row:
+    def _row(self, batch: PromptBatch, number: int, seed: int, journal: EpisodeJournal | None) -> EpisodeRow:
         columns = {"prompt": batch.prompts[number], **{name: of[number] for name, of in batch.columns.items()}}
         ready = self.ready_for(columns)
         make: Callable[[], Environment] = partial(ready.kind.make, ready.parser)
         if self.factory.pool is not None or journal is not None:
-            make = partial(RememberedEnvironment, make, has_state=ready.kind.has_state, journal=journal)
-        return Row(make, ready.frames, seed & ((1 << _SEED_BITS) - 1), copy.deepcopy(columns))
+            make = partial(ReplayableEnvironment, make, has_state=ready.kind.has_state, journal=journal)
+        return EpisodeRow(make, ready.frames, seed & ((1 << _SEED_BITS) - 1), copy.deepcopy(columns))
 
     def _opened(
         self,
         batch: PromptBatch,
         number: int,
         seen: PromptVision | None,
-        rows: Sequence[Row],
+        rows: Sequence[EpisodeRow],
         openings: Sequence[Opening],
     ) -> OpenedPrompt:
         """Return a prompt with what its environments began with."""
@@ -259,13 +453,13 @@ class Interaction(EpisodeSource):
                 f"nothing but its arguments and its seed, and take env.seed=group (it is {self.factory.seed})."
             )
         ready = self.ready_for(rows[0].columns)
-        kwargs = {**told_of(rows[0].columns.get("tools")), **ready.template_kwargs}
+        kwargs = {**tools_argument(rows[0].columns.get("tools")), **ready.template_kwargs}
         where = f"the prompt of row {batch.rows[number]}"
         opened = self._opener.told(OpenedPrompt(batch.prompts[number], batch.prompt_ids[number], seen), where, kwargs)
         if opening is not None:
             try:
                 opened = self._opener.begun(opened, opening, where, kwargs)
-            except CannotBegin as why:
+            except OpeningFailed as why:
                 for row in rows:
                     row.end, row.error = "failed", str(why)
         for row in rows:
@@ -274,13 +468,13 @@ class Interaction(EpisodeSource):
 
     # ------------------------------------------------------------------ the tokenizer
 
-    def ready_for(self, columns: Mapping[str, Any]) -> _Ready:
+    def ready_for(self, columns: Mapping[str, Any]) -> _PreparedKind:
         """Return the kind of environment of a row, made ready for its own arguments of the chat template.
 
         Raises:
             ConfigError: with these the template cannot render what answers the policy.
         """
-        kind, own = self.factory.kind_of(columns), kwargs_of_row(columns, "a row of env=") if self._chat else {}
+        kind, own = self.factory.kind_of(columns), row_template_kwargs(columns, "a row of env=") if self._chat else {}
         if not own:
             return self._ready[kind]
         key = kind, json.dumps(own, sort_keys=True, default=str)
@@ -288,12 +482,12 @@ class Interaction(EpisodeSource):
         if ready is None:
             ready = self._made_ready(self.factory.kinds[kind], own)
             self._tools_of_rows = max(self._tools_of_rows, self._tool_tokens(ready))
-            if len(self._ready_of_rows) >= _REMEMBERED:
+            if len(self._ready_of_rows) >= _MAX_PREPARED:
                 del self._ready_of_rows[next(iter(self._ready_of_rows))]  # least recently used
         self._ready_of_rows[key] = ready
         return ready
 
-    def _made_ready(self, kind: EnvironmentKind, own: Mapping[str, Any]) -> _Ready:
+    def _made_ready(self, kind: EnvironmentKind, own: Mapping[str, Any]) -> _PreparedKind:
         chat, template_kwargs = self._chat, {**self._template_kwargs, **own}
         tools = kind.toolbox.schemas if kind.toolbox is not None else None
         parser = None
@@ -302,7 +496,7 @@ class Interaction(EpisodeSource):
             parser = parser_for(self.factory.parser, self._tokenizer, tools, self.factory.call_pattern, rendered_with)
         if not chat:
             end = self._tokenizer.eos_token_id
-            return _Ready(kind, TextFrames(self._tokenizer, end), parser, {})
+            return _PreparedKind(kind, TextFrames(self._tokenizer, end), parser, {})
         settings = dict(template_kwargs)
         frames = ChatFrames(
             self._tokenizer,
@@ -316,16 +510,16 @@ class Interaction(EpisodeSource):
         if tools is not None:
             settings["tools"] = tools
             if not isinstance(parser, RegexParser):  # prompts themselves describe a custom form of calls
-                check_tools_are_told(self._tokenizer, tools, settings)
-        return _Ready(kind, frames, parser, settings)
+                check_tools_are_rendered(self._tokenizer, tools, settings)
+        return _PreparedKind(kind, frames, parser, settings)
 
     def _text(self, ids: Sequence[int]) -> str:
         if self._on_channels:
-            return said_and_thought(self._written(ids))[0]
+            return split_thoughts(self._written(ids))[0]
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _thought(self, ids: Sequence[int]) -> str:
-        return said_and_thought(self._written(ids))[1] if self._on_channels else ""
+        return split_thoughts(self._written(ids))[1] if self._on_channels else ""
 
     def _written(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids))

@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.visuals import ImageRef, VideoRef, is_pillow
 from lit_rl.data.checks import excerpt
-from lit_rl.data.images import image_of
+from lit_rl.data.row_visuals import image_of
 from lit_rl.environments.runner import NoReply
-from lit_rl.errors import ConfigError, DataError
-from lit_rl.images import ImageRef, is_pillow
-from lit_rl.rewards.workers.plain_values import number_of
-from lit_rl.videos import VideoRef
+from lit_rl.rewards.jobs import number_of
 
 Content = str | list[dict[str, Any]]
 """The content of a message: a text, or parts: ``{"type": "text", "text": ...}``, or ``{"type": "image", "image": ...}``
@@ -47,13 +46,13 @@ def content_of(result: Any, who: str) -> Content:
     if (most := IMAGE_LIMIT.get()) is None:
         return as_text(result, who)
     _refuse_videos(result, who)
-    if not shows(result):
+    if not shows_image(result):
         return as_text(result, who)
     parts = result if isinstance(result, list | tuple) else [result]
     return [_part(part, who, most) for part in parts]
 
 
-def shows(given: Any) -> bool:
+def shows_image(given: Any) -> bool:
     """Tell whether a value is an image, or a list with one. For a policy over images, bytes count too."""
     parts = given if isinstance(given, list | tuple) else [given]
     return any(_is_image(part) or (isinstance(part, bytes) and IMAGE_LIMIT.get() is not None) for part in parts)
@@ -78,18 +77,19 @@ def with_texts(content: Content, texts: Sequence[str]) -> Content:
     return [{**part, "text": next(new)} if "text" in part else part for part in content]
 
 
-def bare(content: Content) -> Content:
+def without_payload(content: Content) -> Content:
     """Return the content for chat templates: image parts without payload."""
     return content if isinstance(content, str) else [{"type": "image"} if "image" in part else part for part in content]
 
 
 def _part(part: Any, who: str, most: int) -> dict[str, Any]:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": writable(part["text"])}
+        return {"type": "text", "text": replace_surrogates(part["text"])}
     image = part.get("image") if isinstance(part, Mapping) and part.get("type") == "image" else part
     if not (isinstance(image, bytes | ImageRef) or is_pillow(image)):
         raise ImageReturned(
-            f"{who} returned {_words(part)} as an image or beside one. An image is a PIL image or its encoded bytes, "
+            f"{who} returned {_short_repr(part)} as an image or beside one. An image is a PIL image or its encoded "
+            "bytes, "
             'by itself or in {"type": "image", "image": ...}; a text beside it is {"type": "text", "text": ...}. Of an '
             "array of pixels make one by PIL.Image.fromarray. Paths and addresses are not opened."
         )
@@ -107,13 +107,14 @@ def as_text(result: Any, who: str) -> str:
         ConfigError: it is neither.
     """
     if isinstance(result, str):
-        return writable(result)
+        return replace_surrogates(result)
     refuse_images(result, who)
     try:
-        return writable(json.dumps(result, ensure_ascii=False, allow_nan=True, default=_as_plain))
+        return replace_surrogates(json.dumps(result, ensure_ascii=False, allow_nan=True, default=_as_plain))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{who} returned {_words(result)}, which is neither text nor JSON ({error}). Return a str, a number, or "
+            f"{who} returned {_short_repr(result)}, which is neither text nor JSON ({error}). Return a str, a "
+            "number, or "
             "lists and dicts of these."
         ) from error
 
@@ -146,7 +147,8 @@ def refuse_images(given: Any, who: str) -> None:
     parts = given if isinstance(given, list | tuple) else [given]
     if (image := next((part for part in parts if _is_image(part)), None)) is not None:
         raise ImageReturned(
-            f"{who} returned an image ({_words(image)}), and the policy is a language model over text. Set model= to "
+            f"{who} returned an image ({_short_repr(image)}), and the policy is a language model over text. Set "
+            "model= to "
             "one that sees, such as smolvlm_256m, or return words or numbers about it."
         )
 
@@ -157,7 +159,8 @@ def _refuse_videos(given: Any, who: str) -> None:
         names = isinstance(part, Mapping) and part.get("type") in ("video", "video_url") and part.keys() <= _VIDEO_KEYS
         if names or isinstance(part, VideoRef):
             raise ImageReturned(
-                f"{who} returned a video ({_words(part)}), and only images can be returned. Return some of its frames, "
+                f"{who} returned a video ({_short_repr(part)}), and only images can be returned. Return some of its "
+                "frames, "
                 'each as {"type": "image", "image": ...}.'
             )
 
@@ -175,12 +178,12 @@ _DIMENSIONS = 3
 """Height, width and colour, of the arrays of pixels that gymnasium's environments give."""
 
 
-def writable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Replace lone surrogates, which no file can hold."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _words(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     try:
         return excerpt(repr(value), 80)
     except Exception:  # repr of an integer with thousands of digits fails

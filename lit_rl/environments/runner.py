@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from lit_rl.process_state import process_kept, seed_generators
-from lit_rl.rewards.execution.event_loops import BackgroundLoop
+from lit_rl.core.event_loops import BackgroundLoop
+from lit_rl.core.process_state import preserve_process_state, seed_generators
 
 GRACE = 1.0
 """Seconds beyond its limit in which what awaits is cancelled. What has not given way by then blocks its thread."""
@@ -23,11 +23,11 @@ class NoReply(Exception):
     """An environment gave none, by no fault of the policy: the episode fails."""
 
 
-class Late(NoReply):
+class TimedOut(NoReply):
     """The error for a call that exceeded its time limit."""
 
 
-class Asked:
+class CallContext:
     """The context of the current call of an environment, available to everything that it calls.
 
     Args:
@@ -53,18 +53,18 @@ class Asked:
         self._calls += 1
         return (self.seed + (self._calls - 1) * _ODD) & _LARGEST_SEED
 
-    def once_more(self, seed: int) -> Asked:
+    def once_more(self, seed: int) -> CallContext:
         """Return a context for repeating an earlier call, with that call's seed."""
-        return Asked(self.seconds, seed, until=self.until, alone=self.alone)
+        return CallContext(self.seconds, seed, until=self.until, alone=self.alone)
 
 
-ASKED: ContextVar[Asked] = ContextVar("asked")
+CALL_CONTEXT: ContextVar[CallContext] = ContextVar("asked")
 
 _ODD, _LARGEST_SEED = 0x85EBCA6B, (1 << 32) - 1
 
 
 @dataclass(frozen=True)
-class Task:
+class TimedTask:
     """One thing that an environment does."""
 
     coroutine: Coroutine[Any, Any, Any]
@@ -94,9 +94,9 @@ class Runner:
         self.moved = time.perf_counter()
         """Time of the last start or end of a task."""
 
-    def begin(self, task: Task) -> Begun:
-        """Begin it, beside others. Its future raises `Late` where it awaits for longer than it may."""
-        begun = Begun(task)
+    def begin(self, task: TimedTask) -> RunningTask:
+        """Begin it, beside others. Its future raises `TimedOut` where it awaits for longer than it may."""
+        begun = RunningTask(task)
         begun.future = self._loop.submit(begun.run(self))
         self.moved = time.perf_counter()
         return begun
@@ -105,19 +105,20 @@ class Runner:
         """Tell whether no task has started or ended for `seconds`: the thread is blocked."""
         return time.perf_counter() > self.moved + seconds
 
-    def one(self, task: Task) -> Any:
-        """Run a task of workers while this thread waits; `Late` where it exceeded its limit.
+    def one(self, task: TimedTask) -> Any:
+        """Run a task of workers while this thread waits; `TimedOut` where it exceeded its limit.
 
         Raises:
             Exception: that the task raises.
         """
         try:
             return self.begin(task).future.result()
-        except Late as late:
+        except TimedOut as late:
             return late
 
-    def in_order(self, tasks: Sequence[Task]) -> list[Any]:
-        """Return what each gives, one after another while this thread waits; `Late` where it took longer than it may.
+    def in_order(self, tasks: Sequence[TimedTask]) -> list[Any]:
+        """Return what each gives, one after another while this thread waits; `TimedOut` where it took longer than it
+        may.
 
         What draws from the global generators draws the same whatever ran before it, and leaves them as they were. What
         blocks for longer than it may is left to itself, since nothing can end it, and the others go on without it.
@@ -126,11 +127,11 @@ class Runner:
             Exception: the first that a task raises.
         """
         given: list[Any] = []
-        with process_kept("an environment, or a tool"):
+        with preserve_process_state("an environment, or a tool"):
             while len(given) < len(tasks):
-                turn = _Turn(tasks[len(given) :])
+                turn = _SequentialTasks(tasks[len(given) :])
                 future = self._loop.submit(turn.run())
-                while not _over(future, turn.deadline):
+                while not _wait_until(future, turn.deadline):
                     if turn.leave():
                         self.leave()
                         break
@@ -142,10 +143,10 @@ class Runner:
         self._loop = BackgroundLoop("lit_rl-environments")
 
 
-class _Turn:
+class _SequentialTasks:
     """Tasks that run one after another in the other thread."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[TimedTask]) -> None:
         self._tasks = tasks
         self._lock = threading.Lock()
         self._left = False
@@ -157,8 +158,8 @@ class _Turn:
         for task in self._tasks:
             left = task.left
             self.deadline = time.perf_counter() + left + GRACE
-            ASKED.set(Asked(task.seconds, task.seed, until=task.until, alone=True))
-            result = await task.coroutine if left else _too_late(task)
+            CALL_CONTEXT.set(CallContext(task.seconds, task.seed, until=task.until, alone=True))
+            result = await task.coroutine if left else _expired(task)
             with self._lock:
                 if self._left:  # abandoned: other tasks run by now
                     return
@@ -169,17 +170,17 @@ class _Turn:
         with self._lock:
             self._left = len(self.given) < len(self._tasks) and time.perf_counter() > self.deadline
             if self._left:
-                self.given.append(Late())
+                self.given.append(TimedOut())
         return self._left
 
 
-def _too_late(task: Task) -> Late:
+def _expired(task: TimedTask) -> TimedOut:
     """Close a task's coroutine and return its timeout."""
     task.coroutine.close()
-    return Late()
+    return TimedOut()
 
 
-def _over(future: Future[None], deadline: float) -> bool:
+def _wait_until(future: Future[None], deadline: float) -> bool:
     """Wait until the deadline, and tell whether the future is done."""
     wait([future], timeout=max(0.0, deadline - time.perf_counter()))
     if not future.done():
@@ -188,10 +189,10 @@ def _over(future: Future[None], deadline: float) -> bool:
     return True
 
 
-class Begun:
+class RunningTask:
     """A task that goes on beside others."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TimedTask) -> None:
         self.task = task
         self.future: Future[Any] = Future()
         self._lock = threading.Lock()
@@ -206,12 +207,12 @@ class Begun:
         runner.moved = time.perf_counter()
         try:
             if not (left := self.task.left):
-                raise _too_late(self.task)
-            ASKED.set(Asked(self.task.seconds, self.task.seed, until=self.task.until, alone=False))
+                raise _expired(self.task)
+            CALL_CONTEXT.set(CallContext(self.task.seconds, self.task.seed, until=self.task.until, alone=False))
             async with asyncio.timeout(None if self.task.in_worker else left):
                 return await self.task.coroutine
         except TimeoutError as error:
-            raise Late from error
+            raise TimedOut from error
         finally:
             runner.moved = time.perf_counter()
 

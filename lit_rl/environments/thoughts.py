@@ -1,14 +1,24 @@
-"""The marks between which a model thinks, and whether its chat template has begun a thought before it writes a word."""
+"""Thoughts in what a model writes: between marks, or on a channel of their own.
+
+Most families think between marks such as ``<think>`` and ``</think>``, and a chat template may open a thought before
+the model writes a word. gpt-oss writes messages on channels (the harmony format):
+
+    <|channel|>analysis<|message|>THOUGHTS<|end|><|start|>assistant<|channel|>final<|message|>TEXT<|return|>
+
+analysis is thought; final and commentary are content, the latter before calls. Decoded without special tokens this
+is ``analysisTHOUGHTSassistantfinalTEXT``, so it is parsed with them.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lit_rl.chat_template import apply_chat_template
-from lit_rl.errors import ConfigError
+from lit_rl.core.chat_template import apply_chat_template
+from lit_rl.core.errors import ConfigError
+from lit_rl.data.rendering import control_tokens
 
 Marks = tuple[str, str]
 """The opening and the closing mark of a thought."""
@@ -20,7 +30,7 @@ CHANNEL: Marks = ("<|channel>thought", "<channel|>")
 BRACKETS: Marks = ("[THINK]", "[/THINK]")
 """Marks of Magistral."""
 
-KNOWN: tuple[Marks, ...] = (
+KNOWN_MARKS: tuple[Marks, ...] = (
     THINK,
     CHANNEL,
     BRACKETS,
@@ -63,7 +73,7 @@ class Thoughts:
         begin = "" if template_kwargs is None else generation_prompt(tokenizer, template_kwargs).rpartition(_ASKED)[2]
         known = f"{template}{begin}"
         tags = ((found[0], f"</{found['name']}>") for found in _TAG.finditer(known))
-        marks = dict.fromkeys((*self.marks, *(pair for pair in KNOWN if pair[0] in known), *tags))
+        marks = dict.fromkeys((*self.marks, *(pair for pair in KNOWN_MARKS if pair[0] in known), *tags))
         found = replace(self, marks=tuple(marks))
         return replace(found, begun=found._left_open(begin))
 
@@ -115,3 +125,65 @@ def generation_prompt(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str
         raise
     except Exception:  # a template may raise anything; rendering is checked elsewhere
         return ""
+
+
+START_TOKEN = "<|start|>"
+CHANNEL_TOKEN = "<|channel|>"
+MESSAGE_TOKEN = "<|message|>"
+
+_BORDER = re.compile(rf"(?={re.escape(START_TOKEN)})|(?<=<\|end\|>)(?={re.escape(CHANNEL_TOKEN)})")
+_NAME = re.compile(rf"{re.escape(CHANNEL_TOKEN)}\s*(?P<name>\w*)")
+_CONTROL = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return|endoftext)\|>")
+_THOUGHT = "analysis"
+
+
+@dataclass(frozen=True)
+class ChannelMessage:
+    """One message of a turn."""
+
+    written: str
+    """All of it."""
+    header: str
+    """The text before its body: sender, recipient and channel. Empty where it has none."""
+    body: str | None
+    """Its text as it was written; None: it was cut before one began."""
+
+    @property
+    def thought(self) -> bool:
+        """True if this message is on the private analysis channel."""
+        found = _NAME.search(self.header)
+        return found is not None and found["name"] == _THOUGHT
+
+    @property
+    def text(self) -> str:
+        """Its text without control tokens."""
+        return _CONTROL.sub("", self.body or "")
+
+
+def speaks_on_channels(tokenizer: Any) -> bool:
+    """Tell whether a tokenizer has the control tokens of channels, so that its model writes on them."""
+    return {START_TOKEN, CHANNEL_TOKEN, MESSAGE_TOKEN} <= {*control_tokens(tokenizer)}
+
+
+def channel_messages(written: str) -> Iterator[ChannelMessage]:
+    """Yield the messages of a turn, in their order. Text before any channel has no header."""
+    for part in _BORDER.split(written):
+        header, opened, body = part.partition(MESSAGE_TOKEN)
+        if opened:
+            yield ChannelMessage(part, header, body)
+        elif CHANNEL_TOKEN in part or part.startswith(START_TOKEN):
+            yield ChannelMessage(part, part, None)
+        elif part:
+            yield ChannelMessage(part, "", part)
+
+
+def split_thoughts(written: str) -> tuple[str, str]:
+    """Split a turn into content and thoughts, each without blanks around it.
+
+    Args:
+        written: The turn with its control tokens.
+    """
+    said, thought = list[str](), list[str]()
+    for message in channel_messages(written):
+        (thought if message.thought else said).append(message.text.strip())
+    return "\n".join(filter(None, said)), "\n".join(filter(None, thought))

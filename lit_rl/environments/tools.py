@@ -15,11 +15,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from jsonschema import Draft202012Validator
 from jsonschema.protocols import Validator
 
-from lit_rl.environments.observations import Content, ImageReturned, content_of, writable
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.process_state import is_raised_by_user_code
+from lit_rl.environments.observations import Content, ImageReturned, content_of, replace_surrogates
 from lit_rl.environments.runner import NoReply
-from lit_rl.errors import ConfigError
-from lit_rl.process_state import raised_by_itself
-from lit_rl.rewards.functions.contract import name_of
+from lit_rl.rewards.contract import name_of
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Tool(ABC):
             iter(sorted(self._validator.iter_errors(dict(arguments)), key=lambda e: list(map(str, e.path)))), None
         )
         if error is None:
-            return _not_finite(arguments)
+            return _find_non_finite(arguments)
         where = f" of {'.'.join(map(str, error.path))}" if error.path else ""
         return f"{error.message}{where}"
 
@@ -119,7 +119,7 @@ class FunctionTool(Tool):
         self.function = function
         name = name_of(function)
         try:
-            described, bound = _described(function)
+            described, bound = _described_function(function)
             schema = _schema(name, described, bound)
         except Exception as error:  # the docstring parser may raise anything
             raise ConfigError(f"The tool {name!r} {_why_not(function, error)}") from error
@@ -142,7 +142,7 @@ class FunctionTool(Tool):
 
     @property
     def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(_described(self.function)[0])
+        return inspect.iscoroutinefunction(_described_function(self.function)[0])
 
     def of(self, made: Any) -> FunctionTool:
         """Return the same method of another object."""
@@ -168,10 +168,12 @@ class FunctionTool(Tool):
             self._log_once(str(error), shows_trace=False)
             return ToolAnswer(f"error: {self.name} gave no answer that can be written", failed=True)
         except BaseException as error:  # the tool's own error is its answer
-            if not raised_by_itself(error):
+            if not is_raised_by_user_code(error):
                 raise
             self._log_once(f"tool {self.name!r} raised; it is answered, and not logged again:")
-            return ToolAnswer(writable(f"error: {self.name} raised {type(error).__name__}: {error}"), failed=True)
+            return ToolAnswer(
+                replace_surrogates(f"error: {self.name} raised {type(error).__name__}: {error}"), failed=True
+            )
 
     def _log_once(self, what: str, *, shows_trace: bool = True) -> None:
         if not self._told:
@@ -239,10 +241,10 @@ def _add(tools: dict[str, Tool], tool: Tool) -> None:
     tools[tool.name] = tool
 
 
-def _described(function: Callable[..., Any]) -> tuple[Callable[..., Any], frozenset[str]]:
+def _described_function(function: Callable[..., Any]) -> tuple[Callable[..., Any], frozenset[str]]:
     """Return the function whose types and docstring describe a tool, and the arguments that are bound already."""
     if isinstance(function, functools.partial):
-        inner, bound = _described(function.func)
+        inner, bound = _described_function(function.func)
         given = inspect.signature(inner).bind_partial(*function.args, **function.keywords).arguments
         return inner, bound | given.keys()
     if inspect.isroutine(function) or isinstance(function, type):
@@ -400,9 +402,9 @@ def _referred(root: Any, reference: str) -> Any:
     return root
 
 
-def _not_finite(value: Any, name: str = "") -> str | None:
+def _find_non_finite(value: Any, name: str = "") -> str | None:
     """Return a message about NaN or infinity, which JSON lacks and Python reads; None where there is none."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} is no number of {name}" if name else f"{value} is no number"
     parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    return next((found for key, part in parts if (found := _not_finite(part, name or str(key)))), None)
+    return next((found for key, part in parts if (found := _find_non_finite(part, name or str(key)))), None)

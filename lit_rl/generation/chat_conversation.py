@@ -1,7 +1,8 @@
-"""One completion as a conversation over OpenAI's API: the tokens that were drawn stay those that are learned from.
+"""One completion as a conversation over OpenAI's API: the drawn tokens stay those that are learned from.
 
-An agent sends the whole conversation with each request. What of it the policy said is not tokenised again: it has to be
-what was answered, and stands for the tokens of then. What is new answers the last turn, and is rendered behind it as
+`read_request` reads a request for a chat completion, and `ChatTurn` is the answer to it. An agent sends the whole
+conversation with each request. The policy's own turns in it are not tokenised again: they have to equal the earlier
+answers, and stand for their tokens. New messages answer the last turn, and are rendered behind it as
 `lit_rl.environments.frames` does.
 """
 
@@ -14,32 +15,181 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from lit_rl.core.rollout import Message
 from lit_rl.data.checks import excerpt
-from lit_rl.environments.channels import said_and_thought, speaks_on_channels
-from lit_rl.environments.frames import ChatFrames, Kind, check_tools_are_told
-from lit_rl.environments.parser_choice import parser_for
-from lit_rl.environments.parsers import UNREADABLE, BadCall, Parser, RegexParser, ToolCall
-from lit_rl.generation.chat_requests import ChatRequest, ChatTurn, RequestRefused
-from lit_rl.rollout import Message
+from lit_rl.environments.frames import AnswerRole, ChatFrames, check_tools_are_rendered
+from lit_rl.environments.thoughts import speaks_on_channels, split_thoughts
+from lit_rl.environments.tool_parsers import UNREADABLE, BadCall, Parser, RegexParser, ToolCall, parser_for
+
+MODEL = "policy"
+"""The policy's name in the API."""
+
+
+class ChatRequestRefused(Exception):
+    """A refusal that is answered in place of a turn.
+
+    Args:
+        why: The reason, for a person.
+        status: The HTTP status.
+        code: The code of OpenAI's errors, for programs.
+    """
+
+    def __init__(self, why: str, *, status: int = 400, code: str | None = None) -> None:
+        super().__init__(why)
+        self.status, self.code = status, code
+
+    @property
+    def body(self) -> bytes:
+        """The refusal as JSON."""
+        error = {"message": str(self), "type": "invalid_request_error", "param": None, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request for a turn of the policy."""
+
+    messages: list[Message]
+    """With texts as contents; calls as OpenAI writes them, their arguments as JSON text."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    max_new_tokens: int | None = None
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """A turn of the policy as an answer."""
+
+    message: Message
+    finish: str
+    """``stop``, ``tool_calls`` or ``length``."""
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The turn as a chat completion."""
+        choice = {"index": 0, "message": self.message, "finish_reason": self.finish, "logprobs": None}
+        return self._around("chat.completion", [choice]) | {"usage": self._usage}
+
+    @property
+    def events(self) -> bytes:
+        """The turn as the events of a stream: the message, the reason of its end, its length."""
+        calls = [{"index": number, **call} for number, call in enumerate(self.message.get("tool_calls") or ())]
+        delta = {**self.message, **({"tool_calls": calls} if calls else {})}
+        chunks = [
+            self._around("chat.completion.chunk", [{"index": 0, "delta": delta, "finish_reason": None}]),
+            self._around("chat.completion.chunk", [{"index": 0, "delta": {}, "finish_reason": self.finish}]),
+            self._around("chat.completion.chunk", []) | {"usage": self._usage},
+        ]
+        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+        return "".join([*lines, "data: [DONE]\n\n"]).encode()
+
+    def _around(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {"id": "chatcmpl-lit-rl", "object": kind, "created": 0, "model": MODEL, "choices": list(choices)}
+
+    @property
+    def _usage(self) -> dict[str, int]:
+        total = self.prompt_tokens + self.new_tokens
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.new_tokens, "total_tokens": total}
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """Parse a request. Its sampling settings are ignored: the run's apply.
+
+    Raises:
+        RequestRefused: it is no valid request, or asks for a setting that would change a turn.
+    """
+    try:
+        asked = json.loads(body)
+    except ValueError as error:
+        raise ChatRequestRefused(f"the request is no JSON: {error}") from error
+    if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list) or not asked["messages"]:
+        raise ChatRequestRefused("the request is an object with a list of messages")
+    if not_kept := [name for name, allowed in _KEPT.items() if asked.get(name) not in allowed]:
+        raise ChatRequestRefused(f"{', '.join(not_kept)} cannot be asked of a policy in training; leave it out")
+    limits = [asked[name] for name in ("max_tokens", "max_completion_tokens") if asked.get(name) is not None]
+    if any(not isinstance(limit, int) or limit < 1 for limit in limits):
+        raise ChatRequestRefused(f"max_tokens={limits} is no number of tokens")
+    return ChatRequest(
+        messages=[_message(each) for each in asked["messages"]],
+        tools=[_tool(each) for each in _listed("tools", asked.get("tools"))],
+        max_new_tokens=min(limits, default=None),
+        stream=bool(asked.get("stream")),
+    )
+
+
+_KEPT: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "stop": (None, [], ""),
+    "response_format": (None, {"type": "text"}),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "tool_choice": (None, "auto"),
+}
+"""Settings that would change a turn, and the values that do not."""
+
+
+def _message(given: Any) -> Message:
+    if not isinstance(given, dict) or given.get("role") not in ("system", "developer", "user", "assistant", "tool"):
+        raise ChatRequestRefused(f"{excerpt(repr(given))} is no message")
+    message: Message = {"role": "system" if given["role"] == "developer" else given["role"]}
+    message["content"] = _text(given.get("content"))
+    if calls := _listed("tool_calls", given.get("tool_calls")):
+        message["tool_calls"] = [_checked_call(each) for each in calls]
+    if given["role"] == "tool":
+        message["tool_call_id"] = str(given.get("tool_call_id") or "")
+    return message
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    if given is not None and not isinstance(given, list):
+        raise ChatRequestRefused(f"{name}={excerpt(repr(given))} is no list")
+    return given or []
+
+
+def _checked_call(given: Any) -> Any:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ChatRequestRefused(f"{excerpt(repr(given))} is no call of a function: that has function.name")
+    return given
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    raise ChatRequestRefused(f"the content {excerpt(repr(content))} is no text, and the policy reads texts")
+
+
+def _tool(given: Any) -> dict[str, Any]:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ChatRequestRefused(f"{excerpt(repr(given))} is no function that can be called")
+    described = {"name": function["name"], "description": function.get("description") or ""}
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return {"type": "function", "function": {**described, "parameters": parameters}}
+
 
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 """An id as Mistral's templates demand it."""
 
 THOUGHTS = ("reasoning_content", "reasoning")
-"""What a message's thoughts are called: by DeepSeek, SGLang and older vLLM, and by vLLM today."""
+"""The keys of a message's thoughts: of DeepSeek, SGLang and older vLLM, and of vLLM today."""
 
 
 @dataclass
 class ChatReading:
-    """How conversations of one rollout become tokens, and tokens become turns.
+    """The conversion between conversations of one rollout and tokens, in both directions.
 
     Args:
-        tokenizer: Of the policy.
+        tokenizer: The policy's.
         encode: A first prompt's tokens, by its messages and the arguments of the chat template.
-        template_kwargs: What prompts are rendered with.
+        template_kwargs: Arguments of the chat template.
         eos_ids: Every token that ends a turn.
-        parser: Name of what reads calls of tools, see `parser_for`.
-        call_pattern: Of `parser=regex`.
+        parser: Name of the parser of tool calls, see `parser_for`.
+        call_pattern: Pattern for `parser=regex`.
     """
 
     tokenizer: Any
@@ -48,32 +198,32 @@ class ChatReading:
     eos_ids: frozenset[int]
     parser: str = "auto"
     call_pattern: str | None = None
-    _frames: dict[tuple[str, Kind, bool], ChatFrames] = field(default_factory=dict)
+    _frames: dict[tuple[str, AnswerRole, bool], ChatFrames] = field(default_factory=dict)
     _parsers: dict[str, Parser] = field(default_factory=dict)
 
     def prompt(self, request: ChatRequest) -> list[int]:
-        """Of a first request.
+        """Return the tokens of a first request.
 
         Raises:
             RequestRefused: the arguments of a call in it are no JSON object, or an answer of a tool is to no call.
-            ConfigError: the chat template does not tell the policy of the tools, or nothing says how calls are written.
+            ConfigError: the chat template does not show the tools to the policy, or the format of calls is unknown.
         """
         settings, messages = dict(self.template_kwargs), request.messages
         if request.tools:
             settings["tools"] = request.tools
             if not isinstance(self._parser(request), RegexParser):  # of a call that no template knows, prompts tell
-                check_tools_are_told(self.tokenizer, request.tools, settings)
+                check_tools_are_rendered(self.tokenizer, request.tools, settings)
         if any("tool_calls" in message for message in messages):
             messages = self._framed("tool", request, calls_are_text=False).with_calls([*_examples(messages)])
         return self.encode(messages, chat_template_kwargs=settings)
 
     def answers(self, messages: Sequence[Message], request: ChatRequest, *, closed: bool) -> list[int]:
-        """What stands between a turn and the next, of the messages that answer it."""
-        kind: Kind = "tool" if messages[0]["role"] == "tool" else "user"
+        """Return the tokens between a turn and the next, for the messages that answer it."""
+        kind: AnswerRole = "tool" if messages[0]["role"] == "tool" else "user"
         return self._framed(kind, request, calls_are_text=self.parser == "regex").encode(messages, closed=closed)
 
     def turn(self, ids: Sequence[int], request: ChatRequest, number: int) -> Message:
-        """A turn of the policy as an agent reads it; calls without an id are given one by their number."""
+        """Return a turn of the policy as a message for the agent; calls without an id get one by their number."""
         message = self.plain_turn(ids)
         parsed = self._parser(request).parse(self._written(ids)) if request.tools else None
         if parsed is None or not parsed.calls:
@@ -84,10 +234,10 @@ class ChatReading:
         return message | {"tool_calls": told} if told else message
 
     def plain_turn(self, ids: Sequence[int]) -> Message:
-        """The same of a turn in which no tool can be called."""
+        """Return a turn in which no tool can be called, as a message for the agent."""
         message: Message = {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
         if self._on_channels:
-            message["content"], thought = said_and_thought(self._written(ids))
+            message["content"], thought = split_thoughts(self._written(ids))
             message |= dict.fromkeys(THOUGHTS, thought) if thought else {}
         return message
 
@@ -95,7 +245,7 @@ class ChatReading:
         return str(self.tokenizer.decode(ids[:-1] if self.closed(ids) else ids))
 
     def closed(self, ids: Sequence[int]) -> bool:
-        """Whether a turn ended with a token that ends turns."""
+        """Tell whether a turn ended with a token that ends turns."""
         return bool(ids) and ids[-1] in self.eos_ids
 
     @cached_property
@@ -111,7 +261,7 @@ class ChatReading:
             )
         return self._parsers[key]
 
-    def _framed(self, kind: Kind, request: ChatRequest, *, calls_are_text: bool) -> ChatFrames:
+    def _framed(self, kind: AnswerRole, request: ChatRequest, *, calls_are_text: bool) -> ChatFrames:
         key = json.dumps(request.tools, sort_keys=True), kind, calls_are_text
         if key not in self._frames:
             self._frames[key] = ChatFrames(
@@ -130,8 +280,8 @@ class ChatConversation:
     """A completion while it is written.
 
     Args:
-        reading: Of its tokens.
-        max_tokens: Of the completion, what the policy reads between its turns included.
+        reading: Converts its tokens.
+        max_tokens: Most tokens of the completion, with the answers that the policy reads between its turns.
     """
 
     reading: ChatReading
@@ -142,32 +292,32 @@ class ChatConversation:
     written: list[int] = field(default_factory=list)
     """1 for the tokens of the policy."""
     ended: bool = False
-    """Whether the last turn came to its end, and nothing was cut."""
+    """True where the last turn came to its end, and nothing was cut."""
     full: bool = False
-    """Whether a turn was asked for that it has no room for."""
+    """True where a turn was requested that did not fit."""
     turns: int = 0
     messages: list[Message] = field(default_factory=list)
-    """What was said and answered behind the prompt, as templates know it: one of the assistant for each turn."""
+    """The messages behind the prompt, in the form for templates: one of the assistant for each turn."""
     _said: list[Message] = field(default_factory=list)
     _asked: tuple[ChatRequest, list[Message], list[int]] | None = None
     _answered: tuple[ChatRequest, ChatTurn] | None = None
     _told: frozenset[str] = frozenset()
-    """The names of the tools that the prompt tells of."""
+    """The names of the tools in the prompt."""
     _last: list[int] = field(default_factory=list)
 
     def answered(self, request: ChatRequest) -> ChatTurn | None:
-        """What this very request was answered, if it was the last one: a client sends it again where it has lost the
+        """Return the answer to this very request if it was the last one: a client repeats it where it has lost the
         answer."""
         return self._answered[1] if self._answered is not None and self._answered[0] == request else None
 
     def ask(self, request: ChatRequest) -> tuple[list[int], int]:
-        """The tokens that the policy goes on from, and how many it may write at most.
+        """Return the tokens from which the policy continues, and the most that it may write.
 
         Raises:
             RequestRefused: the request is no next turn of this conversation, or there is no room for one.
         """
         if self._asked is not None:
-            raise RequestRefused("the policy was asked before it had answered: one turn of a completion at a time")
+            raise ChatRequestRefused("the policy was asked before it had answered: one turn of a completion at a time")
         answers, between = list[Message](), list[int]()
         if self.turns:
             answers = self._answers(request)
@@ -177,7 +327,7 @@ class ChatConversation:
         room = self.max_tokens - len(self.completion_ids) - len(between)
         if room < 1:
             self.ended, self.full = False, True
-            raise RequestRefused(
+            raise ChatRequestRefused(
                 f"This model's maximum context length is reached: a completion may have env.max_tokens="
                 f"{self.max_tokens} tokens.",
                 code="context_length_exceeded",
@@ -186,7 +336,7 @@ class ChatConversation:
         return [*self.prompt_ids, *self.completion_ids, *between], room
 
     def answer(self, ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> ChatTurn:
-        """What the policy went on with, as a turn."""
+        """Record the policy's continuation, and return it as a turn."""
         assert self._asked is not None, "nobody asked"
         (request, answers, between), self._asked = self._asked, None
         prompt = len(self.prompt_ids) + len(self.completion_ids) + len(between)
@@ -202,13 +352,13 @@ class ChatConversation:
         return self._answered[1]
 
     def write(self, prompt_ids: Sequence[int], ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> None:
-        """A completion of one turn that nobody has asked for."""
+        """Record a completion of one turn without a request."""
         self.prompt_ids, self.completion_ids, self.logprobs = list(prompt_ids), list(ids), list(logprobs)
         self.written, self.ended, self.turns = [1] * len(ids), ended, 1
         self._note([], self.reading.plain_turn(ids))
 
     def _note(self, answers: Sequence[Message], turn: Message) -> None:
-        """Add the answers that were read, and the turn behind them. Where nothing was read between two turns, their
+        """Append the answers that were read, and the turn behind them. Where nothing was read between two turns, their
         tokens are one turn, and so are their messages."""
         turn = _for_templates(turn)
         if answers or not self.messages:
@@ -220,22 +370,22 @@ class ChatConversation:
         self.messages.append(one | {"tool_calls": calls} if calls else one)
 
     def _answers(self, request: ChatRequest) -> list[Message]:
-        """The messages that answer the last turn, as templates know them."""
+        """Return the messages that answer the last turn, in the form for templates."""
         known, new = request.messages[: len(self._said)], request.messages[len(self._said) :]
         for number, (was, now) in enumerate(zip(self._said, known)):
             if _compared(was) != _compared(now):
-                raise RequestRefused(
+                raise ChatRequestRefused(
                     f"message {number} was {excerpt(json.dumps(was))} and is now {excerpt(json.dumps(now))}: "
                     "a completion is one conversation that goes on, and this begins or rewrites another"
                 )
         roles = {message["role"] for message in new}
         if len(known) < len(self._said) or roles not in ({"tool"}, {"user"}):
-            raise RequestRefused(
+            raise ChatRequestRefused(
                 f"behind a turn of the policy come messages of tools, or of the user; here {sorted(roles) or 'nothing'}"
                 " came"
             )
         if self.reading.parser != "regex" and (untold := _names(request) - self._told):
-            raise RequestRefused(
+            raise ChatRequestRefused(
                 f"the policy is told of tools by the first request of a conversation, and {', '.join(sorted(untold))} "
                 "was not in it"
             )
@@ -257,8 +407,8 @@ def _call_id(number: int) -> str:
 
 
 def _examples(messages: Sequence[Message]) -> Iterator[Message]:
-    """The messages of a prompt as templates know them: the arguments of calls as mappings, the answers of tools with
-    the tool's name, and ids that no template takes as numbers."""
+    """Yield the messages of a prompt in the form for templates: the arguments of calls as mappings, the answers of
+    tools with the tool's name, and unsupported ids as numbers."""
     names, ids = dict[str, str](), dict[str, str]()
     for message in messages:
         calls = []
@@ -273,7 +423,8 @@ def _examples(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _for_templates(turn: Message) -> Message:
-    """A turn of the policy as templates know it: arguments of calls as mappings, thoughts under ``thinking``."""
+    """Return a turn of the policy in the form for templates: arguments of calls as mappings, thoughts under
+    ``thinking``."""
     known: Message = {"role": "assistant", "content": turn["content"]}
     if thought := turn.get(THOUGHTS[0]):
         known["thinking"] = thought
@@ -286,26 +437,26 @@ def _function(call: Message) -> Message:
 
 
 def _arguments(call: Message) -> Mapping[str, Any]:
-    """Those of a call, which OpenAI's API sends as JSON text."""
+    """Return the arguments of a call, which OpenAI's API sends as JSON text."""
     written = call["function"].get("arguments")
     try:
         read = json.loads(written or "{}") if isinstance(written, str | None) else written
     except UNREADABLE:
         read = None
     if not isinstance(read, dict):
-        raise RequestRefused(
+        raise ChatRequestRefused(
             f"the arguments of a call of {call['function']['name']} are {excerpt(repr(written))}, and no JSON object"
         )
     return read
 
 
 def _answer(message: Message, names: Mapping[str, str]) -> Message:
-    """As templates know it. An id that no template takes is left out."""
+    """Return an answer in the form for templates. An id that no template supports is left out."""
     if message["role"] != "tool":
         return message
     id = message["tool_call_id"]
     if id not in names:
-        raise RequestRefused(f"a tool answers the call {id!r}, and the policy's last calls are {sorted(names)}")
+        raise ChatRequestRefused(f"a tool answers the call {id!r}, and the policy's last calls are {sorted(names)}")
     answer: Message = {"role": "tool", "name": names[id], "content": message["content"]}
     return answer | {"tool_call_id": id} if _ID.fullmatch(id) else answer
 

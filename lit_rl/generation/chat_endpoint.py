@@ -1,9 +1,9 @@
-"""The policy of a rollout function behind OpenAI's API, for agents that know nothing else.
+"""An endpoint of OpenAI's API in front of the policy of a rollout function, for agents that know no other.
 
-Every completion has an address of its own, so that whoever asks there writes its next turn. Agents run on one event
-loop in the thread of the rollout function, which alone may ask the generator; requests come in on other threads. The
-policy is asked once all agents wait for it, or some have waited for long enough: while it writes, the loop stands
-still, and then nothing that an agent does beside waiting can run into a limit.
+Every completion has an address of its own, and a request there gets its next turn. Agents run on one event loop in the
+thread of the rollout function, the only thread that may ask the generator; requests arrive on other threads. The policy
+is asked once all agents wait for it, or some have waited for long enough: while it writes, the loop stands still, so no
+other work of an agent can run into a time limit.
 """
 
 from __future__ import annotations
@@ -21,16 +21,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
 from typing import Any, Generic, TypeVar
 
-from lit_rl.environments.parser_choice import check_parser
-from lit_rl.errors import GenerationError, in_range
-from lit_rl.generation.chat_conversation import ChatConversation, ChatReading
-from lit_rl.generation.chat_requests import MODEL, ChatRequest, ChatTurn, RequestRefused, read_request
-from lit_rl.generation.rollout_handle import RolloutHandle
-from lit_rl.own_loop import awaited, no_loop
-from lit_rl.rollout import Prompt
+from lit_rl.core.errors import GenerationError, in_range
+from lit_rl.core.event_loops import hide_running_loop, run_coroutine
+from lit_rl.core.rollout import Prompt
+from lit_rl.environments.tool_parsers import check_parser
+from lit_rl.generation.chat_conversation import (
+    MODEL,
+    ChatConversation,
+    ChatReading,
+    ChatRequest,
+    ChatRequestRefused,
+    ChatTurn,
+    read_request,
+)
+from lit_rl.generation.rollout_function import RolloutHandle
 
 _SPARE_THREADS = 32
-"""For what else runs in threads, such as the lookup of names."""
+"""Threads for other uses, such as the lookup of names."""
 
 _LARGEST_BODY = 2**25
 """Bytes of a request: a conversation of some million tokens."""
@@ -44,24 +51,24 @@ Agent = Callable[[int, str], Awaitable[Result]]
 
 @dataclass(frozen=True)
 class Played(Generic[Result]):
-    """What agents did with a rollout's completions."""
+    """The agents' results and completions of a rollout."""
 
     results: list[Result | Exception]
-    """What each agent returned, or raised; a `TimeoutError` of one whose time was over."""
+    """The value that each agent returned, or its exception; a `TimeoutError` where its time was over."""
     rollout: dict[str, list[Any]]
-    """What a rollout function returns: ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask``, ``ended``,
-    ``episode_messages``, and ``episode_error``: the exception where an agent raised or its time was over, else None. It
-    is None too where the completion had no room for another turn: then the policy has talked too long."""
+    """The returned dict of a rollout function: ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask``,
+    ``ended``, ``episode_messages``, and ``episode_error``: the exception where an agent raised or its time was over,
+    else None. It is None too where the completion had no room for another turn: then the policy has talked too long."""
 
 
 class ChatEndpoint(Generic[Result]):
-    """Lets agents that speak OpenAI's chat completions write the completions of a rollout, with exact tokens.
+    """An endpoint of OpenAI's chat completions through which agents write a rollout, with exact tokens.
 
     Args:
-        trainer: What the rollout function was given.
-        parser: Reads calls of tools where a request names tools: a name as of `env.parser`.
-        call_pattern: Of `parser=regex`.
-        patience: Seconds that those who wait for the policy wait for others to ask too.
+        trainer: The rollout function's second argument.
+        parser: Name of the parser of tool calls, where a request names tools: see `env.parser`.
+        call_pattern: Pattern for `parser=regex`.
+        patience: Seconds that waiting agents wait for others to ask too.
         agent_timeout: Seconds that an agent may take from when it is called, generation included; None is no limit. It
             is looked at while the agent awaits something: no turn is cut. One that is late is cancelled, and the others
             go on.
@@ -110,7 +117,7 @@ class ChatEndpoint(Generic[Result]):
         Raises:
             GenerationError: an agent ended without having asked the policy for a turn.
         """
-        results = awaited(self._play(agent, around or nullcontext()))
+        results = run_coroutine(self._play(agent, around or nullcontext()))
         for row, (conversation, result) in enumerate(zip(self._conversations, results)):
             raised = result if isinstance(result, Exception) else None
             if conversation.turns:
@@ -142,7 +149,7 @@ class ChatEndpoint(Generic[Result]):
         # A thread for each agent: `asyncio.to_thread` has few, and who waits for one is not asking the policy.
         self._loop.set_default_executor(ThreadPoolExecutor(len(self._conversations) + _SPARE_THREADS))
         async with around:
-            with _Server(self._take) as server:
+            with _ChatServer(self._take) as server:
                 self._live = set(range(len(self._conversations)))
                 tasks = [asyncio.ensure_future(self._write(agent, row, server.url(row))) for row in sorted(self._live)]
                 try:
@@ -175,13 +182,13 @@ class ChatEndpoint(Generic[Result]):
             self._came.set()
 
     def _leave(self, row: int) -> None:
-        """Nobody answers what was asked last: whoever waits for it hears that it is over."""
+        """Cancel the requests of an agent that has ended: their clients get an error."""
         if waiting := self._waiting.pop(row, None):
             for future in waiting.futures:
                 future.cancel()
 
     async def _until_asked(self) -> None:
-        """Until all agents wait for the policy, or some of them have waited for long enough."""
+        """Wait until all agents wait for the policy, or some of them have waited for long enough."""
         while self._live and len(self._waiting) < len(self._live):
             self._came.clear()
             try:
@@ -192,17 +199,17 @@ class ChatEndpoint(Generic[Result]):
                 raise self._broken
 
     def _left(self) -> float | None:
-        """Seconds until the first who waits has waited for long enough; None where nobody waits."""
+        """Return the seconds until the first waiting agent has waited for long enough; None where none waits."""
         if not self._waiting:
             return None
         first = min(each.since for each in self._waiting.values())
         return max(0.0, first + self._patience - time.monotonic())
 
     def _answer(self) -> None:
-        """Ask the policy for a turn of all who wait."""
+        """Draw a turn for all agents that wait."""
         rows = sorted(self._waiting)
         asked = [self._waiting[row] for row in rows]
-        with no_loop():  # engines may run one
+        with hide_running_loop():  # engines may run one
             out = self._trainer.generate(
                 [each.ids for each in asked], rows=rows, max_new_tokens=[each.room for each in asked]
             )
@@ -215,13 +222,13 @@ class ChatEndpoint(Generic[Result]):
     # ------------------------------------------------------------------ requests, on threads of their own
 
     def _take(self, row: int, request: ChatRequest) -> ChatTurn:
-        """The policy's next turn of a completion."""
+        """Return the policy's next turn of a completion."""
         future: Future[ChatTurn] = Future()
         self._loop.call_soon_threadsafe(self._asked, row, request, future)
         try:
             return future.result()
         except CancelledError:
-            raise RequestRefused("the agent's time or the rollout is over", status=409) from None
+            raise ChatRequestRefused("the agent's time or the rollout is over", status=409) from None
 
     def _asked(self, row: int, request: ChatRequest, future: Future[ChatTurn]) -> None:
         if row not in self._live:
@@ -233,16 +240,16 @@ class ChatEndpoint(Generic[Result]):
             ids, room = self._conversations[row].ask(request)
             most = self._trainer.sampling.max_new_tokens
             self._waiting[row] = _Waiting(request, ids, min(most, room, request.max_new_tokens or most), [future])
-        except RequestRefused as refused:
+        except ChatRequestRefused as refused:
             future.set_exception(refused)
         except Exception as error:  # the policy cannot be asked so: a chat template, a parser
-            future.set_exception(RequestRefused(str(error), status=500))
+            future.set_exception(ChatRequestRefused(str(error), status=500))
             self._broken = error
         self._came.set()
 
     def _answer_repeat(self, row: int, request: ChatRequest, future: Future[ChatTurn]) -> bool:
-        """Answer a request that a client sends once more, as it does if the answer was lost or is late, as it was
-        answered or will be. False: it is a new one."""
+        """Answer a request that a client repeats because the answer was lost or is late, as it was or will be answered.
+        Return False for a new one."""
         if turn := self._conversations[row].answered(request):
             future.set_result(turn)
         elif (waiting := self._waiting.get(row)) and waiting.request == request:
@@ -253,7 +260,7 @@ class ChatEndpoint(Generic[Result]):
 
 
 def check_times(patience: float, agent_timeout: float | None) -> None:
-    """Refuse seconds that are none.
+    """Refuse seconds out of range.
 
     Raises:
         ConfigError: names the setting.
@@ -272,21 +279,21 @@ class _Waiting:
     since: float = field(default_factory=time.monotonic)
 
 
-class _Server:
-    """The routes, on the loopback alone, under a path that nobody can guess."""
+class _ChatServer:
+    """The HTTP server, on the loopback alone, under a path that cannot be guessed."""
 
     def __init__(self, take: Callable[[int, ChatRequest], ChatTurn]) -> None:
         self._key = secrets.token_urlsafe(16)
-        self._http = _Quiet(("127.0.0.1", 0), _handler(self._key, take))
+        self._http = _HTTPServer(("127.0.0.1", 0), _handler(self._key, take))
         self._thread = threading.Thread(
             target=self._http.serve_forever, args=(0.02,), name="lit_rl-chat-endpoint", daemon=True
         )
 
     def url(self, row: int) -> str:
-        """Of a completion's policy."""
+        """Return the address of a completion's policy."""
         return f"http://127.0.0.1:{self._http.server_address[1]}/{self._key}/{row}/v1"
 
-    def __enter__(self) -> _Server:
+    def __enter__(self) -> _ChatServer:
         self._thread.start()
         return self
 
@@ -295,22 +302,22 @@ class _Server:
         self._http.server_close()
 
 
-class _Quiet(ThreadingHTTPServer):
+class _HTTPServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024  # all agents of a rollout connect at once
     block_on_close = False  # a client that keeps its connection open holds up nobody
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is gone is no news."""
+        """Ignore a client that is gone."""
 
 
 def _length_of(said: str | None) -> int | None:
-    """Bytes of a body, as its header says; None where that says no number."""
+    """Return the bytes of a body, by its header; None where that holds no number."""
     return int(said) if said is not None and said.isascii() and said.isdigit() else None
 
 
 def _row_of(path: str, key: str, route: str) -> int:
-    """The completion whose route it is.
+    """Return the number of the completion that a route belongs to.
 
     Raises:
         RequestRefused: there is no such route; also to those who do not know the key.
@@ -318,11 +325,11 @@ def _row_of(path: str, key: str, route: str) -> int:
     parts = path.split("?")[0].strip("/").split("/", 3)
     if len(parts) == 4 and parts[0] == key and parts[1].isdigit() and parts[2:] == ["v1", route]:
         return int(parts[1])
-    raise RequestRefused(f"there is no route {route} here", status=404)
+    raise ChatRequestRefused(f"there is no route {route} here", status=404)
 
 
-def _pass_over(file: BufferedIOBase, size: int) -> None:
-    """Let go of a body that is not looked at, as far as it may be one: its sender comes to read the answer."""
+def _discard_body(file: BufferedIOBase, size: int) -> None:
+    """Discard an unread body, up to the largest size: only then does its sender read the answer."""
     left = min(size, _LARGEST_BODY)
     while left > 0 and (piece := file.read(min(left, _PIECE))):
         left -= len(piece)
@@ -335,7 +342,7 @@ def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[Bas
         def do_GET(self) -> None:
             try:
                 _row_of(self.path, key, "models")
-            except RequestRefused as refused:
+            except ChatRequestRefused as refused:
                 self._send(refused.status, "application/json", refused.body)
                 return
             listed = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "lit_rl"}]}
@@ -347,14 +354,14 @@ def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[Bas
                 row = _row_of(self.path, key, "chat/completions")  # first: any user of this machine may send a body
                 if unread is None or unread > _LARGEST_BODY:
                     why = f"the request has more than {_LARGEST_BODY} bytes, or does not say how many"
-                    raise RequestRefused(why, status=413)
+                    raise ChatRequestRefused(why, status=413)
                 body, unread = self.rfile.read(unread), 0
                 request = read_request(body)
                 turn = take(row, request)
-            except RequestRefused as refused:
+            except ChatRequestRefused as refused:
                 if unread != 0:
                     self.close_connection = True
-                    _pass_over(self.rfile, unread or 0)
+                    _discard_body(self.rfile, unread or 0)
                 self._send(refused.status, "application/json", refused.body)
                 return
             if request.stream:
@@ -372,6 +379,6 @@ def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[Bas
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Requests are no news."""
+            """Log no requests."""
 
     return Handler

@@ -1,4 +1,8 @@
-"""From a batch of prompts to completions and their texts: the one place that syncs a generator and asks it."""
+"""Completions and their texts from a batch of prompts.
+
+`request` is the one place that syncs a generator and asks it. The other functions turn completions into texts: for
+rewards, judges and tables (`texts_of`, `as_reward_input`), and token by token for people (`pieces_of`).
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,19 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_rl.environments.source import Agree, EpisodeRequest, EpisodeSource, Result
-from lit_rl.episodes import Episode
-from lit_rl.errors import ConfigError, GenerationError
-from lit_rl.generation.base import ConversationsLost, EngineLost, Generator
+from lit_rl.core.episode import Episode
+from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.core.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
+from lit_rl.environments.environment_base import EpisodeRequest, EpisodeSource, Result, RunTogether
+from lit_rl.generation.generator import ConversationsLost, EngineLost, Generator
 from lit_rl.generation.noise import prompt_key, row_keys
-from lit_rl.generation.ranks import beside_the_training, together
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
+from lit_rl.generation.ranks import in_background_thread, run_on_all_ranks
+from lit_rl.models.language_model import LanguageModel
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What generation has to know of the tokenizer."""
+    """The tokenizer's functions and special tokens that generation needs."""
 
     eos_ids: tuple[int, ...]
     pad_id: int
@@ -34,12 +38,12 @@ class Vocabulary:
 
     @classmethod
     def of(cls, model: LanguageModel) -> Vocabulary:
-        """What the model's description says."""
+        """Return the vocabulary of the model's description."""
         tokenizer: Any = model.tokenizer
         return cls(model.eos_ids, model.pad_id, tokenizer.decode, partial(tokenizer.encode, add_special_tokens=False))
 
     def prompts(self, token_ids: Sequence[list[int]], keys: Sequence[int], group_size: int) -> Prompts:
-        """What a generator is asked for, in this vocabulary."""
+        """Return a request for a generator, in this vocabulary."""
         return Prompts(token_ids, keys, group_size, self.eos_ids, self.pad_id, self.decode, self.encode)
 
 
@@ -56,22 +60,22 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     interaction: EpisodeSource | None = None,
     on_finished: Callable[[int, list[int]], None] | None = None,
 ) -> Callable[[], Completions]:
-    """Give the generator the weights of the policy; calling what is returned draws completions of every prompt.
+    """Give the generator the weights of the policy, and return a function that draws completions of every prompt.
 
-    Nobody else syncs, so a stale engine cannot answer; and no sync may come in between. The samples depend on `seed`,
-    the rollout, the row and its occurrence, never on rank or batch.
+    This is the only sync, so a stale engine cannot answer; and no sync may come in between. The samples depend on
+    `seed`, the rollout, the row and its occurrence, never on rank or batch.
 
     Args:
-        generator: What draws.
-        policy: Whose weights it draws with.
+        generator: The generator.
+        policy: The model whose weights it draws with.
         batch: The prompts.
         sampling: How to draw.
         group_size: Completions of each prompt.
-        vocabulary: Of the tokenizer that the prompts are tokens of.
-        version: The policy's, for the completions to say which it was.
-        seed: Of the samples.
+        vocabulary: The vocabulary of the prompts' tokenizer.
+        version: The policy's version, which the completions record.
+        seed: The seed of the samples.
         interaction: Makes completions of more than one turn. None: each is over with its first.
-        on_finished: Is told of completions of one turn as they are finished: see `Prompts.on_finished`.
+        on_finished: Called with completions of one turn as they are finished: see `Prompts.on_finished`.
 
     Raises:
         ConfigError: the generator cannot hold conversations.
@@ -87,10 +91,12 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     if batch.vision is not None:
         asked = replace(asked, vision=tuple(batch.vision(batch.rows)))
         _check_sees(generator, interaction)
-    held_back = partial(with_held_back, eos_ids=vocabulary.eos_ids, sampling=sampling)
+    held_back = partial(with_blocked_eos, eos_ids=vocabulary.eos_ids, sampling=sampling)
     if interaction is None:
         return lambda: held_back(generator.generate(replace(asked, on_finished=on_finished), sampling))
-    agree: Agree = _alone if generator.exact else together  # who is the policy itself is asked by each rank alone
+    agree: RunTogether = (
+        _on_this_rank if generator.exact else run_on_all_ranks
+    )  # who is the policy itself is asked by each rank alone
     of_rows = row_keys(keys, group_size).tolist()
     wanted = EpisodeRequest(generator.generate, agree, batch, asked, sampling, of_rows, generator.context)
     device = next((parameter.device for parameter in policy.parameters()), torch.device("cpu"))
@@ -100,11 +106,11 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
         moved = {name: value.to(device) for name, value in vars(drawn).items() if isinstance(value, Tensor)}
         return held_back(replace(drawn, version=version, **moved))
 
-    return partial(_twice_where_lost, draw, partial(generator.sync, policy, version))
+    return partial(_retry_once_where_lost, draw, partial(generator.sync, policy, version))
 
 
-def with_held_back(completions: Completions, eos_ids: Sequence[int], sampling: Sampling) -> Completions:
-    """With the tokens that were held back, for who scores them, where `sampling` holds any."""
+def with_blocked_eos(completions: Completions, eos_ids: Sequence[int], sampling: Sampling) -> Completions:
+    """Return the completions with the tokens that were blocked, for their scoring, where `sampling` blocks any."""
     if not sampling.min_new_tokens or not eos_ids:
         return completions
     held = torch.tensor(eos_ids, device=completions.response_ids.device)
@@ -121,21 +127,21 @@ def _check_sees(generator: Generator, interaction: EpisodeSource | None) -> None
         raise ConfigError("A rollout function would not see the images of the prompts: leave env=rollout_func out.")
 
 
-def _alone(work: Callable[[], Result]) -> Result:
+def _on_this_rank(work: Callable[[], Result]) -> Result:
     return work()
 
 
-def _twice_where_lost(draw: Callable[[], Completions], bring_back: Callable[[], None]) -> Completions:
-    """Episodes begin anew, once, where an engine was lost in the middle: it does not know what it was told.
+def _retry_once_where_lost(draw: Callable[[], Completions], bring_back: Callable[[], None]) -> Completions:
+    """Begin episodes again, once, where an engine was lost in the middle: it does not know the conversation so far.
 
-    In a thread beside the training nobody can bring it back: who asked for that has to.
+    A background thread cannot bring it back: its caller has to.
     """
     try:
         return draw()
     except ConversationsLost as lost:  # it is back
         rank_zero_warn(f"{lost} They begin anew.")
     except EngineLost as lost:
-        if beside_the_training():
+        if in_background_thread():
             raise
         rank_zero_warn(f"{lost} What was drawn of the rollout is thrown away.")
         bring_back()
@@ -146,7 +152,7 @@ def _twice_where_lost(draw: Callable[[], Completions], bring_back: Callable[[], 
 
 
 def response_ids(completions: Completions) -> list[list[int]]:
-    """The sampled tokens of each row, EOS included; padding, and what an environment wrote between turns, left out."""
+    """Return the sampled tokens of each row, EOS included, without padding and the text that an environment wrote."""
     host = completions.on_host
     sampled = host.response_ids[host.response_mask].tolist()
     ends = host.lengths.cumsum(0).tolist()
@@ -154,14 +160,14 @@ def response_ids(completions: Completions) -> list[list[int]]:
 
 
 def texts_of(completions: Completions, tokenizer: Any) -> list[str]:
-    """What was written in each row, as rewards, judges and tables read it: special tokens are left out."""
+    """Return the text of each row for rewards, judges and tables, without special tokens."""
     return tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
 
 
 def as_reward_input(
     batch: PromptBatch, texts: Sequence[str], group_size: int, episodes: Sequence[Episode] | None = None
 ) -> tuple[list[Prompt], list[str | list[Message]], dict[str, list]]:
-    """Prompts, completions and columns, one entry a completion, as the reward functions take them.
+    """Return prompts, completions and columns, one entry a completion, in the form for reward functions.
 
     A message prompt makes its completions message lists too: `[{"role": "assistant", "content": text}]`, or all of the
     messages of its episode. Episodes are a column of their own, and so is each of their `extra` values.
@@ -182,5 +188,64 @@ def as_reward_input(
 
 
 def answer_to(prompt: Prompt, text: str) -> str | list[Message]:
-    """What was written after a prompt, as reward functions take it: a message where the prompt is messages."""
+    """Return a completion in the form for reward functions: a message where the prompt is messages."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+UNFINISHED = "\ufffd"
+"""The text of bytes that are no whole character."""
+
+
+def pieces_of(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[list[str]]:
+    """Return the text of every token, special tokens by their names; the pieces of a row add up to its text.
+
+    A character of several tokens stands at the last of them, and the others are empty.
+
+    Args:
+        rows: Token ids.
+        tokenizer: Decodes them.
+    """
+    ids = sorted({int(each) for row in rows for each in row})
+    alone = dict(zip(ids, _token_texts(ids, tokenizer)))
+    return [_row_pieces([int(each) for each in row], alone, tokenizer) for row in rows]
+
+
+def _token_texts(ids: list[int], tokenizer: Any) -> list[str]:
+    """Return the text of each token, decoded behind a letter: some tokenizers drop the space that a text begins
+    with."""
+    (letter,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    before = _decode_rows([[letter]], tokenizer)[0]
+    texts = _decode_rows([[letter, each] for each in ids], tokenizer)
+    behind = [text.removeprefix(before) if text.startswith(before) else None for text in texts]
+    plain = _decode_rows([[each] for each in ids], tokenizer) if None in behind else behind
+    return [str(one if one is not None else other) for one, other in zip(behind, plain)]
+
+
+def _row_pieces(row: list[int], alone: dict[int, str], tokenizer: Any) -> list[str]:
+    pieces = [alone[each] for each in row]
+    start = 0
+    while start < len(row):
+        if UNFINISHED in pieces[start]:
+            end = _end_of_character(row, start, tokenizer)
+            if end - start > 1:
+                text = _decode_rows([row[start:end]], tokenizer)[0]
+                pieces[start:end] = [*[""] * (end - start - 1), text]
+            start = end
+        else:
+            start += 1
+    return pieces
+
+
+_MAX_UTF8_BYTES = 4
+"""Most bytes of a character in UTF-8, and so most tokens of one."""
+
+
+def _end_of_character(row: list[int], start: int, tokenizer: Any) -> int:
+    """Return the end of the tokens that spell whole characters; the end of the first one where they spell none."""
+    ends = range(start + 2, min(len(row), start + _MAX_UTF8_BYTES) + 1)
+    texts = _decode_rows([row[start:end] for end in ends], tokenizer)
+    return next((end for end, text in zip(ends, texts) if UNFINISHED not in text), start + 1)
+
+
+def _decode_rows(rows: list[list[int]], tokenizer: Any) -> list[str]:
+    return tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)

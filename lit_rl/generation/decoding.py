@@ -1,28 +1,39 @@
-"""The model side of a decode loop: the prompts once a group, then one token a row a step."""
+"""The model side of a decode loop: the prompts once a group, then one token a row a step.
+
+`DecodingSteps` decodes any model with a cache of keys and values. `GeometricMixture` is a policy mixed with its
+reference token by token, which the same loop sees as one model with one cache.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from lit_rl.errors import ConfigError
-from lit_rl.generation.batches import DecodeBatch
-from lit_rl.models.policy.attention import layers_that_hold
-from lit_rl.models.policy.forward_names import cache_name, forward_parameters
-from lit_rl.models.policy.known_masks import masks_that_hide
-from lit_rl.models.policy.positions import later_positions, prompt_positions
-from lit_rl.models.policy.trunk import base_of
-from lit_rl.vision import Later, Vision
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.vision_inputs import Later, Vision
+from lit_rl.generation.decode_batches import DecodeBatch
+from lit_rl.models.forward_inputs import (
+    cache_input,
+    cache_name,
+    forward_parameters,
+    later_positions,
+    masks_that_hide,
+    prompt_positions,
+)
+from lit_rl.models.shared_attention import caching_layers
+from lit_rl.models.trunk import base_of
 
 
 class DecodingSteps:
-    """Prefills the prompts once a group, repeats their cache for its rows, and lets it grow by a token a step.
+    """Decode steps of a batch: prefills the prompts once a group, repeats their cache for its rows, and adds a token a
+    step.
 
     It asks no more of a model than a cache of keys and values, so it decodes with any kind of attention. ``logits`` are
     float32 ``(b, v)``: of the next token of every row. The tokens of a row stand together at the end of its columns.
@@ -30,8 +41,8 @@ class DecodingSteps:
     Args:
         policy: The model.
         batch: The rows to begin with.
-        max_new_tokens: No row has more tokens than this beside its prompt, but for what is given to rows that are over
-            and not dropped yet.
+        max_new_tokens: Most tokens of a row beside its prompt, except for those of finished rows that are not dropped
+            yet.
     """
 
     def __init__(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
@@ -43,7 +54,7 @@ class DecodingSteps:
         self._cache_name = str(cache_name(policy))
         self._max_new_tokens = max_new_tokens
         self._joined = False
-        # Whether a mask may hide a token: where none does, none is handed over, and nobody asks the device.
+        # True where a mask may hide a token: else none is passed, and the device is not queried.
         known = isinstance(base_of(policy), PreTrainedModel) and "position_ids" in self._named
         self._hides = batch.padded or bool(batch.vision) or not known
         mask = batch.prompt_mask
@@ -59,23 +70,23 @@ class DecodingSteps:
         self.logits = logits.repeat_interleave(batch.repeats, 0)
         behind = _behind(positions)
         self._next_position = behind.repeat_interleave(batch.repeats, 0)
-        # By how much positions differ from the number of tokens before: where a model turns those of an image.
+        # The difference of positions from the number of tokens before, for models that rotate those of an image.
         self._ahead = (behind - mask.sum(1, keepdim=True)).repeat_interleave(batch.repeats, 0)
         self._share_out(batch)
 
     def advance(self, tokens: Tensor) -> None:
         """Give every row its next token, long ``(b,)``."""
         self.logits = self._step(tokens[:, None])
-        # Rows that are over stay until they are dropped, and must not leave the model's context.
+        # Finished rows stay until they are dropped, and must not leave the model's context.
         self._next_position.add_(1).clamp_(max=self._last_position)
 
     def keep(self, kept: Tensor) -> None:
-        """Go on with the given rows only, long ``(b,)``, ascending, one or more."""
+        """Keep the given rows only, long ``(b,)``, ascending, one or more."""
         self._next_position, self._ahead = self._next_position[kept], self._ahead[kept]
         self._keep_cache(kept)
 
     def split(self, rows: Tensor) -> Self:
-        """The given rows by themselves, long ``(b,)``, ascending, one or more; all rows stay here too."""
+        """Return the given rows by themselves, long ``(b,)``, ascending, one or more; all rows stay here too."""
         part = copy.copy(self)
         part._cache = copy.copy(self._cache)
         part._cache.layers = [copy.copy(layer) for layer in self._cache.layers]
@@ -90,7 +101,7 @@ class DecodingSteps:
         stale: Tensor,
         later: Sequence[tuple[Later, ...]] = (),
     ) -> None:
-        """Give every row several tokens at once. Only where `joinable` says so.
+        """Give every row several tokens at once. Only where `joinable` is true.
 
         Args:
             chunks: The tokens of each row, 1 or more.
@@ -118,9 +129,9 @@ class DecodingSteps:
         self._shift(ids.shape[1] - lengths)
 
     def join(self, others: Self) -> None:
-        """Go on with the rows of both, these first. The others are of the same model, and used up.
+        """Append the rows of another object, of the same model, which is used up.
 
-        Only where `joinable` says so.
+        Only where `joinable` is true.
         """
         self._joined = True
         self.logits = torch.cat([self.logits, others.logits])
@@ -131,23 +142,23 @@ class DecodingSteps:
 
     @property
     def joinable(self) -> bool:
-        """Whether the rows of another one can be joined, and rows be fed."""
+        """Tell whether the rows of another object can be joined, and rows be fed."""
         return keeps_all(self._policy, self._cache)
 
     @property
     def prompts(self) -> int:
-        """Prompts that are held apart from the rows, once for all of theirs."""
+        """The number of prompts that are held once for all of their rows."""
         return 0
 
     @property
     def full(self) -> bool:
-        """Whether rows that are over have to be dropped now: the columns before all others go with them."""
+        """Tell whether finished rows have to be dropped now: the columns before all others go with them."""
         return self._length > self._last_position
 
     # ------------------------------------------------------------------ the cache
 
     def _share_out(self, batch: DecodeBatch) -> None:
-        """Make of the prompts' cache one of the rows."""
+        """Turn the prompts' cache into one of the rows."""
         if batch.repeats > 1:
             self._cache.batch_repeat_interleave(batch.repeats)
         self._length = batch.prompt_mask.shape[1]
@@ -162,7 +173,8 @@ class DecodingSteps:
         return self._run(ids, self._next_position, attention_mask=self._mask[:, : self._length])
 
     def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, lasts: Tensor, **seen: Tensor) -> Tensor:
-        """Logits ``(b, n, v)`` at ``n`` columns of a chunk ``(b, c)``, whose tokens are there where ``mask`` says."""
+        """Return logits ``(b, n, v)`` at ``n`` columns of a chunk ``(b, c)`` with valid tokens where ``mask`` is
+        set."""
         self._hides = True
         whole = torch.cat([self._mask[:, : self._length], mask], 1)
         logits = self._logits(ids, positions, lasts, attention_mask=whole, **seen)
@@ -180,7 +192,7 @@ class DecodingSteps:
         self._drop_unused()
 
     def _layers(self) -> list[Any]:
-        """The layers of the cache that hold anything: a config may count more than a model has."""
+        """Return the layers of the cache with any content: a config may count more than a model has."""
         return [layer for layer in self._cache.layers if layer.keys is not None]
 
     def _keep_cache(self, kept: Tensor) -> None:
@@ -211,7 +223,7 @@ class DecodingSteps:
         return self._forward(ids, positions, **inputs)[:, -1].float()
 
     def _logits(self, ids: Tensor, positions: Tensor, columns: Tensor, **inputs: Any) -> Tensor:
-        """Of these columns only, where the model can leave the others out."""
+        """Return the logits of these columns; only these are computed where the model supports it."""
         if "logits_to_keep" in self._named:
             return self._forward(ids, positions, logits_to_keep=columns, **inputs)
         return self._forward(ids, positions, **inputs)[:, columns]
@@ -227,41 +239,42 @@ class DecodingSteps:
 
 
 def _behind(positions: Tensor) -> Tensor:
-    """Long ``(b, 1)``: the position of the next token, behind positions ``(b, s)`` or ``(3, b, s)``."""
+    """Return long ``(b, 1)``: the position of the next token, behind positions ``(b, s)`` or ``(3, b, s)``."""
     last = positions[:, -1:] if positions.ndim == 2 else positions[..., -1].amax(0)[:, None]
     return last + 1
 
 
 def keeps_all(policy: nn.Module, cache: Any) -> bool:
-    """Whether it is a model of transformers, and every layer of its cache keeps all of a text."""
+    """Tell whether it is a model of transformers, and every layer of its cache keeps all of a text."""
     from transformers import PreTrainedModel
     from transformers.cache_utils import DynamicLayer
 
-    kinds = {type(layer) for layer in layers_that_hold(cache)}
+    kinds = {type(layer) for layer in caching_layers(cache)}
     return isinstance(base_of(policy), PreTrainedModel) and kinds == {DynamicLayer}
 
 
 def moved_up(length: int, columns: Tensor) -> Tensor:
-    """Long ``(b, length)``: where to read, so that the last ``columns`` ``(b,)`` are gone, and the others end there.
+    """Return long ``(b, length)``: the columns to read so that the last ``columns`` ``(b,)`` are gone, and the others
+    end there.
 
-    What the first ones read then is padding.
+    The first columns then hold padding.
     """
     return (torch.arange(length, device=columns.device) - columns[:, None]).clamp_(min=0)
 
 
 def at_columns(states: Tensor, index: Tensor) -> Tensor:
-    """Keys or values `(b, k, t, d)`, read at columns `(b, t)`."""
+    """Return keys or values `(b, k, t, d)`, read at columns `(b, t)`."""
     return states.gather(2, index[:, None, :, None].expand_as(states))
 
 
 def joined(one: Tensor, other: Tensor) -> Tensor:
-    """Keys or values `(b, k, t, d)` of rows of both, the shorter ones padded on the left."""
+    """Return keys or values `(b, k, t, d)` of rows of both, the shorter ones padded on the left."""
     length = max(one.shape[2], other.shape[2])
     return torch.cat([nn.functional.pad(part, (0, 0, length - part.shape[2], 0)) for part in (one, other)])
 
 
 def empty_cache(policy: nn.Module) -> Any:
-    """A cache of the model's own layer kinds, refused where it cannot be repeated over a group."""
+    """Return a cache of the model's own layer kinds. Refuse one that cannot be repeated over a group."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
     model = base_of(policy)
@@ -274,7 +287,90 @@ def empty_cache(policy: nn.Module) -> Any:
     if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
         raise refuse("its PEFT adapter adds virtual tokens to every call")
     cache = DynamicCache(config=model.config)
-    for layer in layers_that_hold(cache):
+    for layer in caching_layers(cache):
         if not isinstance(layer, DynamicLayer) or isinstance(layer, LinearAttentionCacheLayerMixin):
             raise refuse(f"its cache holds a {type(layer).__name__}, which cannot be repeated over a group")
     return cache
+
+
+class GeometricMixture(nn.Module):
+    """``softmax((1 - c) logits_policy + c logits_reference)``: proportional to ``policy^(1 - c) reference^c``.
+
+    For `NativeGenerator` only: sync it in place of a policy. The decode loop applies temperature, truncation and noise
+    to the mixed logits. The layers of the reference's cache are appended to the policy's, so that an operation on the
+    rows of one applies to both.
+
+    Args:
+        policy: The policy; its parameters' device is that of the prompts.
+        scoring: Opens the reference: yields a model of the reference's logits. Called at every token,
+            since a reference may be the policy itself with its adapters switched off.
+        coefficient: ``c``, in [0, 1]: 0 is the policy, 1 the reference.
+
+    Raises:
+        ConfigError: the coefficient is out of range, or one of the two cannot be decoded with a cache.
+    """
+
+    def __init__(
+        self, policy: nn.Module, scoring: Callable[[], AbstractContextManager[Any]], coefficient: float
+    ) -> None:
+        super().__init__()
+        in_range("algo.mixture_coef", coefficient, low=0, high=1)
+        self.policy, self.scoring, self.coefficient = policy, scoring, float(coefficient)
+        empty_cache(policy)  # refuses what the loop could not decode
+        self._reference_cache: Any = None
+
+    @property
+    def config(self) -> Any:
+        """The policy's config, with its context and the kinds of its cache's layers."""
+        return self.policy.config
+
+    @property
+    def model(self) -> nn.Module:
+        """The policy without its adapters. `models.policy.positions` reads the positions of image tokens from
+        `.model`."""
+        return base_of(self.policy)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        cache: Any,
+        use_cache: bool = True,
+        position_ids: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **seen: Tensor,
+    ) -> Any:
+        """Return mixed float32 logits ``(b, q, v)`` as ``.logits``, and fill the cache of both models."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": use_cache, **seen}
+        extra = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
+        first = cache.get_seq_length() == 0
+        own = _last_logits(self.policy, inputs, extra, cache)
+        with self.scoring() as reference:
+            if first:
+                self._reference_cache = empty_cache(reference)
+            theirs = _last_logits(reference, inputs, extra, self._reference_cache)
+        if first:
+            _append_layers(cache, self._reference_cache)
+        if own.shape != theirs.shape:
+            raise ConfigError(
+                f"The policy's logits are over {own.shape[-1]} tokens and the reference's over {theirs.shape[-1]}: "
+                "only models of one vocabulary can be mixed. Take another reference, such as reference=auto."
+            )
+        return SimpleNamespace(logits=(1 - self.coefficient) * own + self.coefficient * theirs)
+
+
+def _last_logits(model: nn.Module, inputs: dict[str, Any], extra: dict[str, Any], cache: Any) -> Tensor:
+    """Return float32 logits of the last positions, ``(b, 1, v)``."""
+    parameters = forward_parameters(model)
+    named = {name: value for name, value in extra.items() if name in parameters}
+    return model(**inputs, **named, **cache_input(model, cache)).logits[:, -1:].float()
+
+
+def _append_layers(cache: Any, other: Any) -> None:
+    """Append the other cache's layers, the same objects: rows that are repeated or dropped in one are in both."""
+    if set(cache.is_sliding) != set(other.is_sliding):  # a model looks its mask up by the first layer of a kind
+        raise ConfigError(
+            "The policy and the reference have layers of different kinds (sliding and full attention), and their "
+            "caches cannot be kept together. Take a reference of the policy's own architecture, such as reference=auto."
+        )
+    cache.layers.extend(other.layers)

@@ -1,9 +1,9 @@
-"""Settings that an engine takes and `Sampling` has no key for: which may be given, and which change what is drawn.
+"""Engine settings without a key in `Sampling`: the allowed ones, and those that change the distribution.
 
-A setting is one of four. What `Sampling` has a key for is set there, where the scoring of training reads it. What the
-generator needs for itself is not to be set. What changes the distribution is in the log-probs that the engine reports,
-and not in those of training: it is weighed for, or kept out of training. What is left is free. A name that only the
-engine knows is taken for one that changes the distribution.
+There are four kinds. A setting with a key in `Sampling` is set there, where the scoring of training reads it. A setting
+of the generator's own may not be set. One that changes the distribution is in the log-probs of the engine, and
+not in those of training: samples are weighted for it, or kept out of training. All others are free. A name that only
+the engine knows counts as one that changes the distribution.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.core.errors import ConfigError, did_you_mean
 
 KEY = "generator.generation_kwargs"
 
 
 @dataclass(frozen=True)
 class EngineNames:
-    """The names that an engine takes."""
+    """The names of an engine's settings, by their effect."""
 
     engine: str
-    """What it is called in messages."""
+    """Its name in messages."""
     keys: Mapping[str, str]
-    """What has a key of its own: the name, and the key."""
+    """Settings with a key of their own: the name, and the key."""
     own: frozenset[str]
-    """What the generator sets, or what would have no effect on how it draws."""
+    """Settings that the generator sets, or that would have no effect on its draws."""
     free: frozenset[str]
-    """What changes nothing of the distribution."""
+    """Settings that do not change the distribution."""
     reshaping: frozenset[str]
-    """What does."""
+    """Settings that change the distribution."""
 
     def knows(self, names: Iterable[str]) -> bool:
-        """Whether all of these are known here."""
+        """Tell whether all of these are known here."""
         return set(names) <= {*self.keys, *self.own, *self.free, *self.reshaping}
 
     def reshaped_by(self, given: Mapping[str, Any], also: Iterable[str] = ()) -> tuple[str, ...]:
-        """The names of those given that change the distribution.
+        """Return those of the given names that change the distribution.
 
         Args:
             given: Settings by the engine's names.
@@ -70,7 +70,7 @@ _SHARED_KEYS = {
     name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "bad_words")
 }
 
-VLLM = EngineNames(
+VLLM_NAMES = EngineNames(
     engine="vLLM's SamplingParams",
     keys=_SHARED_KEYS
     | {
@@ -121,7 +121,7 @@ VLLM = EngineNames(
         }
     ),
 )
-"""Of vLLM 0.32. A server takes the same names in the body of a request."""
+"""The names of vLLM 0.32. A server takes the same names in the body of a request."""
 
 _HF_RESHAPING = frozenset(
     {
@@ -147,9 +147,9 @@ _HF_FREE = frozenset(
 )
 
 
-def of_transformers(names: Iterable[str]) -> EngineNames:
-    """The names of `GenerationConfig`, which is given: all but a few are about how a token is chosen, and lit_rl does
-    that itself."""
+def transformers_names(names: Iterable[str]) -> EngineNames:
+    """Return the names of `GenerationConfig`, which are given: all but a few choose a token, and lit_rl does that
+    itself."""
     keys = _SHARED_KEYS | {
         "max_new_tokens": "sampling.max_new_tokens",
         "max_length": "sampling.max_new_tokens",

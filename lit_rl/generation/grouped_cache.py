@@ -1,52 +1,62 @@
-"""A cache that holds the keys and values of a prompt once for all samples of its group, and the attention over it.
+"""The grouped cache (``generator.grouped_cache``): keys and values of a prompt held once for all samples of its group.
 
 A decode step has one query a row. With ``n`` prompts, ``m`` rows of each, ``k`` key heads that serve ``r`` query heads
 each, prompts of ``p`` tokens and ``t`` tokens drawn so far, the scores of a layer are two products and one softmax:
 
-    prompt  (n, k, m r, d) @ (n, k, d, p)         every query that looks at a prompt is a row of one matrix
+    prompt  (n, k, m r, d) @ (n, k, d, p)         every query over a prompt is a row of one matrix
     own     (n m, k, r, d) @ (n m, k, d, t)       so the keys of a head are read once for its r queries
     softmax over the p + t scores of a query, in float32 or better
 
 That is the softmax of plain attention over the same keys, split where the keys lie: nothing is approximated. A prompt's
-keys are neither repeated over the group nor copied at a token; a row's own are written into room that doubles when it
-is full. Left padding of prompts is a bias of minus infinity on their scores.
+keys are neither repeated over the group nor copied at a token; a row's own are written into a buffer that doubles when
+it is full. Left padding of prompts is a bias of minus infinity on their scores.
 
-16-bit products on a CPU read all of the room, and what is not written yet is hidden by the same bias: oneDNN builds a
+16-bit products on a CPU read the whole buffer, and unwritten columns are hidden by the same bias: oneDNN builds a
 kernel for each new shape, so a product over t tokens would cost more to build than to run, and one of a part of the
-room copies it first. So do steps that are captured in a graph (``step_graphs``): there the column of the next token is
-a number on the device, and no shape depends on it.
+buffer copies it first. So do steps that are captured in a CUDA graph (``fast_decoding``): there the column of the next
+token is a number on the device, and no shape depends on it.
 
-Models reach it by two registries of transformers, under the name ``IMPLEMENTATION``: one of attention functions and one
-of masks. Both are strict. They stand in for ``sdpa`` only, whose meaning is known: anything that plain attention over
-the cached keys would not do raises `NotGrouped`.
+Models reach the cache by two registries of transformers, under the name ``IMPLEMENTATION``: one of attention functions
+and one of masks. Both are strict. They stand in for ``sdpa`` only, whose meaning is known: anything that plain
+attention over the cached keys would not do raises `NotGrouped`.
+
+A model is proven before its first batch, by a few tokens. It is decoded both ways with the same arithmetic, and its
+logits have to agree; each of its attentions has to equal, in float64, the one over grouped keys. So anything that a
+model's attention does beyond plain causal attention over its cache (windows shorter than the text, biases, sinks,
+masked tokens, keys that are changed after they were cached) is found rather than looked up in a list of models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lit_rl.errors import GenerationError
-from lit_rl.generation.decoding import at_columns, joined, moved_up
-from lit_rl.models.policy.attention import is_causal, plain_attention
-from lit_rl.models.policy.trial import Unfit
+from lit_rl.core.errors import GenerationError
+from lit_rl.generation.decode_batches import DecodeBatch
+from lit_rl.generation.decoding import DecodingSteps, at_columns, empty_cache, joined, moved_up
+from lit_rl.models.forward_inputs import forward_parameters
+from lit_rl.models.shared_attention import is_causal, keeps_whole_texts, plain_attention, text_config, using_attention
+from lit_rl.models.trial import EquivalenceTrial, Unfit
+from lit_rl.models.trunk import base_of
 
 IMPLEMENTATION = "lit_rl_grouped"
-"""What a model's config calls this attention while it decodes."""
+"""The name of this attention in a model's config while it decodes."""
 
 _ROOM = 32
-"""Tokens a row has room for at first."""
+"""Tokens of a row that fit into the first buffer."""
 
 
 class NotGrouped(GenerationError, Unfit):
-    """A model's attention asked for more than one query a row over all cached keys."""
+    """A model whose attention needs more than one query a row over all cached keys."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"generator.grouped_cache=true cannot decode this model: {why}. Set it to false.")
@@ -60,7 +70,7 @@ class GroupedLayer(CacheLayerMixin):
         prompt_keys: ``(n, k, p, d)``.
         prompt_values: ``(n, k, p, e)``.
         max_new_tokens: A row's own are no more than this many.
-        whole: Whether products read all of the room for the rows' own tokens.
+        whole: Let products read the whole buffer for the rows' own tokens.
     """
 
     is_sliding = False
@@ -73,20 +83,22 @@ class GroupedLayer(CacheLayerMixin):
         self._length = 0
         self._views: tuple[Tensor, Tensor] | None = None
         self.moved = 0
-        """How often the rows' own tokens have got new memory."""
+        """The number of times that the rows' own tokens got new memory."""
         self.column: Tensor | None = None
-        """Long ``(1,)``: where the next own token goes, while a step is captured; else the host knows."""
+        """Long ``(1,)``: the column of the next own token, while a step is captured; else the host knows it."""
 
     @property
     def own(self) -> tuple[Tensor, Tensor] | None:
-        """Of the tokens so far, ``(b, k, t, d)`` and ``(b, k, t, e)``: views, and what `update` returned last."""
+        """Keys and values of the own tokens, ``(b, k, t, d)`` and ``(b, k, t, e)``: views, and the last result of
+        `update`."""
         if self._views is None and self.keys is not None and self.values is not None:
             self._views = self.keys[:, :, : self._length], self.values[:, :, : self._length]
         return self._views
 
     @property
     def read(self) -> tuple[Tensor, Tensor]:
-        """What products read: the rows' own tokens, or all of the room for them. Zero where nothing is written."""
+        """The operands of products: the rows' own tokens, or the whole buffer for them, zero where nothing is
+        written."""
         if self.keys is None or not (self._whole or _builds_kernels(self.keys)):
             assert self.own is not None
             return self.own
@@ -95,7 +107,7 @@ class GroupedLayer(CacheLayerMixin):
 
     @property
     def room_left(self) -> int:
-        """Own tokens of each row that are written before there is new memory."""
+        """The own tokens of each row that fit before new memory is allocated."""
         return 0 if self.keys is None else self.keys.shape[2] - self._length
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -124,18 +136,18 @@ class GroupedLayer(CacheLayerMixin):
         return self.own
 
     def wrote(self, tokens: int) -> None:
-        """Take note that every row has got so many tokens of its own."""
+        """Count tokens that every row has got."""
         self._length, self._views = self._length + tokens, None
 
     @property
     def own_length(self) -> int:
-        """Columns of the rows' own tokens."""
+        """The columns of the rows' own tokens."""
         return self._length
 
     def keep(self, rows: Tensor, prompts: Tensor | None, unused: tuple[int, int]) -> None:
-        """Go on with these rows, and with these prompts unless None, which is all.
+        """Keep these rows, and these prompts; None keeps all prompts.
 
-        ``unused``: how many columns of the prompts, and of the rows' own, are padding in all that stay.
+        ``unused``: columns of the prompts, and of the rows' own, that are padding in all that stay.
         """
         of_prompts, of_rows = unused
         if prompts is not None:
@@ -153,9 +165,9 @@ class GroupedLayer(CacheLayerMixin):
         self._own(keys, values, room=max(min(2 * keys.shape[2], self._max_new_tokens), keys.shape[2]))
 
     def join(self, others: GroupedLayer, rows: tuple[int, int], prompts: Tensor) -> None:
-        """Go on with the rows of both, these first, and with those prompts of the others; padded on the left.
+        """Append the rows of another layer, and the given prompts of it; padded on the left.
 
-        ``rows``: how many there are of each.
+        ``rows``: the number of rows of each.
         """
         own = [layer.own or layer.no_tokens(count) for layer, count in zip((self, others), rows)]
         self.prompt_keys = joined(self.prompt_keys, others.prompt_keys[prompts])
@@ -167,7 +179,7 @@ class GroupedLayer(CacheLayerMixin):
         del others.prompt_keys, others.prompt_values
 
     def no_tokens(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of as many rows without any token of their own."""
+        """Return the keys and values of rows without any token of their own."""
         keys, values = (states[:1, :, :0].expand(rows, -1, -1, -1) for states in (self.prompt_keys, self.prompt_values))
         return keys, values
 
@@ -176,7 +188,7 @@ class GroupedLayer(CacheLayerMixin):
         self.keys, self.values = self._with_room(keys, room), self._with_room(values, room)
 
     def _with_room(self, states: Tensor, room: int) -> Tensor:
-        """`(b, k, t, d)` at the head of new memory for `room` tokens."""
+        """Return `(b, k, t, d)` at the head of new memory for `room` tokens."""
         b, k, t, d = states.shape
         wide = states.new_empty(b, k, room, d)
         wide[:, :, :t] = states
@@ -196,20 +208,20 @@ class GroupedLayer(CacheLayerMixin):
 
 
 def _builds_kernels(states: Tensor) -> bool:
-    """Whether a product of such numbers builds a kernel for its shape."""
+    """Tell whether a product of such numbers builds a kernel for its shape."""
     return states.device.type == "cpu" and states.dtype in (torch.bfloat16, torch.float16)
 
 
 class GroupedCache(Cache):
-    """What a model's forward pass takes for its cache while rows of a group share their prompt.
+    """The cache of a model's forward pass while rows of a group share their prompt.
 
     Args:
         prompts: The cache of ``n`` prompts, each read once; every layer holds all of its ``p`` tokens.
         prompt_mask: Bool ``(n, p)``.
         repeats: Rows of each prompt, which are neighbours.
         max_new_tokens: A row's own tokens are no more than this many.
-        names: Of the prompts: equal names are equal keys and values.
-        padded: Whether any prompt is padded.
+        names: The names of the prompts: equal names are equal keys and values.
+        padded: True where a prompt is padded.
         whole: See `GroupedLayer`.
     """
 
@@ -232,23 +244,23 @@ class GroupedCache(Cache):
         self._table = len(prompt_mask), repeats
         self._place: Tensor | None = None
         self._padding = ~prompt_mask[:, None, None] if padded else None
-        # Where the own tokens of each row begin, `(b,)`. None: all in the first column.
+        # First column of the own tokens of each row, `(b,)`. None: all in the first one.
         self._begin: Tensor | None = None
         self._before: Tensor | None = None
         self._hides = 0, 0
         self._column: Tensor | None = None
-        # What each query of a chunk may see of the rows' own columns, `(b, c, t)`; None while rows get a token each.
+        # Own columns that each query of a chunk may see, `(b, c, t)`; None while rows get a token each.
         self._seen: Tensor | None = None
         self._names = list(names)
 
     @property
     def own_length(self) -> int:
-        """Columns of the rows' own tokens."""
+        """The columns of the rows' own tokens."""
         layers: list[Any] = self.layers
         return layers[0].own_length
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Go on with the given rows only, long ``(b,)``, ascending."""
+        """Keep the given rows only, long ``(b,)``, ascending."""
         alive, prompt_of = self._prompt_of[indices].unique(return_inverse=True)
         prompts = alive if len(alive) < self._table[0] else None
         unused = self._unused(indices, prompts)
@@ -264,7 +276,7 @@ class GroupedCache(Cache):
         self._seat(prompt_of)
 
     def join(self, others: GroupedCache) -> None:
-        """Go on with the rows of both, these first. A prompt that both have is held once."""
+        """Append the rows of another cache. A prompt that both have is held once."""
         rows, device = (len(self._prompt_of), len(others._prompt_of)), self._prompt_of.device
         length = max(self.own_length, others.own_length)
         self._begin_at(torch.cat([part._begins() + length - part.own_length for part in (self, others)]))
@@ -281,7 +293,8 @@ class GroupedCache(Cache):
 
     @contextmanager
     def reading(self, mask: Tensor) -> Iterator[None]:
-        """While rows read a chunk, whose tokens are there where ``mask`` ``(b, c)`` says: first, then padding."""
+        """Enter the state in which rows read a chunk, with valid tokens where ``mask`` ``(b, c)`` is set: first, then
+        padding."""
         columns, width = torch.arange(self.own_length, device=mask.device), mask.shape[1]
         before = (columns >= self._begins()[:, None])[:, None].expand(-1, width, -1)
         causal = torch.ones(width, width, dtype=torch.bool, device=mask.device).tril()
@@ -293,8 +306,8 @@ class GroupedCache(Cache):
 
     @contextmanager
     def writing_at(self, column: Tensor) -> Iterator[None]:
-        """While a step is captured: its tokens go to a column that stands on the device, long ``(1,)``, which it adds
-        1 to. The host counts the step, and `wrote` those that are replayed."""
+        """Enter the state in which a step is captured: its tokens go to a column that stands on the device, long
+        ``(1,)``, and is incremented. The host counts the step, and `wrote` its replays."""
         self._write_at(column)
         try:
             yield
@@ -309,7 +322,7 @@ class GroupedCache(Cache):
             layer.column = column
 
     def wrote(self) -> None:
-        """Take note that every row has got a token of its own, by a replayed step."""
+        """Count a token that every row has got by a replayed step."""
         layers: list[Any] = self.layers
         for layer in layers:
             layer.wrote(1)
@@ -327,7 +340,7 @@ class GroupedCache(Cache):
 
     @property
     def prompts(self) -> int:
-        """Prompts that are held."""
+        """The number of prompts that are held."""
         return len(self._names)
 
     def _begin_at(self, begin: Tensor) -> None:
@@ -338,7 +351,7 @@ class GroupedCache(Cache):
 
     @property
     def chunk(self) -> int | None:
-        """How many tokens every row reads now; None where it is one."""
+        """The tokens that every row reads now; None where it is one."""
         return None if self._seen is None else self._seen.shape[1]
 
     def _seat(self, prompt_of: Tensor) -> None:
@@ -351,7 +364,7 @@ class GroupedCache(Cache):
         self._place = prompt_of * self._table[1] + rank
 
     def _whole_padding(self) -> Tensor:
-        """Bool `(n, 1, 1, p)`: where the prompts are padding."""
+        """Return bool `(n, 1, 1, p)`: the padding of the prompts."""
         if self._padding is not None:
             return self._padding
         layer: Any = self.layers[0]
@@ -359,7 +372,8 @@ class GroupedCache(Cache):
         return torch.zeros(len(keys), 1, 1, keys.shape[2], dtype=torch.bool, device=keys.device)
 
     def _unused(self, rows: Tensor, prompts: Tensor | None) -> tuple[int, int]:
-        """Columns of the prompts, and of the rows' own, that are padding in all of these. Without a join, as it was."""
+        """Return the columns of the prompts, and of the rows' own, that are padding in all of these. Without a join,
+        none."""
         if self._begin is None:
             return 0, 0
         of_prompts = 0
@@ -368,7 +382,8 @@ class GroupedCache(Cache):
         return of_prompts, int(self._begin[rows].min())
 
     def _hidden(self, length: int, columns: int) -> Tensor | None:
-        """Bool `(b or 1, 1, 1, columns)`: what is none of the own tokens of each row, `length` being written."""
+        """Return bool `(b or 1, 1, 1, columns)`: the columns without an own token of each row, while `length` are
+        written."""
         if self._begin is None and length == columns and self._column is None:
             return None
         if self._before is None or self._hides != (length, columns):
@@ -380,13 +395,14 @@ class GroupedCache(Cache):
         return self._before
 
     def attend(self, module: nn.Module, layer: GroupedLayer, query: Tensor, scaling: float) -> Tensor:
-        """Attention of the queries of a row, of which there is one but in a chunk, over its prompt and its own tokens.
+        """Return the attention of the queries of a row over its prompt and its own tokens; only a chunk has several
+        queries.
 
         Args:
-            module: Whose attention it is.
+            module: The attention module.
             layer: The keys and values.
             query: ``(b, k r, c, d)``.
-            scaling: What scores are multiplied by.
+            scaling: The factor of the scores.
 
         Returns:
             ``(b, k r, c, e)``.
@@ -411,7 +427,7 @@ class GroupedCache(Cache):
         return (self._by_row(drawn, b) + torch.matmul(weights[..., p:], values)).reshape(b, heads, c, -1)
 
     def _by_prompt(self, x: Tensor) -> Tensor:
-        """`(b, k, r, w)` to `(n, k, m r, w)`."""
+        """Reorder `(b, k, r, w)` to `(n, k, m r, w)`."""
         n, m = self._table
         if self._place is not None:
             x = x.new_zeros(n * m, *x.shape[1:]).index_copy_(0, self._place, x)
@@ -419,22 +435,22 @@ class GroupedCache(Cache):
         return x.reshape(n, m, k, r, w).transpose(1, 2).reshape(n, k, m * r, w)
 
     def _by_row(self, x: Tensor, b: int) -> Tensor:
-        """Back again, to `b` rows."""
+        """Reorder back to `b` rows."""
         n, m = self._table
         _, k, _, w = x.shape
         x = x.reshape(n, k, m, -1, w).transpose(1, 2).reshape(n * m, k, -1, w)
         return x if self._place is None else x[self._place]
 
 
-class ProvingCache(GroupedCache):
-    """Holds each attention against the same over keys and values that are repeated and joined, in float64.
+class GroupedProvingCache(GroupedCache):
+    """A cache that compares each attention with plain attention over repeated and joined keys and values, in float64.
 
-    What goes on is the latter, computed as plain ``sdpa`` computes it. So a model that uses this cache as intended gets
-    the logits of the plain way to the last bits, whatever its weights' type.
+    Later layers get the latter, computed as plain ``sdpa`` computes it. So a model that uses this cache as intended
+    gets the logits of the plain way to the last bits, whatever its weights' type.
     """
 
     def _whole_mask(self, own: int, queries: int) -> Tensor:
-        """Bool `(b, 1, c, p + t)`: what each query sees of its prompt and of its own tokens."""
+        """Return bool `(b, 1, c, p + t)`: the tokens of its prompt and its own that each query sees."""
         of_prompt = ~self._whole_padding()[self._prompt_of]
         rows = len(self._prompt_of)
         if self._seen is not None:
@@ -465,7 +481,7 @@ def _in_float64(layer: GroupedLayer) -> GroupedLayer:
     return twin
 
 
-def attention(
+def grouped_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -476,9 +492,10 @@ def attention(
     grouped_cache: GroupedCache | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """In the place of transformers' ``sdpa``, and like it blind to any other keyword but those that it refuses.
+    """Return attention over a grouped cache in place of transformers' ``sdpa``, which also ignores all other keywords
+    but the refused ones.
 
-    ``grouped_cache`` gets here through the keywords of the model's forward pass.
+    ``grouped_cache`` arrives through the keywords of the model's forward pass.
     """
     if grouped_cache is None:
         raise NotGrouped("its layers do not hand keywords on to their attention")
@@ -495,14 +512,126 @@ def attention(
 
 
 def no_mask(*, attention_mask: Tensor | None = None, **asked: Any) -> None:
-    """In the place of transformers' own mask for ``sdpa``, which is asked whether the step needs one.
+    """Refuse any mask but a causal one, in place of transformers' mask function for ``sdpa``.
 
-    It needs none where every token sees all that came before it: no window ends before the first, nothing custom.
+    A step needs none where every token sees all earlier ones: no window ends before the first, and no mask is custom.
     """
     mask = sdpa_mask(attention_mask=attention_mask, **asked)
     if mask is not None and (mask.shape[-2] == 1 or not is_causal(mask)):
         raise NotGrouped("a token does not see all that came before it")
 
 
-ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention)
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, grouped_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, no_mask)
+
+
+_GROUPED_TRIAL = EquivalenceTrial(
+    "generator.grouped_cache", "Each sample has its prompt's keys and values for itself", most=0.01
+)
+"""On deterministic kernels the logits of the two ways are equal."""
+
+
+class GroupedSteps(DecodingSteps):
+    """Decode steps with the keys and values of a prompt held once a group, for a policy that `grouped_cache_proven`
+    approves."""
+
+    kind: type[GroupedCache] = GroupedCache
+    whole = False
+    """True where products read the whole buffer for the rows' own tokens, so that no shape depends on their number."""
+
+    @property
+    def joinable(self) -> bool:
+        return True
+
+    @property
+    def full(self) -> bool:
+        return self._cache.own_length >= self._max_new_tokens
+
+    def _share_out(self, batch: DecodeBatch) -> None:
+        length = batch.prompt_mask.shape[1]
+        layers: list[Any] = self._cache.layers
+        whole = all(layer.keys is not None and layer.keys.shape[2] == length for layer in layers)
+        if not whole or not keeps_whole_texts(self._cache, length + self._max_new_tokens):
+            raise NotGrouped("the layers of its cache do not hold the whole text")
+        self._cache = self.kind(
+            self._cache,
+            batch.prompt_mask,
+            batch.repeats,
+            self._max_new_tokens,
+            batch.numbers,
+            padded=batch.padded,
+            whole=self.whole,
+        )
+
+    def _step(self, ids: Tensor) -> Tensor:
+        with using_attention(base_of(self._policy), IMPLEMENTATION):
+            return self._run(ids, self._next_position, attention_mask=None, grouped_cache=self._cache)
+
+    @property
+    def prompts(self) -> int:
+        return self._cache.prompts
+
+    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, lasts: Tensor, **seen: Tensor) -> Tensor:
+        with using_attention(base_of(self._policy), IMPLEMENTATION), self._cache.reading(mask):
+            return self._logits(ids, positions, lasts, attention_mask=None, grouped_cache=self._cache, **seen)
+
+    def _shift(self, columns: Tensor) -> None:
+        self._cache.shift(columns)
+
+    def _keep_cache(self, kept: Tensor) -> None:
+        self._cache.batch_select_indices(kept)
+
+    def _join_cache(self, others: DecodingSteps) -> None:
+        self._cache.join(others._cache)
+
+
+class _GroupedProvingSteps(GroupedSteps):
+    kind = GroupedProvingCache
+
+
+def fits_grouped_cache(policy: nn.Module, length: int) -> bool:
+    """Tell whether a policy may be able to: a model of transformers with its ``sdpa`` attention, whose cache keeps
+    every token of texts of ``length``."""
+    model = base_of(policy)
+    if not isinstance(model, PreTrainedModel) or "position_ids" not in forward_parameters(policy):
+        return False
+    return text_config(model)._attn_implementation == "sdpa" and keeps_whole_texts(empty_cache(policy), length)
+
+
+def grouped_cache_proven(policy: nn.Module) -> bool:
+    """Decode a few tokens of two prompts both ways, and compare. Call it in evaluation mode, without gradient."""
+    return _GROUPED_TRIAL.passes(policy, lambda: decode_both_ways(policy, partial(_GroupedProvingSteps, policy)))
+
+
+def decode_both_ways(policy: nn.Module, quicker: Callable[[DecodeBatch, int], DecodingSteps]) -> tuple[Tensor, Tensor]:
+    """Return the logits of a `probe_batch` by quicker steps, and by the model's own; see `decode_probe`."""
+    batch = probe_batch(policy)
+    own = decode_probe(DecodingSteps(policy, batch, 5))
+    return decode_probe(quicker(batch, 5)), own
+
+
+def probe_batch(policy: nn.Module) -> DecodeBatch:
+    """Return a batch of two prompts of five and three tokens, two rows each."""
+    device = next(policy.parameters()).device
+    size = text_config(base_of(policy)).vocab_size
+    ids = (torch.arange(10, device=device) * 7 + 1).view(2, 5) % size
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, :2] = False
+    rows = torch.arange(4)
+    return DecodeBatch(ids, mask, 2, rows.to(device), rows, [0, 1])
+
+
+def decode_probe(steps: DecodingSteps) -> Tensor:
+    """Return logits ``(4, 4, v)`` of a `probe_batch` with five new tokens at most: of two steps with another token for
+    every row, one with several tokens, and one more."""
+    size, device = steps.logits.shape[-1], steps.logits.device
+    chunks = [[3 % size], [5 % size, 4 % size], [6 % size], [2 % size, 7 % size]]
+    positions = torch.tensor([7, 7, 5, 5], device=device)
+    logits = []
+    for step in range(4):
+        if step == 2:
+            steps.feed(chunks, positions, torch.zeros_like(positions))
+        else:
+            steps.advance((torch.arange(4, device=device) * 5 + step + 2) % size)
+        logits.append(steps.logits)
+    return torch.stack(logits)

@@ -1,8 +1,17 @@
-"""transformers' own ``generate`` under the same contract: slower than native, and the oracle it is tested against."""
+"""transformers' own decoders under the contract of `Generator`, with our draws.
+
+`HFGenerator` calls ``generate``: slower than native, and the oracle that native is tested against.
+`HFContinuousGenerator` uses continuous batching: a waiting sequence takes the place of a finished one at once.
+Neither keeps anything between two turns of a conversation, so `TurnByTurn` lets each turn read the whole text again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import gc
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,25 +19,106 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_rl.errors import ConfigError
-from lit_rl.generation.base import InProcessGenerator
-from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches
-from lit_rl.generation.engine_kwargs import KEY, of_transformers
-from lit_rl.generation.finished import tell_batch
-from lit_rl.generation.responses import Responses
-from lit_rl.generation.transforms import TokenSampler
-from lit_rl.generation.turn_by_turn import TurnByTurn
-from lit_rl.models.policy.forward_names import forward_parameters
-from lit_rl.models.policy.known_masks import masks_that_hide
-from lit_rl.rollout import Prompts, Sampling
-from lit_rl.vision import Vision
+from lit_rl.core.errors import ConfigError, GenerationError, LitRLError
+from lit_rl.core.rollout import Prompts, Sampling
+from lit_rl.core.transfers import in_one_transfer
+from lit_rl.core.vision_inputs import Vision, with_later
+from lit_rl.generation.decode_batches import DecodeBatch, Decoded, decode_batches, has_padding, left_pad
+from lit_rl.generation.engine_kwargs import KEY, transformers_names
+from lit_rl.generation.generator import InProcessGenerator
+from lit_rl.generation.responses import Responses, report_batch
+from lit_rl.generation.token_sampler import Drawn, TokenSampler
+from lit_rl.models.forward_inputs import forward_parameters, masks_that_hide
+
+
+class TurnByTurn:
+    """The conversations of a request, held by an engine that decodes one turn of some rows at a time.
+
+    Args:
+        decode: Decodes a batch of one turn, of a request without a responder.
+        prompts: The requested completions; their responder answers.
+        sampling: How to draw; ``max_new_tokens`` are those of a turn.
+        places: Most rows that are decoded at a time; None: all.
+        device: The device of the tokens.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[DecodeBatch, Prompts, Sampling], Decoded],
+        prompts: Prompts,
+        sampling: Sampling,
+        places: int | None,
+        device: torch.device,
+    ) -> None:
+        self._decode, self._prompts, self._sampling, self._places = decode, prompts, sampling, places
+        (self._whole,) = decode_batches(prompts, None, device)
+        self._responses = Responses(prompts, sampling, len(self._whole.rows), device)
+
+    def run(self) -> Decoded:
+        """Return the responses of all rows."""
+        responder, device = self._prompts.responder, self._whole.keys.device
+        assert responder is not None
+        self._speak(decode_batches(self._prompts, self._places, device))
+        unanswered = len(self._whole.rows)
+        while unanswered:
+            heard = [*responder.answers(wait=True), *responder.answers(wait=False)]
+            speaking = [each.row for each in heard if self._responses.hear(each)]
+            unanswered -= len(heard) - len(speaking)
+            self._speak(self._batches(speaking))
+        return self._responses.decoded()
+
+    def _speak(self, batches: Iterable[DecodeBatch]) -> None:
+        """Decode a turn for the rows of each batch, and pass it to the responder."""
+        responder, device = self._prompts.responder, self._whole.keys.device
+        assert responder is not None
+        alone = dataclasses.replace(self._prompts, responder=None)
+        for batch in batches:
+            rows, room = batch.rows.to(device), self._responses.room(int(batch.rows[0]))
+            least = min(self._sampling.min_new_tokens, room)
+            turn = dataclasses.replace(self._sampling, max_new_tokens=room, min_new_tokens=least)
+            decoded = self._decode(batch, alone, turn)
+            for column in range(decoded.ids.shape[1]):
+                mass = None if decoded.kept_logmass is None else decoded.kept_logmass[:, column]
+                self._responses.add(rows, Drawn(decoded.ids[:, column], decoded.logprobs[:, column], mass))
+            self._responses.look(rows)
+            for said in self._responses.said(batch.rows.tolist()):
+                responder.tell(said)
+
+    def _batches(self, rows: Sequence[int]) -> Iterator[DecodeBatch]:
+        """Yield the next turn of these rows: those with equal room together, so that none leaves the model's
+        context."""
+        by_room: dict[int, list[int]] = {}
+        for row in sorted(rows, key=lambda row: int(self._responses.lengths[row])):
+            by_room.setdefault(self._responses.room(row), []).append(row)
+        for together in by_room.values():
+            for start in range(0, len(together), self._places or len(together)):
+                yield self._batch(together[start : start + (self._places or len(together))])
+
+    def _batch(self, rows: Sequence[int]) -> DecodeBatch:
+        prompts, device = self._prompts, self._whole.keys.device
+        said = self._responses.texts(rows)
+        numbers = [row // prompts.group_size for row in rows]
+        texts = [[*prompts.token_ids[number], *text] for number, text in zip(numbers, said)]
+        which = torch.tensor(rows)
+        ids, mask, at = in_one_transfer(device, *left_pad(texts, prompts.pad_id), which)
+        seen = tuple(
+            with_later(
+                prompts.vision[number] if prompts.vision else None,
+                len(prompts.token_ids[number]),
+                self._responses.later(row),
+                len(text),
+            )
+            for row, number, text in zip(rows, numbers, said)
+        )
+        keys, begun = self._whole.keys[at], self._responses.lengths[at]
+        return DecodeBatch(ids, mask, 1, keys, which, rows, begun, seen, padded=has_padding(texts))
 
 
 class HFGenerator(InProcessGenerator):
-    """Decodes with the policy's ``generate``: whatever transformers can generate with, and no shared prompts.
+    """A generator that decodes with the policy's ``generate``: any model of transformers, and no shared prompts.
 
-    The model's generation config is replaced by a blank one for the call, since ``generate`` takes from it whatever a
-    call leaves open.
+    The model's generation config is replaced by a blank one for the call, since ``generate`` takes all unset options
+    from it.
 
     Args:
         batch_size: Sequences per decode batch; None decodes all at once. Bounds memory: samples do not depend on it.
@@ -67,7 +157,7 @@ class HFGenerator(InProcessGenerator):
             return
         for batch in decode_batches(prompts, self.rows_a_batch, device):
             decoded = decode(batch, prompts, sampling)
-            tell_batch(prompts.on_finished, batch.rows, decoded)
+            report_batch(prompts.on_finished, batch.rows, decoded)
             yield batch.rows, decoded
 
     def _decode_batch(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
@@ -81,7 +171,7 @@ class HFGenerator(InProcessGenerator):
         if self.static_cache:
             _refuse_autocast(ids.device)
             config.cache_implementation = "static"
-        draws = _Draws(sampler, Responses(prompts, sampling, len(ids), ids.device), ids)
+        draws = _BatchDraws(sampler, Responses(prompts, sampling, len(ids), ids.device), ids)
         # By its number, not as a slice: see `DecodingSteps`.
         named = {"logits_to_keep": torch.full((1,), -1, device=ids.device)} if "logits_to_keep" in names else {}
         if seen := Vision.of(batch.vision, batch.repeats):
@@ -100,12 +190,12 @@ class HFGenerator(InProcessGenerator):
         return draws.responses.decoded()
 
 
-class _Draws:
+class _BatchDraws:
     """The last logits processor and the stopping criterion of a batch.
 
     Args:
         sampler: Draws the tokens.
-        responses: Where they are written, and end.
+        responses: The responses that they are added to.
         prompt_ids: Long ``(b, p)``.
     """
 
@@ -121,19 +211,19 @@ class _Draws:
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn.tokens[:, None], 0.0)
 
     def over(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Return bool ``(b,)``: the rows that are over. Stop strings are looked for each few tokens."""
+        """Return bool ``(b,)``: the finished rows. Stop strings are searched every few tokens."""
         if (input_ids.shape[1] - self._prompt_width) % self.responses.look_every == 0:
             self.responses.look_for_stops(self._rows)
         return self.responses.over(self._rows)
 
 
 def _reshaped_by(kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """Those that change what is drawn, of fields that `GenerationConfig` has and takes."""
+    """Return the fields that change the distribution, after a check that `GenerationConfig` has and accepts all."""
     if not kwargs:
         return ()
     from transformers import GenerationConfig
 
-    found = of_transformers(vars(GenerationConfig())).reshaped_by(kwargs)
+    found = transformers_names(vars(GenerationConfig())).reshaped_by(kwargs)
     try:
         GenerationConfig(**kwargs).validate()
     except (TypeError, ValueError) as error:
@@ -142,7 +232,8 @@ def _reshaped_by(kwargs: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _generation_config(prompts: Prompts, sampling: Sampling, kwargs: dict[str, Any]) -> Any:
-    """Greedy over our processor's choice, so that ``generate`` builds no sampling processor of its own."""
+    """Return a config that is greedy over our processor's choice, so that ``generate`` builds no sampling processor of
+    its own."""
     from transformers import GenerationConfig
 
     return GenerationConfig(
@@ -160,7 +251,8 @@ def _generation_config(prompts: Prompts, sampling: Sampling, kwargs: dict[str, A
 
 
 def _refuse_autocast(device: torch.device) -> None:
-    """transformers' static cache has one type for both, and autocast gives float32 keys and narrow values."""
+    """Refuse autocast: transformers' static cache has one type for both, and autocast gives float32 keys and narrow
+    values."""
     if torch.is_autocast_enabled(device.type):
         raise ConfigError(
             "generator.static_cache=true cannot decode under autocast: set trainer.precision=bf16-true or 32-true, or "
@@ -170,7 +262,7 @@ def _refuse_autocast(device: torch.device) -> None:
 
 @contextmanager
 def blank_generation_config(policy: nn.Module) -> Iterator[None]:
-    """Put a blank generation config on the model, under a PEFT wrapper too, and the old one back on the way out."""
+    """Put a blank generation config on the model, under a PEFT wrapper too, and restore the old one at the end."""
     from transformers import GenerationConfig
 
     # PeftModel.generate copies its own attribute to the model inside, so every holder gets a blank one.
@@ -183,3 +275,258 @@ def blank_generation_config(policy: nn.Module) -> Iterator[None]:
     finally:
         for module, config in zip(holders, kept):
             vars(module)["generation_config"] = config
+
+
+class ContinuousDraws:
+    """The engine's logits processors: draws every token with our noise, and leaves the engine no other choice.
+
+    The engine names the requests of a step just before it. Tokens and log-probs are kept here, and the engine's own
+    answers are not read.
+    """
+
+    do_processing = True
+    tensors_required = 0
+
+    def __init__(self, batch: DecodeBatch, prompts: Prompts, sampling: Sampling, forks: bool) -> None:
+        device = batch.keys.device
+        self._sampler = TokenSampler.of(batch, prompts, sampling)
+        self._responses = Responses(prompts, sampling, len(batch.keys), device)
+        self._device, self._longest = device, sampling.max_new_tokens
+        self._rows = _row_by_request(batch, forks)
+        self._all = torch.arange(len(batch.keys), device=device)
+        self._requests: list[str] = []
+        self._running, self._steps = self._all, 0
+        self._autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        self.end: Callable[[str], None] | None = None
+        """Ends a request of the engine."""
+
+    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        """Accept any: requests have no settings of their own."""
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        """Do nothing: there are no arguments."""
+
+    def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: Tensor) -> Tensor:
+        """Record the requests whose logits the next call gets, in order. Called in the engine's thread."""
+        requests = [request.state.request_id for request in requests_in_batch if request.has_new_token]
+        if requests != self._requests:
+            self._requests = requests
+            self._running = torch.tensor([self._rows[name] for name in requests], device=self._device, dtype=torch.long)
+        # Autocast is set per thread, and its cache of weights is shared with the training.
+        kind = self._device.type
+        torch.set_autocast_cache_enabled(False)
+        torch.set_autocast_enabled(kind, self._autocast[0])
+        torch.set_autocast_dtype(kind, self._autocast[1])
+        return arg_storage
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
+        """Draw the next tokens. ``scores``: float32 ``(n, v)`` or more rows; those beyond the n requests belong to
+        unread prompts."""
+        forced = torch.full_like(scores, -torch.inf)
+        if not self._requests:
+            return forced
+        rows = self._running
+        drawn = self._sampler(scores[: len(rows)], self._responses.lengths[rows], rows)
+        self._responses.add(rows, drawn)
+        self._steps += 1
+        if self._steps % self._responses.look_every == 0:
+            look = self._responses.look(self._all)  # at rows that the engine has ended since the last look too
+            for request in self._requests:
+                row = self._rows[request]
+                if not look.running[row] and look.lengths[row] < self._longest:  # longer ones the engine ends by itself
+                    assert self.end is not None
+                    self.end(request)
+        forced[: len(rows)].scatter_(1, drawn.tokens[:, None], 0.0)
+        return forced
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether every row ended or has its full length."""
+        self._responses.look_for_stops(self._all)
+        return self._responses.complete
+
+    def decoded(self) -> Decoded:
+        return self._responses.decoded()
+
+
+def _row_by_request(batch: DecodeBatch, forks: bool) -> dict[str, int]:
+    """Return the row of a decode batch by the engine's name for it."""
+    if not forks:
+        return {str(row): row for row in range(len(batch.keys))}
+    names = ["", *(f"__child#{fork}" for fork in range(batch.repeats - 1))]
+    return {f"{i}{name}": i * batch.repeats + k for i in range(len(batch.prompt_ids)) for k, name in enumerate(names)}
+
+
+class HFContinuousGenerator(InProcessGenerator):
+    """A generator that decodes with the policy's continuous batching: `NativeGenerator`'s samples, another scheduler.
+
+    Keys and values lie in pages, a prompt is read once a group, and no step waits for the longest sequence. It pays for
+    responses of very different lengths on a GPU with model.attn_implementation=flash_attention_2. Any other attention
+    compares every token with all that the cache holds, other sequences included: take generator=native there. The cache
+    is made anew for every call, so nothing in it is older than the weights.
+
+    Args:
+        batch_size: Sequences that are decoded at a time, whose whole length the cache has room for; None decodes all at
+            once. Bounds memory: samples do not depend on it.
+    """
+
+    def __init__(self, batch_size: int | None = None) -> None:
+        super().__init__(batch_size)
+
+    def _decode(
+        self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
+    ) -> Iterator[tuple[Tensor, Decoded]]:
+        decode = partial(self._decode_batch, _continuous_model(policy))
+        if prompts.responder is not None:
+            rows = torch.arange(len(prompts) * prompts.group_size)
+            yield rows, TurnByTurn(decode, prompts, sampling, None, device).run()
+            return
+        (batch,) = decode_batches(prompts, None, device)  # the engine, which fills the places, has to see every row
+        yield batch.rows, decode(batch, prompts, sampling)
+
+    def _decode_batch(self, model: Any, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
+        with (
+            torch.inference_mode(False),
+            _restored_state(model, batch.keys.device),
+        ):  # tensors that a thread writes into
+            forks = _forks(batch, self.rows_a_batch)
+            draws = ContinuousDraws(batch, prompts, sampling, forks)
+            try:
+                manager = model.init_continuous_batching(
+                    generation_config=_continuous_generation_config(sampling, batch.repeats if forks else 1),
+                    continuous_batching_config=_continuous_batching_config(
+                        model, batch, sampling, self.rows_a_batch, forks
+                    ),
+                )
+                manager.logit_processor = draws
+                manager.warmup()  # makes the cache
+                _keep_dtype(manager.batch_processor.cache, model.dtype)
+            except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"generator=hf_continuous cannot decode {type(model).__name__}: {error} Use generator=native or "
+                    "generator=hf with it."
+                ) from error
+            requests = (batch.prompt_ids, batch.prompt_mask) if forks else batch.repeated()
+            _run_requests(manager, requests, sampling, draws)
+        return draws.decoded()
+
+
+def _run_requests(manager: Any, requests: tuple[Tensor, Tensor], sampling: Sampling, draws: ContinuousDraws) -> None:
+    """Let the engine's thread decode everything, and wait for it."""
+    draws.end = manager.cancel_request
+    for number, (ids, mask) in enumerate(zip(*(part.tolist() for part in requests), strict=True)):
+        text = [token for token, there in zip(ids, mask, strict=True) if there]
+        manager.add_request(text, request_id=str(number), max_new_tokens=sampling.max_new_tokens)
+    try:
+        manager.start()
+        manager.stop(block=True)  # as soon as all of it is done, and not before: the requests are in already
+    finally:
+        if manager.is_running():  # interrupted while waiting
+            manager.stop(block=True, hard_stop=True)
+        manager.destroy()
+        draws.end = None
+    error = manager.background_thread_status.fatal_error
+    if isinstance(error, LitRLError):
+        raise error
+    if error is not None or not draws.complete:
+        failed = error or getattr(manager.get_result(), "error", None)
+        raise GenerationError(
+            f"transformers' continuous batching failed: {failed or 'sequences are missing'}"
+        ) from error
+
+
+def _forks(batch: DecodeBatch, batch_size: int | None) -> bool:
+    """Tell whether a group is one request, which the engine forks once all of the prompt but its last token is read.
+
+    With a prompt of one token that would be a step of nothing, which fails; and where not all rows have room, the forks
+    take it from each other for ever.
+    """
+    room = batch_size is None or batch_size >= len(batch.keys)
+    return room and batch.repeats > 1 and int(batch.prompt_mask.sum(1).min()) > 1
+
+
+def _keep_dtype(cache: Any, dtype: torch.dtype) -> None:
+    """Make the cache take keys and values of any dtype: autocast makes some of another than the weights'."""
+    update = cache.update
+
+    def cast(key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return update(key_states.to(dtype), value_states.to(dtype), *args, **kwargs)
+
+    cache.update = cast
+
+
+def _continuous_model(policy: nn.Module) -> Any:
+    """Return the model of transformers, whose layers hold the adapters if there are any."""
+    if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
+        raise ConfigError(
+            f"generator=hf_continuous cannot decode {type(policy).__name__}: its PEFT adapter adds virtual tokens to "
+            "every call. Use generator=hf with it."
+        )
+    wrapped: Any = policy
+    model = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
+    if not hasattr(model, "init_continuous_batching"):
+        raise ConfigError(
+            f"generator=hf_continuous needs a model of transformers that can generate; {type(model).__name__} has no "
+            "continuous batching. Use generator=native with it."
+        )
+    return model
+
+
+def _continuous_generation_config(sampling: Sampling, sequences: int) -> Any:
+    """Return a config that is greedy over our processor's choice and without an EOS; the longest response alone is the
+    engine's limit."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)
+    config.num_return_sequences = sequences  # refused by the constructor, which takes greedy ones to be equal
+    config.eos_token_id = -1
+    return config
+
+
+def _continuous_batching_config(
+    model: Any, batch: DecodeBatch, sampling: Sampling, batch_size: int | None, forks: bool
+) -> Any:
+    """Return a config with room for `batch_size` sequences of the greatest length; by default the engine takes most of
+    the memory."""
+    from transformers import ContinuousBatchingConfig
+
+    flash = "flash" in str(model.config._attn_implementation)
+    rows = len(batch.keys) if batch_size is None else min(batch_size, len(batch.keys))
+    page = 256 if flash else 32  # what the kernel takes; without it, what wastes little
+    pages = math.ceil((batch.prompt_ids.shape[1] + sampling.max_new_tokens) / page) + 1  # one is copied at a fork
+    # Without flash attention there is a mask of this many times all tokens in the cache.
+    prompt_tokens = min(int(batch.prompt_mask.sum()), 4096 if flash else 512)
+    return ContinuousBatchingConfig(
+        page_size=page,
+        num_blocks=(rows + 1) * pages,
+        max_batch_tokens=rows + prompt_tokens,
+        max_requests_per_batch=rows,
+        max_blocks_per_request=pages if flash else 0,
+        safety_margin=0.0,  # there is room for all that run
+        allow_block_sharing=not forks,  # a fork whose prompt was read by another but for one token is an empty step
+        use_async_batching=False,  # a step would begin before the tokens of the last are known here
+        use_cuda_graph=False,  # what is drawn is kept by Python
+        auto_switch_to_flash=False,  # training scores with the attention that was asked for
+        seed=0,
+    )
+
+
+@contextmanager
+def _restored_state(model: Any, device: torch.device) -> Iterator[None]:
+    """Restore the random generators and the attention, silence the engine's log and freeze the garbage collector. The
+    engine seeds the global generators, may switch the attention, logs errors that are raised here, and collects garbage
+    twice a call, which takes half a second each over all of Python's objects."""
+    attention, log = model.config._attn_implementation, logging.getLogger("ContinuousBatchingLogger")
+    level, freezes = log.level, gc.get_freeze_count() == 0  # never what the user froze
+    log.setLevel(logging.CRITICAL)
+    if freezes:
+        gc.freeze()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        if freezes:
+            gc.unfreeze()
+        log.setLevel(level)
+        if model.config._attn_implementation != attention:
+            model.set_attn_implementation(attention)

@@ -63,7 +63,7 @@ def prompt_key(
 
 
 def prompt_key(seed: int | Tensor, rollout: int | Tensor, row: int | Tensor, occurrence: int | Tensor) -> int | Tensor:
-    """The noise key of one prompt of one rollout, in [-2^63, 2^63). Any integer is a valid part.
+    """Return the noise key of one prompt of one rollout, in [-2^63, 2^63). Any integer is a valid part.
 
     Tensors (int64, broadcast against each other) give a tensor of keys, plain integers give an integer; the numbers
     are the same.
@@ -82,12 +82,12 @@ def prompt_key(seed: int | Tensor, rollout: int | Tensor, row: int | Tensor, occ
 
 
 def sample_key(key: int, sample: int) -> int:
-    """The key of a prompt that is completed once, for what is completion number `sample` of the prompt with `key`."""
+    """Return the key of a prompt that is completed once, as completion number `sample` of the prompt with `key`."""
     return _signed(key + sample * _STEP)
 
 
 def turn_key(key: int, turn: int) -> int:
-    """The key of a turn of a conversation, where each is drawn by itself: of the first turn, the prompt's."""
+    """Return the key of a turn of a conversation that is drawn turn by turn; the first turn has the prompt's."""
     return key if turn == 0 else _fold_int(key, turn)
 
 
@@ -96,14 +96,14 @@ def _as_tensor(part: int | Tensor) -> Tensor:
 
 
 def row_keys(prompt_keys: Tensor | Sequence[int], group_size: int) -> Tensor:
-    """One key a completion: int64 ``(n * group_size,)``, the rows of a prompt being neighbours."""
+    """Return one key a completion: int64 ``(n * group_size,)``, the rows of a prompt being neighbours."""
     keys = torch.as_tensor(prompt_keys, dtype=torch.int64)
     samples = torch.arange(group_size, dtype=torch.int64, device=keys.device)
     return _fold(keys[:, None], samples[None, :]).flatten()
 
 
 def uniform(keys: Tensor, position: int | Tensor) -> Tensor:
-    """Float32 uniforms in [0, 1), multiples of 2^-24, never 1: one a key, at a token position counted from 0.
+    """Return float32 uniforms in [0, 1), multiples of 2^-24, never 1: one a key, at a token position counted from 0.
 
     Shapes broadcast: ``uniform(keys[:, None], torch.arange(t))`` is the noise of ``t`` tokens a row.
     """

@@ -1,4 +1,4 @@
-"""Ranks that agree before they go on: an engine may fail on one of them, and the others must not wait for it."""
+"""Agreement between ranks: an engine may fail on one of them, and the others must not wait for it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lit_rl.errors import GenerationError, LitRLError
-from lit_rl.interruption import Interrupted
+from lit_rl.core.errors import GenerationError, LitRLError
+from lit_rl.core.interrupts import Interrupted
 
 Result = TypeVar("Result")
 
@@ -18,21 +18,21 @@ _thread = threading.local()
 
 
 def world_size() -> int:
-    """Processes of the default group; 1 where there is none."""
+    """Return the number of processes of the default group; 1 without a group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Ours in the default group; 0 where there is none."""
+    """Return this process's rank in the default group; 0 without a group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank gives, in the order of ranks; anything that can be pickled. A collective.
+    """Return the objects of all ranks, in their order; anything that can be pickled. A collective.
 
     Args:
-        mine: What this rank gives.
-        group: Whose ranks. None: of all processes.
+        mine: This rank's object.
+        group: The group of ranks. None: all processes.
     """
     if world_size() == 1:
         return [mine]
@@ -41,15 +41,16 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[An
     return said
 
 
-def beside_the_training() -> bool:
-    """Whether this is a thread beside the one that trains, and uses the ranks' group: no collective may be entered."""
+def in_background_thread() -> bool:
+    """Tell whether this is a background thread while the main one uses the ranks' group: no collective may be
+    entered."""
     return getattr(_thread, "beside", False)
 
 
 @contextmanager
-def beside() -> Iterator[None]:
-    """What runs in here, in a thread of its own, enters no collective."""
-    before = beside_the_training()
+def background_thread() -> Iterator[None]:
+    """Mark the calls inside as those of a background thread, which enters no collective."""
+    before = in_background_thread()
     _thread.beside = True
     try:
         yield
@@ -57,17 +58,17 @@ def beside() -> Iterator[None]:
         _thread.beside = before
 
 
-def together(work: Callable[[], Result]) -> Result:
-    """Do `work` on every rank; where one fails, all do, with that rank's error. A collective.
+def run_on_all_ranks(work: Callable[[], Result]) -> Result:
+    """Run `work` on every rank; where one fails, all raise that rank's error. A collective.
 
-    In a thread beside the training it does the work and no more: each rank's error is its own.
+    In a background thread it runs the work and no more: each rank's error is its own.
 
     Raises:
         LitRLError: of the class of the first rank that failed; this rank's own where it is of that class, else that
             rank's, with its number in front.
-        Interrupted: likewise, where that rank gave its work up.
+        Interrupted: likewise, where that rank was interrupted.
     """
-    if beside_the_training():
+    if in_background_thread():
         return work()
     error: LitRLError | Interrupted | None = None
     result: Any = None

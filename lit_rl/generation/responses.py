@@ -1,51 +1,55 @@
-"""The responses of all rows while they are decoded: each is written a token at a time, at its own pace."""
+"""Responses while they are decoded: each grows by a token at a time, at its own pace.
+
+`Responses` holds the tokens of all rows and the rows that still run. Finished rows are reported to
+`Prompts.on_finished` while others are still written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lit_rl.errors import GenerationError
-from lit_rl.generation.batches import Decoded
-from lit_rl.generation.transforms import Drawn, EndDetector
-from lit_rl.rollout import Prompts, Sampling
-from lit_rl.turns import Heard, Said
-from lit_rl.vision import Later
+from lit_rl.core.episode import EnvironmentTurn, PolicyTurn
+from lit_rl.core.errors import GenerationError
+from lit_rl.core.rollout import Prompts, Sampling
+from lit_rl.core.vision_inputs import Later
+from lit_rl.generation.decode_batches import Decoded
+from lit_rl.generation.token_sampler import Drawn, EndDetector
 
 
 @dataclass(frozen=True)
-class Look:
-    """The state of some rows, as the host knows it."""
+class RowStates:
+    """The state of some rows on the host."""
 
     rows: list[int]
     running: list[bool]
-    """Whether the turn of each goes on."""
+    """True where the turn of a row goes on."""
     lengths: list[int]
-    """Tokens of each so far, what it heard included."""
+    """Tokens of each so far, answers included."""
     behind: Tensor | None
-    """Long ``(m,)``: tokens of each that were drawn behind a stop string, and are taken back. None: of no row."""
+    """Long ``(m,)``: tokens of each that were drawn behind a stop string, and are removed. None: of no row."""
     finite: bool
-    """Whether the newest log-prob of every row is a number."""
+    """True where the newest log-prob of every row is finite."""
 
 
 class Responses:
-    """Tokens and log-probs of ``n`` rows, and which of them go on.
+    """Tokens and log-probs of ``n`` rows, and the state of each.
 
     Args:
-        prompts: What was asked for.
-        sampling: How it is drawn.
-        n_rows: Rows that are decoded, at whatever time.
-        device: Where the tokens are drawn.
+        prompts: The requested completions.
+        sampling: How to draw.
+        n_rows: All rows of the request.
+        device: The device of the tokens.
     """
 
     def __init__(self, prompts: Prompts, sampling: Sampling, n_rows: int, device: torch.device) -> None:
         self._longest = prompts.longest_response(sampling)
         self._per_turn = sampling.max_new_tokens
         self._ends = EndDetector(prompts, sampling, device)
-        shape = (n_rows, self._longest + 1)  # one column more: for what is drawn of rows whose turn is over
+        shape = (n_rows, self._longest + 1)  # one column more: for tokens of rows whose turn is over
         self._ids = torch.full(shape, -1, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(shape, device=device)
         self._kept_logmass = None if sampling.truncation.off else torch.zeros(shape, device=device)
@@ -58,7 +62,7 @@ class Responses:
         # Where the next token of each row goes: behind its others, or into the column more where its turn is over.
         self._columns = torch.zeros(n_rows, dtype=torch.long, device=device)
         self.lengths = torch.zeros(n_rows, dtype=torch.long, device=device)
-        """Long ``(n,)``: tokens of each row so far, what it heard included: the column of its next one."""
+        """Long ``(n,)``: tokens of each row so far, answers included: the column of its next one."""
         self.ended = torch.zeros(n_rows, dtype=torch.bool, device=device)
         """Bool ``(n,)``: the rows whose newest turn an EOS or a stop string has ended, or whose conversation ended."""
 
@@ -67,14 +71,14 @@ class Responses:
         return self.lengths[rows] - self._begun[rows]
 
     def over(self, rows: Tensor) -> Tensor:
-        """Return bool ``(m,)``: is the turn of each over, as far as the last `look` and the device know?"""
+        """Return bool ``(m,)``: rows whose turn is finished, as far as the last `look` and the device know."""
         return self._columns[rows] == self._longest
 
     def add(self, rows: Tensor, drawn: Drawn) -> None:
         """Write the next token of these rows, long ``(m,)``, each at most once; where a turn is over nothing is kept.
 
-        Nothing is asked of the device, so stop strings end a turn at the next `look` only. Every row has to be looked
-        at before others are added without it.
+        The device is not queried, so stop strings end a turn at the next `look` only. Every row has to be looked at
+        before others are added without it.
         """
         column = self._columns[rows]
         self._ids[rows, column] = drawn.tokens
@@ -94,18 +98,18 @@ class Responses:
         self.added()
 
     def added(self) -> None:
-        """Take note that the rows that are looked at have got a token, by `add` or by a replay of it."""
+        """Count a token of the rows that are looked at, by `add` or by a replay of it."""
         self._since += 1
 
     @property
     def look_every(self) -> int:
-        """Tokens after which to look: on an accelerator the host waits for it."""
+        """The number of tokens between two looks: on an accelerator the host waits for it."""
         return self._ends.every
 
-    def look(self, rows: Tensor) -> Look:
-        """Ask in one transfer how these rows stand, long ``(m,)``, and end those that have completed a stop string.
+    def look(self, rows: Tensor) -> RowStates:
+        """Read the state of these rows in one transfer, long ``(m,)``, and end those that have completed a stop string.
 
-        What was drawn behind it is taken back: the row is as if it had ended with that token.
+        Tokens behind it are removed: the row is as if it had ended with the stop string.
         """
         lengths, begun = self.lengths[rows], self._begun[rows]
         finite = self._logprobs[rows, (lengths - 1).clamp(min=0)].isfinite()
@@ -114,7 +118,7 @@ class Responses:
             self._since, (asked, running, finites, known, _) = 0, facts.tolist()
             for row, length in zip(asked, known):
                 self._known[row] = length
-            return Look(asked, list(map(bool, running)), known, None, all(finites))
+            return RowStates(asked, list(map(bool, running)), known, None, all(finites))
         columns = lengths[:, None] + torch.arange(1 - self._ends.window - self._since, 0, device=rows.device)
         facts = torch.cat([facts.T, self._ids[rows[:, None], columns.clamp(min=0)]], 1)
         self._since, told = 0, facts.tolist()
@@ -123,7 +127,7 @@ class Responses:
             spoken, new = length - begin, length - self._known[row]
             behind.append(self._ends.behind(tail[-spoken:], spoken, new) if new else None)
             self._known[row] = length - (behind[-1] or 0)
-        return Look(
+        return RowStates(
             rows=[each[0] for each in told],
             running=[bool(each[1]) and back is None for each, back in zip(told, behind, strict=True)],
             lengths=[self._known[each[0]] for each in told],
@@ -137,7 +141,7 @@ class Responses:
             self.look(rows)
 
     def _take_back(self, rows: Tensor, behind: Sequence[int | None]) -> Tensor:
-        """End the turns of those of these rows where it says how many of the last tokens are too many."""
+        """End the turns of rows with a number here: so many of the last tokens are removed."""
         told = torch.tensor([-1 if back is None else back for back in behind], device=rows.device)
         stopped, back = told >= 0, told.clamp(min=0)
         self.lengths[rows] -= back
@@ -167,13 +171,13 @@ class Responses:
         self.ended[row], self.lengths[row], self._columns[row] = ended, end, self._longest
         self._known[row] = end
 
-    def said(self, rows: Sequence[int]) -> list[Said]:
-        """The newest turn of each of these rows, as the responder is told of it."""
+    def said(self, rows: Sequence[int]) -> list[PolicyTurn]:
+        """Return the newest turn of each of these rows, for the responder."""
         assert self._turns is not None
         at = torch.tensor(rows, device=self._ids.device)
         facts = torch.stack([self._turns.now[at], self._begun[at], self.lengths[at], self.ended[at].long()], 1)
         told = zip(rows, torch.cat([facts, self._ids[at]], 1).tolist(), strict=True)
-        return [Said(row, turn, ids[begun:end], bool(ended)) for row, (turn, begun, end, ended, *ids) in told]
+        return [PolicyTurn(row, turn, ids[begun:end], bool(ended)) for row, (turn, begun, end, ended, *ids) in told]
 
     def texts(self, rows: Sequence[int]) -> list[list[int]]:
         """Return all tokens of these rows so far."""
@@ -182,22 +186,22 @@ class Responses:
         return [ids[:length] for length, *ids in told]
 
     def later(self, row: int) -> tuple[Later, ...]:
-        """What a row sees in its response so far."""
+        """Return the images in a row's response so far."""
         return self._later.get(row, ())
 
     def room(self, row: int) -> int:
-        """Tokens that a row may still say in its turn."""
+        """Return the tokens that a row may still write in its turn."""
         return int(self._limits[row] - self.lengths[row])
 
     def turn(self, row: int) -> int:
-        """The newest turn of a row, 0 for the first."""
+        """Return the newest turn of a row, 0 for the first."""
         return 0 if self._turns is None else int(self._turns.now[row])
 
-    def hear(self, heard: Heard) -> int:
-        """Write what a row has heard, and begin its next turn.
+    def hear(self, heard: EnvironmentTurn) -> int:
+        """Write the answer to a row, and begin its next turn.
 
         Returns:
-            The tokens that it may say in it, 1 or more; 0 where its conversation is over.
+            The tokens that it may write in it, 1 or more; 0 where its conversation is over.
         """
         assert self._turns is not None
         row, ids = heard.row, heard.token_ids
@@ -227,11 +231,11 @@ class Responses:
 
     @property
     def complete(self) -> bool:
-        """Whether the newest turn of every row is over."""
+        """Tell whether the newest turn of every row has finished."""
         return bool((self._columns == self._longest).all())
 
     def decoded(self) -> Decoded:
-        """What was written, as wide as the longest row."""
+        """Return all responses, as wide as the longest row."""
         self.look_for_stops(torch.arange(len(self._known), device=self._ids.device))
         length = int(self.lengths.max())
         within = torch.arange(length, device=self._ids.device) < self.lengths[:, None]
@@ -249,9 +253,49 @@ class Responses:
 
 
 class _Turns:
-    """Which tokens were sampled, and in which turn: what only conversations need."""
+    """The sampled tokens and their turns, for conversations only."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         self.sampled = torch.zeros(shape, dtype=torch.bool, device=device)
         self.index = torch.zeros(shape, dtype=torch.long, device=device)
         self.now = torch.zeros(shape[0], dtype=torch.long, device=device)
+
+
+OnFinished = Callable[[int, list[int]], None]
+"""A function of a row of the completions and its tokens."""
+
+
+class FinishedRows:
+    """Rows of one turn, each reported once.
+
+    Args:
+        on_finished: Called for each row.
+        responses: The responses of the rows.
+    """
+
+    def __init__(self, on_finished: OnFinished, responses: Responses) -> None:
+        self._on_finished, self._responses = on_finished, responses
+        self._told: set[int] = set()
+
+    def tell(self, look: RowStates) -> None:
+        """Report those of these rows that are finished, and were not reported before."""
+        new = [row for row, runs in zip(look.rows, look.running, strict=True) if not runs and row not in self._told]
+        self._told.update(new)
+        for row, ids in zip(new, self._responses.texts(new) if new else (), strict=True):
+            self._on_finished(row, ids)
+
+
+def report_batch(on_finished: OnFinished | None, rows: Tensor, decoded: Decoded) -> None:
+    """Report a batch, all of whose rows are finished."""
+    if on_finished is None:
+        return
+    for row, ids, mask in zip(rows.tolist(), decoded.ids, decoded.mask):
+        on_finished(row, ids[mask].tolist())
+
+
+def report_group(on_finished: OnFinished | None, number: int, answers: Sequence[list[int]], group_size: int) -> None:
+    """Report an engine's answers to a prompt: a greedy answer stands for the whole group."""
+    if on_finished is None:
+        return
+    for sample in range(group_size):
+        on_finished(number * group_size + sample, answers[sample % len(answers)])

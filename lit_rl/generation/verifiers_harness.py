@@ -7,12 +7,20 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from lit_rl.environments.parser_choice import check_parser
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.task_sets import (
+    VERIFIERS_COLUMN,
+    VERIFIERS_SCORES,
+    TaskRow,
+    TaskSet,
+    VerifiersScores,
+    scores_of,
+    verifiers,
+)
+from lit_rl.environments.tool_parsers import check_parser
+from lit_rl.generation.chat_conversation import MODEL
 from lit_rl.generation.chat_endpoint import ChatEndpoint, check_times
-from lit_rl.generation.chat_requests import MODEL
-from lit_rl.generation.rollout_handle import RolloutHandle
-from lit_rl.tasksets import COLUMN, SCORES, Scores, TaskRow, TaskSet, scores_of, verifiers
+from lit_rl.generation.rollout_function import RolloutHandle
 
 ON_THIS_MACHINE = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 """An agent that chats and calls the task's tools, as a process of this machine."""
@@ -22,15 +30,15 @@ class VerifiersHarness:
     """A rollout function for rows of `data=verifiers`: each completion is an episode of verifiers' own environment.
 
     The agent that is trained talks to the policy by OpenAI's API, and its conversation becomes the completion, with the
-    tokens that were drawn. It has to be one line of turns: an agent that rewrites what was said, or begins a second
-    conversation, is refused there, and its episode fails. The task is scored where verifiers scores it, with the
+    tokens that were drawn. It has to be one line of turns: an agent that rewrites earlier messages, or begins a
+    second conversation, is refused, and its episode fails. The task is scored where verifiers scores it, with the
     runtime at hand; `reward=verifiers` gives that as the reward.
 
     Args:
         env: The config of the environment, see `TaskSet.environment`. None: of one agent, `ON_THIS_MACHINE`. An agent
             without `model` and `client` is the policy; there may be one that is trained.
-        parser: Reads the policy's calls of tools: a name as of `env.parser`.
-        call_pattern: Of `parser=regex`.
+        parser: Name of the parser of the policy's tool calls, see `env.parser`.
+        call_pattern: Pattern for `parser=regex`.
         patience: See `ChatEndpoint`.
         agent_timeout: Seconds that an episode may take, see `ChatEndpoint`.
 
@@ -38,8 +46,8 @@ class VerifiersHarness:
         ConfigError: `patience` or `agent_timeout` is out of range, or there is no such parser.
     """
 
-    columns = (SCORES,)
-    """What it returns beside the tokens."""
+    columns = (VERIFIERS_SCORES,)
+    """Returned keys beside the tokens."""
 
     def __init__(
         self,
@@ -62,24 +70,24 @@ class VerifiersHarness:
         )
 
     def __call__(self, prompts: Sequence[Any], trainer: RolloutHandle) -> dict[str, list[Any]]:
-        if COLUMN not in trainer.columns:
+        if VERIFIERS_COLUMN not in trainer.columns:
             raise ConfigError("VerifiersHarness plays rows of data=verifiers, and the data is another.")
-        rows = [TaskRow.read(text) for text in trainer.columns[COLUMN]]
+        rows = [TaskRow.read(text) for text in trainer.columns[VERIFIERS_COLUMN]]
         games = {taskset: taskset.environment(self.env) for taskset in dict.fromkeys(row.taskset for row in rows)}
 
-        async def episode(number: int, url: str) -> Scores:
+        async def episode(number: int, url: str) -> VerifiersScores:
             return _scores(await games[rows[number].taskset].run_episode(rows[number].task(), _context(url)))
 
         played = self._endpoint(trainer).play(episode, around=_serving(games), instead=prompts)
         errors = [each if isinstance(each, Exception) else None for each in played.results]
         scores = [None if error else each for error, each in zip(errors, played.results)]
         # verifiers has scored none of these, so those whose completion was full have failed too.
-        return {**played.rollout, "episode_error": errors, SCORES: scores}
+        return {**played.rollout, "episode_error": errors, VERIFIERS_SCORES: scores}
 
 
 @asynccontextmanager
 async def _serving(games: Mapping[TaskSet, Any]) -> AsyncIterator[None]:
-    """What the episodes of these environments share: servers of tools, and verifiers' own way in."""
+    """Enter the shared context of these environments' episodes: servers of tools, and verifiers' own endpoint."""
     async with AsyncExitStack() as stack:
         for game in games.values():
             await stack.enter_async_context(game.serving())
@@ -92,11 +100,11 @@ def _context(url: str) -> Any:
 
 
 class EpisodeFailed(Exception):
-    """What verifiers says went wrong."""
+    """An error of an episode, as verifiers reports it."""
 
 
-def _scores(episode: Any) -> Scores:
-    """Of the agent that is trained.
+def _scores(episode: Any) -> VerifiersScores:
+    """Return the scores of the agent that is trained.
 
     Raises:
         EpisodeFailed: there are none.

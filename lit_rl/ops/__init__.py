@@ -1,4 +1,4 @@
-"""Ground floor: tensors in, tensors out. No I/O, no config, no Lightning, no logging.
+"""The lowest layer: tensors in, tensors out. No I/O, no config, no Lightning, no logging.
 
 One legend of dimensions for the whole project:
 

@@ -31,7 +31,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 BLOCK = 2**19
-"""Scores in a block, about: two of them and what is made of them stay in the caches of a processor."""
+"""Scores in a block, about: two blocks and their results stay in the caches of a processor."""
 
 COLUMNS = 32
 """Columns of queries in a block, at least."""
@@ -43,7 +43,7 @@ Below, attention over repeated keys was faster on two threads of a CPU, twice so
 """
 
 ALIGNED = 32
-"""Padding is cut off a prompt in steps of so many columns: each new width makes oneDNN build kernels."""
+"""Padding is cut off a prompt in steps of this many columns: each new width makes oneDNN build kernels."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Sharers:
     prompt: int
     first: int
     last: int
-    """One behind the last row."""
+    """The row after the last."""
     padding: int = 0
     """Columns of the prompt's keys, the first ones, that no row sees. Fewer than all."""
 
 
 def is_worth(rows: float, queries_per_key: float, t: int, p: int) -> bool:
-    """Whether this attention is expected to be no slower than attention over repeated keys.
+    """Tell whether this attention is expected to be no slower than attention over repeated keys.
 
     Args:
         rows: Rows of a prompt, on average.
@@ -71,7 +71,7 @@ def is_worth(rows: float, queries_per_key: float, t: int, p: int) -> bool:
 
 
 def keeps_weights(t: int, d: int, e: int) -> bool:
-    """Whether the weights of a pass over so many own tokens are kept for its backward pass."""
+    """Tell whether the weights of a pass over ``t`` own tokens are kept for its backward pass."""
     return t <= d + e
 
 
@@ -86,7 +86,7 @@ def folded_attention(
     seen: Bool[Tensor, "b t"] | None = None,
     scaling: float,
 ) -> Float[Tensor, "b h t e"]:
-    """Attention of each row's tokens over its prompt, and over its own tokens up to each.
+    """Attend from each row's tokens to its prompt, and to its own tokens up to each.
 
     Args:
         query: Query heads of one key head are neighbours.
@@ -129,7 +129,7 @@ class _Inputs:
     scaling: float
 
     def blocks(self, groups: Sequence[Sharers]) -> Iterator[_Block]:
-        """From the first columns to the last, so that what is a sum over blocks begins where it is whole."""
+        """Yield blocks from the first columns to the last, so that a sum over blocks begins where it is whole."""
         _, t, k, r, _ = self.query.shape
         p = self.prompt_keys.shape[2]
         for group in groups:
@@ -145,11 +145,12 @@ class _Inputs:
                         yield _Block(group.prompt, head, skipped, group.padding - skipped, rows, start, stop)
 
     def queries(self, block: _Block) -> Tensor:
-        """(m, w r, d)"""
+        """Return (m, w r, d)."""
         return _flat(self.query[block.rows, block.start : block.stop, block.head])
 
     def weights(self, block: _Block, queries: Tensor) -> Tensor:
-        """(m, w r, p + s) in the type of the queries: of the prompt, and of own columns up to the block's last."""
+        """Return (m, w r, p + s) in the type of the queries: of the prompt, and of own columns up to the block's
+        last."""
         prompt = self.prompt_keys[block.prompt, block.head, block.skipped :]
         scores = _exact_products(queries, prompt, self.keys[block.rows, block.head, : block.stop])
         p, (m, _, width) = len(prompt), scores.shape
@@ -213,17 +214,17 @@ class _FoldedAttention(torch.autograd.Function):
 
 
 def _by_key_head(x: Tensor, k: int) -> Tensor:
-    """`(b, k r, t, w)` to `(b, t, k, r, w)`."""
+    """Turn `(b, k r, t, w)` into `(b, t, k, r, w)`."""
     return x.transpose(1, 2).unflatten(2, (k, -1))
 
 
 def _flat(x: Tensor) -> Tensor:
-    """`(m, w, r, d)` to `(m, w r, d)`, in memory in that order."""
+    """Turn `(m, w, r, d)` into `(m, w r, d)`, in memory in that order."""
     return x.contiguous().flatten(1, 2)
 
 
 def _products(x: Tensor, prompt: Tensor, own: Tensor) -> Tensor:
-    """`(m, q, p + s)`: x `(m, q, d)` times the prompt's `(p, d)`, beside x times each row's own `(m, s, d)`."""
+    """Return `(m, q, p + s)`: x `(m, q, d)` times the prompt's `(p, d)`, beside x times each row's own `(m, s, d)`."""
     (m, q, _), p = x.shape, len(prompt)
     found = x.new_empty(m, q, p + own.shape[1])
     torch.mm(x.flatten(0, 1), prompt.mT, out=found.flatten(0, 1)[:, :p])
@@ -232,7 +233,7 @@ def _products(x: Tensor, prompt: Tensor, own: Tensor) -> Tensor:
 
 
 def _exact_products(x: Tensor, prompt: Tensor, own: Tensor) -> Tensor:
-    """`_products` in float32 or better: of narrow numbers the rounded product, and what its rounding left out.
+    """Compute `_products` in float32 or better: for narrow numbers the rounded product, and the part lost by rounding.
 
     Beside a matrix that it is added to, a product is rounded once: behind the sum.
     """
@@ -247,7 +248,7 @@ def _exact_products(x: Tensor, prompt: Tensor, own: Tensor) -> Tensor:
 
 
 def _weighted(weights: Tensor, prompt: Tensor, own: Tensor) -> Tensor:
-    """`(m, q, d)`: weights `(m, q, p + s)` of the prompt's `(p, d)` and of each row's own `(m, s, d)`."""
+    """Return `(m, q, d)`: weights `(m, q, p + s)` of the prompt's `(p, d)` and of each row's own `(m, s, d)`."""
     (m, q, _), p = weights.shape, len(prompt)
     return torch.mm(weights.flatten(0, 1)[:, :p], prompt).view(m, q, -1).baddbmm_(weights[..., p:], own)
 

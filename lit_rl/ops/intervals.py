@@ -1,4 +1,4 @@
-"""Intervals of shares, in plain numbers."""
+"""Confidence intervals of shares, in plain numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Z = 1.959963984540054
 
 
 def wilson(share: float, n: int) -> tuple[float, float]:
-    """Ends of Wilson's score interval of 95 % (Wilson 1927), which stays right near 0 and 1.
+    """Return the ends of Wilson's score interval of 95 % (Wilson 1927), which stays right near 0 and 1.
 
     Args:
         share: Of the values that are 1, in [0, 1].

@@ -4,7 +4,7 @@ All share the signature ``kl(logprobs, ref_logprobs, old_logprobs) -> (b, t)``, 
 one may also name ``mask``. ``old_logprobs`` belong to the policy that drew the tokens. Only the corrected ones read
 them: the others take the tokens as drawn from the policy itself, which is true on policy only.
 
-What each is good for, on policy, a token at a time:
+Their properties, on policy, a token at a time:
 
     estimator       value           gradient when it is part of a loss
     k1              unbiased        zero in expectation: use it in a reward, never in a loss
@@ -18,14 +18,14 @@ What each is good for, on policy, a token at a time:
 "Unbiased" is about the tokens' own distributions given their prefix; no estimator here corrects for prefixes that an
 older policy wrote. Nothing is clamped: where a token is more than 88.7 nats likelier under the reference than under the
 policy, k3 and what is made of it are infinite in float32, and the optimizer step is left out with a warning. Positions
-outside the loss mask must hold finite numbers; `lit_rl.algorithms.terms.kl` fills them.
+outside the loss mask must hold finite numbers; `lit_rl.algorithms.terms.regularizers` fills them.
 """
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rl.ops.masking import masked_mean
+from lit_rl.ops.reductions import masked_mean
 
 _FAR = 5.0
 """Nats beyond which the slope of `corrected_k3` is written out: up to there autograd's is right to 4e-6."""

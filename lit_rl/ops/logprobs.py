@@ -7,7 +7,8 @@ Under truncation (top-k, top-p, min-p) the distribution is the softmax over a se
 these very logits, and the token that is scored. That token was kept when it was drawn; a later policy, or a reference,
 may have moved it out, and would call it impossible. Gradients take S as given: it has none of its own.
 
-What earlier tokens do to the logits (``lit_rl.ops.history``) comes first: all of the above is of what it makes of them.
+Earlier tokens change the logits first (``lit_rl.ops.sampling_distribution``): all of the above is about the changed
+ones.
 """
 
 from collections.abc import Iterator
@@ -18,9 +19,8 @@ import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
-from lit_rl.ops import transforms
-from lit_rl.ops.history import History
-from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
+from lit_rl.ops import sampling_distribution
+from lit_rl.ops.sampling_distribution import NO_TRUNCATION, History, Truncation
 
 CPU_BLOCK, GPU_BLOCK = 2**22, 2**26
 """Numbers in one float32 block: 16 MiB, three times as fast as 64 MiB on a CPU; 256 MiB, enough rows to fill a GPU."""
@@ -67,7 +67,7 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     truncation: Truncation = NO_TRUNCATION,
 ) -> tuple[Float32[Tensor, "b t"], Float32[Tensor, "b t"]]:
-    """The two of `score_tokens`; the entropy has no gradient."""
+    """Return log-probs and entropy of `score_tokens`; the entropy has no gradient."""
     return _Scores.apply(logits, ids, _Terms(temperature, truncation, entropy=True))
 
 
@@ -83,17 +83,17 @@ class _Terms:
         assert self.temperature > 0, f"temperature={self.temperature} must be above 0"
 
     def scaled(self, logits: Tensor, ids: Tensor, block: tuple[slice, slice]) -> Tensor:
-        """A block in float32, divided by the temperature: where a set is cut, in the arithmetic of the engine."""
+        """Return a block in float32, divided by the temperature; under truncation in the arithmetic of the engine."""
         numbers = logits[block].float()
         if self.history is not None:
             numbers = self.history.at(block)(numbers, ids[block])
         if self.truncation.off:
             return numbers / self.temperature
-        return transforms.temperature(numbers, self.temperature)
+        return sampling_distribution.temperature(numbers, self.temperature)
 
 
 class _Scores(torch.autograd.Function):
-    """Keeps the logits as they came, and nothing of their size beside them."""
+    """A function that keeps the logits as they are for its backward pass, and nothing of their size beside them."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, terms: _Terms) -> tuple[Tensor, Tensor | None]:
@@ -141,7 +141,8 @@ class _Scores(torch.autograd.Function):
 
 
 class _Cut(NamedTuple):
-    """Where truncation cut each position: the lowest logit kept, and the first id that has it and is kept, ``(b, t)``.
+    """The cut of truncation at each position: the lowest logit kept, and the first id that has it and is kept, ``(b,
+    t)``.
 
     All that is kept is above the lowest, or equal to it with an id not below the first (see ``transforms``). So the
     backward pass has the set of the forward pass, without a second sort.
@@ -162,7 +163,7 @@ class _Cut(NamedTuple):
     def apply(self, block: tuple[slice, slice], scaled: Tensor) -> Tensor:
         lowest, first = self.lowest[block].unsqueeze(-1), self.first[block].unsqueeze(-1)
         early = torch.arange(scaled.shape[-1], device=scaled.device) < first
-        return transforms.ban(scaled, (scaled < lowest) | ((scaled == lowest) & early))
+        return sampling_distribution.ban(scaled, (scaled < lowest) | ((scaled == lowest) & early))
 
 
 def _with_drawn(kept: Tensor, scaled: Tensor, ids: Tensor) -> Tensor:
@@ -171,12 +172,16 @@ def _with_drawn(kept: Tensor, scaled: Tensor, ids: Tensor) -> Tensor:
 
 
 def finite_logprobs(log_softmax: Tensor) -> Tensor:
-    """So that an excluded token gives 0 times a number, not 0 * -inf, which is NaN. exp is 0 in float32 below -104."""
+    """Bound log-probs below, so that an excluded token gives 0 times a number, not 0 * -inf, which is NaN.
+
+    exp is 0 in float32 below -104.
+    """
     return log_softmax.clamp(min=-1000.0)
 
 
 def blocks(logits: Tensor, truncation: Truncation, history: History | None = None) -> Iterator[tuple[slice, slice]]:
-    """Slices of the first two dimensions: logits are often a view of a longer tensor, which flattening would copy."""
+    """Yield slices of the first two dimensions: logits are often a view of a longer tensor, which flattening would
+    copy."""
     b, t, v = logits.shape
     numbers = block_numbers(logits.device, truncation, history)
     rows = max(1, numbers // max(1, t * v))
@@ -187,6 +192,6 @@ def blocks(logits: Tensor, truncation: Truncation, history: History | None = Non
 
 
 def block_numbers(device: torch.device, truncation: Truncation, history: History | None = None) -> int:
-    """How many float32 numbers a block has at most."""
+    """Return the largest number of float32 elements of a block."""
     numbers = CPU_BLOCK if device.type == "cpu" else GPU_BLOCK
     return numbers if truncation.off and history is None else numbers // _TRUNCATED_SHARE

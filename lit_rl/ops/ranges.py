@@ -1,7 +1,7 @@
-"""What a setting of a function may be, said by the annotation of its parameter: ``clip_low: Share = 0.2``.
+"""Ranges of the settings of a function, declared by the annotation of a parameter: ``clip_low: Share = 0.2``.
 
-The functions check nothing of it themselves, since they run at every step. Whoever is given settings by a user reads
-the annotations once, and refuses what is out of range. None, where a parameter allows it, is in every range.
+The functions check nothing of it themselves, since they run at every step. The code that reads a user's settings
+checks them against the annotations once. None, where a parameter allows it, is in every range.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 
 @dataclass(frozen=True)
 class Range:
-    """Of one number: ``[low, high]``, or ``(low, high]`` with `open_low`. NaN is in no range."""
+    """The range of one number: ``[low, high]``, or ``(low, high]`` with `open_low`. NaN is in no range."""
 
     low: float
     high: float = inf
@@ -23,33 +23,33 @@ class Range:
 
 @dataclass(frozen=True)
 class Above:
-    """Of one number that has to be above a bound, which follows from other settings of the same function."""
+    """The range of one number above a bound, which follows from other settings of the same function."""
 
     bound: Callable[..., float]
-    """From the settings that it names to the bound."""
+    """The function from the settings that it names to the bound."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Of two numbers."""
+    """The range of two numbers."""
 
     meaning: str
-    """What they are, for the message."""
+    """A description of the two numbers, for the message."""
     sound: Callable[[float, float], bool]
-    """Whether two numbers are such a pair."""
+    """The test of two numbers."""
 
 
 Share = Annotated[float, Range(0.0, 1.0, open_low=True)]
-"""In (0, 1]."""
+"""A number in (0, 1]."""
 
 Positive = Annotated[float, Range(0.0, open_low=True)]
-"""Above 0."""
+"""A number above 0."""
 
 NotNegative = Annotated[float, Range(0.0)]
-"""At least 0."""
+"""A number of at least 0."""
 
 AboveOne = Annotated[float, Range(1.0, open_low=True)]
-"""Above 1."""
+"""A number above 1."""
 
 ClipRange = Annotated[
     Sequence[float],

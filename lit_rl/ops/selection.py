@@ -1,4 +1,4 @@
-"""Which tokens of the loss mask are learned from: masks of tokens, a subset of the mask.
+"""Selections of the loss tokens that are learned from, as subsets of the loss mask.
 
 A selection of tokens is called as ``(entropy (b, t), mask (b, t), [step], **own settings) -> bool (b, t)``.
 """
@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rl.ops.masking import masked_mean
-from lit_rl.ops.step import StepTokens
+from lit_rl.ops.reductions import StepTokens, masked_mean
 
 
 def top_entropy(
@@ -20,7 +19,7 @@ def top_entropy(
     *,
     share: float = 0.2,
 ) -> Bool[Tensor, "b t"]:
-    """Tokens with an entropy of at least the ``1 - share`` quantile over all loss tokens of the step (2506.01939).
+    """Keep tokens with an entropy of at least the ``1 - share`` quantile over all loss tokens of the step (2506.01939).
 
     The quantile interpolates linearly between the two nearest tokens. All tokens that are exactly at the threshold are
     kept.
@@ -44,7 +43,8 @@ def top_entropy(
 def top_entropy_per_sequence(
     entropy: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], *, share: float = 0.2
 ) -> Bool[Tensor, "b t"]:
-    """The ``max(1, floor(share n))`` tokens of highest entropy of each row's n loss tokens; of equals the earlier ones.
+    """Keep the ``max(1, floor(share n))`` tokens of highest entropy of a row's n loss tokens; of equals the earlier
+    ones.
 
     LightRFT's reading of the 80/20 rule (2506.01939): every row keeps the same share, whatever its entropy is.
 
@@ -72,7 +72,7 @@ def off_policy_sequence_mask(
     *,
     threshold: float,
 ) -> Bool[Tensor, "b t"]:
-    """Drops rows with a negative advantage that the policy has moved far from: DeepSeek-V3.2 (2512.02556, eq. 9).
+    """Drop rows with a negative advantage that the policy has moved far from: DeepSeek-V3.2 (2512.02556, eq. 9).
 
     A row is kept if ``A >= 0`` or ``mean_t(sampler_logprobs - logprobs) <= threshold``, the mean being over its loss
     tokens: an estimate of KL(sampler || policy) per token, in nats.
@@ -93,7 +93,7 @@ def off_policy_sequence_mask(
 
 
 def _quantile(values: Tensor, q: float) -> Tensor:
-    """`torch.quantile` without its limit of 2^24 values, and exact where the position is a whole number."""
+    """Compute `torch.quantile` without its limit of 2^24 values, and exact where the position is a whole number."""
     position = round(q * (len(values) - 1), 6)
     low = values.kthvalue(math.floor(position) + 1).values
     high = values.kthvalue(math.ceil(position) + 1).values

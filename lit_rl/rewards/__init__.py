@@ -1,27 +1,24 @@
 """Text in, numbers out: reward functions, their weighted sum, and functions named by path in a config."""
 
-from lit_rl.rewards.builtin.code import CodeExecution
-from lit_rl.rewards.builtin.environment import environment, environment_turns
-from lit_rl.rewards.builtin.format import reasoning_format
-from lit_rl.rewards.builtin.lengths import CosineScaledLength, SoftOverlong
-from lit_rl.rewards.builtin.math import boxed, final_answer, math_answer
-from lit_rl.rewards.builtin.math_verify import MathAccuracy, math_accuracy
-from lit_rl.rewards.builtin.reasoning import ReasoningGymExact, ReasoningGymScore
-from lit_rl.rewards.builtin.repetition import RepetitionPenalty
-from lit_rl.rewards.builtin.text import Length, RegexFormat, contains, exact_match
-from lit_rl.rewards.builtin.verifiers import VerifiersScore
-from lit_rl.rewards.completion import text_of
-from lit_rl.rewards.judges.base import Judge, RewardJudge
-from lit_rl.rewards.judges.functions import FunctionJudge, PairwiseJudge
-from lit_rl.rewards.judges.language_model import LLMJudge
-from lit_rl.rewards.judges.pair_ranker import PairRMJudge
-from lit_rl.rewards.scorers.process_reward_model import ProcessRewardModel
-from lit_rl.rewards.scorers.remote import RemoteReward
-from lit_rl.rewards.scorers.reward_model import RewardModel
-from lit_rl.rewards.sums.from_paths import FunctionFromPath, from_paths, load_function
-from lit_rl.rewards.sums.joint import JointRewards
-from lit_rl.rewards.sums.recipes import RewardRecipes
-from lit_rl.rewards.sums.weighted import Rewards, Scores, TrainerState
+from lit_rl.rewards.code_rewards import CodeExecution
+from lit_rl.rewards.combinations import JointRewards, RewardRecipes
+from lit_rl.rewards.contract import text_of
+from lit_rl.rewards.judges import FunctionJudge, Judge, PairwiseJudge, RewardJudge
+from lit_rl.rewards.llm_judge import LLMJudge
+from lit_rl.rewards.math_rewards import MathAccuracy, boxed, final_answer, math_accuracy, math_answer
+from lit_rl.rewards.model_rewards import ProcessRewardModel, RewardModel
+from lit_rl.rewards.pair_ranker import PairRMJudge
+from lit_rl.rewards.remote_reward import RemoteReward
+from lit_rl.rewards.task_rewards import (
+    ReasoningGymExact,
+    ReasoningGymScore,
+    VerifiersScore,
+    environment,
+    environment_turns,
+)
+from lit_rl.rewards.text_rewards import Length, RegexFormat, contains, exact_match, reasoning_format
+from lit_rl.rewards.token_rewards import CosineScaledLength, RepetitionPenalty, SoftOverlong
+from lit_rl.rewards.weighted_rewards import FunctionFromPath, Rewards, Scores, TrainerState, from_paths, load_function
 
 __all__ = [
     "CodeExecution",

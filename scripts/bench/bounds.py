@@ -12,7 +12,7 @@ weight, F FLOP/s, beta bytes/s; n prompts of P tokens, completions of lengths T_
     optimizer   30 N / beta                                     AdamW in float32, bfloat16 weights written
     reference   a third of `train`, where a loss reads one
 
-The FLOPs are those of `lit_rl.models.policy.flops`, of which a run's `mfu` is made too. Useful FLOPs here, of which the
+The FLOPs are those of `lit_rl.models.model_costs`, of which a run's `mfu` is made too. Useful FLOPs here, of which the
 benchmark's model FLOPs utilisation is made, count each row with its own prompt, T_tok = sum (P + T_i), as contenders
 differ in whether they share it. So sharing a prompt may push it over what the hardware executes.
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.workload import SHAPES, Workload
-from lit_rl.models.policy.flops import Cost, ModelFlops, Span
+from lit_rl.models.model_costs import Cost, ModelFlops, Span
 
 WEIGHT_BYTES = 2
 """Of a weight and of a key or value in the bound: bfloat16, whatever a contender uses."""

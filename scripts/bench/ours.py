@@ -30,8 +30,8 @@ from bench.protocol import Steps, Unasked
 from bench.record import FirstStep
 from bench.workload import Spec, Workload
 from lit_rl import cli
+from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation import noise
-from lit_rl.rollout import Completions, Prompts, Sampling
 
 ALL = (
     "model=local",

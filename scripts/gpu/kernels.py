@@ -144,7 +144,7 @@ def compared(
 
 
 def fused_head(hidden: Tensor, weight: Tensor) -> Tensor:
-    from lit_rl.ops.linear_logprobs import linear_logprobs
+    from lit_rl.ops.fused_head import linear_logprobs
 
     ids = torch.randint(0, len(weight), hidden.shape[:1], generator=torch.manual_seed(2)).to(hidden.device)
     return linear_logprobs(hidden / hidden.shape[1] ** 0.5, weight, ids).logprobs

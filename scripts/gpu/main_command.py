@@ -21,7 +21,7 @@ from bench.workload import Workload
 from gpu import training
 from gpu.result import SMALL, Result, stage
 from gpu.training import GIB, REAL, Trained
-from lit_rl.algorithms.evaluation.speed import peak_of
+from lit_rl.algorithms.rollouts.phase_costs import peak_of
 
 G1 = Workload("G1", shape="0.5b", prompts=32, group=8, prompt_tokens=128, completion_tokens=512)
 if SMALL:

@@ -109,12 +109,12 @@ def of_export(folder: Path) -> float:
 
 def log_probs(result: Result, folder: Path, dtype: str) -> None:
     """Tokens that the native and the hf generator draw on the card, scored by the training pass and by the CPU."""
+    from lit_rl.core.rollout import Prompts, Sampling
     from lit_rl.generation.hf import HFGenerator
     from lit_rl.generation.native import NativeGenerator
     from lit_rl.generation.noise import prompt_key
     from lit_rl.models import LanguageModel
-    from lit_rl.models.policy.forward import response_logprobs
-    from lit_rl.rollout import Prompts, Sampling
+    from lit_rl.models.forward import response_logprobs
 
     device, sampling = "cuda" if GPU else "cpu", Sampling(max_new_tokens=8)
     model = LanguageModel(str(folder), dtype=dtype)

@@ -26,7 +26,7 @@ from bench import gate, record
 from bench.phases import Phases
 from bench.workload import Spec, Workload, write
 
-from lit_rl.models.policy.flops import ModelFlops, Span
+from lit_rl.models.model_costs import ModelFlops, Span
 
 GPU = torch.cuda.is_available()
 GIB = 2**30
@@ -122,7 +122,7 @@ class Trained:
     def flops(self) -> float:
         """Useful ones of learning: each row with its own prompt, attention counted causally, the head on completions.
 
-        By `lit_rl.models.policy.flops`, which counts a window's keys alone, and no norm or bias. NaN without a model.
+        By `lit_rl.models.model_costs`, which counts a window's keys alone, and no norm or bias. NaN without a model.
         """
         if self.costs is None:
             return math.nan
@@ -163,7 +163,7 @@ def ours(spec: Spec, *overrides: str, steps: int = 1, warmups: int = 0, clock: C
     from hydra.core.global_hydra import GlobalHydra
 
     from lit_rl import cli
-    from lit_rl.commands.step_memory import planned
+    from lit_rl.runs.step_memory import planned_memory
 
     trained, fit, environment = Trained(clock or Clock(), spec.workload, warmups), L.Trainer.fit, dict(os.environ)
 
@@ -174,7 +174,7 @@ def ours(spec: Spec, *overrides: str, steps: int = 1, warmups: int = 0, clock: C
         trained.config = module.policy.config
         trained.costs = ModelFlops.of_model(module.policy)
         trained.decoded = getattr(getattr(module, "generator", None), "steps", None)
-        if (plan := planned(module)) is not None:
+        if (plan := planned_memory(module)) is not None:
             trained.planned = plan.total
         raise _Over
 
@@ -202,16 +202,16 @@ def watched(trained: Trained) -> Iterator[None]:
     from lightning.pytorch import utilities
 
     from lit_rl.generation import noise
-    from lit_rl.models.policy import forward
-    from lit_rl.models.policy.trial import Trial
+    from lit_rl.models import forward
+    from lit_rl.models.trial import EquivalenceTrial
 
-    share, passes, said = forward.shared_prompts, Trial.passes, []
+    share, passes, said = forward.shared_prompts, EquivalenceTrial.passes, []
 
     def shares(*given: Any) -> Any:
         trained.shared.append((groups := share(*given)) is not None)
         return groups
 
-    def tried(trial: Trial, *given: Any) -> bool:
+    def tried(trial: EquivalenceTrial, *given: Any) -> bool:
         said.clear()
         taken = passes(trial, *given)
         trained.trials[trial.key] = "" if taken else " ".join(said)
@@ -228,7 +228,7 @@ def watched(trained: Trained) -> Iterator[None]:
         for name in ("rank_zero_info", "rank_zero_warn"):  # a trial imports them as it speaks
             stack.enter_context(mock.patch.object(utilities, name, heard(getattr(utilities, name))))
         stack.enter_context(mock.patch.object(forward, "shared_prompts", shares))
-        stack.enter_context(mock.patch.object(Trial, "passes", tried))
+        stack.enter_context(mock.patch.object(EquivalenceTrial, "passes", tried))
         stack.enter_context(mock.patch.object(noise, "uniform", noise.uniform))  # `bench.ours` puts its own in place
         yield
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from doc_runs import SMALL
 
-from lit_rl.commands import sweep
+from lit_rl.reports import sweep
 
 
 def test_jobs_of_joblib_are_in_the_table_too(root: Path, tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_jobs_of_joblib_are_in_the_table_too(root: Path, tmp_path: Path) -> None
     done = subprocess.run(
         [sys.executable, str(root / "train.py"), *words], cwd=tmp_path, env=env, capture_output=True, text=True
     )
-    refused, finished = sweep.read(tmp_path / "mine").jobs
+    refused, finished = sweep.read_sweep(tmp_path / "mine").jobs
     assert (refused.code, refused.state) == (2, "failed, code 2") and "group_size" in refused.message
     assert (finished.code, finished.state) == (0, "finished") and finished.last is not None
     assert done.returncode == 2 and "sweep.html" in done.stdout

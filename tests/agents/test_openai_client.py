@@ -11,12 +11,12 @@ import pytest
 openai = pytest.importorskip("openai")
 import httpx  # noqa: E402  (comes with it)
 
+from lit_rl.core.rollout import PromptBatch, Sampling  # noqa: E402
 from lit_rl.generation import ChatEndpoint, RolloutFunction  # noqa: E402
 from lit_rl.generation.collect import Vocabulary, request  # noqa: E402
 from lit_rl.generation.native import NativeGenerator  # noqa: E402
 from lit_rl.generation.rollout_function import RolloutCalls  # noqa: E402
 from lit_rl.models import LanguageModel  # noqa: E402
-from lit_rl.rollout import PromptBatch, Sampling  # noqa: E402
 
 ASKED = [{"role": "user", "content": "17+25="}]
 

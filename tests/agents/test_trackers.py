@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lit_rl.callbacks.sample_files import tables_in
+from lit_rl.callbacks.output_files import list_tables
 
 for package in ("wandb", "mlflow", "trackio"):
     pytest.importorskip(package, reason="make agents")
@@ -109,7 +109,7 @@ READERS = {"wandb": of_wandb, "mlflow": of_mlflow, "trackio": of_trackio, "csv":
 @pytest.fixture(scope="module")
 def stored(here: Path) -> dict[str, Rows]:
     """By key, what `samples/` holds."""
-    tables = tables_in(here / "run" / "samples")
+    tables = list_tables(here / "run" / "samples")
     return {
         key: [row for table in tables if fnmatch(table.name, name) for row in table.read().to_pylist()]
         for key, name in NAMES.items()

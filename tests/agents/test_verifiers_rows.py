@@ -13,11 +13,10 @@ import pytest
 
 vf = pytest.importorskip("verifiers.v1")
 
-from lit_rl.data.tasks import Task  # noqa: E402
-from lit_rl.data.verifiers_tasks import VerifiersTasks  # noqa: E402
-from lit_rl.errors import ConfigError, RewardError  # noqa: E402
+from lit_rl.core.errors import ConfigError, RewardError  # noqa: E402
+from lit_rl.core.task_sets import VERIFIERS_COLUMN, TaskRow  # noqa: E402
+from lit_rl.data.tasks import Task, VerifiersTasks  # noqa: E402
 from lit_rl.rewards import Rewards, VerifiersScore  # noqa: E402
-from lit_rl.tasksets import COLUMN, TaskRow  # noqa: E402
 
 HEAD = "import verifiers.v1 as vf\n\n\nclass Mine(vf.Task[vf.TaskData]):\n"
 REWARD = "    @vf.reward\n    async def good(self, trace: vf.Trace) -> float:\n        return 1.0\n\n"
@@ -53,7 +52,7 @@ def test_tasks_are_rows_and_none_is_held_out_and_learned(sums: str) -> None:
     assert len({each[0]["content"] for each in prompts}) == 25
     for row in train:
         a, b = row["prompt"][0]["content"].rstrip("=").split("+")
-        assert row["answer"] == str(int(a) + int(b)) == TaskRow.read(row[COLUMN]).task().data.answer
+        assert row["answer"] == str(int(a) + int(b)) == TaskRow.read(row[VERIFIERS_COLUMN]).task().data.answer
     in_order = VerifiersTasks(sums, {"most": 4}, train_rows=3).train()
     assert [row["prompt"][0]["content"] for row in in_order] == ["0+0=", "0+1=", "0+2="]
 
@@ -61,7 +60,7 @@ def test_tasks_are_rows_and_none_is_held_out_and_learned(sums: str) -> None:
 def test_the_rewards_are_the_tasks_own_by_their_weights(sums: str) -> None:
     rows = VerifiersTasks(sums, {"most": 4}, train_rows=3).train()
     rewards = Rewards(VerifiersScore())
-    columns = {name: [row[name] for row in rows] for name in (COLUMN, "answer")}
+    columns = {name: [row[name] for row in rows] for name in (VERIFIERS_COLUMN, "answer")}
     rewards.bind(list(columns))
     rewards.check(columns)
     prompts, replies = [row["prompt"] for row in rows], [" 0\n", "1 or so", "7"]
@@ -70,8 +69,8 @@ def test_the_rewards_are_the_tasks_own_by_their_weights(sums: str) -> None:
     assert scores.total.tolist() == [1.5, 0, 0.5]
     assert scores.metrics["verifiers/right"] == (1.0, 3) and scores.metrics["verifiers/brief"] == (2.0, 3)
     assert scores.metrics["verifiers/characters"] == (1 + 7 + 1, 3)
-    assert json.loads(scores.extras[COLUMN][0])["rewards"] == {"right": 1.0, "brief": 1.0}
-    plain = rewards.score(["0+0="], ["0"], {COLUMN: [rows[0][COLUMN]], "answer": ["0"]})
+    assert json.loads(scores.extras[VERIFIERS_COLUMN][0])["rewards"] == {"right": 1.0, "brief": 1.0}
+    plain = rewards.score(["0+0="], ["0"], {VERIFIERS_COLUMN: [rows[0][VERIFIERS_COLUMN]], "answer": ["0"]})
     assert plain.total.tolist() == [1.5]
 
     async def notebook() -> list[float]:
@@ -82,7 +81,9 @@ def test_the_rewards_are_the_tasks_own_by_their_weights(sums: str) -> None:
 
 def test_rows_without_a_task_are_not_scored(sums: str) -> None:
     row = VerifiersTasks(sums, {"most": 1}, train_rows=1).train()[0]
-    scores = Rewards(VerifiersScore()).score([row["prompt"], ["x"]], ["0", "0"], {COLUMN: [row[COLUMN], None]})
+    scores = Rewards(VerifiersScore()).score(
+        [row["prompt"], ["x"]], ["0", "0"], {VERIFIERS_COLUMN: [row[VERIFIERS_COLUMN], None]}
+    )
     assert scores.total.isnan().tolist() == [False, True]
 
 
@@ -107,7 +108,9 @@ def test_no_more_completions_are_scored_at_a_time_than_asked(cwd: Path, most: in
     id = written(cwd, f"crowd_{most}", textwrap.dedent(body) + TAIL)
     row = VerifiersTasks(id).train()[0]
     rewards = Rewards(VerifiersScore(max_concurrent=most))
-    scores = rewards.score([row["prompt"]] * 8, [str(n) for n in range(8)], {COLUMN: [row[COLUMN]] * 8})
+    scores = rewards.score(
+        [row["prompt"]] * 8, [str(n) for n in range(8)], {VERIFIERS_COLUMN: [row[VERIFIERS_COLUMN]] * 8}
+    )
     assert scores.total.tolist() == list(range(8))
     assert sys.modules[id].highest == [seen]
 
@@ -117,7 +120,7 @@ def test_settings_weights_and_judges_are_those_of_verifiers(cwd: Path) -> None:
     settings = {"task": {"rewards": {"always": {"fn": "more_rewards.py:always", "weight": 3.0}, "good": {"weight": 0}}}}
     id = written(cwd, "weighed", HEAD + REWARD + TAIL)
     row = VerifiersTasks(id, settings).train()[0]
-    scores = Rewards(VerifiersScore()).score([row["prompt"]], ["x"], {COLUMN: [row[COLUMN]]})
+    scores = Rewards(VerifiersScore()).score([row["prompt"]], ["x"], {VERIFIERS_COLUMN: [row[VERIFIERS_COLUMN]]})
     assert scores.total.tolist() == [6.0]
 
 
@@ -134,7 +137,7 @@ def test_math_is_verified_with_its_time_limit(cwd: Path) -> None:
     """
     row = VerifiersTasks(written(cwd, "halves", textwrap.dedent(body) + TAIL)).train()[0]
     scores = Rewards(VerifiersScore()).score(
-        [row["prompt"]] * 2, [r"\boxed{0.5}", r"\boxed{3}"], {COLUMN: [row[COLUMN]] * 2}
+        [row["prompt"]] * 2, [r"\boxed{0.5}", r"\boxed{3}"], {VERIFIERS_COLUMN: [row[VERIFIERS_COLUMN]] * 2}
     )
     assert scores.total.tolist() == [1.0, 0.0]
 
@@ -161,7 +164,7 @@ def test_system_prompts_and_messages_are_shown(cwd: Path) -> None:
         ("system", "Add."), ("user", "1+1"), ("assistant", "2"), ("user", "2+2"),
     ]  # fmt: skip
     scores = Rewards(VerifiersScore()).score(
-        [row["prompt"]], [[{"role": "assistant", "content": "4"}]], {COLUMN: [row[COLUMN]]}
+        [row["prompt"]], [[{"role": "assistant", "content": "4"}]], {VERIFIERS_COLUMN: [row[VERIFIERS_COLUMN]]}
     )
     assert scores.total.tolist() == [1.0]
 
@@ -189,8 +192,8 @@ def test_what_needs_more_than_a_completion_is_refused_before_the_run(cwd: Path, 
     )
     row = VerifiersTasks(written(cwd, f"not_alone_{name}", head + body + TAIL)).train()[0]
     with pytest.raises(ConfigError, match=f"not_alone_{name}.*{words}.*VerifiersHarness"):
-        VerifiersScore().check_columns({COLUMN: [row[COLUMN]]})
-    VerifiersScore().check_columns({COLUMN: [row[COLUMN]]}, ["episodes", "verifiers_scores"])
+        VerifiersScore().check_columns({VERIFIERS_COLUMN: [row[VERIFIERS_COLUMN]]})
+    VerifiersScore().check_columns({VERIFIERS_COLUMN: [row[VERIFIERS_COLUMN]]}, ["episodes", "verifiers_scores"])
 
 
 @pytest.mark.parametrize(
@@ -238,6 +241,8 @@ def test_a_scorer_that_raises_is_an_error_of_the_reward(cwd: Path) -> None:
     body = HEAD + REWARD.replace("return 1.0", "return 1.0 / len(trace.last_reply)") + TAIL
     row = VerifiersTasks(written(cwd, "divides", body)).train()[0]
     with pytest.raises(RewardError, match="ZeroDivisionError"):
-        Rewards(VerifiersScore()).score([row["prompt"]], [""], {COLUMN: [row[COLUMN]]})
-    kept = Rewards(VerifiersScore(), on_error=-1.0).score([row["prompt"]] * 2, ["", "ab"], {COLUMN: [row[COLUMN]] * 2})
+        Rewards(VerifiersScore()).score([row["prompt"]], [""], {VERIFIERS_COLUMN: [row[VERIFIERS_COLUMN]]})
+    kept = Rewards(VerifiersScore(), on_error=-1.0).score(
+        [row["prompt"]] * 2, ["", "ab"], {VERIFIERS_COLUMN: [row[VERIFIERS_COLUMN]] * 2}
+    )
     assert kept.total.tolist() == [-1.0, 0.5]

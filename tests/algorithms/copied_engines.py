@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.rollout import Completions, Prompts, Sampling
 
 
 class CopiedPolicyGenerator(NativeGenerator):

@@ -11,7 +11,7 @@ from held_state import same, state_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_rl.rollout import Width, columns_of
+from lit_rl.core.rollout import Width, columns_of
 
 
 class AddsInOneOrder(TorchDispatchMode):

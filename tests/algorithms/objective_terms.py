@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from lit_rl.algorithms import GRPO, PPO, RLOO, Reinforce
-from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, FixedEntropy
+from lit_rl.algorithms.terms.regularizers import AdaptiveEntropy, FixedEntropy
+from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.models.scoring.critic import SeparateCritic, SharedTrunk
-from lit_rl.ops import advantages, losses, mismatch, ratios, reductions, rejection, returns, selection, shaping, turns
+from lit_rl.models.critics import SeparateCritic, SharedTrunk
+from lit_rl.ops import advantages, engine_mismatch, policy_losses, reductions, returns, selection
+from lit_rl.ops import advantages as shaping
+from lit_rl.ops import returns as turns
 from lit_rl.ops.kl import corrected_k1, corrected_k2, k2, k3, sequence_corrected_k3
 from lit_rl.ops.reductions import sequence_mean
-from lit_rl.rollout import Completions, Prompts, Sampling
 
 partial = functools.partial
 
@@ -34,14 +36,17 @@ class EngineWithOtherLogprobs(NativeGenerator):
 
 OTHER = {"generator": EngineWithOtherLogprobs()}
 
-SEQUENCE = {"ratio": ratios.sequence_mean_ratio, "clip_low": 1e-3}
+SEQUENCE = {"ratio": policy_losses.sequence_mean_ratio, "clip_low": 1e-3}
 TWO_STEPS = {
-    "clipped-delta": (GRPO, {"loss": partial(losses.clipped_policy_loss, clip_low=1e-3, delta=1.01)}),
-    "gspo": (GRPO, {"loss": partial(losses.clipped_policy_loss, **SEQUENCE), "reduction": sequence_mean}),
-    "gspo-token": (GRPO, {"loss": partial(losses.clipped_policy_loss, ratio=ratios.sequence_token_ratio)}),
+    "clipped-delta": (GRPO, {"loss": partial(policy_losses.clipped_policy_loss, clip_low=1e-3, delta=1.01)}),
+    "gspo": (GRPO, {"loss": partial(policy_losses.clipped_policy_loss, **SEQUENCE), "reduction": sequence_mean}),
+    "gspo-token": (
+        GRPO,
+        {"loss": partial(policy_losses.clipped_policy_loss, ratio=policy_losses.sequence_token_ratio)},
+    ),
     "luspo": (
         GRPO,
-        {"loss": partial(losses.clipped_policy_loss, **SEQUENCE), "reduction": reductions.sequence_total},
+        {"loss": partial(policy_losses.clipped_policy_loss, **SEQUENCE), "reduction": reductions.sequence_total},
     ),
     "token-sum": (GRPO, {"reduction": lambda *args: reductions.token_sum(*args) / 100}),
     "unmasked": (
@@ -52,19 +57,19 @@ TWO_STEPS = {
             "sampling": Sampling(max_new_tokens=3),
         },
     ),
-    "cispo": (GRPO, {"loss": losses.cispo_loss}),
-    "cispo-two-sided": (GRPO, {"loss": losses.cispo_two_sided_loss}),
-    "sapo": (GRPO, {"loss": losses.sapo_loss}),
-    "vespo": (GRPO, {"loss": losses.vespo_loss, "correction": mismatch.token_truncate, **OTHER}),
-    "gmpo": (GRPO, {"loss": losses.gmpo_loss, "reduction": sequence_mean}),
-    "dppo-tv": (GRPO, {"loss": partial(losses.dppo_tv_loss, threshold_low=1e-3)}),
-    "dppo-kl": (GRPO, {"loss": partial(losses.dppo_kl_loss, threshold_low=1e-5)}),
-    "prime-rl": (GRPO, {"loss": losses.prime_rl_loss}),
-    "up-grpo": (GRPO, {"loss": losses.up_grpo_loss}),
-    "kl-cov": (GRPO, {"loss": partial(losses.kl_cov_loss, share=0.2)}),
-    "cpgd": (GRPO, {"loss": losses.cpgd_loss, "advantage": advantages.cpgd}),
-    "gpg": (GRPO, {"loss": losses.reinforce_loss, "advantage": advantages.gpg}),
-    "opo": (GRPO, {"loss": losses.importance_weighted_loss, "advantage": advantages.opo}),
+    "cispo": (GRPO, {"loss": policy_losses.cispo_loss}),
+    "cispo-two-sided": (GRPO, {"loss": policy_losses.cispo_two_sided_loss}),
+    "sapo": (GRPO, {"loss": policy_losses.sapo_loss}),
+    "vespo": (GRPO, {"loss": policy_losses.vespo_loss, "correction": engine_mismatch.token_truncate, **OTHER}),
+    "gmpo": (GRPO, {"loss": policy_losses.gmpo_loss, "reduction": sequence_mean}),
+    "dppo-tv": (GRPO, {"loss": partial(policy_losses.dppo_tv_loss, threshold_low=1e-3)}),
+    "dppo-kl": (GRPO, {"loss": partial(policy_losses.dppo_kl_loss, threshold_low=1e-5)}),
+    "prime-rl": (GRPO, {"loss": policy_losses.prime_rl_loss}),
+    "up-grpo": (GRPO, {"loss": policy_losses.up_grpo_loss}),
+    "kl-cov": (GRPO, {"loss": partial(policy_losses.kl_cov_loss, share=0.2)}),
+    "cpgd": (GRPO, {"loss": policy_losses.cpgd_loss, "advantage": advantages.cpgd}),
+    "gpg": (GRPO, {"loss": policy_losses.reinforce_loss, "advantage": advantages.gpg}),
+    "opo": (GRPO, {"loss": policy_losses.importance_weighted_loss, "advantage": advantages.opo}),
     "gdpo": (GRPO, {"advantage": advantages.normalize_then_sum}),
     "gigpo": (GRPO, {"advantage": turns.gigpo}),
     "process": (GRPO, {"advantage": returns.process_supervised}),
@@ -87,15 +92,22 @@ TWO_STEPS = {
     "off-policy-mask": (GRPO, {"off_policy_threshold": 1e-3}),
     "weights": (
         GRPO,
-        {"correction": mismatch.token_truncate, "weight_norm": mismatch.normalize_token_weights, **OTHER},
+        {"correction": engine_mismatch.token_truncate, "weight_norm": engine_mismatch.normalize_token_weights, **OTHER},
     ),
     "sequence-weights": (
         GRPO,
-        {"correction": mismatch.sequence_mask, "weight_norm": mismatch.normalize_sequence_weights, **OTHER},
+        {
+            "correction": engine_mismatch.sequence_mask,
+            "weight_norm": engine_mismatch.normalize_sequence_weights,
+            **OTHER,
+        },
     ),
     "rejection": (
         GRPO,
-        {"rejection": partial(rejection.reject_tokens, statistic=rejection.k3_statistic, high=0.02), **OTHER},
+        {
+            "rejection": partial(engine_mismatch.reject_tokens, statistic=engine_mismatch.k3_statistic, high=0.02),
+            **OTHER,
+        },
     ),
     "maxrl": (GRPO, {"advantage": advantages.maxrl}),
     "pass-at-k": (GRPO, {"advantage": advantages.pass_at_k}),

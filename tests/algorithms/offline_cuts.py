@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.evaluation.statistics import Averages
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.loop.offline import OfflineModule
-from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.data.offline.datamodule import PreferenceDataModule
-from lit_rl.data.offline.loader import ExampleLoader
+from lit_rl.data.example_module import PreferenceDataModule
+from lit_rl.data.loaders import ExampleLoader
 from lit_rl.models import LanguageModel
 
 MODEL = LanguageModel("tiny")

@@ -11,11 +11,10 @@ import torch
 from small_rollouts import credited
 from torch import Tensor
 
-from lit_rl.algorithms.rollouts.micro_batches import micro_batch, rows_of_slots, step_counts, totals_of
-from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, micro_batch, rows_of_slots, step_counts, step_totals
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.rewards.sums.weighted import Scores
-from lit_rl.rollout import Completions, PromptBatch, Rollout
+from lit_rl.core.rollout import Completions, PromptBatch, Rollout
+from lit_rl.rewards.weighted_rewards import Scores
 
 VOCABULARY = 12
 
@@ -84,7 +83,7 @@ def step_of(module: Any, rollout: Rollout, accumulate: int = 1) -> tuple[float, 
     total, sums = 0.0, {}
     for rows in rows_of_slots(rollout, plan, seed=0, index=0):
         micro = micro_batch(rollout, rows)
-        loss, metrics = module.loss(micro, module.token_scores(micro.completions), totals_of(counts, plan))
+        loss, metrics = module.loss(micro, module.token_scores(micro.completions), step_totals(counts, plan))
         loss.backward()
         total += loss.item()
         for name, (value, count) in metrics.items():

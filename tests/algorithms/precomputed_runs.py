@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 from small_rollouts import trainer
 
-from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
 
 

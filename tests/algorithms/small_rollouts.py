@@ -11,11 +11,11 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms import ranks as processes
+from lit_rl.algorithms import data_parallel as processes
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.ops.step import Metrics
-from lit_rl.rewards.sums.weighted import Scores
-from lit_rl.rollout import Completions, PromptBatch, Rollout
+from lit_rl.core.rollout import Completions, PromptBatch, Rollout
+from lit_rl.ops.reductions import Metrics
+from lit_rl.rewards.weighted_rewards import Scores
 
 ONE = torch.device("cpu")
 
@@ -106,7 +106,7 @@ class EachBatch(L.Callback):
 
 
 class Ranks:
-    """Several ranks as threads of this process, with the collectives that `lit_rl.algorithms.ranks` uses.
+    """Several ranks as threads of this process, with the collectives that `lit_rl.algorithms.data_parallel` uses.
 
     `Ranks(2).run(function)` calls `function(module)` on each, with a stand-in for a module that knows nothing but its
     `ranks`, and returns what each gave.

@@ -19,34 +19,31 @@ from composed_configs import tree_of
 from tiers import quick
 
 from lit_rl.algorithms import GRPO, PPO, RLOO, Evaluation, Reinforce
-from lit_rl.algorithms.evaluation.statistics import Averages
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.optim.optimizers import ByPath
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.rollouts import state
-from lit_rl.algorithms.rollouts.episodes import Failures, metrics_of, sound_rows
-from lit_rl.algorithms.terms.replay import GroupReplay
-from lit_rl.algorithms.terms.turn_rewards import TurnRewards
+from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.algorithms.rollouts.episode_outcomes import EpisodeFailures, episode_metrics, sound_rows
+from lit_rl.algorithms.terms.credit import TurnRewardWarning
+from lit_rl.algorithms.terms.groups import GroupReplay
 from lit_rl.callbacks import PreferenceSets
 from lit_rl.cli.build import build, check_answered
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.episode import Episode
+from lit_rl.core.errors import ConfigError, GenerationError, RewardError
+from lit_rl.core.rollout import Completions, Rollout, Sampling, join_completions, select
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Repeated
 from lit_rl.environments import CustomEnvironment, FunctionTools
-from lit_rl.environments.guess import PROMPT, GuessNumber
-from lit_rl.episodes import Episode
-from lit_rl.errors import ConfigError, GenerationError, RewardError
+from lit_rl.environments.games import PROMPT, GuessNumber
 from lit_rl.generation import RolloutFunction
-from lit_rl.generation.continuous import HFContinuousGenerator
-from lit_rl.generation.hf import HFGenerator
+from lit_rl.generation.hf import HFContinuousGenerator, HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.vllm.server import VLLMServerGenerator
-from lit_rl.models import LanguageModel
-from lit_rl.models.policy import forward
-from lit_rl.models.policy.shared_prefix import run_shared
-from lit_rl.ops.returns import process_supervised
-from lit_rl.ops.turns import centered_turns, gae_of_turns, gigpo
+from lit_rl.models import LanguageModel, forward
+from lit_rl.models.shared_prefix import run_shared
+from lit_rl.ops.returns import centered_turns, gae_of_turns, gigpo, process_supervised
 from lit_rl.rewards import Rewards, environment
-from lit_rl.rollout import Completions, Rollout, Sampling, join_completions, select
 
 METHODS: dict[str, Any] = {"grpo": GRPO, "rloo": RLOO, "reinforce": Reinforce, "ppo": PPO}
 SAMPLED = Sampling(max_new_tokens=4)
@@ -253,10 +250,10 @@ def test_normalised_rewards_of_turns_are_warned_of_once(tmp_path: Path) -> None:
     whole = replace(scored, scores=replace(scored.scores, span_rewards=None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        TurnRewards(process_supervised).look(whole)
-        TurnRewards(centered_turns).look(scored)
+        TurnRewardWarning(process_supervised).look(whole)
+        TurnRewardWarning(centered_turns).look(scored)
     with pytest.warns(UserWarning, match=words):
-        TurnRewards(partial(process_supervised, eps=1e-6)).look(scored)
+        TurnRewardWarning(partial(process_supervised, eps=1e-6)).look(scored)
 
 
 def draft_and_answer(texts: Sequence[str], trainer: Any) -> dict[str, Any]:
@@ -762,7 +759,7 @@ def test_metrics_by_hand() -> None:
         episode("max_tokens", turns=2),
     ]
     averages = Averages()
-    averages.add(metrics_of(episodes, Ranks()))
+    averages.add(episode_metrics(episodes, Ranks()))
     assert averages.reduce() == {
         "turns/mean": 2.0,
         "turns/max": 3.0,
@@ -802,13 +799,13 @@ def test_episodes_go_with_their_rows(tmp_path: Path) -> None:
     assert picked.episodes == (completions.episodes[3], completions.episodes[0])
     both = join_completions(picked, completions)
     assert both.episodes == (*picked.episodes, *completions.episodes)
-    torch.save(state.to_plain(completions), tmp_path / "rows.pt")
+    torch.save(checkpoints.to_plain(completions), tmp_path / "rows.pt")
     plain = torch.load(tmp_path / "rows.pt", weights_only=True)
-    assert state.completions_of(plain, torch.device("cpu")).episodes == completions.episodes
+    assert checkpoints.completions_from_plain(plain, torch.device("cpu")).episodes == completions.episodes
 
 
 def test_failures_are_counted_over_a_rollout_and_its_ranks() -> None:
-    failures = Failures()
+    failures = EpisodeFailures()
     failures.count([episode(), episode("failed", error="a")])
     failures.count([episode("timeout", error="b"), episode("failed", error="a"), episode("max_turns")])
     failures.check(0.6, Ranks())
@@ -817,7 +814,7 @@ def test_failures_are_counted_over_a_rollout_and_its_ranks() -> None:
     ) as told:
         failures.check(0.5, Ranks())
     assert told.value.on_every_rank and told.value.exit_code == 5
-    Failures().check(0.0, Ranks())
+    EpisodeFailures().check(0.0, Ranks())
 
 
 @pytest.mark.all
@@ -828,7 +825,7 @@ def test_what_does_not_know_episodes_refuses_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"preference_sets writes completions of one turn"):
         trainer_of(tmp_path, callbacks=[PreferenceSets()]).fit(module_of(), prompts())
     tree = tree_of(
-        "algo=dpo", "env=environment", "env.path=lit_rl.environments.guess:GuessNumber", "data=addition_pairs"
+        "algo=dpo", "env=environment", "env.path=lit_rl.environments.games:GuessNumber", "data=addition_pairs"
     )
     with pytest.raises(ConfigError, match=r"env=CustomEnvironment answers the turns of a policy, and DPO"):
         check_answered(build(tree["algo"]), tree)

@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 from small_rollouts import trainer
 
 from lit_rl.algorithms import GRPO, SFT
+from lit_rl.algorithms.checks.micro_batching import StepRows, micro_batches_of_size
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
-from lit_rl.algorithms.preflight.cut import Step, by_hand
-from lit_rl.algorithms.rollouts.micro_batches import RowCounts, deal_rows, micro_rows, minibatch_rows
-from lit_rl.algorithms.rollouts.plan import BatchPlan
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import SupervisedDataModule
-from lit_rl.data.small_sets import fitting
+from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, RowCounts, deal_rows, micro_rows, minibatch_rows
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.order import fit_step_rows
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
 from lit_rl.ops.selection import top_entropy
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 
 def plan(**changes) -> BatchPlan:
@@ -238,7 +237,7 @@ def test_a_rollout_that_nobody_sized_divides_into_what_the_user_cut_it_into(grou
         accumulation_by_hand=cut if by_number else 1,
         micro_batch_size=None if by_number else cut[0] * group_size,
     )
-    prompts = fitting(10_000, 32, OnPolicyModule.parts_of_step.fget(settings) * ranks) or 32  # pyright: ignore
+    prompts = fit_step_rows(10_000, 32, OnPolicyModule.parts_of_step.fget(settings) * ranks) or 32  # pyright: ignore
     whole = plan(
         prompts_per_rollout=prompts,
         group_size=group_size,
@@ -248,8 +247,11 @@ def test_a_rollout_that_nobody_sized_divides_into_what_the_user_cut_it_into(grou
         split_groups=slices,
     )
     if not by_number:
-        step = Step(whole.units, group_size // slices)
-        assert by_hand(step, settings.micro_batch_size) * settings.micro_batch_size == whole.units * step.rows
+        step = StepRows(whole.units, group_size // slices)
+        assert (
+            micro_batches_of_size(step, settings.micro_batch_size) * settings.micro_batch_size
+            == whole.units * step.rows
+        )
 
 
 @pytest.mark.parametrize(

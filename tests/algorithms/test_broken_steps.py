@@ -13,13 +13,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rl.algorithms import GRPO, AdamW, Constant
 from lit_rl.algorithms.optim.broken_steps import LIMIT
-from lit_rl.algorithms.terms.controllers import FixedEntropy
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.algorithms.terms.regularizers import FixedEntropy
+from lit_rl.core.errors import NumericError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import NumericError
 from lit_rl.ops.kl import k3
-from lit_rl.ops.losses import clipped_policy_loss
-from lit_rl.rollout import Sampling
+from lit_rl.ops.policy_losses import clipped_policy_loss
 
 
 class LossThatBreaks:

@@ -14,51 +14,61 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rl.algorithms import GRPO, PPO, RLOO, Reinforce
-from lit_rl.algorithms.preflight import estimators as estimator_checks
-from lit_rl.algorithms.preflight.losses import loss_settings
-from lit_rl.algorithms.terms.controllers import AdaptiveKL
-from lit_rl.algorithms.terms.groups import DynamicSampling
-from lit_rl.algorithms.terms.replay import GroupReplay
-from lit_rl.algorithms.terms.running_norm import RunningNorm
+from lit_rl.algorithms.checks import policy_gradient_checks as estimator_checks
+from lit_rl.algorithms.checks.policy_gradient_checks import check_loss_settings
+from lit_rl.algorithms.terms.credit import RunningNorm
+from lit_rl.algorithms.terms.groups import DynamicSampling, GroupReplay
+from lit_rl.algorithms.terms.regularizers import AdaptiveKL
 from lit_rl.cli.lightning_app import WithKeywords
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.ops import advantages, losses, mismatch, rejection, returns, selection, shaping, turns
-from lit_rl.rollout import Completions, Prompts, Sampling
+from lit_rl.ops import advantages, engine_mismatch, policy_losses, returns, selection
+from lit_rl.ops import advantages as shaping
+from lit_rl.ops import returns as turns
 
 partial = functools.partial
 
 SOUND: list[tuple[Any, dict[str, list[Any]]]] = [
-    (losses.clipped_policy_loss, {"clip_low": [1e-6, 1.0], "clip_high": [1e-6, 5.0], "delta": [1.3]}),
-    (losses.up_grpo_loss, {"clip_low": [1.0], "delta": [1.01]}),
-    (losses.gmpo_loss, {"clip_low": [0.1, 3.0], "clip_high": [3.0]}),
-    (losses.cpgd_loss, {"clip_low": [1.0], "clip_high": [0.5]}),
-    (losses.cispo_loss, {"cap": [0.5, 8.0, math.inf]}),
-    (losses.cispo_two_sided_loss, {"clip_low": [1.0], "clip_high": [4.0]}),
-    (losses.dppo_tv_loss, {"threshold_low": [1.0], "threshold_high": [0.01], "cap": [1.01]}),
-    (losses.dppo_kl_loss, {"threshold_low": [2.5], "threshold_high": [3.5], "cap": [1.01]}),
-    (losses.prime_rl_loss, {"threshold_low": [1.0], "kl_tau": [0.0]}),
-    (losses.prime_rl_ipo_loss, {"threshold": [1.0, 0.001], "kl_tau": [0.0, 5.0]}),
-    (losses.sapo_loss, {"temperature_positive": [0.1], "temperature_negative": [9.0]}),
-    (losses.vespo_loss, {"positive": [(0.0, 0.1)], "negative": [[5.0, 5.0]]}),
-    (losses.clip_cov_loss, {"share": [1.0], "clip_range": [(1.0, 0.1)], "band": [(-1.0, 1.0), (0.0, math.inf)]}),
-    (losses.kl_cov_loss, {"share": [1e-9], "kl_coef": [0.0]}),
+    (policy_losses.clipped_policy_loss, {"clip_low": [1e-6, 1.0], "clip_high": [1e-6, 5.0], "delta": [1.3]}),
+    (policy_losses.up_grpo_loss, {"clip_low": [1.0], "delta": [1.01]}),
+    (policy_losses.gmpo_loss, {"clip_low": [0.1, 3.0], "clip_high": [3.0]}),
+    (policy_losses.cpgd_loss, {"clip_low": [1.0], "clip_high": [0.5]}),
+    (policy_losses.cispo_loss, {"cap": [0.5, 8.0, math.inf]}),
+    (policy_losses.cispo_two_sided_loss, {"clip_low": [1.0], "clip_high": [4.0]}),
+    (policy_losses.dppo_tv_loss, {"threshold_low": [1.0], "threshold_high": [0.01], "cap": [1.01]}),
+    (policy_losses.dppo_kl_loss, {"threshold_low": [2.5], "threshold_high": [3.5], "cap": [1.01]}),
+    (policy_losses.prime_rl_loss, {"threshold_low": [1.0], "kl_tau": [0.0]}),
+    (policy_losses.prime_rl_ipo_loss, {"threshold": [1.0, 0.001], "kl_tau": [0.0, 5.0]}),
+    (policy_losses.sapo_loss, {"temperature_positive": [0.1], "temperature_negative": [9.0]}),
+    (policy_losses.vespo_loss, {"positive": [(0.0, 0.1)], "negative": [[5.0, 5.0]]}),
+    (policy_losses.clip_cov_loss, {"share": [1.0], "clip_range": [(1.0, 0.1)], "band": [(-1.0, 1.0), (0.0, math.inf)]}),
+    (policy_losses.kl_cov_loss, {"share": [1e-9], "kl_coef": [0.0]}),
 ]
 WRONG: list[tuple[Any, dict[str, list[Any]]]] = [
-    (losses.clipped_policy_loss, {"clip_low": [0.0, -1, 1.1, math.nan], "clip_high": [0.0, math.nan], "delta": [1.2]}),
-    (losses.up_grpo_loss, {"clip_low": [1.1], "delta": [1.0]}),
-    (losses.gmpo_loss, {"clip_low": [0.0, -1.0, math.nan], "clip_high": [0.0]}),
-    (losses.cpgd_loss, {"clip_low": [1.5], "clip_high": [-2.0]}),
-    (losses.cispo_loss, {"cap": [0.0, -1.0, math.nan]}),
-    (losses.cispo_two_sided_loss, {"clip_low": [2.0], "clip_high": [-0.1]}),
-    (losses.dppo_tv_loss, {"threshold_low": [0.0, 1.5], "threshold_high": [0.0, 1.5], "cap": [1.0]}),
-    (losses.dppo_kl_loss, {"threshold_low": [0.0], "threshold_high": [-1.0], "cap": [0.5]}),
-    (losses.prime_rl_loss, {"threshold_low": [2.0], "kl_tau": [-1e-3]}),
-    (losses.prime_rl_ipo_loss, {"threshold": [0.0, 1.01], "kl_tau": [math.nan]}),
-    (losses.sapo_loss, {"temperature_positive": [0.0], "temperature_negative": [-1.0]}),
-    (losses.vespo_loss, {"positive": [(-0.1, 1.0), (1.0, 0.0), (1.0,), (1.0, math.nan)], "negative": [(1.0, -1.0)]}),
-    (losses.clip_cov_loss, {"share": [0.0, 1.1], "clip_range": [(0.0, 0.1), (0.1, 0.0), (1.1, 1.0)], "band": [(5, 1)]}),
-    (losses.kl_cov_loss, {"share": [0.0, math.nan], "kl_coef": [-1.0]}),
+    (
+        policy_losses.clipped_policy_loss,
+        {"clip_low": [0.0, -1, 1.1, math.nan], "clip_high": [0.0, math.nan], "delta": [1.2]},
+    ),
+    (policy_losses.up_grpo_loss, {"clip_low": [1.1], "delta": [1.0]}),
+    (policy_losses.gmpo_loss, {"clip_low": [0.0, -1.0, math.nan], "clip_high": [0.0]}),
+    (policy_losses.cpgd_loss, {"clip_low": [1.5], "clip_high": [-2.0]}),
+    (policy_losses.cispo_loss, {"cap": [0.0, -1.0, math.nan]}),
+    (policy_losses.cispo_two_sided_loss, {"clip_low": [2.0], "clip_high": [-0.1]}),
+    (policy_losses.dppo_tv_loss, {"threshold_low": [0.0, 1.5], "threshold_high": [0.0, 1.5], "cap": [1.0]}),
+    (policy_losses.dppo_kl_loss, {"threshold_low": [0.0], "threshold_high": [-1.0], "cap": [0.5]}),
+    (policy_losses.prime_rl_loss, {"threshold_low": [2.0], "kl_tau": [-1e-3]}),
+    (policy_losses.prime_rl_ipo_loss, {"threshold": [0.0, 1.01], "kl_tau": [math.nan]}),
+    (policy_losses.sapo_loss, {"temperature_positive": [0.0], "temperature_negative": [-1.0]}),
+    (
+        policy_losses.vespo_loss,
+        {"positive": [(-0.1, 1.0), (1.0, 0.0), (1.0,), (1.0, math.nan)], "negative": [(1.0, -1.0)]},
+    ),
+    (
+        policy_losses.clip_cov_loss,
+        {"share": [0.0, 1.1], "clip_range": [(0.0, 0.1), (0.1, 0.0), (1.1, 1.0)], "band": [(5, 1)]},
+    ),
+    (policy_losses.kl_cov_loss, {"share": [0.0, math.nan], "kl_coef": [-1.0]}),
 ]
 
 
@@ -84,8 +94,8 @@ def test_a_setting_of_a_loss_out_of_range_is_refused_by_its_key(loss, name, valu
 
 def test_every_number_that_a_loss_takes_has_a_range():
     """A loss that is added with a setting of another name is given a range too, in its signature."""
-    for name in losses.__all__:
-        function = getattr(losses, name)
+    for name in policy_losses.__all__:
+        function = getattr(policy_losses, name)
         if not callable(function):
             continue
         for setting, parameter in inspect.signature(function).parameters.items():
@@ -93,35 +103,35 @@ def test_every_number_that_a_loss_takes_has_a_range():
                 continue
             bad = (math.nan, math.nan) if isinstance(parameter.default, tuple) else math.nan
             with pytest.raises(ConfigError, match=rf"algo\.loss\.{setting}="):
-                loss_settings(partial(function, **{setting: bad}))
+                check_loss_settings(partial(function, **{setting: bad}))
 
 
 @given(low=st.floats(0.01, 1), high=st.one_of(st.none(), st.floats(0.01, 3)), delta=st.floats(0.5, 5))
 def test_the_dual_clip_is_above_the_plain_one(low, high, delta):
-    loss = partial(losses.clipped_policy_loss, clip_low=low, clip_high=high, delta=delta)
+    loss = partial(policy_losses.clipped_policy_loss, clip_low=low, clip_high=high, delta=delta)
     if delta > 1 + (low if high is None else high):
-        loss_settings(loss)
+        check_loss_settings(loss)
     else:
         with pytest.raises(ConfigError, match=r"algo\.loss\.delta"):
-            loss_settings(loss)
+            check_loss_settings(loss)
 
 
 def test_the_docstrings_bounds_are_those_that_are_checked():
     said = 0
-    for loss in (getattr(losses, name) for name in losses.__all__):
+    for loss in (getattr(policy_losses, name) for name in policy_losses.__all__):
         settings = inspect.signature(loss).parameters if callable(loss) else {}
         for setting, bound in re.findall(r"^ +(\w+): [^.]*\b(at least|above) 0\b", inspect.getdoc(loss) or "", re.M):
             if setting in settings and isinstance(settings[setting].default, (float, type(None))):
                 said += 1
                 zero = partial(loss, **{setting: 0.0})
                 with contextlib.nullcontext() if bound == "at least" else pytest.raises(ConfigError, match=setting):
-                    loss_settings(zero)
+                    check_loss_settings(zero)
     assert said > 5
 
 
 def test_settings_of_a_users_own_loss_are_the_users():
     def mine(logprobs, old_logprobs, advantages, mask, *, cap, clip_low):
-        return losses.cispo_loss(logprobs, old_logprobs, advantages, mask)
+        return policy_losses.cispo_loss(logprobs, old_logprobs, advantages, mask)
 
     GRPO("tiny", len, loss=partial(mine, cap=-1.0, clip_low=7.0))
 
@@ -157,13 +167,19 @@ ALONE: dict[str, Any] = {"group_size": 1, "advantage": advantages.raw}
 
 COMBINATIONS: list[tuple[dict[str, Any], str]] = [
     ({"kl_control": AdaptiveKL()}, r"algo/kl_control: AdaptiveKL.*algo\.beta.*algo\.reward_beta"),
-    ({"weight_norm": mismatch.normalize_token_weights}, r"algo/weight_norm.*algo/correction"),
-    ({"correction": partial(mismatch.token_truncate, low=4.0)}, r"algo\.correction: low=4\.0 high=3\.0"),
-    ({"correction": partial(mismatch.sequence_mask, low=-1.0)}, r"algo\.correction: low=-1\.0"),
-    ({"correction": partial(mismatch.token_mask, low=None, high=None)}, r"algo\.correction: low=None high=None"),
-    ({"correction": mismatch.sequence_truncate, "loss": losses.vespo_loss}, r"algo/correction.*token_truncate"),
-    ({"correction": mismatch.sequence_mask, "loss": losses.vespo_loss}, r"algo/correction.*token_mask"),
-    ({"rejection": partial(rejection.reject_tokens, statistic=rejection.k3_statistic, high=0.0)}, r"algo\.rejection"),
+    ({"weight_norm": engine_mismatch.normalize_token_weights}, r"algo/weight_norm.*algo/correction"),
+    ({"correction": partial(engine_mismatch.token_truncate, low=4.0)}, r"algo\.correction: low=4\.0 high=3\.0"),
+    ({"correction": partial(engine_mismatch.sequence_mask, low=-1.0)}, r"algo\.correction: low=-1\.0"),
+    ({"correction": partial(engine_mismatch.token_mask, low=None, high=None)}, r"algo\.correction: low=None high=None"),
+    (
+        {"correction": engine_mismatch.sequence_truncate, "loss": policy_losses.vespo_loss},
+        r"algo/correction.*token_truncate",
+    ),
+    ({"correction": engine_mismatch.sequence_mask, "loss": policy_losses.vespo_loss}, r"algo/correction.*token_mask"),
+    (
+        {"rejection": partial(engine_mismatch.reject_tokens, statistic=engine_mismatch.k3_statistic, high=0.0)},
+        r"algo\.rejection",
+    ),
     ({"selection": partial(selection.top_entropy, share=0.0)}, r"algo\.selection: share=0"),
     ({"selection": partial(selection.top_entropy_per_sequence, share=1.1)}, r"algo\.selection: share=1\.1"),
     ({"shaping": partial(shaping.missing_eos, penalty=0.0)}, r"algo\.shaping: penalty=0"),
@@ -215,7 +231,7 @@ def test_a_change_of_the_rewards_is_refused_exactly_where_the_advantage_does_not
     estimators = [
         function
         for function in vars(module).values()
-        if callable(function) and estimator_checks.is_ours(function)
+        if callable(function) and estimator_checks.is_from_ops(function)
         if list(inspect.signature(function).parameters)[:2] == ["rewards", "group_id"]
     ]
     assert len(estimators) > (1 if module is turns else 4)
@@ -256,7 +272,7 @@ def test_a_setting_of_an_advantage_is_refused_by_its_key_whatever_the_group_size
 
 def test_a_term_with_settings_from_the_other_door_names_the_same_columns():
     assert GRPO("tiny", len, advantage=WithKeywords(advantages.opo, {})).advantage
-    assert GRPO("tiny", len, loss=WithKeywords(losses.kl_cov_loss, {"share": 0.1})).needs_step
+    assert GRPO("tiny", len, loss=WithKeywords(policy_losses.kl_cov_loss, {"share": 0.1})).needs_step
 
 
 COMPARES = {

@@ -10,11 +10,11 @@ import pytest
 from small_rollouts import trainer
 
 from lit_rl.algorithms import GRPO, SFT
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import SupervisedDataModule
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 NEW_TOKENS = 500
 ROWS = [{"prompt": f"{n} is the first of many numbers ", "completion": "1", "answer": "1"} for n in range(4)]

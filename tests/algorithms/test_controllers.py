@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rl.algorithms import GRPO
-from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL
-from lit_rl.errors import ConfigError, NumericError, StorageError
+from lit_rl.algorithms.terms.regularizers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL
+from lit_rl.core.errors import ConfigError, NumericError, StorageError
 
 
 def test_a_fixed_kl_stays_one():

@@ -16,16 +16,16 @@ from lit_rl.algorithms import GRPO, PPO, RLOO, Constant, Evaluation, Reinforce
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.cli.build import build
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
 from lit_rl.generation import Generator
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.ops import losses, mismatch, reductions, rejection
-from lit_rl.ops.correction import auto_correction
+from lit_rl.ops import engine_mismatch, policy_losses, reductions
+from lit_rl.ops.engine_mismatch import auto_correction
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 partial = functools.partial
 
@@ -34,14 +34,17 @@ SAMPLING = Sampling(max_new_tokens=6)
 
 FAMILY: dict[str, tuple[Any, dict[str, Any]]] = {
     "grpo": (GRPO, {}),
-    "dapo": (GRPO, {"loss": partial(losses.clipped_policy_loss, clip_high=0.28), "mask_truncated": True}),
+    "dapo": (GRPO, {"loss": partial(policy_losses.clipped_policy_loss, clip_high=0.28), "mask_truncated": True}),
     "rloo": (RLOO, {"group_size": 4, "reward_beta": 0.0}),
     "reinforce": (Reinforce, {"group_size": 4, "reduction": reductions.sequence_mean}),
     "kl": (GRPO, {"beta": 0.3}),
-    "vespo": (GRPO, {"loss": losses.vespo_loss}),
+    "vespo": (GRPO, {"loss": policy_losses.vespo_loss}),
     "off-policy": (GRPO, {"off_policy_threshold": 1e-4}),
 }
-CORRECTIONS = {"token_truncate": mismatch.token_truncate, "sequence_mask": partial(mismatch.sequence_mask, low=0.2)}
+CORRECTIONS = {
+    "token_truncate": engine_mismatch.token_truncate,
+    "sequence_mask": partial(engine_mismatch.sequence_mask, low=0.2),
+}
 
 
 def fitted(tmp_path: Any, algorithm: Any, settings: dict[str, Any], *, accumulate: int = 1, steps: int = 1) -> Any:
@@ -84,7 +87,7 @@ def test_by_default_an_engine_of_its_own_is_corrected_and_the_policy_itself_is_n
     for generator in (NativeGenerator(), HFGenerator(), None):
         assert algorithm("tiny", len, generator=generator).engine.correction is None
     assert algorithm("tiny", len, correction=None, **OTHER).engine.correction is None
-    chosen = partial(mismatch.token_mask, high=2.0)
+    chosen = partial(engine_mismatch.token_mask, high=2.0)
     assert algorithm("tiny", len, correction=chosen).engine.correction is chosen
 
 
@@ -109,7 +112,7 @@ def test_the_automatic_one_is_truncated_importance_sampling_by_tokens():
 @pytest.mark.all
 def test_every_preset_takes_it_and_none_switches_it_off(name):
     tree, off = (tree_of("run_dir=run", f"algo={name}", *more)["algo"] for more in ([], ["algo/correction=none"]))
-    assert tree["correction"]["_target_"] == "lit_rl.ops.correction.auto_correction"  # so config.yaml says it
+    assert tree["correction"]["_target_"] == "lit_rl.ops.engine_mismatch.auto_correction"  # so config.yaml says it
     assert off["correction"] is None
     settings = {key: value for key, value in tree.items() if key != "generator"}
     made = build(settings | {"_partial_": True})
@@ -118,7 +121,7 @@ def test_every_preset_takes_it_and_none_switches_it_off(name):
 
 
 def test_weights_to_be_normalised_must_be_there():
-    settings: Any = {"weight_norm": mismatch.normalize_token_weights}
+    settings: Any = {"weight_norm": engine_mismatch.normalize_token_weights}
     GRPO("tiny", len, **settings, **OTHER)
     with pytest.raises(ConfigError, match="algo/correction"):
         GRPO("tiny", len, **settings)
@@ -165,7 +168,7 @@ def test_without_the_extra_pass_gradient_and_metrics_are_the_same(tmp_path, monk
 @pytest.mark.all
 def test_weights_change_the_gradient(tmp_path):
     """The comparison above is no comparison of two runs without weights."""
-    corrected, plain_ = (fitted(tmp_path, GRPO, {"correction": c})[0] for c in (mismatch.token_truncate, None))
+    corrected, plain_ = (fitted(tmp_path, GRPO, {"correction": c})[0] for c in (engine_mismatch.token_truncate, None))
     differences = [
         float((a - b).norm()) for a, b in zip(weights_after(corrected).values(), weights_after(plain_).values())
     ]
@@ -175,8 +178,8 @@ def test_weights_change_the_gradient(tmp_path):
 def forwards(tmp_path: Any, monkeypatch: Any, settings: dict[str, Any], **how: Any) -> tuple[int, int]:
     """Rows that the policy scored with and without gradient; the engine's copy is another model."""
     import lit_rl.algorithms.families.policy_gradient as policy_gradient
-    import lit_rl.algorithms.rollouts.micro_batches as micro_batches
-    import lit_rl.algorithms.terms.step_tokens as step_tokens
+    import lit_rl.algorithms.rollouts.rollout_plan as micro_batches
+    import lit_rl.algorithms.terms.token_weights as step_tokens
 
     rows = {True: 0, False: 0}
 
@@ -198,17 +201,17 @@ def forwards(tmp_path: Any, monkeypatch: Any, settings: dict[str, Any], **how: A
 @pytest.mark.all
 def test_each_row_is_run_once_where_weights_are_all_that_is_made_of_old_logprobs(tmp_path, monkeypatch):
     assert forwards(tmp_path, monkeypatch, {}) == (32, 0)
-    assert forwards(tmp_path, monkeypatch, {"correction": mismatch.sequence_mask}, accumulate=4) == (32, 0)
+    assert forwards(tmp_path, monkeypatch, {"correction": engine_mismatch.sequence_mask}, accumulate=4) == (32, 0)
     assert forwards(tmp_path, monkeypatch, {"generator": NativeGenerator()}) == (32, 0)
 
 
 NEEDED = {
     "steps": ({}, 2),
     "rejection": (
-        {"rejection": partial(rejection.reject_tokens, statistic=rejection.k3_statistic, high=0.02)},
+        {"rejection": partial(engine_mismatch.reject_tokens, statistic=engine_mismatch.k3_statistic, high=0.02)},
         1,
     ),
-    "weight-norm": ({"weight_norm": mismatch.normalize_sequence_weights}, 1),
+    "weight-norm": ({"weight_norm": engine_mismatch.normalize_sequence_weights}, 1),
 }
 
 

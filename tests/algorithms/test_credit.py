@@ -16,20 +16,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lit_rl.algorithms import GRPO, RLOO, Reinforce
-from lit_rl.algorithms.evaluation.statistics import Averages
+from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.terms.controllers import AdaptiveKL, FixedEntropy
-from lit_rl.algorithms.terms.credit import states_of, token_rewards
-from lit_rl.algorithms.terms.running_norm import RunningNorm
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.algorithms.terms.credit import RunningNorm, states_of, token_rewards
+from lit_rl.algorithms.terms.regularizers import AdaptiveKL, FixedEntropy
+from lit_rl.core.errors import ConfigError, RewardError
+from lit_rl.core.rollout import Completions, Rollout, Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.ops import advantages, returns, selection
+from lit_rl.ops.advantages import missing_eos
 from lit_rl.ops.kl import k2
-from lit_rl.ops.losses import clipped_policy_loss
-from lit_rl.ops.shaping import missing_eos
-from lit_rl.ops.step import Metrics
-from lit_rl.rewards.sums.weighted import Scores
-from lit_rl.rollout import Completions, Rollout, Sampling
+from lit_rl.ops.policy_losses import clipped_policy_loss
+from lit_rl.ops.reductions import Metrics
+from lit_rl.rewards.weighted_rewards import Scores
 
 CHARACTERS = "ab é€😀"
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

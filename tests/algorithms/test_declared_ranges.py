@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lit_rl.algorithms.preflight.losses import loss_settings, weights_are_declared
-from lit_rl.algorithms.signatures import annotations_of, multiplies_weights, notes
+from lit_rl.algorithms.checks.policy_gradient_checks import check_declared_weights, check_loss_settings
+from lit_rl.algorithms.signatures import annotated_metadata, annotations_of, multiplies_weights
 from lit_rl.cli import schemas
 from lit_rl.cli.lightning_app import WithKeywords
-from lit_rl.errors import ConfigError
-from lit_rl.ops import losses
+from lit_rl.core.errors import ConfigError
+from lit_rl.ops import policy_losses
 from lit_rl.ops.ranges import Above, Pair, Range, Share
-from lit_rl.ops.step import WeightsInside
+from lit_rl.ops.reductions import WeightsInside
 
 
 def ceiling(*, floor: float) -> float:
@@ -46,7 +46,7 @@ class Declared:
 
 def refused(loss: Any) -> str | None:
     try:
-        loss_settings(loss)
+        check_loss_settings(loss)
     except ConfigError as error:
         return str(error)
     return None
@@ -122,16 +122,16 @@ def test_a_loss_that_takes_weights_says_by_their_type_who_multiplies():
 
     for loss in (silent, unread, partial(silent, old=None)):
         with pytest.raises(ConfigError, match="weights: WeightsInside"):
-            weights_are_declared(loss)
+            check_declared_weights(loss)
     for loss in (
         looks,
         multiplies,
         partial(silent, weights=None),
-        losses.clipped_policy_loss,
-        losses.vespo_loss,
+        policy_losses.clipped_policy_loss,
+        policy_losses.vespo_loss,
         lambda *args, **kwargs: None,
     ):
-        weights_are_declared(loss)
+        check_declared_weights(loss)
     assert multiplies_weights(multiplies) and not multiplies_weights(looks)
 
 
@@ -144,8 +144,10 @@ def test_settings_given_in_two_steps_are_all_looked_at():
 
 
 def test_hydra_sees_the_plain_type_under_a_range():
-    loss = losses.clipped_policy_loss
-    assert notes(annotations_of(loss)["clip_high"]) and not notes(annotations_of(loss)["ratio"])
+    loss = policy_losses.clipped_policy_loss
+    assert annotated_metadata(annotations_of(loss)["clip_high"]) and not annotated_metadata(
+        annotations_of(loss)["ratio"]
+    )
     fields = schemas.schema("one", "path", loss, keywords_only=True).__dataclass_fields__
     assert (fields["clip_low"].type, fields["clip_low"].default) == (float, 0.2)
     assert fields["clip_high"].type == float | None

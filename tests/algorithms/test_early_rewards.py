@@ -15,14 +15,14 @@ import torch
 from small_rollouts import EachBatch, trainer
 
 from lit_rl.algorithms import GRPO, AdamW, Evaluation
-from lit_rl.algorithms.evaluation.speed import is_speed
+from lit_rl.algorithms.rollouts.phase_costs import is_speed
 from lit_rl.algorithms.terms.groups import DynamicSampling
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.errors import RewardError
+from lit_rl.core.rollout import Completions, Prompts, Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import RewardError
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.rewards import Rewards
-from lit_rl.rollout import Completions, Prompts, Sampling
 
 SHORT = Sampling(max_new_tokens=6)
 

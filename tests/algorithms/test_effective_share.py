@@ -7,9 +7,9 @@ import torch
 from small_rollouts import Ranks, completions, rollout
 
 from lit_rl.algorithms import GRPO
-from lit_rl.algorithms.evaluation.statistics import Averages
-from lit_rl.algorithms.terms.engine_correction import EngineCorrection
-from lit_rl.ops.step import Metrics
+from lit_rl.algorithms.evaluation.summary_statistics import Averages
+from lit_rl.algorithms.terms.token_weights import EngineCorrection
+from lit_rl.ops.reductions import Metrics
 
 WIDTHS = 2, 3
 WEIGHTS = 0.2, 3.0

@@ -12,7 +12,7 @@ from torch.utils import deterministic
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lit_rl.algorithms import GRPO
-from lit_rl.ops.fixed_order import fixed_order
+from lit_rl.models.kernels import fixed_order
 
 CPU = torch.device("cpu")
 

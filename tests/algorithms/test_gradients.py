@@ -12,15 +12,15 @@ from tiers import quick
 
 from lit_rl.algorithms import GRPO, RLOO, Constant, Evaluation
 from lit_rl.algorithms.optim.optimizers import ByPath
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.lora import Lora
+from lit_rl.models.adapters import Lora
+from lit_rl.models.language_model import LanguageModel
 from lit_rl.ops import reductions
 from lit_rl.ops.advantages import batch_normalized, centered
 from lit_rl.ops.reductions import constant_mean, sequence_mean
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 partial = functools.partial
 

@@ -17,19 +17,17 @@ from small_rollouts import EachBatch, batch, completions, credited, scored, scor
 from small_rollouts import Ranks as Threads
 
 from lit_rl.algorithms import GRPO, OnlineDPO
-from lit_rl.algorithms.evaluation.statistics import Averages
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.rollouts.micro_batches import step_counts
-from lit_rl.algorithms.rollouts.plan import BatchPlan
-from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.rollouts.spare import Spare
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.evaluation.summary_statistics import Averages
+from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, step_counts
+from lit_rl.algorithms.rollouts.scored import Scored, Spare
 from lit_rl.algorithms.terms.groups import DynamicSampling, TopOfGroup, reward_per_token, shortest
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.core.errors import ConfigError, RewardError
+from lit_rl.core.rollout import Completions, PromptBatch, Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.ops.advantages import group_normalized
-from lit_rl.ops.step import Metrics
+from lit_rl.ops.reductions import Metrics
 from lit_rl.rewards import Rewards
-from lit_rl.rollout import Completions, PromptBatch, Sampling
 
 GROUP = 2
 SPARE = 1000

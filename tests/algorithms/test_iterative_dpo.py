@@ -13,14 +13,14 @@ from small_rollouts import EachBatch, trainer
 from lit_rl.algorithms import OnlineDPO
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.models.reference.moving import Mixing
+from lit_rl.models.references import Mixing
 
 
 @pytest.fixture
 def module() -> Any:
-    schemas.register()
+    schemas.register_schemas()
     GlobalHydra.instance().clear()
     with initialize_config_module("lit_rl.conf", version_base="1.3"):
         changes = ["reference.every=2", "optimizer.lr=3e-3", "scheduler=constant", "scheduler.warmup_steps=0"]

@@ -9,10 +9,10 @@ import pytest
 from small_rollouts import EachBatch, trainer
 
 from lit_rl.algorithms import GRPO
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 
 def logged(tmp_path: Any, **sampling: Any) -> tuple[dict[str, float], Any]:

@@ -18,21 +18,21 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from small_rollouts import EachBatch, completions, trainer
 
 from lit_rl.algorithms import GRPO, PPO, AdamW, Constant, Evaluation, OnlineDPO
-from lit_rl.algorithms.preflight.sampling import weights_are_copied
-from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
+from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.callbacks import GracefulStop
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.core.interrupts import Interrupted
+from lit_rl.core.rollout import Completions, Prompts, Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.generation.ahead import Ahead
-from lit_rl.generation.ahead import Drawn as DrawnAhead
-from lit_rl.generation.base import EngineLost, Gap
+from lit_rl.generation.ahead import DrawnAhead as DrawnAhead
+from lit_rl.generation.generator import EngineLost, Gap
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.interruption import Interrupted
-from lit_rl.models.policy.forward import score
+from lit_rl.models.forward import score
 from lit_rl.rewards import Rewards, exact_match
-from lit_rl.rollout import Completions, Prompts, Sampling
 
 STEPS = 4
 
@@ -498,8 +498,8 @@ def test_two_ahead_are_refused_where_weights_are_several_processes():
     one = L.Trainer(accelerator="cpu", devices=1, strategy=ModelParallelStrategy(), logger=False)
     for run, words in ((two, "has 2 with DDPStrategy"), (one, "has 1 with ModelParallelStrategy")):
         with pytest.raises(ConfigError, match=rf"generator\.lag=2.*{words}.*generator\.lag=1"):
-            weights_are_copied(CopiedPolicyGenerator(lag=2), run)
-        weights_are_copied(CopiedPolicyGenerator(lag=1), run)
+            check_weight_copies(CopiedPolicyGenerator(lag=2), run)
+        check_weight_copies(CopiedPolicyGenerator(lag=1), run)
 
 
 def test_methods_of_pairs_refuse_a_lag():

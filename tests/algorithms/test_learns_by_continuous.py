@@ -8,13 +8,13 @@ import lightning as L
 import torch
 
 from lit_rl.algorithms import GRPO, AdamW, Constant
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.generation.base import InProcessGenerator
-from lit_rl.generation.continuous import HFContinuousGenerator
+from lit_rl.generation.generator import InProcessGenerator
+from lit_rl.generation.hf import HFContinuousGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 
 def test_it_learns_what_the_native_loop_learns(tmp_path: Path) -> None:

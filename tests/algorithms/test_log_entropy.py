@@ -11,13 +11,13 @@ from offline_cuts import MODEL, PAIRS, VERDICTS, data_of, loaded, step_of
 from small_rollouts import trainer
 
 from lit_rl.algorithms import DPO, GKD, GRPO, KTO, SFT, NashMD, OnlineDPO
-from lit_rl.algorithms.terms.controllers import FixedEntropy
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import SupervisedDataModule
+from lit_rl.algorithms.terms.regularizers import FixedEntropy
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.models.policy import head
+from lit_rl.models import head
 from lit_rl.ops import selection
-from lit_rl.rollout import Sampling
 
 
 @pytest.fixture

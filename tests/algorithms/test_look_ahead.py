@@ -8,11 +8,11 @@ import torch
 from small_rollouts import EachBatch, trainer
 
 from lit_rl.algorithms import GRPO, AdamW, Constant
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.ops.losses import clip_cov_loss
+from lit_rl.ops.policy_losses import clip_cov_loss
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 
 def test_the_tokens_of_a_later_step_have_the_log_probs_of_the_rollout_too(tmp_path):

@@ -18,16 +18,15 @@ from small_rollouts import trainer
 import lit_rl.algorithms
 from lit_rl.algorithms import GRPO, PPO, RLOO, XPO, AdamW, Constant, NashMD, OnlineDPO, Reinforce
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
-from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL
-from lit_rl.algorithms.terms.groups import DynamicSampling
-from lit_rl.algorithms.terms.replay import GroupReplay
-from lit_rl.algorithms.terms.running_norm import RunningNorm
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.algorithms.terms.credit import RunningNorm
+from lit_rl.algorithms.terms.groups import DynamicSampling, GroupReplay
+from lit_rl.algorithms.terms.regularizers import AdaptiveEntropy, AdaptiveKL
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.models.reference.moving import EMA
-from lit_rl.models.scoring.critic import SharedTrunk
-from lit_rl.ops import losses, mismatch, rejection, returns, selection
-from lit_rl.rollout import Sampling
+from lit_rl.models.critics import SharedTrunk
+from lit_rl.models.references import EMA
+from lit_rl.ops import engine_mismatch, policy_losses, returns, selection
 
 STATEFUL = {"kl_control", "reward_norm", "entropy", "groups", "replay"}
 """Every term of a policy gradient that a checkpoint holds a state of."""
@@ -51,9 +50,9 @@ def weighted() -> dict[str, Any]:
     """Settings of an engine that samples from a slightly other policy."""
     return {
         "generator": CopiedPolicyGenerator(torch.bfloat16),
-        "correction": mismatch.token_truncate,
-        "rejection": partial(rejection.reject_tokens, statistic=rejection.k3_statistic, high=0.02),
-        "weight_norm": mismatch.normalize_token_weights,
+        "correction": engine_mismatch.token_truncate,
+        "rejection": partial(engine_mismatch.reject_tokens, statistic=engine_mismatch.k3_statistic, high=0.02),
+        "weight_norm": engine_mismatch.normalize_token_weights,
         "selection": partial(selection.top_entropy, share=0.5),
         "off_policy_threshold": 1e-3,
     }
@@ -65,7 +64,7 @@ METHODS: dict[str, Any] = {
     "grpo-of-all-terms": lambda *args, **more: GRPO(*args, minibatches=2, **stateful(), **weighted(), **more),
     # One step a rollout: the weights against the engine are made in the loss.
     "grpo-weighted-in-loss": lambda *args, **more: GRPO(*args, generator=weighted()["generator"], **more),
-    "grpo-of-the-step": partial(GRPO, minibatches=2, loss=partial(losses.kl_cov_loss, share=0.2)),
+    "grpo-of-the-step": partial(GRPO, minibatches=2, loss=partial(policy_losses.kl_cov_loss, share=0.2)),
     "rloo": partial(RLOO, minibatches=2, reward_beta=0.1),
     "reinforce": partial(Reinforce, minibatches=2, advantage=returns.reinforce_plus_plus_baseline, reward_beta=0.1),
     "ppo": partial(PPO, iterations=2, critic_warmup=1, beta=0.1),

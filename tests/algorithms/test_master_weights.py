@@ -16,9 +16,9 @@ from lit_rl.algorithms import AdamW
 from lit_rl.algorithms.optim import master_weights
 from lit_rl.algorithms.optim.master_weights import MASTER, REMAINDER, MasterWeights, with_masters
 from lit_rl.algorithms.optim.optimizers import ByPath
-from lit_rl.algorithms.optim.schedules import Linear, by_group
-from lit_rl.algorithms.optim.split_master import join
-from lit_rl.errors import ConfigError
+from lit_rl.algorithms.optim.schedules import Linear, scheduler_by_group
+from lit_rl.algorithms.optim.split_adamw import join
+from lit_rl.core.errors import ConfigError
 
 MAKES = {
     "adamw": AdamW(lr=1e-3, weight_decay=0.1),
@@ -79,7 +79,7 @@ def test_masters_are_what_float32_weights_would_be_and_weights_are_the_masters_r
     ours, theirs = weights(torch.bfloat16), weights(torch.float32)
     narrow, wide = with_masters(make, groups(ours)), with_masters(make, groups(theirs))
     assert isinstance(narrow, MasterWeights) and not isinstance(wide, MasterWeights)
-    schedules = [by_group(optimizer, 12, [Linear(warmup_steps=2)] * 2) for optimizer in (narrow, wide)]
+    schedules = [scheduler_by_group(optimizer, 12, [Linear(warmup_steps=2)] * 2) for optimizer in (narrow, wide)]
     for step in range(12):
         take(narrow, ours, range(step, step + 1), schedules[0])
         take(wide, theirs, range(step, step + 1), schedules[1])
@@ -107,14 +107,14 @@ def through_a_file(state: Any) -> Any:
 def test_a_resumed_run_goes_on_to_the_bit(make: Callable[..., Any], at: int):
     whole = weights(torch.bfloat16)
     uncut = with_masters(make, groups(whole))
-    schedule = by_group(uncut, 12, [Linear()] * 2)
+    schedule = scheduler_by_group(uncut, 12, [Linear()] * 2)
     take(uncut, whole, range(at), schedule)
     saved = through_a_file({"w": [w.detach() for w in whole], "o": uncut.state_dict(), "s": schedule.state_dict()})
     take(uncut, whole, range(at, 12), schedule)
 
     resumed = weights(torch.bfloat16, seed=7)  # what a new process has before it reads the checkpoint
     again = with_masters(make, groups(resumed))
-    schedule = by_group(again, 12, [Linear()] * 2)
+    schedule = scheduler_by_group(again, 12, [Linear()] * 2)
     with torch.no_grad():
         for weight, value in zip(resumed, saved["w"], strict=True):
             weight.copy_(value)

@@ -17,37 +17,44 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig, Qwen2Config
 
 from lit_rl.algorithms import DPO, GKD, GRPO, ORPO, PPO, SFT
-from lit_rl.algorithms.optim.optimizers import AdamW, AdamWSplit, ByPath
-from lit_rl.algorithms.preflight import memory as memory_module
-from lit_rl.algorithms.preflight.cut import Given, Step, chosen, cut, most_decoded
-from lit_rl.algorithms.preflight.footprint import (
-    buckets,
-    gathered,
+from lit_rl.algorithms.checks import memory as memory_module
+from lit_rl.algorithms.checks.memory import AuxiliaryTexts, GatheredWeights, Memory, Network, NumberSizes, RowLengths
+from lit_rl.algorithms.checks.micro_batching import (
+    KEPT_FREE,
+    MicroBatchRequest,
+    StepRows,
+    available_memory,
+    device_memory,
+    fewest_micro_batches,
+    largest_decode_batch,
+    memory_budget,
+    plan_micro_batches,
+)
+from lit_rl.algorithms.checks.model_sizes import (
+    ddp_buckets,
+    gathered_weights,
     masters_at_once,
-    numbers_of,
+    number_sizes,
     policy_network,
     reference_bytes,
     stored_bytes,
 )
-from lit_rl.algorithms.preflight.memory import Beside, Gathered, Lengths, Memory, Network, Numbers
-from lit_rl.algorithms.preflight.room import KEPT_FREE, available_memory, room, whole_device
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
-from lit_rl.errors import ConfigError
-from lit_rl.examples import TokenBatch
+from lit_rl.algorithms.optim.optimizers import AdamW, AdamWSplit, ByPath
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.examples import TokenBatch
+from lit_rl.core.rollout import Completions, Sampling
+from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.forward import score
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.policy.shape import ModelShape, _counted
-from lit_rl.models.policy.shared_prefix import can_share
-from lit_rl.models.policy.text_forward import score_texts
-from lit_rl.models.reference.base import FrozenCopy, OnCPU
-from lit_rl.models.reference.moving import BEMA, EMA, Mixing
-from lit_rl.models.scoring.critic import SharedTrunk
+from lit_rl.models.critics import SharedTrunk
+from lit_rl.models.forward import score, score_texts
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.models.model_costs import ModelShape, _counted
+from lit_rl.models.references import BEMA, EMA, FrozenCopy, Mixing, OnCPU
+from lit_rl.models.shared_prefix import can_share
 from lit_rl.ops import folded_attention
-from lit_rl.ops import linear_logprobs as of_heads
+from lit_rl.ops import fused_head as of_heads
 from lit_rl.ops import logprobs as of_logits
-from lit_rl.ops.linear_logprobs import Distribution
-from lit_rl.rollout import Completions, Sampling
+from lit_rl.ops.fused_head import Distribution
 
 CONFIG = Qwen2Config(
     vocab_size=512,
@@ -64,8 +71,8 @@ SHAPE = ModelShape.of(CONFIG)
 
 def memory(**changes) -> Memory:
     policy = Network(SHAPE, SHAPE.parameters, 4 * SHAPE.parameters)
-    lengths = Lengths(40, 24, group=4, shares=True)
-    return replace(Memory(policy, Numbers(), lengths, decoding=lengths, others={"reference": 1000}), **changes)
+    lengths = RowLengths(40, 24, group=4, shares=True)
+    return replace(Memory(policy, NumberSizes(), lengths, decoding=lengths, others={"reference": 1000}), **changes)
 
 
 def completions(prompts: int, group: int, p: int, t: int) -> Completions:
@@ -121,12 +128,12 @@ def test_planned_activations_are_what_autograd_keeps(shared, rank, precision):
     if rank:
         model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))
     kept = kept_by_autograd(model, completions(2, 4, 64, 64), shared=shared, precision=precision)
-    numbers = Numbers.of(precision, 8)
+    numbers = NumberSizes.of(precision, 8)
     described = LanguageModel("tiny", lora=Lora(r=rank) if rank else None)
     plan = memory(
         policy=policy_network(described, SHAPE, numbers, "fused"),
         numbers=numbers,
-        lengths=Lengths(64, 64, group=4, shares=shared),
+        lengths=RowLengths(64, 64, group=4, shares=shared),
     ).plan(8, 8, steps_in_parts=False)
     assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
 
@@ -138,14 +145,14 @@ def test_folded_attention_is_planned_with_what_it_keeps(response, precision, mon
     torch.manual_seed(0)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     model = AutoModelForCausalLM.from_config(CONFIG).train().to(dtype)
-    rows, numbers = completions(2, 4, 64, response), Numbers.of(precision, 8)
+    rows, numbers = completions(2, 4, 64, response), NumberSizes.of(precision, 8)
     kept, repeated = (
         kept_by_autograd(model, rows, shared=True, precision=precision, folded=folded) for folded in (True, False)
     )
     plan = memory(
         policy=policy_network(LanguageModel("tiny"), SHAPE, numbers, "fused"),
         numbers=numbers,
-        lengths=Lengths(64, response, group=4, shares=True, folds=True),
+        lengths=RowLengths(64, response, group=4, shares=True, folds=True),
     ).plan(8, 8, steps_in_parts=False)
     assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
     assert kept < repeated
@@ -180,12 +187,12 @@ TEXTS = [{"prompt": f"{n}+30=", "completion": f"{n + 30}"} for n in range(10, 20
 @pytest.mark.parametrize(
     ("algorithm", "planned"),
     [
-        (lambda: DPO("tiny"), Lengths(6, 5, texts=2)),  # "3010" and the end, of the rejected reply
-        (lambda: ORPO("tiny"), Lengths(0, 11, texts=2)),  # the prompt's tokens are scored, too
-        (lambda: DPO(LanguageModel("tiny", fused_head=False)), Lengths(0, 11, texts=2)),
-        (lambda: SFT("tiny"), Lengths(6, 3)),
-        (lambda: GKD("tiny", teacher="tiny", sampling=Sampling(max_new_tokens=7)), Lengths(6, 7)),
-        (lambda: GKD("tiny", teacher="tiny", on_policy_fraction=0.0), Lengths(6, 3)),
+        (lambda: DPO("tiny"), RowLengths(6, 5, texts=2)),  # "3010" and the end, of the rejected reply
+        (lambda: ORPO("tiny"), RowLengths(0, 11, texts=2)),  # the prompt's tokens are scored, too
+        (lambda: DPO(LanguageModel("tiny", fused_head=False)), RowLengths(0, 11, texts=2)),
+        (lambda: SFT("tiny"), RowLengths(6, 3)),
+        (lambda: GKD("tiny", teacher="tiny", sampling=Sampling(max_new_tokens=7)), RowLengths(6, 7)),
+        (lambda: GKD("tiny", teacher="tiny", on_policy_fraction=0.0), RowLengths(6, 3)),
     ],
     ids=["dpo", "orpo", "logits", "sft", "gkd", "gkd of the data"],
 )
@@ -205,9 +212,9 @@ def test_eager_attention_is_planned_with_the_weights_of_all_pairs(precision):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     kept = kept_by_autograd(model, completions(2, 4, 64, 64), shared=False, precision=precision)
     described = LanguageModel("tiny", attn_implementation="eager")
-    numbers = Numbers.of(precision, 8)
+    numbers = NumberSizes.of(precision, 8)
     plan = memory(
-        policy=policy_network(described, SHAPE, numbers, "fused"), numbers=numbers, lengths=Lengths(64, 64, group=4)
+        policy=policy_network(described, SHAPE, numbers, "fused"), numbers=numbers, lengths=RowLengths(64, 64, group=4)
     ).plan(8, 8, steps_in_parts=False)
     assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
 
@@ -230,13 +237,13 @@ def test_the_plan_sees_the_adapters_that_peft_makes(targets):
     model = AutoModelForCausalLM.from_config(CONFIG)
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    described, numbers = LanguageModel("tiny", lora=Lora(r=4, targets=targets)), Numbers.of("32-true", 8)
+    described, numbers = LanguageModel("tiny", lora=Lora(r=4, targets=targets)), NumberSizes.of("32-true", 8)
     assert policy_network(described, ModelShape.of(CONFIG), numbers, "fused").trained == trained > 0
 
 
 @pytest.mark.parametrize("room", [3 * 2**20, 5 * 2**20, 10 * 2**20, 2**30])
 def test_the_cut_is_the_coarsest_that_fits(room):
-    step, plan_of = Step(units=12, rows=4, sequences=48), memory()
+    step, plan_of = StepRows(units=12, rows=4, sequences=48), memory()
     fits = [
         count
         for count in (1, 2, 3, 4, 6, 12)
@@ -244,61 +251,64 @@ def test_the_cut_is_the_coarsest_that_fits(room):
     ]
     if not fits:
         with pytest.raises(ConfigError, match=r"does not fit.*activations.*Set one of"):
-            chosen(step, plan_of, room)
+            fewest_micro_batches(step, plan_of, room)
         return
-    found = chosen(step, plan_of, room)
+    found = fewest_micro_batches(step, plan_of, room)
     assert found.micro_batches == fits[0]
-    assert found.decoded == most_decoded(plan_of, room)
+    assert found.decoded == largest_decode_batch(plan_of, room)
     bounds = [sum(plan_of.plan(1, found.decoded * n, steps_in_parts=False).generating.values()) for n in (1, 2)]
     assert bounds[0] <= room < bounds[1] or found.decoded == 2**20
 
 
 def test_where_a_group_is_too_large_it_is_cut_and_then_activations_are_computed_twice():
-    step, plan_of = Step(units=3, rows=4, sequences=12, slices=(1, 2, 4)), memory(may_recompute=True)
+    step, plan_of = StepRows(units=3, rows=4, sequences=12, slices=(1, 2, 4)), memory(may_recompute=True)
     assert step.cuts() == {1: 12, 3: 4, 6: 2, 12: 1}
     assert [step.slices_of(count) for count in step.cuts()] == [1, 1, 2, 4]
 
     def least(rows: int, sizes: Memory = plan_of) -> int:
         return sizes.plan(rows, 1, steps_in_parts=True).total
 
-    assert chosen(step, plan_of, least(2)).micro_batches == 6
-    found = chosen(step, plan_of, least(1) - 1)
+    assert fewest_micro_batches(step, plan_of, least(2)).micro_batches == 6
+    found = fewest_micro_batches(step, plan_of, least(1) - 1)
     assert found.recompute and "gradient checkpointing" in found.why
-    assert not chosen(step, plan_of, least(1)).recompute
+    assert not fewest_micro_batches(step, plan_of, least(1)).recompute
     with pytest.raises(ConfigError, match=r"1 row it needs"):
-        chosen(step, plan_of, least(1, plan_of.recomputing()) - 1)
+        fewest_micro_batches(step, plan_of, least(1, plan_of.recomputing()) - 1)
     offloading = memory(may_recompute=True, may_offload=True)
-    found = chosen(step, offloading, least(1, plan_of.recomputing()) - 1)
+    found = fewest_micro_batches(step, offloading, least(1, plan_of.recomputing()) - 1)
     assert found.recompute and found.offload and "on the host" in found.why
-    assert not chosen(step, offloading, least(1, plan_of.recomputing())).offload
+    assert not fewest_micro_batches(step, offloading, least(1, plan_of.recomputing())).offload
     with pytest.raises(ConfigError, match=r"model.gradient_checkpointing=true") as refused:
-        chosen(step, memory(), least(1) - 1)
+        fewest_micro_batches(step, memory(), least(1) - 1)
     assert "split_groups" not in str(refused.value)  # it was cut by the plan
-    by_hand = Step(units=3, rows=4, sequences=12, sliced_by_hand=True)
+    by_hand = StepRows(units=3, rows=4, sequences=12, sliced_by_hand=True)
     with pytest.raises(ConfigError, match=r"algo.split_groups=2 or more"):
-        chosen(by_hand, memory(), least(1) - 1)
-    assert cut(Given(2, 1), step, plan_of, 2**30)[0].micro_batches == 6
+        fewest_micro_batches(by_hand, memory(), least(1) - 1)
+    assert plan_micro_batches(MicroBatchRequest(2, 1), step, plan_of, 2**30)[0].micro_batches == 6
 
 
 def test_what_is_offloaded_has_to_fit_on_the_host():
-    step, of_row = Step(units=4, rows=4, slices=(1, 2, 4)), SHAPE.layers * (40 + 24) * 4 * SHAPE.hidden
+    step, of_row = StepRows(units=4, rows=4, slices=(1, 2, 4)), SHAPE.layers * (40 + 24) * 4 * SHAPE.hidden
     by_hand, by_itself = memory().recomputing(offload=True), memory(may_recompute=True, may_offload=True)
     assert by_hand.plan(8, 1, steps_in_parts=True).host == 8 * of_row
     assert memory().recomputing().plan(8, 1, steps_in_parts=True).host == 0
     for rows, micro_batches in {16: 1, 15: 2, 5: 4, 1: 16}.items():
-        assert chosen(step, replace(by_hand, host=rows * of_row), 2**30).micro_batches == micro_batches
+        assert fewest_micro_batches(step, replace(by_hand, host=rows * of_row), 2**30).micro_batches == micro_batches
     room = memory().recomputing().plan(1, 1, steps_in_parts=True).total - 1
-    assert chosen(step, replace(by_itself, host=of_row), room).offload
+    assert fewest_micro_batches(step, replace(by_itself, host=of_row), room).offload
     for sizes in (by_hand, by_itself):
         with pytest.raises(ConfigError, match=r"Offloading keeps .* in main memory, which can give"):
-            chosen(step, replace(sizes, host=of_row - 1), room)
-    assert "in main memory" in cut(Given(None, 1), step, replace(by_hand, host=of_row - 1), 2**30)[1]
+            fewest_micro_batches(step, replace(sizes, host=of_row - 1), room)
+    assert (
+        "in main memory"
+        in plan_micro_batches(MicroBatchRequest(None, 1), step, replace(by_hand, host=of_row - 1), 2**30)[1]
+    )
 
 
 def test_memory_grows_with_the_micro_batch_and_not_with_the_step():
     totals = [sum(memory().plan(rows, 8, steps_in_parts=True).learning.values()) for rows in (4, 8, 16, 32)]
     assert totals == sorted(set(totals))
-    whole = [chosen(Step(n, 4), memory(), 16 * 2**20).micro_batches for n in (8, 16, 32)]
+    whole = [fewest_micro_batches(StepRows(n, 4), memory(), 16 * 2**20).micro_batches for n in (8, 16, 32)]
     assert whole[1] == 2 * whole[0] and whole[2] == 4 * whole[0]
 
 
@@ -307,38 +317,40 @@ def test_checkpointing_adapters_and_narrow_numbers_need_less():
         return sum(memory(**changes).plan(16, 16, steps_in_parts=True).learning.values())
 
     policy = Network(SHAPE, SHAPE.parameters, 4 * SHAPE.parameters)
-    own = Lengths(40, 24, group=4)
+    own = RowLengths(40, 24, group=4)
     assert learning(policy=replace(policy, checkpointing=True), lengths=own) < learning(lengths=own)
     assert learning(policy=Network(SHAPE, 1000, 4 * SHAPE.parameters, adapters=100)) < learning()
-    assert learning(numbers=Numbers.of("bf16-mixed", 8)) < learning()
+    assert learning(numbers=NumberSizes.of("bf16-mixed", 8)) < learning()
     assert learning() < learning(policy=replace(policy, head="logits"))
 
 
 def test_by_hand_is_taken_or_refused_with_the_nearest():
-    step = Step(units=6, rows=4)
-    found, warning = cut(Given(8, 1), step, memory(), 2**30)
+    step = StepRows(units=6, rows=4)
+    found, warning = plan_micro_batches(MicroBatchRequest(8, 1), step, memory(), 2**30)
     assert found is not None and found.micro_batches == 3 and not warning
     with pytest.raises(ConfigError, match="micro_batch_size=10.*8, 12, 4"):
-        cut(Given(10, 1), step, memory(), 2**30)
+        plan_micro_batches(MicroBatchRequest(10, 1), step, memory(), 2**30)
     for size in (8, "auto"):
         with pytest.raises(ConfigError, match="both say"):
-            Given(size, 2).check()
+            MicroBatchRequest(size, 2).check()
     with pytest.raises(ConfigError, match="auto, or null"):
-        Given("automatic", 1).check()  # pyright: ignore
+        MicroBatchRequest("automatic", 1).check()  # pyright: ignore
     with pytest.raises(ConfigError, match="micro_batch_size=0"):
-        Given(0, 1).check()
+        MicroBatchRequest(0, 1).check()
 
 
 def test_what_the_user_says_is_warned_about_with_the_setting_that_fits():
-    step, plan_of = Step(units=12, rows=4, sequences=48), memory()
+    step, plan_of = StepRows(units=12, rows=4, sequences=48), memory()
     room = plan_of.plan(12, 1, steps_in_parts=True).total
-    found, warning = cut(Given(None, 2), step, plan_of, room)
+    found, warning = plan_micro_batches(MicroBatchRequest(None, 2), step, plan_of, room)
     assert found is None and "trainer.accumulate_grad_batches=4" in warning and "activations" in warning
-    assert not cut(Given(None, 12), step, plan_of, room)[1].count("accumulate_grad_batches=4")
+    assert not plan_micro_batches(MicroBatchRequest(None, 12), step, plan_of, room)[1].count(
+        "accumulate_grad_batches=4"
+    )
     needed = plan_of.plan(24, 48, steps_in_parts=True).total
     assert (
-        cut(Given(None, 2), step, plan_of, room, needed - 1)[1]
-        and not cut(Given(None, 2), step, plan_of, room, needed)[1]
+        plan_micro_batches(MicroBatchRequest(None, 2), step, plan_of, room, needed - 1)[1]
+        and not plan_micro_batches(MicroBatchRequest(None, 2), step, plan_of, room, needed)[1]
     )
 
 
@@ -353,16 +365,16 @@ def test_the_room_is_bounded_by_the_container(tmp_path):
     assert available_memory(tmp_path) == 8000 * 1024
     (group / "memory.max").write_text(f"{5 * 2**20}\n")
     assert available_memory(tmp_path) == 5 * 2**20 - 1024
-    assert room(torch.device("cpu"), gigabytes=2) == pytest.approx(2**31 * (1 - KEPT_FREE), abs=1)
+    assert memory_budget(torch.device("cpu"), gigabytes=2) == pytest.approx(2**31 * (1 - KEPT_FREE), abs=1)
 
 
 def test_the_buckets_of_ddp_stand_beside_gradients_that_are_not_in_them():
     """By hand: 1000 weights that are trained, and adapters of 100 as the critic's."""
     policy, critic = Network(SHAPE, 1000, 4000), Network(SHAPE, 100, 400, adapters=8, head="none")
-    wide, narrow = Numbers(), Numbers.of("bf16-true", 8)
+    wide, narrow = NumberSizes(), NumberSizes.of("bf16-true", 8)
 
-    def beside(numbers: Numbers, *, viewed: bool, steps_in_parts: bool) -> int:
-        held = buckets([policy, critic], numbers, viewed=viewed)
+    def beside(numbers: NumberSizes, *, viewed: bool, steps_in_parts: bool) -> int:
+        held = ddp_buckets([policy, critic], numbers, viewed=viewed)
         plan = memory(policy=policy, critic=critic, buckets=held, decoding=None).plan(
             1, 1, steps_in_parts=steps_in_parts
         )
@@ -412,7 +424,7 @@ def test_ddp_holds_gradients_twice_but_where_one_micro_batch_lies_in_its_buckets
 )
 def test_a_narrow_weight_has_a_remainder_and_a_step_makes_the_masters_of_some(precision, optimizer, held, at_once):
     shape = replace(SHAPE, parameters=2**26, hidden=2**10, inner=2**12, vocabulary=2**14)
-    numbers = numbers_of(LanguageModel("tiny"), precision, optimizer)
+    numbers = number_sizes(LanguageModel("tiny"), precision, optimizer)
     policy = policy_network(LanguageModel("tiny"), shape, numbers, "fused")
     masters = masters_at_once([policy], numbers, optimizer)
     assert masters == 4 * at_once
@@ -425,7 +437,7 @@ def test_a_narrow_weight_has_a_remainder_and_a_step_makes_the_masters_of_some(pr
 
 def test_adapters_are_float32_and_have_no_masters():
     described = LanguageModel("tiny", lora=Lora(r=4))
-    numbers = numbers_of(described, "bf16-true", AdamW())
+    numbers = number_sizes(described, "bf16-true", AdamW())
     policy = policy_network(described, SHAPE, numbers, "fused")
     assert masters_at_once([policy], numbers, AdamW()) == 0
 
@@ -435,7 +447,7 @@ def test_fsdp2_spreads_float32_shards_and_holds_whole_what_computes(precision, g
     """By hand, over 4 ranks: 100 of 800 weights are the embedding, which is the head; 2 layers have 350 each."""
     shape = replace(SHAPE, parameters=800, layers=2, hidden=10, vocabulary=10, tied=True)
     described = LanguageModel("tiny")
-    numbers = numbers_of(described, precision, AdamW(), shards=True)
+    numbers = number_sizes(described, precision, AdamW(), shards=True)
     policy = policy_network(described, shape, numbers, "fused")
     critic = Network(shape, 800, 3200, head="none")
     run = memory(
@@ -445,7 +457,7 @@ def test_fsdp2_spreads_float32_shards_and_holds_whole_what_computes(precision, g
         others={"reference": 3200, "reward models": 1000},
         engine=500,
         spread_over=4,
-        gathered=gathered(policy, numbers, critic, reference=True, stored=stored_bytes(described, numbers)),
+        gathered=gathered_weights(policy, numbers, critic, reference=True, stored=stored_bytes(described, numbers)),
     )
     plan = run.plan(4, 4, steps_in_parts=True)
     for parts in (plan.learning, plan.generating):
@@ -508,16 +520,16 @@ def test_texts_that_are_learned_beside_the_rows_are_planned_with_their_graph(pre
     rows = completions(2, 4, 64, 64)
     kept = kept_by_autograd(model, rows, shared=False, precision=precision, texts=texts)
     alone = kept_by_autograd(model, rows, shared=False, precision=precision)
-    numbers = Numbers.of(precision, 8)
+    numbers = NumberSizes.of(precision, 8)
     plan = memory(
         policy=policy_network(LanguageModel("tiny"), SHAPE, numbers, "fused"),
         numbers=numbers,
-        lengths=Lengths(64, 64, group=4),
-        beside=Beside(texts=6, rows=16, tokens=80),
+        lengths=RowLengths(64, 64, group=4),
+        beside=AuxiliaryTexts(texts=6, rows=16, tokens=80),
     ).plan(8, 8, steps_in_parts=False)
     assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
     assert kept > 1.1 * alone
-    assert Beside(texts=5, rows=32, tokens=80).of(8).rows == 2  # five texts over four micro-batches
+    assert AuxiliaryTexts(texts=5, rows=32, tokens=80).of(8).rows == 2  # five texts over four micro-batches
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -527,7 +539,7 @@ def test_texts_that_are_learned_beside_the_rows_are_planned_with_their_graph(pre
 )  # fmt: skip
 def test_averages_of_a_reference_are_planned_beside_it(make, dtype):
     reference, model = make(), AutoModelForCausalLM.from_config(CONFIG).to(dtype)
-    numbers = Numbers.of("bf16-true" if dtype == torch.bfloat16 else "32-true", 8)
+    numbers = NumberSizes.of("bf16-true" if dtype == torch.bfloat16 else "32-true", 8)
     policy = policy_network(LanguageModel("tiny"), SHAPE, numbers, "fused")
     planned = reference_bytes(reference, LanguageModel("tiny"), policy, numbers)
     module = reference.module(model)
@@ -541,14 +553,14 @@ def test_averages_of_a_reference_are_planned_beside_it(make, dtype):
 
 def test_an_engine_has_its_share_of_the_whole_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (40, 80))
-    assert whole_device(torch.device("cuda", 0)) == 80
-    assert whole_device(torch.device("cuda", 0), gigabytes=2) == 2**31
-    assert whole_device(torch.device("cpu")) is None
+    assert device_memory(torch.device("cuda", 0)) == 80
+    assert device_memory(torch.device("cuda", 0), gigabytes=2) == 2**31
+    assert device_memory(torch.device("cpu")) is None
 
 
 ADAPTED = Network(SHAPE, 100, 4 * SHAPE.parameters + 400, adapters=8)
-NARROW = Numbers.of("bf16-true", 8)
-GATHERED = Gathered(0, 0, 0)
+NARROW = NumberSizes.of("bf16-true", 8)
+GATHERED = GatheredWeights(0, 0, 0)
 SETTINGS = {
     "model.lora.r",
     "model.quantization",
@@ -579,12 +591,12 @@ SETTINGS = {
             {"numbers": NARROW, "ranks": 2},
             {"model.lora.r", "optimizer=adamw_split", "optimizer=adamw_8bit", "strategy=fsdp"},
         ),
-        ({"numbers": Numbers.of("bf16-true", 2)}, {"model.lora.r"}),
+        ({"numbers": NumberSizes.of("bf16-true", 2)}, {"model.lora.r"}),
         ({"spread_over": 2, "ranks": 2, "gathered": GATHERED}, {"model.lora.r", "trainer.precision=bf16-true ("}),
         ({"spread_over": 2, "ranks": 2}, {"model.lora.r"}),
         ({"policy": ADAPTED}, {"model.quantization", "trainer.precision=bf16-true ("}),
         (
-            {"policy": ADAPTED, "numbers": Numbers.of("bf16-mixed", 8)},
+            {"policy": ADAPTED, "numbers": NumberSizes.of("bf16-mixed", 8)},
             {"model.quantization", "trainer.precision=bf16-true ("},
         ),
         (
@@ -613,14 +625,16 @@ SETTINGS = {
 )
 def test_where_weights_are_the_larger_share_what_makes_them_smaller_is_named(changes, helps):
     with pytest.raises(ConfigError, match="Set one of") as refused:
-        chosen(Step(1, 1), memory(lengths=Lengths(1, 1), decoding=None, block=512, **changes), 2**10)
+        fewest_micro_batches(
+            StepRows(1, 1), memory(lengths=RowLengths(1, 1), decoding=None, block=512, **changes), 2**10
+        )
     named = str(refused.value).partition("Set one of: ")[2]
     assert {setting for setting in SETTINGS if setting in named} == helps
 
 
 def test_where_tokens_are_the_larger_share_weights_are_left_alone():
     with pytest.raises(ConfigError, match=r"trainer.precision=bf16-mixed") as refused:
-        chosen(Step(1, 1), memory(lengths=Lengths(2000, 2000), decoding=None), 2**10)
+        fewest_micro_batches(StepRows(1, 1), memory(lengths=RowLengths(2000, 2000), decoding=None), 2**10)
     assert "optimizer=" not in str(refused.value) and "bf16-true" not in str(refused.value)
 
 
@@ -630,8 +644,8 @@ def test_a_gpu_gives_out_what_no_tensor_is_in_and_what_the_plan_counts(monkeypat
     for name, size in of_device.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size)
     gpu = torch.device("cuda", 0)
-    assert room(gpu, planned=6) == int((80 - 10 - 14) * (1 - KEPT_FREE))
-    assert room(gpu) == int((80 - 10 - 14 - 6) * (1 - KEPT_FREE))
+    assert memory_budget(gpu, planned=6) == int((80 - 10 - 14) * (1 - KEPT_FREE))
+    assert memory_budget(gpu) == int((80 - 10 - 14 - 6) * (1 - KEPT_FREE))
 
 
 @pytest.mark.parametrize("algorithm", [GRPO, DPO])
@@ -643,7 +657,7 @@ def test_every_family_takes_the_key(algorithm):
 def test_float32_adapters_read_wide_numbers_beside_narrow_weights_only():
     described = LanguageModel("tiny", lora=Lora(r=2, targets=["q_proj", "down_proj"]))
     wide = {
-        precision: policy_network(described, SHAPE, Numbers.of(precision, 8), "fused").widened
+        precision: policy_network(described, SHAPE, NumberSizes.of(precision, 8), "fused").widened
         for precision in ("32-true", "bf16-mixed", "bf16-true")
     }
     assert wide == {"32-true": 0, "bf16-mixed": 0, "bf16-true": SHAPE.layers * (SHAPE.hidden + SHAPE.inner)}
@@ -674,7 +688,7 @@ def test_shards_on_the_host_take_its_memory_and_not_that_of_the_device():
     for before, after in ((here.learning, there.learning), (here.generating, there.generating)):
         assert sum(before.values()) - sum(after.values()) == there.host
     fitting = there.host + (1 << 30)
-    step = Step(units=1, rows=4, sequences=4)
-    assert chosen(step, replace(on_host, host=fitting), 1 << 40).micro_batches == 1
+    step = StepRows(units=1, rows=4, sequences=4)
+    assert fewest_micro_batches(step, replace(on_host, host=fitting), 1 << 40).micro_batches == 1
     with pytest.raises(ConfigError, match="in main memory, which can give"):
-        chosen(step, replace(on_host, host=there.host // 2), 1 << 40)
+        fewest_micro_batches(step, replace(on_host, host=there.host // 2), 1 << 40)

@@ -10,12 +10,12 @@ import pytest
 from small_rollouts import trainer
 
 from lit_rl.algorithms import DPO, GRPO, KTO, SFT, RewardModeling
+from lit_rl.algorithms.checks.data_and_trainer import warn_unused_evaluation
 from lit_rl.algorithms.evaluation.validation import Evaluation
-from lit_rl.algorithms.preflight.data import evaluation_is_used
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.rewards import RewardRecipes, exact_match
-from lit_rl.rollout import Sampling
 
 SHORT = Sampling(max_new_tokens=2)
 BESIDE = {"answer": "1", "id": 7, "weight": 0.5, "empty": None}
@@ -88,9 +88,9 @@ def test_columns_that_nothing_reads_are_named(made, module, row, unread, tmp_pat
     ],
 )
 def test_settings_of_validation_that_change_nothing_are_named(evaluation, stage, sets, limit, said, recwarn):
-    evaluation_is_used(Evaluation(**evaluation), SimpleNamespace(limit_val_batches=limit), sets, stage)
+    warn_unused_evaluation(Evaluation(**evaluation), SimpleNamespace(limit_val_batches=limit), sets, stage)
     lines = [str(each.message) for each in recwarn]
     assert len(lines) == bool(said)
     if said:
         with pytest.warns(UserWarning, match=said):
-            evaluation_is_used(Evaluation(**evaluation), SimpleNamespace(limit_val_batches=limit), sets, stage)
+            warn_unused_evaluation(Evaluation(**evaluation), SimpleNamespace(limit_val_batches=limit), sets, stage)

@@ -17,9 +17,9 @@ from tiers import quick
 from torch import Tensor
 
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.models.policy.forward import TokenScores
+from lit_rl.core.rollout import Completions, Rollout
+from lit_rl.models.forward import TokenScores
 from lit_rl.ops.reductions import StepTotals, WeightTotals
-from lit_rl.rollout import Completions, Rollout
 
 REWARDS = [1.0, 0.0, 0.5, 2.0, 0.0, 0.0, 1.0, 3.0]
 TURNS = ["ssoss", "sssooos", "s", "ssssoosos", "soss", "ssoooosss", "sos", "sss"]

@@ -11,13 +11,12 @@ import torch
 from offline_cuts import CUTS, MODEL, VERDICTS, assert_same_step, data_of, loaded, micro_batches, step_of
 
 from lit_rl.algorithms import BCO
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.terms.density_ratio import DensityRatio, prompt_embeddings
-from lit_rl.algorithms.terms.reward_shift import RewardShift
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.terms.verdict_terms import DensityRatio, RewardShift, prompt_embeddings
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.data.offline.datamodule import PreferenceDataModule
-from lit_rl.errors import ConfigError, NumericError
-from lit_rl.models.reference.moving import EMA
+from lit_rl.core.errors import ConfigError, NumericError
+from lit_rl.data.example_module import PreferenceDataModule
+from lit_rl.models.references import EMA
 
 SUMS = ["1+2=", "11+22=", "5+5=", "40+2=", "7+1=", "60+60=", "9+9=", "3+4="]
 OTHERS = ["a", "bb", "c?", "dd!", "e", "ff", "g.", "h h"]

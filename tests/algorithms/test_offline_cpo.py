@@ -12,9 +12,9 @@ import torch
 from offline_cuts import CUTS, MODEL, PAIRS, SWAPPED, assert_same_step, data_of, loaded, micro_batches, step_of
 
 from lit_rl.algorithms import CPO
-from lit_rl.errors import ConfigError
-from lit_rl.examples import TokenBatch
-from lit_rl.ops.preference import alphapo, aot, hinge, ipo, sigmoid, simpo
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.examples import TokenBatch
+from lit_rl.ops.preference_losses import alphapo, aot, hinge, ipo, sigmoid, simpo
 
 
 @pytest.fixture(scope="module")

@@ -10,20 +10,19 @@ import pytest
 from small_rollouts import trainer
 
 from lit_rl.algorithms import DPO
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.core.errors import ConfigError, LitRLError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition, AdditionPairs, AdditionText
-from lit_rl.errors import ConfigError, LitRLError
-from lit_rl.ops import preference
-from lit_rl.ops.preference import losses, reference_free
-from lit_rl.rollout import Sampling
+from lit_rl.ops import preference_losses
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no beta": ({"beta": 0.0}, ["algo.beta", "0"]),
     "a beta below 0": ({"beta": -0.1}, ["algo.beta", "-0.1"]),
     "a weight of no loss": (
         {
-            "preference": {"sigmoid": preference.sigmoid, "sft": preference.sft},
+            "preference": {"sigmoid": preference_losses.sigmoid, "sft": preference_losses.sft},
             "preference_weights": {"sigmoi": 0.5},
         },
         ["algo.preference_weights.sigmoi", "sigmoid, sft", "Did you mean"],
@@ -31,34 +30,34 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a weight below 0": ({"preference_weights": {"sigmoid": -1.0}}, ["algo.preference_weights.sigmoid", "-1.0"]),
     "no loss": ({"preference": {}}, ["algo.preference", "empty"]),
     "a smoothing above 1/2": (
-        {"preference": partial(preference.sigmoid, label_smoothing=0.6)},
+        {"preference": partial(preference_losses.sigmoid, label_smoothing=0.6)},
         ["preference.sigmoid", "label_smoothing=0.6", "[0, 0.5]"],
     ),
     "a smoothing of 0 where it has to be above": (
-        {"preference": partial(preference.exo_pair, label_smoothing=0.0)},
+        {"preference": partial(preference_losses.exo_pair, label_smoothing=0.0)},
         ["preference.exo_pair", "(0, 0.5]"],
     ),
     "a smoothing of 1/2 where it has to be below": (
-        {"preference": partial(preference.robust, label_smoothing=0.5)},
+        {"preference": partial(preference_losses.robust, label_smoothing=0.5)},
         ["preference.robust", "[0, 0.5)"],
     ),
     "a divergence of a loss of ratios": (
-        {"preference": preference.bco_pair, "divergence": preference.js_divergence},
+        {"preference": preference_losses.bco_pair, "divergence": preference_losses.js_divergence},
         ["algo/divergence", "bco_pair", "reverse_kl"],
     ),
     "a divergence of one of several losses": (
         {
-            "preference": {"sigmoid": preference.sigmoid, "nca_pair": preference.nca_pair},
-            "divergence": partial(preference.alpha_divergence, alpha=0.3),
+            "preference": {"sigmoid": preference_losses.sigmoid, "nca_pair": preference_losses.nca_pair},
+            "divergence": partial(preference_losses.alpha_divergence, alpha=0.3),
         },
         ["algo/divergence", "nca_pair"],
     ),
     "an infinite alpha": (
-        {"divergence": partial(preference.alpha_divergence, alpha=float("inf"))},
+        {"divergence": partial(preference_losses.alpha_divergence, alpha=float("inf"))},
         ["divergence", "alpha=inf"],
     ),
     "weights of pairs in a loss that sorts": (
-        {"preference": preference.aot, "likelihood_weights": True},
+        {"preference": preference_losses.aot, "likelihood_weights": True},
         ["algo.likelihood_weights", "aot"],
     ),
     "a tail weight above 1": ({"tail_weight": 1.5}, ["algo.tail_weight", "1.5"]),
@@ -112,7 +111,7 @@ def test_rows_without_a_rejected_side_are_refused(tmp_path: Path) -> None:
 def test_a_reference_that_no_loss_reads_is_not_loaded() -> None:
     """`simpo` and its reward are of the policy's log-probs alone. Beside a loss that compares the reference is needed;
     with `sft` too: the rewards that are logged are measured against it, as in TRL."""
-    simpo = partial(reference_free.simpo, gamma=1.0)
+    simpo = partial(preference_losses.simpo, gamma=1.0)
     assert not DPO("tiny", preference=simpo).needs_reference
-    assert DPO("tiny", preference={"a": simpo, "b": losses.sigmoid}).needs_reference
-    assert DPO("tiny", preference=losses.sft).needs_reference
+    assert DPO("tiny", preference={"a": simpo, "b": preference_losses.sigmoid}).needs_reference
+    assert DPO("tiny", preference=preference_losses.sft).needs_reference

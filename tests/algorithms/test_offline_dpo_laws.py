@@ -13,19 +13,19 @@ from offline_cuts import CUTS, PAIRS, SWAPPED, assert_same_step, data_of, loaded
 from torch.nn.functional import pad
 
 from lit_rl.algorithms import DPO
-from lit_rl.data.offline.datamodule import PreferenceDataModule
-from lit_rl.examples import PairBatch, TokenBatch
-from lit_rl.models.reference.base import ReferenceFree
-from lit_rl.ops import preference
-from lit_rl.ops.preference import sft, sigmoid
+from lit_rl.core.examples import PairBatch, TokenBatch
+from lit_rl.data.example_module import PreferenceDataModule
+from lit_rl.models.references import ReferenceFree
+from lit_rl.ops import preference_losses
+from lit_rl.ops.preference_losses import sft, sigmoid
 
 LOSSES: dict[str, Any] = {
-    name: getattr(preference, name)
+    name: getattr(preference_losses, name)
     for name in (
         "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
         "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft",
     )
-} | {"cdpo": partial(preference.sigmoid, label_smoothing=0.2)}  # fmt: skip
+} | {"cdpo": partial(preference_losses.sigmoid, label_smoothing=0.2)}  # fmt: skip
 CUT = ["sigmoid", "sigmoid_norm", "aot", "aot_unpaired", "sft", "ipo"]
 """One of each kind: of pairs alone, per token, over the step, over its tokens."""
 

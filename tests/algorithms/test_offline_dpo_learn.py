@@ -15,12 +15,12 @@ from tiers import all_but_exhaustive, quick
 
 from lit_rl.algorithms import DPO, AdamW, Constant
 from lit_rl.cli.build import build
-from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
-from lit_rl.models.reference.moving import Mixing
-from lit_rl.ops.preference import sft, sigmoid
+from lit_rl.models.references import Mixing
+from lit_rl.ops.preference_losses import sft, sigmoid
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 PRESETS = (
     "dpo", "cdpo", "robust_dpo", "ipo", "exo", "nca", "bco_pair", "sppo", "aot", "aot_unpaired", "apo_zero", "apo_down",

@@ -11,14 +11,12 @@ from precomputed_runs import Look, data, files, fit
 from small_rollouts import trainer
 
 from lit_rl.algorithms import DPO, AdamW, Constant
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.core.rollout import Sampling
 from lit_rl.data.tasks import AdditionPairs
-from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.reference.base import AdapterBase, Auto, FrozenCopy, ReferenceFree
-from lit_rl.models.reference.moving import EMA
-from lit_rl.models.reference.other_model import OtherModel
-from lit_rl.ops.preference import aot
-from lit_rl.rollout import Sampling
+from lit_rl.models.references import EMA, AdapterBase, Auto, FrozenCopy, OtherModel, ReferenceFree
+from lit_rl.ops.preference_losses import aot
 
 
 def module(lora: bool = False, **settings: Any) -> DPO:

@@ -14,18 +14,18 @@ from small_rollouts import EachBatch, trainer
 from torch import Tensor
 
 from lit_rl.algorithms import GKD, AdamW, Constant
-from lit_rl.algorithms.evaluation.statistics import Averages
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.gkd import writer_of
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.rollouts.rewriting import as_tokens, prompts_of
-from lit_rl.data.offline.datamodule import SupervisedDataModule
-from lit_rl.data.offline.loader import ExampleLoader
+from lit_rl.algorithms.rollouts.rewritten_rows import as_tokens, prompts_to_rewrite
+from lit_rl.core.errors import ConfigError, DataError, GenerationError, LitRLError
+from lit_rl.core.rollout import Completions, Sampling
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.loaders import ExampleLoader
 from lit_rl.data.tasks import AdditionText
-from lit_rl.errors import ConfigError, DataError, GenerationError, LitRLError
 from lit_rl.models import LanguageModel
-from lit_rl.models.policy.lora import Lora
+from lit_rl.models.adapters import Lora
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Completions, Sampling
 
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 MODEL = LanguageModel("tiny")
@@ -98,7 +98,7 @@ def test_the_writer_is_drawn_from_the_seed_and_the_step():
 
 
 def test_prompts_are_what_stands_before_the_completion():
-    batch = prompts_of(micro_batches(data_of(), 2), Ranks())
+    batch = prompts_to_rewrite(micro_batches(data_of(), 2), Ranks())
     assert sorted(batch.rows) == list(range(8)) and batch.rollout == 3 and batch.occurrences == [0] * 8
     assert [MODEL.tokenizer.decode(ids) for ids in batch.prompt_ids] == [ROWS[row]["prompt"] for row in batch.rows]
 

@@ -14,10 +14,10 @@ import torch
 from offline_cuts import CUTS, MODEL, PAIRS, VERDICTS, assert_same_step, data_of, loaded, micro_batches, step_of
 
 from lit_rl.algorithms import KTO
-from lit_rl.errors import ConfigError
-from lit_rl.examples import TokenBatch
-from lit_rl.models.reference.base import ReferenceFree
-from lit_rl.ops.preference import apo_zero_unpaired, kto
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.examples import TokenBatch
+from lit_rl.models.references import ReferenceFree
+from lit_rl.ops.preference_losses import apo_zero_unpaired, kto
 
 WEIGHTED = partial(kto, desirable_weight=1.5, undesirable_weight=0.7)
 
@@ -147,7 +147,7 @@ def test_there_has_to_be_a_reference() -> None:
 
 def trained(module: KTO, rows: list[dict[str, Any]], **data: Any) -> list[str]:
     """Two steps of a Trainer; returns what it warned of."""
-    from lit_rl.data.offline.datamodule import PreferenceDataModule
+    from lit_rl.data.example_module import PreferenceDataModule
 
     given = {"batch_size": 4, "val_fraction": 0.0, "shuffle": False} | data
     trainer = L.Trainer(

@@ -15,15 +15,14 @@ from offline_cuts import MODEL, PAIRS, VERDICTS, assert_same_step, loaded, step_
 
 import lit_rl.algorithms
 from lit_rl.algorithms import BCO, CPO, DPO, GKD, KTO, ORPO, SFT, ProcessRewardModeling, RewardModeling
+from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.loop.offline import OfflineModule
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.terms.density_ratio import DensityRatio
+from lit_rl.algorithms.terms.verdict_terms import DensityRatio
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
-from lit_rl.data.offline.loader import ExampleLoader
-from lit_rl.models.reference.moving import EMA
-from lit_rl.ops.preference import sppo_hard
-from lit_rl.ops.preference.ranked import aot
+from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
+from lit_rl.data.loaders import ExampleLoader
+from lit_rl.models.references import EMA
+from lit_rl.ops.preference_losses import aot, sppo_hard
 
 TEXTS = [{"prompt": row["prompt"], "completion": row["completion"]} for row in VERDICTS]
 STEPS = [

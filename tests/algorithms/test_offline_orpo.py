@@ -11,8 +11,8 @@ import torch
 from offline_cuts import CUTS, MODEL, PAIRS, SWAPPED, assert_same_step, data_of, loaded, micro_batches, step_of
 
 from lit_rl.algorithms import ORPO
-from lit_rl.errors import ConfigError
-from lit_rl.examples import TokenBatch
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.examples import TokenBatch
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lit_rl.algorithms import AdamW, Constant, ProcessRewardModeling
-from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataModule
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.examples import Totals
+from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule
 from lit_rl.data.tasks import AdditionSteps
-from lit_rl.errors import ConfigError, DataError
-from lit_rl.examples import Totals
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.sharding import full_state_dict
+from lit_rl.models.sharding import full_state_dict
 from lit_rl.rewards import ProcessRewardModel
 
 MODEL = LanguageModel("tiny")

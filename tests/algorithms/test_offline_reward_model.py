@@ -12,11 +12,11 @@ import torch
 from offline_cuts import MODEL, PAIRS, SWAPPED, loaded
 
 from lit_rl.algorithms import AdamW, Constant, RewardModeling
-from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataModule
+from lit_rl.core.errors import ConfigError
+from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule
 from lit_rl.data.tasks import AdditionPairs
-from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.sharding import full_state_dict
+from lit_rl.models.sharding import full_state_dict
 from lit_rl.rewards import RewardModel
 
 FACTS = {"base_model": "tiny", "algorithm": "rewardmodeling"}

@@ -13,12 +13,12 @@ from offline_cuts import PAIRS
 from torch import Tensor
 
 from lit_rl.algorithms import AdamW, Constant, ProcessRewardModeling, RewardModeling
-from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataModule
-from lit_rl.errors import ConfigError
-from lit_rl.examples import TokenBatch
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.examples import TokenBatch
+from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.text_forward import score_texts
-from lit_rl.models.scoring.forward import scoring_logits
+from lit_rl.models.forward import score_texts
+from lit_rl.models.scoring import scoring_logits
 
 NO_IDS: dict[str, Any] = dict(bos_token_id=None, eos_token_id=None)
 WIDTH: dict[str, Any] = dict(

@@ -16,18 +16,18 @@ from hydra.core.global_hydra import GlobalHydra
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_rl.algorithms import SFT, AdamW, Constant
-from lit_rl.algorithms.loop import offline_policy
+from lit_rl.algorithms.loop import offline as offline_policy
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
-from lit_rl.data.offline.datamodule import SupervisedDataModule
-from lit_rl.data.offline.loader import ExampleLoader
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.examples import TextBatch, TokenBatch
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.loaders import ExampleLoader
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.tasks import AdditionText
-from lit_rl.errors import ConfigError
-from lit_rl.examples import TextBatch, TokenBatch
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.ops.imitation import cross_entropy, dft
-from lit_rl.rollout import Sampling
 
 ROWS = [
     {"prompt": "1+1=", "completion": "2"},
@@ -277,7 +277,7 @@ def test_a_random_model_learns_to_write_sums(tmp_path, imitation, reached):
 
 @pytest.mark.parametrize(("algo", "experiment"), [("sft", "lora_without_regret_sft"), ("grpo", "lora_without_regret")])
 def test_lora_without_regret_composes_and_runs_on_the_tiny_policy(tmp_path, algo, experiment):
-    schemas.register()
+    schemas.register_schemas()
     GlobalHydra.instance().clear()
     with initialize_config_module("lit_rl.conf", version_base="1.3"):
         few = ["data.task.max_operand=12", "data.task.val_rows=10", f"algo={algo}", "run_dir=run"]

@@ -10,14 +10,14 @@ from small_rollouts import trainer
 
 import lit_rl.algorithms
 from lit_rl.algorithms import BCO, CPO, DPO, GKD, KTO, ORPO, SFT, Evaluation, ProcessRewardModeling, RewardModeling
-from lit_rl.algorithms.families.scalar import ScalarModule
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.loop.offline import OfflineModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
+from lit_rl.algorithms.reward_modeling import ScalarModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
 from lit_rl.data.tasks import AdditionPairs, AdditionSteps, AdditionText
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 METHODS: dict[type, dict[str, Any]] = {
     **{method: {"sampling": Sampling(max_new_tokens=3)} for method in (SFT, DPO, CPO, ORPO, KTO, BCO)},

@@ -12,15 +12,13 @@ from precomputed_runs import Look, data, files, fit
 from small_rollouts import trainer
 
 from lit_rl.algorithms import BCO, KTO, AdamW, Constant
-from lit_rl.algorithms.terms.density_ratio import DensityRatio
-from lit_rl.algorithms.terms.mismatched import RunLength
+from lit_rl.algorithms.terms.verdict_terms import DensityRatio, RunLength
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.core.rollout import Sampling
 from lit_rl.data.tasks import AdditionPairs
-from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.reference.base import Auto, FrozenCopy
-from lit_rl.models.reference.moving import EMA
-from lit_rl.ops.preference import apo_zero_unpaired
-from lit_rl.rollout import Sampling
+from lit_rl.models.references import EMA, Auto, FrozenCopy
+from lit_rl.ops.preference_losses import apo_zero_unpaired
 
 METHODS: dict[str, Any] = {
     "kto": KTO,

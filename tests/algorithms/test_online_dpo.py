@@ -23,22 +23,21 @@ from small_rollouts import EachBatch, credited, trainer
 from torch.nn.functional import logsigmoid
 
 from lit_rl.algorithms import Constant, OnlineDPO
-from lit_rl.algorithms.families.judged import WIN_RATE
-from lit_rl.algorithms.families.judged_pairs import best_and_worst, compared
+from lit_rl.algorithms.families.judged import WIN_RATE, best_and_worst, compared_rows
 from lit_rl.algorithms.optim.optimizers import AdamW
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.groups import BestOfGroup, DynamicSampling
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.errors import ConfigError, RewardError
+from lit_rl.core.rollout import Sampling, select
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError, RewardError
-from lit_rl.models.reference.base import FrozenCopy, ReferenceFree
-from lit_rl.ops import preference
+from lit_rl.models.references import FrozenCopy, ReferenceFree
+from lit_rl.ops import preference_losses
 from lit_rl.rewards import exact_match
-from lit_rl.rewards.judges.base import RewardJudge
-from lit_rl.rollout import Sampling, select
+from lit_rl.rewards.judges import RewardJudge
 
 LOSSES = {
-    name: getattr(preference, name)
+    name: getattr(preference_losses, name)
     for name in ("alphapo", "apo_down", "apo_zero", "bco_pair", "discopop", "exo_pair", "hinge", "ipo", "nca_pair",
                  "robust", "sft", "sigmoid", "sigmoid_norm", "simpo", "sppo_hard")
 }  # fmt: skip
@@ -72,7 +71,7 @@ class TestLoss:
     @pytest.mark.parametrize("accumulate", [2, 4])
     @pytest.mark.parametrize("verdicts", [VERDICTS, (1.0, 0.5, None, 0.0)], ids=["all", "some"])
     def test_cutting_a_step_changes_nothing(self, verdicts: Any, accumulate: int) -> None:
-        losses = {"sigmoid": preference.sigmoid, "ipo": preference.ipo, "sft": preference.sft}
+        losses = {"sigmoid": preference_losses.sigmoid, "ipo": preference_losses.ipo, "sft": preference_losses.sft}
         module = module_of(preference=losses, preference_weights={"sft": 0.3})
         rollout = rollout_of(module, completions(LENGTHS), verdicts)
         (loss, whole, metrics), (cut_loss, cut, cut_metrics) = (
@@ -98,7 +97,7 @@ class TestLoss:
 
     @pytest.mark.parametrize("nothing", [0.5, None], ids=["tie", "failure"])
     def test_a_pair_without_a_better_one_is_as_if_it_were_not_there(self, nothing: float | None) -> None:
-        module = module_of(preference={"sigmoid": preference.sigmoid, "sft": preference.sft})
+        module = module_of(preference={"sigmoid": preference_losses.sigmoid, "sft": preference_losses.sft})
         some = step_of(module, rollout_of(module, completions(LENGTHS), (1.0, nothing, nothing, 0.3)))
         drawn = completions(LENGTHS)
         rows = torch.tensor([0, 1, 6, 7])
@@ -114,7 +113,7 @@ class TestLoss:
     def test_ipo_reads_sums_unless_told_to_divide_by_the_length(self) -> None:
         drawn = completions(LENGTHS)
         for per_token in (False, True):
-            module = module_of(preference=preference.ipo, beta=0.4, per_token=per_token)
+            module = module_of(preference=preference_losses.ipo, beta=0.4, per_token=per_token)
             loss, *_ = step_of(module, rollout_of(module, drawn, VERDICTS))
             pi, ref = (sums_by_hand(model, drawn) for model in (module.policy, module.reference_policy))
             length = [float(n) if per_token else 1.0 for n in LENGTHS]
@@ -136,12 +135,12 @@ class TestLoss:
             module_of(**setting, per_token=True)
 
     def test_one_loss_of_several_that_reads_lengths_is_enough(self) -> None:
-        both = {"sigmoid": preference.sigmoid, "simpo": preference.simpo}
+        both = {"sigmoid": preference_losses.sigmoid, "simpo": preference_losses.simpo}
         assert module_of(preference=both, per_token=True).per_token
         assert module_of(preference=lambda pairs, beta: pairs.chosen_mean * beta, per_token=True).per_token
 
     def test_sft_is_a_mean_over_the_tokens_of_the_better_ones(self) -> None:
-        module, drawn = module_of(preference=preference.sft), completions(LENGTHS)
+        module, drawn = module_of(preference=preference_losses.sft), completions(LENGTHS)
         loss, *_ = step_of(module, rollout_of(module, drawn, VERDICTS), 2)
         pi = sums_by_hand(module.policy, drawn)
         better = (0, 3, 4, 7)
@@ -165,7 +164,7 @@ class TestBestAgainstWorst:
 
     def test_two_rows_a_prompt_are_learned_from_in_their_order(self) -> None:
         better = torch.tensor([0.0, 1, 0, -1, 0, 0, 0, 0, -1, 0, 1, 0])
-        assert compared(better, torch.arange(12) // 4).tolist() == [1, 3, 4, 5, 8, 10]
+        assert compared_rows(better, torch.arange(12) // 4).tolist() == [1, 3, 4, 5, 8, 10]
 
     def test_the_judge_is_asked_about_every_pair_and_win_rates_are_means(self) -> None:
         asked = []
@@ -223,7 +222,7 @@ def test_beta_by_epoch() -> None:
         ({"missing_eos_penalty": 1.0, "judge": lambda prompts, firsts, seconds: []}, "missing_eos_penalty"),
         ({"reward": None}, "judge=RewardJudge"),
         ({"reward": None, "judge": lambda prompts, firsts, first_rewards: []}, "judge=FunctionJudge"),
-        ({"preference": preference.aot}, "algo.preference.aot"),
+        ({"preference": preference_losses.aot}, "algo.preference.aot"),
         ({"preference": {}}, "algo.preference"),
         ({"sampling": Sampling(temperature=0.0)}, "sampling.temperature=0"),
         ({"sampling": Sampling(bad_words=("no",))}, "bad_words"),

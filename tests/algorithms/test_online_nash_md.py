@@ -12,14 +12,14 @@ from small_rollouts import EachBatch, trainer
 
 from lit_rl.algorithms import Constant, NashMD
 from lit_rl.algorithms.optim.optimizers import AdamW
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Completions, Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
 from lit_rl.generation.hf import HFGenerator
-from lit_rl.models.reference.base import FrozenCopy, ReferenceFree
+from lit_rl.models.references import FrozenCopy, ReferenceFree
 from lit_rl.rewards import exact_match
-from lit_rl.rewards.judges.base import RewardJudge
-from lit_rl.rollout import Completions, Sampling
+from lit_rl.rewards.judges import RewardJudge
 
 LENGTHS = (4, 2, 3, 5, 1, 4, 2, 2)
 VERDICTS = (1.0, 0.2, 0.5, 0.3)

@@ -14,20 +14,20 @@ from online_modules import completions, gradient_by_hand, rollout_of, step_of, s
 from small_rollouts import EachBatch, batch, trainer
 from torch.nn.functional import logsigmoid
 
-from lit_rl import interruption
 from lit_rl.algorithms import XPO, Constant
+from lit_rl.algorithms.checks.preference_checks import check_opponent_groups
+from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.optim.optimizers import AdamW
-from lit_rl.algorithms.optim.strategies import FSDP2Strategy, shards
-from lit_rl.algorithms.preflight.judged import opponent_can_draw_alone
-from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.optim.strategies import FSDP2Strategy, shards_weights
 from lit_rl.algorithms.terms.groups import DynamicSampling
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core import interrupts
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.reference.base import FrozenCopy, ReferenceFree
+from lit_rl.models.references import FrozenCopy, ReferenceFree
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 LENGTHS = (4, 2, 3, 5, 1, 4, 2, 2)
 VERDICTS = (1.0, 0.0, 0.9, 0.3)
@@ -159,18 +159,18 @@ def test_ranks_agree_before_they_gather_the_opponents_weights(monkeypatch: pytes
     monkeypatch.setattr(XPO, "generate", lambda *asked, **more: completions(LENGTHS))
     monkeypatch.setattr(Ranks, "any", lambda ranks, flag: True)
     module.reference.scoring = None  # pyright: ignore
-    interruption.listen(ends, several=True)
+    interrupts.enable_interrupts(ends, several=True)
     try:
-        with pytest.raises(InterruptedError), interruption.ends_the_run():
+        with pytest.raises(InterruptedError), interrupts.run_ending_hook():
             module.draw_now(batch([0, 1]))
     finally:
-        interruption.forget()
+        interrupts.disable_interrupts()
 
 
 def test_dynamic_groups_are_refused_where_an_opponent_cannot_write_for_one_rank_alone():
     """A rank that needs no more spare groups would leave the others alone with the opponent's weights."""
-    opponent_can_draw_alone("XPO", DynamicSampling(), ranks_draw_together=False)
-    opponent_can_draw_alone("XPO", None, ranks_draw_together=True)
+    check_opponent_groups("XPO", DynamicSampling(), ranks_draw_together=False)
+    check_opponent_groups("XPO", None, ranks_draw_together=True)
     with pytest.raises(ConfigError, match="algo/groups=dynamic: XPO.*strategy=ddp"):
-        opponent_can_draw_alone("XPO", DynamicSampling(), ranks_draw_together=True)
-    assert shards(FSDP2Strategy()) and shards(FSDPStrategy()) and not shards(DDPStrategy())
+        check_opponent_groups("XPO", DynamicSampling(), ranks_draw_together=True)
+    assert shards_weights(FSDP2Strategy()) and shards_weights(FSDPStrategy()) and not shards_weights(DDPStrategy())

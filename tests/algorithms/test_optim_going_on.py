@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR, StepLR
 
-from lit_rl.algorithms.optim import going_on
+from lit_rl.algorithms.optim import resumed_optimizer
 from lit_rl.algorithms.optim.master_weights import with_masters
-from lit_rl.algorithms.optim.schedules import After, Constant, Cosine, Linear, as_schedule, by_group
-from lit_rl.errors import StorageError
+from lit_rl.algorithms.optim.schedules import After, Constant, Cosine, Linear, as_schedule, scheduler_by_group
+from lit_rl.core.errors import StorageError
 
 
 class Run:
@@ -26,9 +26,9 @@ class Run:
         make = settings.pop("make", AdamW)
         self.optimizer = with_masters(partial(make, **{"lr": 1e-2, **settings}), groups)
         schedules = schedule if isinstance(schedule, list) else [as_schedule(schedule)] * 2
-        self.make_schedule = lambda optimizer: by_group(optimizer, steps, schedules)
+        self.make_schedule = lambda optimizer: scheduler_by_group(optimizer, steps, schedules)
         self.scheduler = self.make_schedule(self.optimizer)
-        self.made = going_on.as_made(self.optimizer, self.scheduler)
+        self.made = resumed_optimizer.initial_settings(self.optimizer, self.scheduler)
 
     def step(self) -> list[float]:
         rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -41,13 +41,15 @@ class Run:
     def goes_on_from(self, other: Run, noted: bool = True) -> Run:
         before = other.made if noted else None
         groups = other.optimizer.state_dict()["param_groups"]
-        self.said = going_on.check(before, self.made, groups)
+        self.said = resumed_optimizer.check_optimizer_state(before, self.made, groups)
         with torch.no_grad():
             for ours, theirs in zip(self.weights, other.weights, strict=True):
                 ours.copy_(theirs)
         self.optimizer.load_state_dict(other.optimizer.state_dict())
         self.scheduler.load_state_dict(other.scheduler.state_dict())
-        self.scheduler = going_on.take_settings(self.optimizer, self.scheduler, before, self.made, self.make_schedule)
+        self.scheduler = resumed_optimizer.apply_settings(
+            self.optimizer, self.scheduler, before, self.made, self.make_schedule
+        )
         return self
 
 

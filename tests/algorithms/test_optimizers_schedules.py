@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lit_rl.algorithms.optim.optimizers import AdamW, AdamW8bit, AdamWSplit, ByPath
-from lit_rl.algorithms.optim.schedule_by_path import ScheduleByPath
-from lit_rl.algorithms.optim.schedules import After, Constant, Cosine, Linear, by_group
-from lit_rl.errors import BackendError, ConfigError
+from lit_rl.algorithms.optim.schedules import After, Constant, Cosine, Linear, ScheduleByPath, scheduler_by_group
+from lit_rl.core.errors import BackendError, ConfigError
 
 
 def rates(schedule, total, steps):
@@ -110,7 +109,7 @@ def two_groups(*schedules, total=6):
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "name": name} for name in ("policy", "critic")]
     groups[1]["lr"] = 0.5
     optimizer = torch.optim.SGD(groups, lr=2.0)
-    return optimizer, by_group(optimizer, total, list(schedules))
+    return optimizer, scheduler_by_group(optimizer, total, list(schedules))
 
 
 def test_each_group_has_its_own_schedule_and_learning_rate():
@@ -145,7 +144,7 @@ def test_a_weight_waits_while_its_factor_is_zero():
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     groups = [{"params": [weight], "name": name} for weight, name in zip(weights, ("policy", "critic"))]
     optimizer = AdamW(lr=0.1, weight_decay=0.5)(groups)
-    scheduler = by_group(optimizer, 10, [After(2, Constant()), Constant()])
+    scheduler = scheduler_by_group(optimizer, 10, [After(2, Constant()), Constant()])
     for step in range(3):
         for weight in weights:
             weight.grad = torch.ones(1)

@@ -16,25 +16,24 @@ from small_rollouts import Ranks as Threads
 from small_rollouts import batch, completions, rollout, scores
 
 from lit_rl.algorithms import GRPO
-from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.records import Records
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import (
+    accepts_positional,
     arguments_for,
     multiplies_weights,
     parameters,
-    reads,
-    setting,
-    takes_everything,
-    takes_positions,
-    unwrapped,
+    reads_column,
+    setting_of,
+    takes_any_keyword,
+    unwrap,
 )
+from lit_rl.core.rollout import select
 from lit_rl.ops.advantages import batch_normalized, normalize_then_sum
-from lit_rl.ops.masking import masked_moments
-from lit_rl.ops.mismatch import mismatch_metrics, token_truncate
+from lit_rl.ops.engine_mismatch import mismatch_metrics, token_truncate
+from lit_rl.ops.reductions import Summed, WeightsInside, masked_moments
 from lit_rl.ops.returns import reinforce_plus_plus
-from lit_rl.ops.step import Summed, WeightsInside
-from lit_rl.rollout import select
 
 
 @pytest.fixture
@@ -162,7 +161,7 @@ def test_what_a_function_names_is_what_it_gets():
     # a setting that the config has made is not overwritten by a column of that name
     assert arguments_for(functools.partial(estimator, scale=5), offered) == {"lengths": 1}
     assert parameters(functools.partial(estimator, scale=5)) == ("r", "groups", "lengths")
-    assert reads(estimator, "scale") and not reads(functools.partial(estimator, scale=5), "scale")
+    assert reads_column(estimator, "scale") and not reads_column(functools.partial(estimator, scale=5), "scale")
 
 
 def test_a_function_with_keywords_gets_everything_but_what_is_set():
@@ -170,20 +169,20 @@ def test_a_function_with_keywords_gets_everything_but_what_is_set():
         return r
 
     offered = {"lengths": 1, "values": 2}
-    assert takes_everything(greedy) and not takes_everything(estimator)
-    assert arguments_for(greedy, offered) == offered and reads(greedy, "values")
+    assert takes_any_keyword(greedy) and not takes_any_keyword(estimator)
+    assert arguments_for(greedy, offered) == offered and reads_column(greedy, "values")
     assert arguments_for(functools.partial(greedy, values=7), offered) == {"lengths": 1}
     assert parameters(greedy) == ("r", "groups")
 
 
 def test_a_setting_is_what_was_given_or_the_default():
     given_twice = functools.partial(functools.partial(estimator, scale=5), lengths=None)
-    assert setting(estimator, "scale") == 2.0 and setting(given_twice, "scale") == 5
-    assert unwrapped(given_twice) is estimator and unwrapped(estimator) is estimator
+    assert setting_of(estimator, "scale") == 2.0 and setting_of(given_twice, "scale") == 5
+    assert unwrap(given_twice) is estimator and unwrap(estimator) is estimator
 
 
 def test_positions_that_a_function_takes():
-    assert [takes_positions(estimator, count) for count in range(5)] == [False, False, False, True, False]
+    assert [accepts_positional(estimator, count) for count in range(5)] == [False, False, False, True, False]
 
 
 def test_only_a_loss_that_says_so_multiplies_the_weights_in_itself():

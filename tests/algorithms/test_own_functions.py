@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from lit_rl.algorithms import GRPO
+from lit_rl.algorithms.checks.policy_gradient_checks import check_loss_output
 from lit_rl.algorithms.families.pairs import _losses_of_pairs
-from lit_rl.algorithms.preflight.losses import checked
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.errors import ConfigError
-from lit_rl.rollout import Sampling
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 
 
 def fitted(**changes):
@@ -88,7 +88,7 @@ ONE = torch.ones(2, 3, requires_grad=True)
 def test_what_a_loss_may_not_return(returned, words):
     """Seen as a mean over rows that was spread over tokens, and as a train/reward of 99 that no reward gave."""
     with pytest.raises(ConfigError, match=words):
-        checked(returned, ONE, plain)
+        check_loss_output(returned, ONE, plain)
 
 
 def test_a_loss_without_gradient_is_refused_where_no_other_term_has_one():
@@ -105,7 +105,7 @@ def test_a_loss_without_gradient_is_refused_where_no_other_term_has_one():
 @pytest.mark.parametrize("name", ["mine", "clip_ratio/low_mean", "approx_kl"])
 def test_a_loss_may_log_what_losses_log(name):
     metrics = {name: (ONE.sum(), ONE.sum())}
-    assert checked((ONE, metrics), ONE, plain) == (ONE, metrics)
+    assert check_loss_output((ONE, metrics), ONE, plain) == (ONE, metrics)
 
 
 def test_a_preference_of_pairs_changes_no_column():

@@ -7,13 +7,13 @@ import sys
 
 import torch
 
-from lit_rl.algorithms.rollouts.phase_memory import PhaseMemory, held_now
+from lit_rl.algorithms.rollouts.phase_costs import PhaseMemory, current_memory
 
 SIZE = 2**28
 
 
 def test_a_phase_that_holds_more_has_more() -> None:
-    memory, before = PhaseMemory(), held_now()
+    memory, before = PhaseMemory(), current_memory()
     memory.begin()
     held = torch.ones(SIZE, dtype=torch.uint8)
     memory.end("update")
@@ -28,7 +28,7 @@ def test_what_was_let_go_within_a_phase_counts_for_it_alone() -> None:
     """In a process of its own, which has held nothing like it before."""
     program = f"""
 import torch
-from lit_rl.algorithms.rollouts.phase_memory import PhaseMemory, held_now
+from lit_rl.algorithms.rollouts.phase_costs import PhaseMemory, current_memory
 memory = PhaseMemory()
 for phase, size in (("generate", {SIZE}), ("reward", 1), ("update", {2 * SIZE}), ("update", 1)):
     memory.begin()

@@ -13,23 +13,23 @@ import torch
 from small_rollouts import EachBatch, batch, completions, scores, trainer
 
 from lit_rl.algorithms import PPO, AdamW, Constant, Linear
-from lit_rl.algorithms.evaluation.statistics import Averages
+from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.encode import Encoder
-from lit_rl.data.supervised import SupervisedText
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.rollout import Rollout, Sampling
+from lit_rl.data.encode import Encoder
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.supervised_text import SupervisedText
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError, DataError
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.lora import Lora
-from lit_rl.models.scoring.critic import AdapterCritic, SeparateCritic, SharedTrunk
+from lit_rl.models.adapters import Lora
+from lit_rl.models.critics import AdapterCritic, SeparateCritic, SharedTrunk
+from lit_rl.models.language_model import LanguageModel
 from lit_rl.ops.kl import k1
-from lit_rl.ops.losses import clipped_policy_loss
+from lit_rl.ops.policy_losses import clipped_policy_loss
+from lit_rl.ops.reductions import Metrics
 from lit_rl.ops.returns import gae
-from lit_rl.ops.step import Metrics
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Rollout, Sampling
 
 CRITICS = {
     "separate": (SeparateCritic(), None),

@@ -18,7 +18,7 @@ from tiers import all_but_exhaustive, quick
 import lit_rl.algorithms
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.cli.build import build
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.rewards import Rewards as RewardFunctions
 

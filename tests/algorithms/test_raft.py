@@ -14,20 +14,20 @@ from hydra.core.global_hydra import GlobalHydra
 from small_rollouts import EachBatch, completions, scored, scores, trainer
 
 from lit_rl.algorithms import GRPO, Reinforce
-from lit_rl.algorithms.evaluation.statistics import Averages
-from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.terms.groups import BestOfGroup
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel
-from lit_rl.models.policy.forward import score
-from lit_rl.ops.constant import constant
-from lit_rl.ops.losses import reinforce_loss
+from lit_rl.models.forward import score
+from lit_rl.ops.advantages import constant
+from lit_rl.ops.policy_losses import reinforce_loss
 from lit_rl.rewards import Rewards
-from lit_rl.rollout import Sampling
 
 NAN = math.nan
 
@@ -108,7 +108,7 @@ def length_of_best(module: Any) -> torch.Tensor:
 
 
 def test_the_preset_is_these_parts():
-    schemas.register()
+    schemas.register_schemas()
     GlobalHydra.instance().clear()
     with initialize_config_module("lit_rl.conf", version_base="1.3"):
         module = build(plain(compose("config", ["algo=raft"]))["algo"])

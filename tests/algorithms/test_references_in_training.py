@@ -11,18 +11,15 @@ import torch
 from small_rollouts import EachBatch, trainer
 
 from lit_rl.algorithms import GRPO, PPO, RLOO, AdamW, Constant
-from lit_rl.algorithms.evaluation.policy_scores import check_policy_scores
-from lit_rl.algorithms.evaluation.validation import Evaluation
-from lit_rl.algorithms.terms.controllers import AdaptiveKL
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.algorithms.evaluation.validation import Evaluation, check_policy_scores
+from lit_rl.algorithms.terms.regularizers import AdaptiveKL
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.lora import Lora
-from lit_rl.models.reference.base import AdapterBase, Auto, FrozenCopy, InitialAdapter
-from lit_rl.models.reference.moving import BEMA, EMA, Mixing
-from lit_rl.models.reference.other_model import OtherModel
-from lit_rl.rollout import Sampling
+from lit_rl.models.adapters import Lora
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.references import BEMA, EMA, AdapterBase, Auto, FrozenCopy, InitialAdapter, Mixing, OtherModel
 
 
 @pytest.fixture(scope="module")

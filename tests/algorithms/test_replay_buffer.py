@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from small_rollouts import EachBatch, completions, rollout, trainer
 
 from lit_rl.algorithms import GRPO, AdamW, Constant
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.terms.replay import GroupReplay
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.terms.groups import GroupReplay
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Rollout, Sampling, columns_of, select, trim_rollout
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
-from lit_rl.ops.losses import clipped_policy_loss
-from lit_rl.ops.step import Metrics
-from lit_rl.rollout import Rollout, Sampling, columns_of, select, trim_rollout
+from lit_rl.ops.policy_losses import clipped_policy_loss
+from lit_rl.ops.reductions import Metrics
 
 
 def learned(buffer: GroupReplay, fresh: Rollout, seed: int = 3) -> Rollout:

@@ -12,14 +12,14 @@ from transformers import AutoModelForSequenceClassification
 
 from lit_rl.algorithms import PPO, Evaluation
 from lit_rl.algorithms.optim.optimizers import AdamW
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.reference.base import AdapterBase
-from lit_rl.models.scoring.critic import AdapterCritic
+from lit_rl.models.critics import AdapterCritic
+from lit_rl.models.references import AdapterBase
 from lit_rl.rewards import Rewards, exact_match
-from lit_rl.rollout import Sampling
 
 
 @pytest.fixture

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from small_rollouts import batch, completions, rollout, scores
 from torch import Tensor
 
-from lit_rl.algorithms.evaluation.tables import sample_table
-from lit_rl.algorithms.ppo import with_function
+from lit_rl.algorithms.evaluation.sample_tables import sample_table
+from lit_rl.algorithms.ppo import with_reward_function
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.episodes import Episode
-from lit_rl.rewards.functions.names import COLUMNS, EPISODE_COLUMNS
-from lit_rl.rollout import (
+from lit_rl.core.episode import Episode
+from lit_rl.core.rollout import (
     Completions,
     Rollout,
     Width,
@@ -31,7 +30,8 @@ from lit_rl.rollout import (
     used_columns,
     used_columns_of_parts,
 )
-from lit_rl.vision import PromptVision, Vision
+from lit_rl.core.vision_inputs import PromptVision, Vision
+from lit_rl.rewards.contract import EPISODE_COLUMNS, SAMPLE_COLUMNS
 
 
 def part(rows: list[int], weights: list[list[float]]) -> Scored:
@@ -75,7 +75,7 @@ def test_what_functions_logged_of_both_is_added_up():
 def test_a_function_beside_the_others_has_weight_one():
     said = part([1, 2], [[2.0, 0.5], [1.0, 0.0]]).scores
     said = dataclasses.replace(said, total=(said.weights * said.values).sum(1))
-    more = with_function(said, "adapter", torch.tensor([0.5, 1.5, 2.5, 3.5]))
+    more = with_reward_function(said, "adapter", torch.tensor([0.5, 1.5, 2.5, 3.5]))
     assert more.names[-1] == "adapter" and more.weights[:, -1].tolist() == [1.0] * 4
     torch.testing.assert_close((more.weights * more.values).sum(1), more.total)
 
@@ -251,7 +251,13 @@ def test_no_reward_function_may_note_a_column_of_the_samples():
     said = scores([1.0, 0.0])
     told = [Episode("prompt 0", [{"role": "assistant", "content": "a"}], "answered", 1) for _ in range(2)]
     table = sample_table(3, batch([0]), ["a", "b"], drawn, said, said.total)
-    assert set(table) - {"answer", "rewards/f0"} == COLUMNS - {"rank", "opponent", "opponent_reward", "win", "win_rate"}
+    assert set(table) - {"answer", "rewards/f0"} == SAMPLE_COLUMNS - {
+        "rank",
+        "opponent",
+        "opponent_reward",
+        "win",
+        "win_rate",
+    }
     episodes = sample_table(3, batch([0]), ["a", "b"], dataclasses.replace(drawn, episodes=told), said, said.total)
     assert set(episodes) - set(table) <= EPISODE_COLUMNS and EPISODE_COLUMNS - set(episodes) <= {"returned_images"}
 

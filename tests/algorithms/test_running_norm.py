@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.algorithms.terms.running_norm import RunningNorm
-from lit_rl.errors import ConfigError
+from lit_rl.algorithms.terms.credit import RunningNorm
+from lit_rl.core.errors import ConfigError
 
 REWARDS = st.lists(
     st.lists(st.one_of(st.just(math.nan), st.floats(-1e3, 1e3, width=32)), min_size=1, max_size=6),

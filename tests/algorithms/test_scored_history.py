@@ -10,16 +10,16 @@ from copied_engines import CopiedPolicyGenerator
 from small_rollouts import EachBatch, trainer
 
 from lit_rl.algorithms import GRPO, Evaluation, OnlineDPO
+from lit_rl.algorithms.checks import episode_checks
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
-from lit_rl.algorithms.preflight import environments
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.rollout_function import RolloutFunction
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 LEAST = 5
 HISTORY = Sampling(max_new_tokens=9, min_new_tokens=LEAST, repetition_penalty=1.4, temperature=1.3)
@@ -70,4 +70,4 @@ def test_pairs_are_learned_under_it_too(tmp_path):
 def test_a_rollout_function_does_not_say_what_stood_before(setting):
     env, sampling = RolloutFunction(print), Sampling(max_new_tokens=4, **setting)
     with pytest.raises(ConfigError, match=rf"sampling.*{next(iter(setting))}.*env=rollout_func"):
-        environments.fits(env, NativeGenerator(), sampling, Evaluation())
+        episode_checks.check_episodes(env, NativeGenerator(), sampling, Evaluation())

@@ -12,16 +12,16 @@ from small_rollouts import trainer
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_rl.algorithms import DPO, GRPO
-from lit_rl.algorithms.evaluation import speed
-from lit_rl.algorithms.evaluation.speed import CARDS, PHASES, Speed, Work, is_speed, peak_of
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.commands import run_curves
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.rollouts import phase_costs
+from lit_rl.algorithms.rollouts.phase_costs import CARDS, PHASES, SpeedMeter, UpdateWork, is_speed, peak_of
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.flops import Span
-from lit_rl.rollout import Sampling
+from lit_rl.models.model_costs import Span
+from lit_rl.reports import metric_groups
 
 
 def by_characters(completions: list[str]) -> list[float]:
@@ -62,7 +62,7 @@ class Counted(L.Callback):
         self._counting(pl_module, "backward")
         add = pl_module.speed.add
 
-        def said(work: Work) -> None:
+        def said(work: UpdateWork) -> None:
             if trainer.global_step > 0:
                 self.said, self.learned = self.said + work.flops, self.learned + int(work.learned)
             add(work)
@@ -99,7 +99,7 @@ def test_a_step_executes_what_it_says(tmp_path, monkeypatch, made, shares, lora)
 CPU = torch.device("cpu")
 
 
-def line(speed_: Speed, **given: Any) -> dict[str, float]:
+def line(speed_: SpeedMeter, **given: Any) -> dict[str, float]:
     """With what a line of one process on one device has."""
     default = {"sampled": 0.0, "held": {}, "devices": 1, "peak": None, "seconds": {"generate": 1.0, "update": 2.0}}
     return speed_.line(given.pop("ranks", Ranks()), **{**default, **given})
@@ -107,13 +107,13 @@ def line(speed_: Speed, **given: Any) -> dict[str, float]:
 
 def test_a_line_by_hand(monkeypatch):
     clock = iter([100.0, 110.0, 115.0])
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: next(clock))
-    told = Speed()
+    monkeypatch.setattr(phase_costs.time, "perf_counter", lambda: next(clock))
+    told = SpeedMeter()
     told.begin()
-    told.add(Work(3e12, 40))
+    told.add(UpdateWork(3e12, 40))
     told.restart()  # a rollout that was given up
-    told.add(Work(6e12, 40))
-    told.add(Work(2e12, 10))
+    told.add(UpdateWork(6e12, 40))
+    told.add(UpdateWork(2e12, 10))
     seconds = {"generate": 4.0, "reward": 0.0, "score": 1.5, "update": 2.0}
     held = {"generate": 2**30, "update": 3 * 2**29}
     assert line(told, seconds=seconds, sampled=60, held=held, devices=2, peak=8e12) == {
@@ -133,10 +133,10 @@ def test_work_is_summed_and_memory_is_the_most_of_any_rank():
     class Two(Ranks):
         def objects(self, mine: Any) -> list[Any]:
             work, held = mine
-            return [mine, (Work(2 * work.flops, 3 * work.learned), {**held, "update": 5 * held["update"]})]
+            return [mine, (UpdateWork(2 * work.flops, 3 * work.learned), {**held, "update": 5 * held["update"]})]
 
-    told = Speed()
-    told.add(Work(1e12, 10))
+    told = SpeedMeter()
+    told.add(UpdateWork(1e12, 10))
     found = line(told, ranks=Two(), held={"generate": 2**30, "update": 2**30}, devices=2)
     assert (found["tflops_per_second"], found["tokens_per_second_per_device/update"]) == (3 / 2 / 2, 40 / 2 / 2)
     assert (found["memory/generate"], found["memory/update"]) == (1.0, 5.0)
@@ -193,13 +193,13 @@ def test_the_peaks_of_cards_are_those_of_other_projects(monkeypatch):
 
 
 def test_the_report_knows_the_phases():
-    assert run_curves.PHASES == PHASES
+    assert metric_groups.PHASES == PHASES
 
 
 def test_speed_is_told_from_what_is_the_same_in_every_run():
-    told = Speed()
+    told = SpeedMeter()
     told.begin()
-    told.add(Work(1e12, 10))
+    told.add(UpdateWork(1e12, 10))
     time.sleep(0.001)
     found = line(told, held={"update": 2**30}, peak=1e15, sampled=5)
     assert len(found) == 6 and all(map(is_speed, found))

@@ -9,14 +9,13 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
+from lit_rl.algorithms.checks.strategy_checks import check_optimizer_shards
 from lit_rl.algorithms.optim import split_adamw
 from lit_rl.algorithms.optim.master_weights import with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, AdamWSplit
-from lit_rl.algorithms.optim.split_adamw import BLOCK, SplitAdamW, _numbers, _positive, _table
-from lit_rl.algorithms.optim.split_master import join
+from lit_rl.algorithms.optim.split_adamw import BLOCK, SplitAdamW, _numbers, _positive, _table, join
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
-from lit_rl.algorithms.preflight.precision import optimizer_fits
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
 
 
 def parameters(dtype: torch.dtype, count: int = 3 * BLOCK + 5) -> list[nn.Parameter]:
@@ -164,6 +163,6 @@ def test_draws_are_even_and_those_of_another_step_weight_or_moment_are_others():
 def test_strategies_that_take_weights_apart_are_refused():
     for strategy in (FSDPStrategy(), FSDP2Strategy(), DeepSpeedStrategy.__new__(DeepSpeedStrategy)):
         with pytest.raises(ConfigError, match=f"adamw_split.*{type(strategy).__name__}.*optimizer=adamw"):
-            optimizer_fits(AdamWSplit(), strategy)
-        optimizer_fits(AdamW(), strategy)
-    optimizer_fits(AdamWSplit(), SingleDeviceStrategy())
+            check_optimizer_shards(AdamWSplit(), strategy)
+        check_optimizer_shards(AdamW(), strategy)
+    check_optimizer_shards(AdamWSplit(), SingleDeviceStrategy())

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.optim import split_master
-from lit_rl.algorithms.optim.split_master import join, split
+from lit_rl.algorithms.optim import split_adamw
+from lit_rl.algorithms.optim.split_adamw import join, split
 
 
 def halves_of(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,7 +23,7 @@ def of_bits(*bits: int) -> Tensor:
 
 @pytest.mark.parametrize("part", [2**18, 1000])
 def test_two_halves_are_the_master_to_the_bit_and_the_upper_one_is_the_nearest_bfloat16(part, monkeypatch):
-    monkeypatch.setattr(split_master, "_PART", part)
+    monkeypatch.setattr(split_adamw, "_SPLIT_PART", part)
     bits = torch.randint(-(2**31), 2**31 - 1, (200_000,), generator=torch.Generator().manual_seed(0))
     halves = of_bits(0x3F808000, 0x3F818000, 0x3F817FFF, 0xBF808000, 0, 0x80000000)  # between two, and zeros
     every = torch.cat([bits.to(torch.int32).view(torch.float32), halves])

@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_rollouts import batch, completions
 
-from lit_rl.algorithms.evaluation.statistics import Averages, mean_with_interval, pass_at_k, rollout_metrics
+from lit_rl.algorithms.evaluation.summary_statistics import Averages, mean_with_interval, pass_at_k, rollout_metrics
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
 from lit_rl.callbacks.preference_sets import PreferenceSets
-from lit_rl.commands.best_of_n import _best
-from lit_rl.ops.masking import masked_moments
-from lit_rl.ops.step import Highest, Lowest, Metrics, Summed
+from lit_rl.ops.reductions import Highest, Lowest, Metrics, Summed, masked_moments
 from lit_rl.rewards import JointRewards, RewardRecipes, Rewards
-from lit_rl.rewards.sums.weighted import Scores
+from lit_rl.rewards.weighted_rewards import Scores
+from lit_rl.runs.evaluate import _best_completion
 
 
 @given(n=st.integers(1, 7), data=st.data())
@@ -130,7 +129,7 @@ class _Row:
 
 
 def test_a_row_that_two_ranks_saw_counts_once():
-    from lit_rl.rollout import PromptBatch
+    from lit_rl.core.rollout import PromptBatch
 
     rows = EvaluationRows()
     for indices, totals in [([0, 1], [1.0, 0.0]), ([1, 2], [0.0, 0.0])]:
@@ -168,7 +167,7 @@ def test_none_is_no_member_and_zero_is_one_of_the_best_and_of_pairs():
         "ended": [True] * 12,
         "step": [3] * 12,
     }
-    best = [_best({name: column[i : i + 4] for name, column in table.items()}) for i in (0, 4, 8)]
+    best = [_best_completion({name: column[i : i + 4] for name, column in table.items()}) for i in (0, 4, 8)]
     assert [each and (each.row["completion"], each.row["reward"], each.mean) for each in best] == [
         ("c1", 0.0, -0.5),
         None,

@@ -8,7 +8,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy, offload_policy
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
 
 
 def fsdp(device: str, **settings) -> FSDP2Strategy:

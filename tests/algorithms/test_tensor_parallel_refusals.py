@@ -12,21 +12,20 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lit_rl.algorithms import DPO, GRPO, SFT, Reinforce
+from lit_rl.algorithms.checks.strategy_checks import check_tensor_parallel_method, check_tensor_parallel_optimizer
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.optimizers import AdamW, ByPath
-from lit_rl.algorithms.optim.strategies import FSDP2Strategy, FSDPTPStrategy, check_mesh, pickled, step_one_by_one
-from lit_rl.algorithms.preflight.tensor_parallel import method_fits_tensor_parallel, optimizer_fits_tensor_parallel
-from lit_rl.algorithms.terms.groups import DynamicSampling
-from lit_rl.algorithms.terms.replay import GroupReplay
+from lit_rl.algorithms.optim.strategies import FSDP2Strategy, FSDPTPStrategy, check_mesh, step_one_by_one, try_pickle
+from lit_rl.algorithms.terms.groups import DynamicSampling, GroupReplay
 from lit_rl.cli.build import check_trainer
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
 from lit_rl.generation.vllm.server import VLLMServerGenerator
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.lora import Lora
-from lit_rl.models.policy.tensor_parallel import check_plan, norm_over_meshes
-from lit_rl.models.reference.moving import EMA
-from lit_rl.rewards.scorers.reward_model import RewardModel
+from lit_rl.models.adapters import Lora
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.references import EMA
+from lit_rl.models.sharding import check_sharding_plan, norm_over_meshes
+from lit_rl.rewards.model_rewards import RewardModel
 
 
 def set_up(module: PolicyModule, stage: str = "fit", trainer: L.Trainer | None = None, **changed: Any) -> None:
@@ -85,23 +84,23 @@ def test_a_prediction_is_refused() -> None:
 
 
 def test_an_environment_is_refused() -> None:
-    nothing = dict.fromkeys(inspect.signature(method_fits_tensor_parallel).parameters)
-    method_fits_tensor_parallel(**nothing)
+    nothing = dict.fromkeys(inspect.signature(check_tensor_parallel_method).parameters)
+    check_tensor_parallel_method(**nothing)
     with pytest.raises(ConfigError, match="env=object.*strategy=fsdp"):
-        method_fits_tensor_parallel(**nothing | {"env": object()})
+        check_tensor_parallel_method(**nothing | {"env": object()})
 
 
 def test_an_optimizer_that_was_made_is_refused_where_it_looks_at_shapes() -> None:
-    optimizer_fits_tensor_parallel(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
+    check_tensor_parallel_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
     with pytest.raises(ConfigError, match="optimizer=.*Adafactor.*strategy=fsdp"):
-        optimizer_fits_tensor_parallel(torch.optim.Adafactor([torch.nn.Parameter(torch.ones(2, 2))]))
+        check_tensor_parallel_optimizer(torch.optim.Adafactor([torch.nn.Parameter(torch.ones(2, 2))]))
 
 
 def test_a_plan_that_cuts_in_another_way_is_refused() -> None:
     config = AutoConfig.for_model("llama")
     config.base_model_tp_plan = {**config.base_model_tp_plan, "layers.*.mlp.up_proj": "packed_colwise"}
     with pytest.raises(ConfigError, match="cuts modules as packed_colwise"):
-        check_plan(config, 2)
+        check_sharding_plan(config, 2)
 
 
 @pytest.mark.parametrize("size", [2, "auto"])
@@ -134,7 +133,7 @@ def test_what_was_compared_passes() -> None:
 )
 def test_a_model_that_does_not_divide_is_refused(kind: str, sizes: dict[str, int], tp_size: int, said: str) -> None:
     with pytest.raises(ConfigError, match=f"trainer.strategy.tp_size={tp_size}.*{said}"):
-        check_plan(AutoConfig.for_model(kind, **sizes), tp_size)
+        check_sharding_plan(AutoConfig.for_model(kind, **sizes), tp_size)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_the_norm_of_no_gradient_is_zero() -> None:
 
 
 def test_what_a_user_gave_may_not_be_sent() -> None:
-    assert pickled(lambda: 0) is None and pickled(1) is not None
+    assert try_pickle(lambda: 0) is None and try_pickle(1) is not None
 
 
 def test_a_group_of_one_is_refused() -> None:

@@ -14,18 +14,17 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.tuner import Tuner
 
 from lit_rl.algorithms import GRPO, SFT, Constant, Cosine, Linear
-from lit_rl.algorithms.optim.schedule_by_path import ScheduleByPath
-from lit_rl.algorithms.optim.schedules import After, fits_run
-from lit_rl.algorithms.preflight import environments
-from lit_rl.algorithms.preflight.data import one_process_a_device, run_fits
+from lit_rl.algorithms.checks import episode_checks
+from lit_rl.algorithms.checks.data_and_trainer import check_process_count, check_run_length
+from lit_rl.algorithms.optim.schedules import After, ScheduleByPath, check_schedule
 from lit_rl.callbacks import JsonlLogger, Progress, TimedCheckpoint
-from lit_rl.commands.place import devices_of_launcher, number_of
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import SupervisedDataModule
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.environments import CustomEnvironment
-from lit_rl.errors import ConfigError, StorageError
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
+from lit_rl.runs.rendezvous import device_count, devices_of_launcher
 
 
 class Validations(L.Callback):
@@ -123,9 +122,9 @@ def test_a_monitor_of_a_validation_needs_as_many_steps(interval, every, first):
         **{"val_check_interval": interval, "check_val_every_n_epoch": every, "accumulate_grad_batches": 1},
         callbacks=[EarlyStopping("val/loss")],
     )
-    run_fits(trainer, 10, first, [3])
+    check_run_length(trainer, 10, first, [3])
     with pytest.raises(ConfigError, match=f"the first validation, which comes after {first}"):
-        run_fits(trainer, 10, first - 1, [3])
+        check_run_length(trainer, 10, first - 1, [3])
 
 
 def test_a_metric_of_the_training_that_is_not_in_its_first_line_is_refused_at_the_first_step():
@@ -231,15 +230,15 @@ def test_numbers_of_an_earlier_step_are_called_so():
 )
 def test_a_warm_up_that_the_run_does_not_end_is_said(schedule, caplog):
     with caplog.at_level("INFO"):
-        fits_run(schedule, 100)
+        check_schedule(schedule, 100)
         assert not caplog.messages
-        fits_run(schedule, 20)
+        check_schedule(schedule, 20)
     assert re.search("warmup_steps=100, and the run has 20 optimizer steps: .* 20% of optimizer.lr", caplog.text)
 
 
 def test_a_schedule_towards_an_unknown_end_is_refused():
     with pytest.raises(ConfigError, match="the number of steps is unknown"):
-        fits_run(Linear(), float("inf"))
+        check_schedule(Linear(), float("inf"))
 
 
 @pytest.mark.parametrize("path", ["StepLR", "LinearLR", "CosineAnnealingLR", "ExponentialLR"])
@@ -270,12 +269,12 @@ def test_torchrun_gives_the_devices_that_nobody_typed(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert devices_of_launcher("auto") == 2 and devices_of_launcher(1) == 1
-    one_process_a_device(2, 2)
+    check_process_count(2, 2)
     with pytest.raises(
         ConfigError, match="torchrun started 4 processes.*trainer.devices is 1.*devices=2 .*num_nodes=2"
     ):
-        one_process_a_device(1, 1)
-    assert [number_of(each) for each in (2, "2", "0,1", [0, 1], "auto", -1)] == [2, 2, 2, 2, None, None]
+        check_process_count(1, 1)
+    assert [device_count(each) for each in (2, "2", "0,1", [0, 1], "auto", -1)] == [2, 2, 2, 2, None, None]
     with pytest.raises(ConfigError, match="torchrun started 4 processes"):
         fitted(SFT, devices=1)
 
@@ -329,7 +328,7 @@ def test_sizes_of_env_that_nobody_gave_fit_the_context(given, holds, sizes):
         **{"env.max_observation_tokens": env.max_observation_tokens, "env.max_tokens": env.max_tokens},
     }
     model = SimpleNamespace(context_length=holds, name="m")
-    fitted_env = environments.shortened(env, model, SimpleNamespace(lengths=parts), longest=6, new_tokens=16)
+    fitted_env = episode_checks.shorten_episodes(env, model, SimpleNamespace(lengths=parts), longest=6, new_tokens=16)
     assert (fitted_env.max_tokens, fitted_env.max_observation_tokens) == sizes
     assert (env.max_tokens, env.max_observation_tokens) == (
         given.get("max_tokens", 2048),

@@ -13,14 +13,14 @@ from small_rollouts import Ranks as Threads
 from torch import Tensor
 
 from lit_rl.algorithms import BCO, CPO, DPO, KTO
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.terms.whole_step import WholeStep, share_of
-from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.terms.whole_step import WholeStep, micro_batch_share
+from lit_rl.core.examples import ExampleBatch, TokenBatch, Totals
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
-from lit_rl.examples import ExampleBatch, TokenBatch, Totals
 from lit_rl.models import LanguageModel
-from lit_rl.ops.preference.ranked import aot, aot_unpaired
-from lit_rl.rollout import Sampling
+from lit_rl.ops.preference_losses import aot, aot_unpaired
 
 VALUES = torch.tensor([3.0, -1.0, 2.0, 0.5, -2.0, 4.0, 1.0, -0.5])
 
@@ -57,7 +57,7 @@ def shares(run: Ranks, slots: int) -> tuple[Tensor, Tensor]:
     whole = WholeStep.of(look, parts[0], run)
     assert policy.training
     torch.testing.assert_close(whole.columns["x"], VALUES)
-    total = torch.stack([share_of(coupled, batch, whole, x=x[batch.rows]).sum() for batch in parts]).sum()
+    total = torch.stack([micro_batch_share(coupled, batch, whole, x=x[batch.rows]).sum() for batch in parts]).sum()
     total.backward()
     assert x.grad is not None
     return total.detach(), x.grad
@@ -90,7 +90,7 @@ def test_each_row_gets_the_gradient_of_all_rows() -> None:
 
 def test_a_step_of_one_micro_batch_needs_no_look() -> None:
     x = VALUES.clone().requires_grad_()
-    rows = share_of(coupled, micro(list(range(8)), 0, 1), None, x=x)
+    rows = micro_batch_share(coupled, micro(list(range(8)), 0, 1), None, x=x)
     torch.testing.assert_close(rows, coupled(VALUES))
 
 

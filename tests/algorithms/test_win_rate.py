@@ -13,7 +13,6 @@ import pytest
 import torch
 from small_rollouts import batch, completions, scores, trainer
 
-from lit_rl import interruption
 from lit_rl.algorithms import (
     BCO,
     CPO,
@@ -32,15 +31,16 @@ from lit_rl.algorithms import (
     OnlineDPO,
 )
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
-from lit_rl.algorithms.rollouts.source import RolloutSource
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.algorithms.rollouts.rollout_source import RolloutSource
+from lit_rl.core import interrupts
+from lit_rl.core.errors import ConfigError, RewardError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition, AdditionPairs, AdditionText
-from lit_rl.errors import ConfigError, RewardError
 from lit_rl.models import LanguageModel
 from lit_rl.rewards import exact_match
-from lit_rl.rewards.judges.base import RewardJudge
-from lit_rl.rollout import Sampling
+from lit_rl.rewards.judges import RewardJudge
 
 NAMES = ("win_rate", "win_rate_low", "win_rate_high", "win_rate_ties", "win_rate_unjudged")
 
@@ -239,7 +239,7 @@ def test_the_judge_is_asked_and_seats_change(tmp_path: Path):
 def test_a_comparison_is_given_up_where_the_run_is_asked_to_stop(tmp_path: Path):
     class Asks(Longer):
         def __call__(self, *asked: Any, **columns: Any) -> list[float | None]:
-            interruption.ask()
+            interrupts.request_stop()
             raise AssertionError("it goes on")
 
     def ends() -> NoReturn:
@@ -247,12 +247,12 @@ def test_a_comparison_is_given_up_where_the_run_is_asked_to_stop(tmp_path: Path)
 
     module = grpo()
     module.judge = Asks()
-    interruption.listen(ends, several=False)
+    interrupts.enable_interrupts(ends, several=False)
     try:
         with pytest.raises(InterruptedError):
             measured(module, tmp_path)
     finally:
-        interruption.forget()
+        interrupts.disable_interrupts()
 
 
 def test_verdicts_that_fail_are_counted(tmp_path: Path):

@@ -10,14 +10,28 @@ import torch
 from online_modules import completions
 
 from lit_rl.algorithms import GRPO, PPO
-from lit_rl.algorithms.preflight.zero_advantages import teach_nothing
-from lit_rl.algorithms.terms.controllers import FixedEntropy
-from lit_rl.ops.losses.clipped import clipped_policy_loss, cpgd_loss, gmpo_loss, up_grpo_loss
-from lit_rl.ops.losses.covariance import clip_cov_loss, kl_cov_loss
-from lit_rl.ops.losses.divergence import dppo_kl_loss, dppo_tv_loss, prime_rl_ipo_loss, prime_rl_loss
-from lit_rl.ops.losses.soft import sapo_loss, vespo_loss
-from lit_rl.ops.losses.weighted import cispo_loss, cispo_two_sided_loss, importance_weighted_loss, reinforce_loss
-from lit_rl.ops.ratios import sequence_sum_ratio
+from lit_rl.algorithms.checks.policy_gradient_checks import can_skip_zero_advantages
+from lit_rl.algorithms.terms.regularizers import FixedEntropy
+from lit_rl.core.rollout import Rollout
+from lit_rl.ops.policy_losses import (
+    cispo_loss,
+    cispo_two_sided_loss,
+    clip_cov_loss,
+    clipped_policy_loss,
+    cpgd_loss,
+    dppo_kl_loss,
+    dppo_tv_loss,
+    gmpo_loss,
+    importance_weighted_loss,
+    kl_cov_loss,
+    prime_rl_ipo_loss,
+    prime_rl_loss,
+    reinforce_loss,
+    sapo_loss,
+    sequence_sum_ratio,
+    up_grpo_loss,
+    vespo_loss,
+)
 from lit_rl.ops.reductions import (
     constant_mean,
     local_token_mean,
@@ -29,7 +43,6 @@ from lit_rl.ops.reductions import (
     unmasked_sequence_mean,
 )
 from lit_rl.ops.selection import top_entropy_per_sequence
-from lit_rl.rollout import Rollout
 
 PROPORTIONAL = [
     clipped_policy_loss,
@@ -61,21 +74,21 @@ DIVIDES_BY_THE_STEP = [
 
 @pytest.mark.parametrize("loss", PROPORTIONAL)
 def test_losses_that_are_proportional_to_the_advantage_learn_nothing_without_one(loss: Any) -> None:
-    assert teach_nothing(loss, token_mean)
+    assert can_skip_zero_advantages(loss, token_mean)
 
 
 @pytest.mark.parametrize("reduction", DIVIDES_BY_THE_STEP)
 def test_a_denominator_of_the_step_does_not_see_which_rows_are_computed(reduction: Any) -> None:
-    assert teach_nothing(clipped_policy_loss, reduction)
+    assert can_skip_zero_advantages(clipped_policy_loss, reduction)
 
 
 @pytest.mark.parametrize("loss", PENALISES_EVERY_TOKEN + COUPLES_ROWS)
 def test_other_losses_learn_from_every_row(loss: Any) -> None:
-    assert not teach_nothing(loss, token_mean)
+    assert not can_skip_zero_advantages(loss, token_mean)
 
 
 def test_a_denominator_of_the_micro_batch_counts_every_row() -> None:
-    assert not teach_nothing(clipped_policy_loss, local_token_mean)
+    assert not can_skip_zero_advantages(clipped_policy_loss, local_token_mean)
 
 
 def test_of_functions_that_are_not_ours_nothing_is_known() -> None:
@@ -85,7 +98,7 @@ def test_of_functions_that_are_not_ours_nothing_is_known() -> None:
     def mean(per_token, mask, totals):
         return per_token.sum() / totals.tokens
 
-    assert not teach_nothing(loss, token_mean) and not teach_nothing(reinforce_loss, mean)
+    assert not can_skip_zero_advantages(loss, token_mean) and not can_skip_zero_advantages(reinforce_loss, mean)
 
 
 def rollout_with(advantages: torch.Tensor, loss_mask: torch.Tensor | None = None) -> Rollout:

@@ -27,8 +27,8 @@ from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from lit_rl.models.policy.flops import ModelFlops
-from lit_rl.models.policy.trial import Trial
+from lit_rl.models.model_costs import ModelFlops
+from lit_rl.models.trial import EquivalenceTrial
 
 SCRIPTS = Path(prove.__file__).parents[1]
 FIRST = "from gpu.result import Result; from pathlib import Path; Result(Path({file!r})).check('first', 1, most=2); "
@@ -165,11 +165,11 @@ def test_first_steps_are_compared_only_where_both_scored_what_teaches(tmp_path: 
 def test_a_trial_that_is_not_passed_leaves_its_words(tmp_path: Path) -> None:
     trained = training.Trained(training.Clock(), Workload("any"), 0)
     own, model = torch.tensor([0.0, 1.0]), torch.nn.Linear(1, 1)
-    before = Trial.passes
+    before = EquivalenceTrial.passes
     with training.watched(trained):
-        assert Trial("a.way", "The model's own is taken", 0.1).passes(model, lambda: (own, own))
-        assert not Trial("b.way", "The model's own is taken", 0.1).passes(model, lambda: (own + 1, own))
-    assert Trial.passes is before
+        assert EquivalenceTrial("a.way", "The model's own is taken", 0.1).passes(model, lambda: (own, own))
+        assert not EquivalenceTrial("b.way", "The model's own is taken", 0.1).passes(model, lambda: (own + 1, own))
+    assert EquivalenceTrial.passes is before
     assert trained.trials["a.way"] == ""
     assert "b.way=true does not fit Linear on cpu: its numbers differ" in trained.trials["b.way"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_rl.durable import PARTIAL
+from lit_rl.core.durable_files import PARTIAL
 
 QUICK = [
     "trainer.accelerator=cpu",

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lit_rl.errors import GenerationError
+from lit_rl.core.episode import EnvironmentTurn, PolicyTurn, Responder
+from lit_rl.core.errors import GenerationError
+from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.rollout import Completions, Prompts, Sampling
-from lit_rl.turns import Heard, Responder, Said
 
 
 def double(a: int) -> int:
@@ -110,13 +110,13 @@ class Lost(Responder):
     def max_tokens(self) -> int:
         return self._responder.max_tokens
 
-    def tell(self, said: Said) -> None:
+    def tell(self, said: PolicyTurn) -> None:
         if not self._left:
             raise GenerationError("the engine died: its last words")
         self._left -= 1
         self._responder.tell(said)
 
-    def answers(self, *, wait: bool) -> list[Heard]:
+    def answers(self, *, wait: bool) -> list[EnvironmentTurn]:
         return self._responder.answers(wait=wait)
 
 

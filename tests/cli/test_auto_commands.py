@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from cli_helpers import Command
 
-import lit_rl.cli.precision as auto
-from lit_rl.cli import doctoring, serving
+import lit_rl.cli.trainer_settings as auto
+from lit_rl.cli import model_commands
 
 LOCAL = ["model=local", "model.name=tiny"]
 """The shipped policy without what its YAML recommends: its precision is then the default's."""
@@ -19,8 +19,8 @@ LOCAL = ["model=local", "model.name=tiny"]
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What doctor and serve were asked to do; they do not do it."""
     asked: list[Any] = []
-    monkeypatch.setattr(doctoring, "doctor", lambda job: asked.append(job) or 0)
-    monkeypatch.setattr(serving, "serve", lambda job: asked.append(job) or 0)
+    monkeypatch.setattr(model_commands, "doctor", lambda job: asked.append(job) or 0)
+    monkeypatch.setattr(model_commands, "serve", lambda job: asked.append(job) or 0)
     return asked
 
 

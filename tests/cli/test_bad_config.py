@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from secret_examples import HARMLESS, OF_A_FORM, OF_A_NAME
 from tiers import quick
 
-from lit_rl.cli import build, hydra_node, lightning_words, typed_secrets
-from lit_rl.commands.run_dir import RunDir
-from lit_rl.commands.secret_forms import NAMES, TEXTS, WORDS
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.cli import build, hydra_start, lightning_words, typed_secrets
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.reports.secrets import CONTEXT_FORMS, SECRET_NAMES, TOKEN_FORMS
+from lit_rl.runs.run_dir import RunDir
 
 TWO_ON_CPU = ["trainer.devices=2", "trainer.accelerator=cpu"]
 ROWS: list[tuple[str, list[str], int, list[str]]] = [
@@ -494,31 +494,35 @@ def test_a_secret_in_a_file_is_refused(experiment):
     ],
 )
 def test_what_is_no_secret_is_let_through(text):
-    typed_secrets.check(OmegaConf.create({"run_dir": text, "eos_token": text, "max_tokens": "7", "password": None}))
+    typed_secrets.check_secrets(
+        OmegaConf.create({"run_dir": text, "eos_token": text, "max_tokens": "7", "password": None})
+    )
 
 
 def test_names_of_columns_and_what_is_still_to_be_given_are_no_secrets():
     renamed = {"rename": {"password": "prompt", "token": "answer"}}
-    typed_secrets.check(OmegaConf.create({"data": {**renamed, "sources": [renamed]}, "judge": {"api_key": "???"}}))
+    typed_secrets.check_secrets(
+        OmegaConf.create({"data": {**renamed, "sources": [renamed]}, "judge": {"api_key": "???"}})
+    )
 
 
-@pytest.mark.parametrize("what", [*WORDS, *TEXTS])
+@pytest.mark.parametrize("what", [*TOKEN_FORMS, *CONTEXT_FORMS])
 def test_a_secret_of_a_known_form_is_refused(what: str):
     for secret in OF_A_FORM[what]:
         with pytest.raises(ConfigError, match="reward.note holds") as told:
-            typed_secrets.check(OmegaConf.create({"reward": {"note": ["a", secret]}}))
+            typed_secrets.check_secrets(OmegaConf.create({"reward": {"note": ["a", secret]}}))
         assert what in str(told.value) and secret not in str(told.value)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *OF_A_NAME])
+@pytest.mark.parametrize("name", [*SECRET_NAMES, *OF_A_NAME])
 def test_a_secret_by_the_name_of_its_key_is_refused(name: str):
     with pytest.raises(ConfigError, match=f"reward.headers.{name} holds"):
-        typed_secrets.check(OmegaConf.create({"reward": {"headers": {name: "geheim1"}}}))
+        typed_secrets.check_secrets(OmegaConf.create({"reward": {"headers": {name: "geheim1"}}}))
 
 
 @pytest.mark.parametrize("word", HARMLESS)
 def test_words_that_look_like_secrets_are_taken(word: str):
-    typed_secrets.check(OmegaConf.from_dotlist([word.replace("'", "")]))
+    typed_secrets.check_secrets(OmegaConf.from_dotlist([word.replace("'", "")]))
 
 
 TARGETS = {
@@ -537,14 +541,14 @@ TARGETS = {
         "os.system",
     ),
     # a module of ours or of an allowed package imports os: the path begins as allowed and ends elsewhere
-    "through-ours": ("{_target_: lit_rl.commands.run_dir.os.system, command: touch canary}", "os.system"),
+    "through-ours": ("{_target_: lit_rl.runs.run_dir.os.system, command: touch canary}", "os.system"),
     "through-lightning": (
         "{_target_: lightning.pytorch.trainer.trainer.os.system, command: touch canary}",
         "os.system",
     ),
     "through-torch": ("{_target_: torch.optim.optimizer.functools.partial, _args_: [os.system]}", "functools"),
     "method-through-ours": (
-        "{_target_: hydra.utils.get_method, path: lit_rl.commands.run_dir.os.system}",
+        "{_target_: hydra.utils.get_method, path: lit_rl.runs.run_dir.os.system}",
         "os.system",
     ),
     "nothing-there": ("{_target_: lit_rl.callbacks.Sample}", "lit_rl.callbacks.Sample"),
@@ -626,7 +630,7 @@ def test_what_hydra_would_build_of_its_own_node_is_refused(node, word):
     config = OmegaConf.merge({"hydra": {**nodes, "job": {"env_set": {}}}}, OmegaConf.create(node))
     assert isinstance(config, DictConfig)
     with pytest.raises(ConfigError, match=word):
-        hydra_node.check(config, ["seed=1"])
+        hydra_start.check_hydra_node(config, ["seed=1"])
 
 
 @pytest.mark.all

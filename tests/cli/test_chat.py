@@ -14,13 +14,13 @@ import pytest
 import yaml
 from cli_helpers import Command, Outcome, contents, refused
 
-from lit_rl.commands import chat as chatting
-from lit_rl.data.templates import encode_prompt
+from lit_rl.core.rollout import Prompt, Prompts, Sampling
+from lit_rl.data.rendering import encode_prompt
 from lit_rl.generation.collect import response_ids
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
 from lit_rl.models import LanguageModel
-from lit_rl.rollout import Prompt, Prompts, Sampling
+from lit_rl.runs import chat as chatting
 
 Chat = Callable[..., Outcome]
 TEMPLATE = ["chat.plain=false"]
@@ -184,7 +184,7 @@ def test_a_run_is_talked_to_by_its_export_or_a_checkpoint(chat, step, cwd):
 def test_the_runs_own_rendering_is_kept(chat, step, cwd, monkeypatch):
     """What the policy was trained to read opens the conversation; a reward model writes nothing."""
     jobs: list[Any] = []
-    monkeypatch.setattr("lit_rl.cli.chats.chat", lambda job: jobs.append(job) or 0)
+    monkeypatch.setattr("lit_rl.cli.model_commands.chat", lambda job: jobs.append(job) or 0)
     run = ["run_dir=run", "data.system_prompt=Add.", "data.chat_template_kwargs={mood: kind}"]
     assert step(*run, "sampling.max_new_tokens=3").code == 0
     for more in ([], ["chat.system_prompt=Be brief."], ["chat.plain=true"]):

@@ -17,13 +17,13 @@ from tiers import quick
 
 import lit_rl
 from lit_rl.algorithms import GRPO, RLOO
-from lit_rl.cli import key_names
+from lit_rl.cli import listing
 from lit_rl.cli.build import build
-from lit_rl.cli.precision import for_trainer
-from lit_rl.constraints import Structured
-from lit_rl.errors import BackendError
+from lit_rl.cli.trainer_settings import trainer_precision
+from lit_rl.core.errors import BackendError
+from lit_rl.core.rollout import Structured
 from lit_rl.models import LanguageModel
-from lit_rl.ops import advantages, losses, ratios, reductions
+from lit_rl.ops import advantages, policy_losses, reductions
 
 CONF = Path(lit_rl.__file__).parents[1] / "conf"
 FILES = sorted(
@@ -42,7 +42,7 @@ VALUES = {  # what has no default
     "data/verifiers": ["data.task.id=my_tasks"],
     "env/tools": [f"env.functions=['{Path(__file__).with_name('small_tools.py')}:double']"],
     "env/mcp": ["env.command=[python,server.py]"],
-    "env/environment": ["env.path=lit_rl.environments.guess:GuessNumber"],
+    "env/environment": ["env.path=lit_rl.environments.games:GuessNumber"],
     "env/rollout_func": [f"env.path='{Path(__file__).with_name('small_tools.py')}:rollout'"],
     "env/gymnasium": ["env.id=FrozenLake-v1"],
     "data/random_play": ["algo=sft", "data.task.id=FrozenLake-v1", "data.task.prompt='?'"],
@@ -111,7 +111,7 @@ def composed() -> Callable[..., Tree]:
 def parts(tree: Tree) -> list[Any]:
     """Everything that the front door builds of a config, the Trainer last."""
     nodes = [tree["algo"], tree["data"], *tree["callbacks"].values(), *tree["logger"].values()]
-    trainer = tree["trainer"] | {"precision": for_trainer(tree["trainer"], None)}
+    trainer = tree["trainer"] | {"precision": trainer_precision(tree["trainer"], None)}
     return [build(node) for node in (*nodes, trainer)]
 
 
@@ -139,7 +139,7 @@ def test_every_file_composes_and_builds(composed, file, tmp_path, monkeypatch):
     group, _, choice = file.rpartition("/")
     tree = composed(*VALUES.get(file, []), f"{group}={choice}")
     if group in tree and group != "logger":  # of which several may stand side by side
-        assert set(tree[group] or {}) <= key_names.of_choice(group, choice) <= key_names.of_group(group)
+        assert set(tree[group] or {}) <= listing.keys_of_choice(group, choice) <= listing.keys_of_group(group)
     package = PACKAGES.get(file)
     if package and importlib.util.find_spec(package) is None:
         with pytest.raises(BackendError, match=package):
@@ -194,7 +194,7 @@ class TestPresets:
         module = build(composed("algo=grpo")["algo"])
         assert type(module) is GRPO
         assert module.advantage.func is advantages.group_normalized
-        assert module.policy_loss.func is losses.clipped_policy_loss
+        assert module.policy_loss.func is policy_losses.clipped_policy_loss
         assert module.reduction.func is reductions.token_mean
         assert (module.group_size, module.beta, module.minibatches, module.iterations) == (8, 0.0, 1, 1)
         assert not module.mask_truncated and not module.needs_reference
@@ -217,8 +217,8 @@ class TestPresets:
         module = build(composed("algo=rloo")["algo"])
         assert type(module) is RLOO
         assert module.advantage.func is advantages.leave_one_out
-        assert module.policy_loss.func is losses.clipped_policy_loss
-        assert module.policy_loss.keywords["ratio"].func is ratios.sequence_sum_ratio
+        assert module.policy_loss.func is policy_losses.clipped_policy_loss
+        assert module.policy_loss.keywords["ratio"].func is policy_losses.sequence_sum_ratio
 
     def test_the_command_line_beats_a_preset(self, composed):
         tree = composed("algo=dapo", "algo.loss.clip_high=0.25", "algo.mask_truncated=false")

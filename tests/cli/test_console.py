@@ -8,7 +8,7 @@ import re
 from cli_helpers import QUICK, Command, contents, refused, write_jsonl
 from tqdm import tqdm
 
-from lit_rl.callbacks.progress import _fitting, _say_beside
+from lit_rl.callbacks.progress import _show_values, _values_that_fit
 
 RUN = [word for word in QUICK if not word.startswith("trainer.max_steps")]
 
@@ -31,11 +31,11 @@ def test_samples_at_the_start_the_middle_and_the_end_and_the_last_step_last(comm
 
 def test_a_narrow_terminal_keeps_reward_and_loss():
     values = {name: f"{name}=1.000" for name in ("reward", "std", "zero_std", "kl", "loss")}
-    assert _fitting(values, 200) == ", ".join(values.values())
-    assert _fitting(values, 40) == "reward=1.000, std=1.000, loss=1.000"
+    assert _values_that_fit(values, 200) == ", ".join(values.values())
+    assert _values_that_fit(values, 40) == "reward=1.000, std=1.000, loss=1.000"
     for columns in (40, 50, 60, 80):
         bar = tqdm(total=700, initial=4, ncols=columns, file=io.StringIO())
-        _say_beside(bar, values)
+        _show_values(bar, values)
         line = str(bar)
         assert "reward=1.000" in line and "loss=1.000" in line and "4/700" in line and len(line) <= columns
 

@@ -19,7 +19,7 @@ from small_models import SPECIAL, save_model, save_tokenizer
 from tiers import quick
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from lit_rl import chat_template
+from lit_rl.core import chat_template
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(8)]
 CHAT = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}], "answer": str(2 * n)} for n in range(8)]

@@ -10,11 +10,11 @@ import pandas
 import pytest
 from cli_helpers import Command, contents, refused, write_jsonl
 
-import lit_rl.data.jsonl
-from lit_rl.commands.first_row import first_row
+import lit_rl.data.readers
+from lit_rl.core.errors import DataError
+from lit_rl.data.first_row import first_row
 from lit_rl.data.kinds import kind_of
 from lit_rl.data.sources import load_rows
-from lit_rl.errors import DataError
 
 
 @pytest.fixture
@@ -116,8 +116,8 @@ def test_a_wrong_key_of_the_group_is_named(check, tmp_path):
 def test_a_file_is_parsed_once(check, tmp_path, monkeypatch, name, typed):
     rows, group, _ = FILES[name]
     path, parsed = write_jsonl(tmp_path / "mine.jsonl", rows), []
-    once = lit_rl.data.jsonl.parse_object
-    monkeypatch.setattr("lit_rl.data.jsonl.parse_object", lambda line: parsed.append(line) or once(line))
+    once = lit_rl.data.readers.parse_object
+    monkeypatch.setattr("lit_rl.data.readers.parse_object", lambda line: parsed.append(line) or once(line))
     outcome = check(f"data.path={path}", *([group] if typed else []))
     assert outcome.code == 0, outcome.err
     assert len(rows) <= len(parsed) <= len(rows) + 2  # and the first line, to tell what it is for
@@ -138,7 +138,7 @@ def test_the_first_row_is_that_of_the_whole_file_and_the_rest_is_left(tmp_path, 
     )
     rows = load_rows(path)
     if suffix != ".json":
-        monkeypatch.setattr("lit_rl.commands.first_row.load_rows", lambda *_, **__: pytest.fail("read whole"))
+        monkeypatch.setattr("lit_rl.data.first_row.load_rows", lambda *_, **__: pytest.fail("read whole"))
     row, where = first_row(str(path), rename={"completion": "text"}, map_row=lambda row: {**row, "prompt": "A"})
     assert row == {"prompt": "A", "text": rows[0]["completion"]} and where == rows.where(0)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from cli_helpers import Command
 
-from lit_rl.data.digits import Digits
-from lit_rl.data.offline.datamodule import SupervisedDataModule
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.tasks import Digits
 from lit_rl.models import LanguageModel
 
 pytestmark = pytest.mark.all

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lit_rl.commands.doctor_advice import Compared, Findings, Planned, Sides, Update, advice
 from lit_rl.models import LanguageModel
+from lit_rl.runs.doctor import ComputeTypes, Findings, LogprobGap, PlannedRollout, SyncReport, advice
 
-NEAR = Compared(32, 640, mean=0.02, max=0.2, k3=1e-3, beyond=0.5, share=0.98, within=1.0)
+NEAR = LogprobGap(32, 640, mean=0.02, max=0.2, k3=1e-3, beyond=0.5, share=0.98, within=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +19,10 @@ def policy():
     return LanguageModel("tiny").load()
 
 
-def advised(policy, trainer: str, engine: str, compared: Compared = NEAR, *, exact: bool = False) -> str:
-    update = Update(1.0, 1.0, None, None)
+def advised(policy, trainer: str, engine: str, compared: LogprobGap = NEAR, *, exact: bool = False) -> str:
+    update = SyncReport(1.0, 1.0, None, None)
     found = Findings(
-        sides=Sides(trainer, engine, "cpu"),
+        sides=ComputeTypes(trainer, engine, "cpu"),
         exact=exact,
         engine=not exact,
         unscored=(),
@@ -31,7 +31,7 @@ def advised(policy, trainer: str, engine: str, compared: Compared = NEAR, *, exa
         after=compared,
         updates=(update, update),
         tokens_per_second=1.0,
-        planned=Planned(prompts=1000, group_size=16, prompt_tokens=100, new_tokens=156),
+        planned=PlannedRollout(prompts=1000, group_size=16, prompt_tokens=100, new_tokens=156),
         policy=policy,
         device=torch.device("cpu"),
     )

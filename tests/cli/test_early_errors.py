@@ -25,22 +25,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
-from lit_rl.cli import (
-    accelerators,
-    allowed,
-    data_kinds,
-    early,
-    hydra_app,
-    hydra_start,
-    key_names,
-    messages,
-    schemas,
-    stored_schemas,
-    trainers,
-)
-from lit_rl.errors import BackendError, ConfigError, DataError, LitRLError
-from lit_rl.named import check_can_be_read, check_function
-from lit_rl.rewards.functions.by_path import load_function
+from lit_rl.cli import data_kinds, fast_checks, hydra_app, hydra_start, listing, messages, schemas, trainer_settings
+from lit_rl.cli import messages as accelerators
+from lit_rl.cli import schemas as stored_schemas
+from lit_rl.core.errors import BackendError, ConfigError, DataError, LitRLError
+from lit_rl.core.model_paths import check_function, check_model_is_readable
+from lit_rl.rewards.contract import load_function
 
 REFUSED = {
     "optimizer.lr=fast": (2, "optimizer.lr=fast is no number: type one, such as optimizer.lr=0.0005."),
@@ -239,9 +229,9 @@ def test_what_an_algorithm_needs_and_a_data_module_makes_is_what_their_classes_s
 def test_a_gpu_is_refused_where_torch_can_see_none_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     assert accelerators._built() == {"cuda": bool(torch.version.cuda), "hip": bool(torch.version.hip)}
     for word in ("auto", "cpu", "tpu", None):
-        accelerators.check(word)
+        accelerators.check_accelerator(word)
     if torch.cuda.is_available():
-        accelerators.check("gpu")
+        accelerators.check_accelerator("gpu")
     cases = [
         (True, False, False, True),
         (True, False, True, False),
@@ -252,14 +242,14 @@ def test_a_gpu_is_refused_where_torch_can_see_none_and_nowhere_else(monkeypatch:
         monkeypatch.setattr(accelerators, "_built", lambda built={"cuda": cuda, "hip": hip}: built)
         monkeypatch.setattr(accelerators, "_can_be_loaded", lambda library, there=driver: there)
         if not refused:
-            accelerators.check("gpu")
+            accelerators.check_accelerator("gpu")
             continue
         with pytest.raises(BackendError, match="trainer.accelerator=cuda, and PyTorch sees no GPU"):
-            accelerators.check("cuda")
+            accelerators.check_accelerator("cuda")
     with pytest.raises(BackendError, match="trainer.accelerator=mps"):
-        accelerators.check("mps")
+        accelerators.check_accelerator("mps")
     monkeypatch.setattr(accelerators, "_built", dict)  # a version of torch that does not say it
-    accelerators.check("gpu")
+    accelerators.check_accelerator("gpu")
 
 
 def test_a_model_of_the_hub_is_missing_only_where_nothing_of_it_is_cached(
@@ -268,30 +258,30 @@ def test_a_model_of_the_hub_is_missing_only_where_nothing_of_it_is_cached(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(BackendError, match="model.name='ann/x' is not in the local cache, .* `hf download ann/x`"):
-        check_can_be_read("model.name", "ann/x")
+        check_model_is_readable("model.name", "ann/x")
     file = tmp_path / "models--ann--x" / "snapshots" / "1a" / "config.json"
     file.parent.mkdir(parents=True)
     file.touch()
-    check_can_be_read("model.name", "ann/x")
-    check_can_be_read("model.name", "tiny")
+    check_model_is_readable("model.name", "ann/x")
+    check_model_is_readable("model.name", "tiny")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")  # which may know the hub
-    check_can_be_read("model.name", "ann/y")
+    check_model_is_readable("model.name", "ann/y")
 
 
 def test_what_is_refused_early_the_constructor_refuses_in_the_same_words() -> None:
     """Of every constructor that needs nothing else; and no default is refused."""
     asked = 0
-    for path, found in key_names.schema_keys()["_allowed_"].items():
+    for path, found in listing.schema_keys()["_allowed_"].items():
         target: Any = get_object(path)
         defaults = {parameter.name: parameter.default for parameter, _ in schemas.parameters(target)}
         for name, calls in found.items():
-            allowed._check(defaults[name], calls)
+            fast_checks._check_value(defaults[name], calls)
             wrong = "nonsense" if "allowed" in calls[0] else max(calls[0]["low"], -9) - 1
             if calls[0].get("low") == -math.inf:
                 wrong = math.nan
             with pytest.raises(ConfigError) as early_refusal:
-                allowed._check(wrong, calls)
+                fast_checks._check_value(wrong, calls)
             if path.startswith("lit_rl.") and ".ops." not in path and _needs_nothing(target):
                 with pytest.raises(ConfigError) as refusal:
                     target(**{name: wrong})
@@ -302,7 +292,7 @@ def test_what_is_refused_early_the_constructor_refuses_in_the_same_words() -> No
 
 @pytest.mark.parametrize("wrong", ["word", 3, ["a", 3], [3, "a"]])
 def test_a_list_that_is_refused_early_the_constructor_refuses_in_the_same_words(wrong: Any) -> None:
-    for built, key, check in allowed.LISTS:
+    for built, key, check in fast_checks.LISTS:
         with pytest.raises(ConfigError) as early_refusal:
             check(key, wrong)
         targets = [path for path in schemas.TARGETS.values() if path.startswith(built)]
@@ -326,13 +316,13 @@ def test_what_a_config_may_say_is_let_through() -> None:
     for devices in ("auto", 2, "2", "-1", [0, 1], "0, 1", None):
         for precision in ("bf16-true", 32, "32", None):
             config = OmegaConf.create({"trainer": {**trainer, "devices": devices, "precision": precision}})
-            allowed.check(config, whole=True)
+            fast_checks.check_values(config, whole=True)
     for devices in ("two", "0 1", [0, "a"]):
         with pytest.raises(ConfigError, match="is no number of devices"):
-            allowed.check(OmegaConf.create({"trainer": {**trainer, "devices": devices}}), whole=False)
+            fast_checks.check_values(OmegaConf.create({"trainer": {**trainer, "devices": devices}}), whole=False)
     config = OmegaConf.create({"trainer": trainer})
-    config.data = {"_target_": "lit_rl.data.datamodule.RolloutDataModule", "prompts_per_rollout": "${nowhere}"}
-    allowed.check(config, whole=True)  # who builds it says so
+    config.data = {"_target_": "lit_rl.data.prompt_module.RolloutDataModule", "prompts_per_rollout": "${nowhere}"}
+    fast_checks.check_values(config, whole=True)  # who builds it says so
 
 
 OTHERS = ({"reward": {"fn": "./mine.py:score"}}, {"callbacks": {"own": {"_target_": "mine.Own"}}})
@@ -346,10 +336,10 @@ def test_a_word_that_a_plugin_may_register_is_left_to_lightning(
     ours = {"callbacks": {"print": {"_target_": "lit_rl.callbacks.Samples"}}, "data": {"path": "12:30"}}
     trainer = {"_target_": "lightning.Trainer", name: word}
     for other in OTHERS:  # what the config names may register it as it is imported
-        allowed.check(OmegaConf.create({"trainer": trainer, **other}), whole=True)
+        fast_checks.check_values(OmegaConf.create({"trainer": trainer, **other}), whole=True)
     config = OmegaConf.create({"trainer": trainer, **ours})
     with pytest.raises(ConfigError, match=f"trainer.{name}='{word}' is unknown"):
-        allowed.check(config, whole=True)
+        fast_checks.check_values(config, whole=True)
 
     with monkeypatch.context() as patch:  # an installed plugin of Lightning's
         installed = tmp_path / "plugin_of_mine-1.0.dist-info"
@@ -357,38 +347,38 @@ def test_a_word_that_a_plugin_may_register_is_left_to_lightning(
         (installed / "METADATA").write_text("Name: plugin_of_mine\nVersion: 1.0\n")
         (installed / "entry_points.txt").write_text("[lightning.pytorch.callbacks_factory]\nown = mine:callbacks\n")
         patch.syspath_prepend(tmp_path)
-        allowed.check(config, whole=True)
+        fast_checks.check_values(config, whole=True)
     with monkeypatch.context() as patch:  # the words of another Lightning are not those that were written down
-        patch.setattr(stored_schemas, "versions", lambda: {"lightning": "9.9"})
-        allowed.check(config, whole=True)
+        patch.setattr(stored_schemas, "schema_versions", lambda: {"lightning": "9.9"})
+        fast_checks.check_values(config, whole=True)
     registry: Any = StrategyRegistry if name == "strategy" else AcceleratorRegistry
     registry.register(word, CPUAccelerator)  # by the script that calls
     try:
-        allowed.check(config, whole=True)
+        fast_checks.check_values(config, whole=True)
     finally:
         registry.remove(word)
     with pytest.raises(ConfigError, match=f"trainer.{name}='{word}' is unknown"):
-        allowed.check(config, whole=True)
+        fast_checks.check_values(config, whole=True)
 
 
 def test_a_warm_up_that_ends_behind_the_run_is_refused_where_it_was_typed() -> None:
     config = OmegaConf.create({"trainer": {"max_steps": 20}, "scheduler": {"warmup_steps": 100}})
     with pytest.raises(ConfigError, match="warmup_steps=100 is more than trainer.max_steps=20: .* 20% of optimizer.lr"):
-        allowed.check_warmup(config, ["scheduler.warmup_steps"])
-    allowed.check_warmup(config, ["trainer.max_steps"])
-    allowed.check_warmup(OmegaConf.merge(config, {"trainer": {"max_steps": 100}}), ["scheduler.warmup_steps"])
+        fast_checks.check_warmup(config, ["scheduler.warmup_steps"])
+    fast_checks.check_warmup(config, ["trainer.max_steps"])
+    fast_checks.check_warmup(OmegaConf.merge(config, {"trainer": {"max_steps": 100}}), ["scheduler.warmup_steps"])
 
 
 def test_the_lengths_that_are_refused_early_are_those_that_lightning_refuses() -> None:
     for name, value in (("max_steps", -2), ("max_epochs", -2), ("max_time", "1h"), ("max_time", "1:1:1:1")):
         with pytest.raises(ConfigError) as early_refusal:
-            allowed.check(OmegaConf.create({"trainer": {name: value}}), whole=True)
+            fast_checks.check_values(OmegaConf.create({"trainer": {name: value}}), whole=True)
         with pytest.raises(MisconfigurationException) as refusal:
             L.Trainer(logger=False, accelerator="cpu", **{name: value})
         for words in re.findall("must be a non-negative integer or -1|not a valid duration", str(refusal.value)):
             assert words in str(early_refusal.value)
     with pytest.raises(ConfigError, match="above 0"):  # Lightning takes it, and divides by it
-        allowed.check(OmegaConf.create({"trainer": {"val_check_interval": 0}}), whole=True)
+        fast_checks.check_values(OmegaConf.create({"trainer": {"val_check_interval": 0}}), whole=True)
     for interval in ("abc", -1, 1.5, -0.5, "00:01:00", 0.5, 1.0, 7, 2.0, "00:01:00:00", None):
         trainer = {"val_check_interval": interval}
         refused = False
@@ -397,9 +387,9 @@ def test_the_lengths_that_are_refused_early_are_those_that_lightning_refuses() -
         except MisconfigurationException:
             refused = True
         with pytest.raises(ConfigError, match="val_check_interval") if refused else contextlib.nullcontext():
-            allowed.check(OmegaConf.create({"trainer": trainer}), whole=True)
+            fast_checks.check_values(OmegaConf.create({"trainer": trainer}), whole=True)
     for name, value in (("max_steps", -1), ("max_steps", 0), ("max_epochs", -1), ("max_time", " 00:01:00:00 ")):
-        allowed.check(OmegaConf.create({"trainer": {name: value}}), whole=True)
+        fast_checks.check_values(OmegaConf.create({"trainer": {name: value}}), whole=True)
         L.Trainer(logger=False, accelerator="cpu", **{name: value})
 
 
@@ -409,17 +399,17 @@ def test_beside_other_processes_the_run_s_folder_and_checkpoint_are_left_to_wher
     """Rank 0 tells them that it fails, and a checkpoint may be on its machine alone; data is looked at by each."""
     (tmp_path / "taken").touch()
     config = OmegaConf.create({"task": "fit", "run_dir": str(tmp_path / "taken"), "ckpt_path": "none.ckpt"})
-    config.data = {"_target_": "lit_rl.data.datamodule.RolloutDataModule", "path": None}
+    config.data = {"_target_": "lit_rl.data.prompt_module.RolloutDataModule", "path": None}
     monkeypatch.setenv("RANK", "0")
-    early.check(config)
+    fast_checks.check_config(config)
     config.data.path = "none.jsonl"
     with pytest.raises(DataError, match="no such file or folder"):
-        early.check(config)
+        fast_checks.check_config(config)
 
 
 def test_a_schema_comes_back_as_the_constructor_made_it() -> None:
-    for name, node in schemas.every().items():
-        again = stored_schemas.restored(name, stored_schemas.stored(node))
+    for name, node in schemas.all_schemas().items():
+        again = stored_schemas.restore_schema(name, stored_schemas.stored_fields(node))
         assert _fields(again) == _fields(node), name
 
 
@@ -436,8 +426,8 @@ def _default(field: dataclasses.Field) -> object:
 
 
 def test_schemas_of_another_lightning_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_schemas, "versions", lambda: {"lightning": "99.0"})
-    assert not stored_schemas.register.__wrapped__()
+    monkeypatch.setattr(stored_schemas, "schema_versions", lambda: {"lightning": "99.0"})
+    assert not stored_schemas.register_stored.__wrapped__()
 
 
 def test_every_task_has_something_that_runs_it() -> None:
@@ -493,16 +483,16 @@ class Keys:
 def test_null_is_told_of_where_a_key_takes_it(key, told):
     with pytest.raises(ValidationError) as caught:
         OmegaConf.update(OmegaConf.structured(Keys), key, "None")
-    assert str(messages.translated(caught.value)) == told
+    assert str(messages.as_lit_rl_error(caught.value)) == told
 
 
 def test_an_address_is_no_folder_to_make(tmp_path, monkeypatch):
     """Lightning writes there by fsspec."""
     monkeypatch.chdir(tmp_path)
-    trainers._check_root("s3://bucket/runs")
-    trainers._check_root("made")
+    trainer_settings._check_root("s3://bucket/runs")
+    trainer_settings._check_root("made")
     assert [each.name for each in tmp_path.iterdir()] == ["made"]
 
 
 def test_a_profiler_is_named_in_any_case_as_in_lightning():
-    allowed.check(OmegaConf.create({"trainer": {"profiler": "Simple"}}), whole=True)
+    fast_checks.check_values(OmegaConf.create({"trainer": {"profiler": "Simple"}}), whole=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cli_helpers import QUICK, Command, metrics, write_jsonl
 
-from lit_rl.cli import ends
+from lit_rl.cli import run_info
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def small(tmp_path: Path) -> list[str]:
     [
         (["trainer.max_steps=9"], 9, "9 (set by trainer.max_steps)"),  # two steps an epoch
         (["trainer.max_steps=9", "trainer.max_epochs=1"], 2, "max_epochs=1, which ends before trainer.max_steps=9"),
-        ([], 2 * ends.EPOCHS, f"6 (set by trainer.max_epochs={ends.EPOCHS})"),
+        ([], 2 * run_info.EPOCHS, f"6 (set by trainer.max_epochs={run_info.EPOCHS})"),
     ],
 )
 def test_a_run_takes_the_steps_that_its_start_says(typed, steps, said, command: Command, cwd, small):

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from cli_helpers import QUICK, refused, write_jsonl
 
-from lit_rl.cli.evaluated import command_over, is_over_a_run
-from lit_rl.commands.run_dir import RunDir
+from lit_rl.cli.run_settings import command_over, is_over_a_run
+from lit_rl.runs.run_dir import RunDir
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": "no number"} for n in range(8)]
 EVAL = ["eval", "run_dir=run", "ckpt_path=last", "logger=none", "trainer.accelerator=cpu", "trainer.devices=1"]

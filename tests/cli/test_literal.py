@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from lit_rl.commands.literal import instantiated, literal
+from lit_rl.runs.instantiate import escape_interpolations, instantiate_plain
 
 TEXTS = st.text(st.sampled_from("\\${}ab'\" :,.")) | st.text()
 
@@ -15,7 +15,7 @@ TEXTS = st.text(st.sampled_from("\\${}ab'\" :,.")) | st.text()
 @example(r"\\\${oc.env:HOME}\\")
 def test_whatever_a_text_holds_it_is_the_same_behind_hydra(text: str) -> None:
     tree = {"a": text, "b": [text, {"c": text}], "d": 3, "e": None}
-    assert OmegaConf.to_container(OmegaConf.create(literal(tree)), resolve=True) == tree
-    assert instantiated(tree) == tree and instantiated([tree]) == [tree]
-    made = instantiated({"_target_": "builtins.dict", "inner": {"_target_": "builtins.dict", **tree}, **tree})
+    assert OmegaConf.to_container(OmegaConf.create(escape_interpolations(tree)), resolve=True) == tree
+    assert instantiate_plain(tree) == tree and instantiate_plain([tree]) == [tree]
+    made = instantiate_plain({"_target_": "builtins.dict", "inner": {"_target_": "builtins.dict", **tree}, **tree})
     assert made == {"inner": tree, **tree}

@@ -12,11 +12,11 @@ from cli_helpers import Command, contents, refused, write_jsonl
 from hydra._internal.utils import get_args_parser
 
 from lit_rl import cli
-from lit_rl.cli import hydra_options, lightning_messages, other_names
-from lit_rl.cli.hydra_options import after_settings
-from lit_rl.cli.listing import conf_folder, groups, keys, some_keys
-from lit_rl.cli.other_words import AMBIGUOUS, MEANS, MERGED, of_export, translated
-from lit_rl.errors import ConfigError
+from lit_rl.cli import aliases, lightning_messages, typed_words
+from lit_rl.cli.aliases import AMBIGUOUS, MEANS, MERGED, expand_aliases, expand_export
+from lit_rl.cli.listing import conf_folder, groups, neighbouring_keys, top_keys
+from lit_rl.cli.typed_words import after_settings
+from lit_rl.core.errors import ConfigError
 
 SCORE = "def score(completions, **_):\n    return [float(len(c)) for c in completions]\n"
 
@@ -38,55 +38,55 @@ SCORE = "def score(completions, **_):\n    return [float(len(c)) for c in comple
     ],
 )
 def test_one_word(typed, read):
-    words, new = translated([typed])
+    words, new = expand_aliases([typed])
     assert words == read
     assert new == ([] if read == [typed] else read)
 
 
 def test_reward_funcs_is_the_reward():
-    assert translated(["reward_funcs=./mine.py:score"])[0] == ["reward=function", "reward.fn=./mine.py:score"]
-    assert translated(["reward_funcs=exact_match"])[0] == ["reward=exact_match"]
+    assert expand_aliases(["reward_funcs=./mine.py:score"])[0] == ["reward=function", "reward.fn=./mine.py:score"]
+    assert expand_aliases(["reward_funcs=exact_match"])[0] == ["reward=exact_match"]
     for key in ("reward_funcs", "reward"):
-        many = translated([f"{key}=[./mine.py:score, my_package.rewards:brief]"])[0]
+        many = expand_aliases([f"{key}=[./mine.py:score, my_package.rewards:brief]"])[0]
         assert many == ["reward=function", "reward.fn=[./mine.py:score,my_package.rewards:brief]"]
     with pytest.raises(ConfigError, match=r"reward=x is not a choice. A function of yours is reward=\./FILE.py:NAME"):
-        translated(["reward_funcs=x"])
+        expand_aliases(["reward_funcs=x"])
     with pytest.raises(ConfigError, match="reward=exact_matsh is not a choice. Did you mean 'exact_match'"):
-        translated(["reward_funcs=exact_matsh"])
+        expand_aliases(["reward_funcs=exact_matsh"])
 
 
 def test_of_many_keys_the_nearest_are_named_and_a_command_lists_all():
     with pytest.raises(ConfigError) as refusal:
-        translated(["algo.group_siez=4"])
+        expand_aliases(["algo.group_siez=4"])
     said = str(refusal.value)
     assert re.search(r"algo has group_size(, \w+){4} and \d+ more: `lit-rl train --cfg job --package algo` lists", said)
     with pytest.raises(ConfigError) as refusal:
-        translated(["nonsense_words=2"])
+        expand_aliases(["nonsense_words=2"])
     top = r"nonsense_words is not a key\. The top level has (.+) and \d+ more: `lit-rl train --cfg job` lists them\."
     named = re.fullmatch(top, str(refusal.value))
-    known = {*groups([conf_folder()]), *keys()}
+    known = {*groups([conf_folder()]), *top_keys()}
     assert named and len(nearest := named[1].split(", ")) == 5 and set(nearest) <= known
     ratios = {key: difflib.SequenceMatcher(None, key, "nonsense_words").ratio() for key in known if "/" not in key}
     assert min(ratios[key] for key in nearest) >= max(ratio for key, ratio in ratios.items() if key not in nearest)
-    assert some_keys("eval", "x", ["b", "a"]) == " eval has: a, b."
+    assert neighbouring_keys("eval", "x", ["b", "a"]) == " eval has: a, b."
 
 
 def test_a_reward_that_was_chosen_stays():
     words = ["reward=mine", "reward.fn=a:b", "--config-dir", "my_conf"]
-    assert translated(words) == (words, [])
-    assert translated(["experiment=vl_digits", "reward.fn=a:b"])[1] == []
+    assert expand_aliases(words) == (words, [])
+    assert expand_aliases(["experiment=vl_digits", "reward.fn=a:b"])[1] == []
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_what_may_be_several_keys_names_them(name):
     with pytest.raises(ConfigError, match=rf"^{name} is not a key. What it may mean: "):
-        translated([f"{name}=3"])
+        expand_aliases([f"{name}=3"])
 
 
 def test_beta_of_rloo_is_another_one():
-    assert translated(["algo=dpo", "beta=0.1"])[0] == ["algo=dpo", "algo.beta=0.1"]
+    assert expand_aliases(["algo=dpo", "beta=0.1"])[0] == ["algo=dpo", "algo.beta=0.1"]
     with pytest.raises(ConfigError, match="algo.reward_beta"):
-        translated(["beta=0.1", "algo=rloo"])
+        expand_aliases(["beta=0.1", "algo=rloo"])
 
 
 @pytest.mark.parametrize(
@@ -140,17 +140,17 @@ def test_beta_of_rloo_is_another_one():
 )
 def test_a_typo_that_needs_no_config_is_refused_at_once(word, message):
     with pytest.raises(ConfigError) as refusal:
-        translated([word])
+        expand_aliases([word])
     assert message in str(refusal.value)
     if "trianer" not in word:  # a folder of the user's may hold it
-        assert translated([word, "--config-dir", "mine"])[0][0] == word
+        assert expand_aliases([word, "--config-dir", "mine"])[0][0] == word
 
 
 def test_one_sentence_for_every_name_that_is_understood():
     for name in ("use_peft", "scale_rewards", "gradient_accumulation_steps", "batch_size", "loss_type", "epsilon"):
         for word in (f"{name}=1", f"algo.{name}=1"):
             with pytest.raises(ConfigError) as refusal:
-                translated([word])
+                expand_aliases([word])
             said = str(refusal.value)
             assert said.startswith(f"{word.partition('=')[0]} is not a key. ") and "...." not in said
             assert (f"{name} is TRL's name. Here: " in said) != ("What it may mean: " in said)
@@ -159,22 +159,22 @@ def test_one_sentence_for_every_name_that_is_understood():
 
 def test_export_takes_what_its_issue_calls_its_words(capsys, tmp_path):
     words = ["run_dir=x", "push_to_hub=me/x", "export.merge=true", "export.private=false"]
-    assert of_export(words) == (["run_dir=x", "export.push_to_hub=me/x", "export.private=false"], MERGED)
+    assert expand_export(words) == (["run_dir=x", "export.push_to_hub=me/x", "export.private=false"], MERGED)
     with pytest.raises(ConfigError, match="merge=false: an export is merged always.*adapter/"):
-        of_export(["merge=false"])
+        expand_export(["merge=false"])
     assert cli.run(["export", "merge=false"]) == 2 and "adapter/" in capsys.readouterr().err
 
 
 def test_no_word_is_offered_to_who_typed_it():
-    for name in other_names._tables()["TRL"]:
-        assert f"mean {name!r}?" not in f"{other_names.said(name)}{other_names.near(name)}"
+    for name in aliases._tables()["TRL"]:
+        assert f"mean {name!r}?" not in f"{aliases.alias_hint(name)}{aliases.nearest_alias(name)}"
 
 
 @pytest.mark.parametrize(
     "added", ["+callbacks.mine.every=2", "+schemas@callbacks.mine=EarlyStopping", "experiment=guess"]
 )
 def test_keys_that_another_word_brings_are_left_to_hydra(added):
-    assert translated([added, "callbacks.mime.every=3"]) == ([added, "callbacks.mime.every=3"], [])
+    assert expand_aliases([added, "callbacks.mime.every=3"]) == ([added, "callbacks.mime.every=3"], [])
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_keys_that_another_word_brings_are_left_to_hydra(added):
 )
 def test_options_with_dashes_say_how_settings_are_written(typed, meant):
     with pytest.raises(ConfigError) as refusal:
-        translated(typed)
+        expand_aliases(typed)
     assert meant in str(refusal.value)
 
 
@@ -218,14 +218,14 @@ def test_options_with_dashes_say_how_settings_are_written(typed, meant):
 )
 def test_what_is_no_setting_says_how_one_is_written(words, told):
     with pytest.raises(ConfigError) as refusal:
-        translated(words)
+        expand_aliases(words)
     assert told in str(refusal.value)
 
 
 def test_words_that_end_in_nothing_or_follow_an_option_are_left_alone():
     removed = ["~logger", "~callbacks.samples", "logger=[csv, wandb]", "~generator", "+generator._target_=mine.Mine"]
     for words in (["sampling.stop=", "seed=1"], ["--config-dir", "data", "seed=1"], removed):
-        assert translated(words) == (words, [])
+        assert expand_aliases(words) == (words, [])
 
 
 @pytest.mark.parametrize(
@@ -248,11 +248,11 @@ def test_options_and_settings_may_be_mixed(typed, sorted_words):
 
 def test_the_options_are_those_of_hydra():
     known = {name for action in get_args_parser()._actions for name in action.option_strings}
-    assert known == {*hydra_options.ALL} - {"-s"}  # which argparse takes for -sc
+    assert known == {*typed_words.ALL} - {"-s"}  # which argparse takes for -sc
     takes_one = {
         name for action in get_args_parser()._actions if action.nargs is None for name in action.option_strings
     }
-    assert takes_one == {*hydra_options.WITH_A_VALUE}
+    assert takes_one == {*typed_words.WITH_A_VALUE}
 
 
 def test_an_option_without_its_value_is_refused_in_words(capsys):
@@ -352,7 +352,7 @@ def test_a_run_by_other_words(command: Command, cwd, tmp_path, tiny_dir):
 def test_a_home_is_found_behind_the_equals_sign(monkeypatch: pytest.MonkeyPatch):
     """Where shells leave it alone, and Hydra's grammar has no such word."""
     monkeypatch.setenv("HOME", "/home/some one")
-    words, read = translated(["data.path=~/x.jsonl", "run_dir=~", "~callbacks.samples"])
+    words, read = expand_aliases(["data.path=~/x.jsonl", "run_dir=~", "~callbacks.samples"])
     assert words == ["data.path='/home/some one/x.jsonl'", "run_dir='/home/some one'", "~callbacks.samples"]
     assert read == words[:2]
 

@@ -17,7 +17,8 @@ from cli_helpers import QUICK, Command, metrics, refused
 from omegaconf import OmegaConf
 
 import lit_rl
-from lit_rl.cli import HYDRA, LIGHT, completion, help, listing
+from lit_rl.cli import HYDRA, LIGHT, help, listing
+from lit_rl.cli import listing as completion
 from lit_rl.cli.help import page
 
 ROOT = Path(lit_rl.__file__).parents[1]
@@ -95,7 +96,7 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
         "lit_rl/data/digits.csv.gz",
         "lit_rl/cli/schema_keys.yaml",
         "lit_rl/cli/other_names.yaml",
-        "lit_rl/commands/defaults.yaml",
+        "lit_rl/reports/defaults.yaml",
         "lit_rl/py.typed",
     }
     assert names == conf | code | policies | others

@@ -39,7 +39,7 @@ def composed(overrides: list[str]) -> Any:
 
 @pytest.mark.all
 def test_what_is_composed_quickly_is_what_hydra_composes(configs_are_composed_quickly: pytest.MonkeyPatch) -> None:
-    schemas.register()
+    schemas.register_schemas()
     quickly = [composed(overrides) for overrides in (*COMMANDS, COMMANDS[0])]
     assert quickly[0] == quickly[-1], "nothing of one composition stays in the next"
     configs_are_composed_quickly.undo()

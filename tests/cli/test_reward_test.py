@@ -10,11 +10,11 @@ import pytest
 import torch
 from cli_helpers import Command, refused, write_jsonl
 
-from lit_rl.commands.reward_test import reward_test
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.errors import ConfigError, DataError
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models import LanguageModel
 from lit_rl.rewards import Rewards
+from lit_rl.runs.reward_test import reward_test
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -70,7 +70,7 @@ def test_messages_own_completions_and_rows_that_no_function_applies_to(ask, tmp_
 @pytest.mark.parametrize(
     ("reward", "code", "told"),
     [
-        (["reward=function", "reward.fn=lit_rl.rewards.builtin.text:Length"], 4, "is a class"),
+        (["reward=function", "reward.fn=lit_rl.rewards.text_rewards:Length"], 4, "is a class"),
         (["reward=recipes", "reward.column=kind"], 4, "no column 'kind'"),
         (["reward=reward_model"], 2, "reward.functions.reward_model.name"),
         (["reward=code"], 2, "no sandbox"),

@@ -12,11 +12,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rl.cli.hydra_node import CheckedLoader
-from lit_rl.cli.messages import translated
-from lit_rl.cli.other_words import translated as words_of
-from lit_rl.cli.typed_values import ambiguous, readable, typed, unquoted, with_line_breaks
-from lit_rl.errors import ConfigError
+from lit_rl.cli.aliases import expand_aliases as words_of
+from lit_rl.cli.hydra_start import CheckedLoader
+from lit_rl.cli.messages import as_lit_rl_error
+from lit_rl.cli.typed_words import ambiguous, readable, typed, unquoted, with_line_breaks
+from lit_rl.core.errors import ConfigError
 
 TEXTS = [
     "lr=1.jsonl",
@@ -138,10 +138,10 @@ def test_a_reward_file_with_a_space_or_an_equals_sign():
 def test_what_hydra_says_is_said_in_our_words():
     from hydra.errors import ConfigCompositionException
 
-    away = translated(ConfigCompositionException("Error merging override ~algo.beta"))
+    away = as_lit_rl_error(ConfigCompositionException("Error merging override ~algo.beta"))
     assert "always there" in str(away) and "algo.beta=VALUE" in str(away)
     comma = "Ambiguous value for argument 'a=b,c'\n1. To use it as a list, use key=[value1,value2]"
-    assert "add -m" in str(translated(ConfigCompositionException(comma)))
+    assert "add -m" in str(as_lit_rl_error(ConfigCompositionException(comma)))
 
 
 def test_hydra_run_dir_is_where_a_run_writes():

@@ -144,7 +144,7 @@ def test_who_types_a_reward_means_prompts(group, command: Command, cwd, tmp_path
 
 def test_the_reward_that_nobody_typed_needs_the_column_that_is_looked_for():
     name, column = UNTYPED_REWARD
-    assert listing.defaults()["reward"] == name
+    assert listing.default_choices()["reward"] == name
     assert column in inspect.signature(exact_match).parameters
 
 

@@ -14,10 +14,10 @@ import torch
 from byte_tokenizers import make_tokenizer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.rollout import PromptBatch
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError, DataError
-from lit_rl.rollout import PromptBatch
 
 TOKENIZER = make_tokenizer()
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lit_rl.data.formats import add_system_prompt, is_empty, rename_columns, split_prompt
-from lit_rl.errors import DataError
+from lit_rl.core.errors import DataError
+from lit_rl.data.rows import add_system_prompt, is_empty, rename_columns, split_prompt
 
 USER = {"role": "user", "content": "hi"}
 

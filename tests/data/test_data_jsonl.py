@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lit_rl.data.jsonl import read_jsonl
-from lit_rl.errors import ConfigError, DataError
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.data.readers import read_jsonl
 
 FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rl.data.loader import EvalLoader, RolloutLoader
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.rollout import PromptBatch
+from lit_rl.data.loaders import EvalLoader, RolloutLoader
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.prompt_set import PromptSet
-from lit_rl.errors import ConfigError, DataError
-from lit_rl.rollout import PromptBatch
 
 
 def data(size: int, offset: int = 0) -> PromptSet:

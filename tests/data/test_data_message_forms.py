@@ -11,13 +11,13 @@ from datasets import Dataset as Table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.errors import DataError
+from lit_rl.data.example_formats import check_conversation
+from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
 from lit_rl.data.kinds import kind_of
-from lit_rl.data.message_forms import MESSAGES, in_our_form, read_tools
-from lit_rl.data.offline.conversations import conversation
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
-from lit_rl.data.raw_rows import row_of_table
-from lit_rl.errors import DataError
+from lit_rl.data.message_forms import MESSAGES, normalize_messages, read_tools
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.readers import row_of_table
 from lit_rl.models import LanguageModel
 
 ASK, REPLY, OTHER = (
@@ -51,13 +51,13 @@ FORMS = {
 @settings(max_examples=200)
 @given(form=st.sampled_from([*FORMS]), name=st.sampled_from([*MESSAGES, "question"]), messages=TALK)
 def test_every_form_of_messages_in_every_column_is_the_same_list(form, name, messages):
-    row, notes = in_our_form({name: FORMS[form](messages), "answer": "[{'role': 1}]"}, "f:1", "question")
+    row, notes = normalize_messages({name: FORMS[form](messages), "answer": "[{'role': 1}]"}, "f:1", "question")
     assert row == {name: messages, "answer": "[{'role': 1}]"} and len(notes) == 1
 
 
 @given(messages=TALK)
 def test_messages_in_our_form_are_the_very_same_and_nothing_is_said(messages):
-    row, notes = in_our_form({"messages": messages, "text": "a"}, "f:1")
+    row, notes = normalize_messages({"messages": messages, "text": "a"}, "f:1")
     assert row["messages"] is messages and notes == []
 
 
@@ -82,7 +82,7 @@ def test_messages_in_our_form_are_the_very_same_and_nothing_is_said(messages):
     ],
 )
 def test_any_other_text_stays_a_text(text):
-    assert in_our_form({"prompt": text}, "f:1") == ({"prompt": text}, [])
+    assert normalize_messages({"prompt": text}, "f:1") == ({"prompt": text}, [])
 
 
 @pytest.mark.parametrize(
@@ -95,32 +95,32 @@ def test_any_other_text_stays_a_text(text):
 )
 def test_a_text_that_names_roles_and_cannot_be_read_is_refused(text):
     with pytest.raises(DataError, match=r"^f:1: prompt is a text that looks like messages .* json.dumps"):
-        in_our_form({"prompt": text}, "f:1")
+        normalize_messages({"prompt": text}, "f:1")
 
 
 def test_numpy_writes_lists_of_messages_without_commas():
     messages = [{"role": "user", "content": "a long enough one: } {"}, *REPLY]
     text = str(np.array(messages)).replace("} {'role'", "}\n {'role'")
-    assert in_our_form({"messages": text}, "f:1")[0] == {"messages": messages}
+    assert normalize_messages({"messages": text}, "f:1")[0] == {"messages": messages}
 
 
 def test_conversations_are_messages_or_the_prompt_of_a_pair():
-    row, notes = in_our_form({"conversations": sharegpt(ASK + REPLY), "system": "Be brief."}, "f:1")
+    row, notes = normalize_messages({"conversations": sharegpt(ASK + REPLY), "system": "Be brief."}, "f:1")
     assert row == {"messages": [{"role": "system", "content": "Be brief."}, *ASK, *REPLY]}
     assert notes == [
         "conversations is read as a list of messages: it came as messages of other keys",
         "the column conversations is read as messages",
     ]
     pair = {"conversations": sharegpt(ASK), "chosen": sharegpt(REPLY)[0], "rejected": sharegpt(OTHER)[0]}
-    assert in_our_form(pair, "f:1")[0] == {"prompt": ASK, "chosen": REPLY, "rejected": OTHER}
-    assert in_our_form({"conversations": sharegpt(ASK)}, "f:1", "conversations")[0] == {"conversations": ASK}
-    assert in_our_form({"conversations": ASK + REPLY}, "f:1")[0] == {"messages": ASK + REPLY}
-    assert in_our_form({"conversations": 3, "prompt": "a"}, "f:1")[0] == {"conversations": 3, "prompt": "a"}
+    assert normalize_messages(pair, "f:1")[0] == {"prompt": ASK, "chosen": REPLY, "rejected": OTHER}
+    assert normalize_messages({"conversations": sharegpt(ASK)}, "f:1", "conversations")[0] == {"conversations": ASK}
+    assert normalize_messages({"conversations": ASK + REPLY}, "f:1")[0] == {"messages": ASK + REPLY}
+    assert normalize_messages({"conversations": 3, "prompt": "a"}, "f:1")[0] == {"conversations": 3, "prompt": "a"}
 
 
 def test_somebody_unknown_in_sharegpt_is_named():
     with pytest.raises(DataError, match="conversations: message 0 is from 'critic'; known are human, user, gpt"):
-        in_our_form({"conversations": [{"from": "critic", "value": "{}"}]}, "f:1")
+        normalize_messages({"conversations": [{"from": "critic", "value": "{}"}]}, "f:1")
 
 
 @pytest.mark.parametrize("form", [json.dumps, repr, lambda tools: [json.dumps(tool) for tool in tools], list])
@@ -155,7 +155,7 @@ def test_a_table_of_cells_gives_the_tokens_of_the_rows_themselves(tmp_path, kind
 
 
 def test_lists_of_labelled_steps_are_read_from_cells(tmp_path):
-    from lit_rl.data.offline.datamodule import StepwiseDataModule
+    from lit_rl.data.example_module import StepwiseDataModule
 
     row = {"prompt": "1+1=", "completions": ["a", "b"], "labels": [True, False]}
     ours = StepwiseDataModule(rows=[row], val_fraction=0)
@@ -239,10 +239,10 @@ CALLS = {
 @pytest.mark.parametrize("message", CALLS.values(), ids=[*CALLS])
 def test_every_form_of_a_call_is_ours(message):
     before = json.dumps(message)
-    row, notes = in_our_form({"messages": [*ASK, message]}, "f:1")
+    row, notes = normalize_messages({"messages": [*ASK, message]}, "f:1")
     assert row["messages"][1] == OF_OURS and row["messages"][0] is ASK[0] and len(notes) == 1
     assert json.dumps(message) == before, "the row keeps its own"
-    assert in_our_form({"messages": [*ASK, OF_OURS]}, "f:1")[0]["messages"][1] is OF_OURS
+    assert normalize_messages({"messages": [*ASK, OF_OURS]}, "f:1")[0]["messages"][1] is OF_OURS
 
 
 ANTHROPIC = [
@@ -289,7 +289,7 @@ def test_a_talk_of_anthropics_api_is_that_of_openais(form):
     if form == "table":
         given = row_of_table(Table.from_list([{"messages": [*map(in_parts, ANTHROPIC)]}])[0])["messages"]
         del ours[1]["tool_calls"][0]["function"]["arguments"]["trip"]["from"]  # its null is one of the table's
-    assert conversation(in_our_form({"messages": given}, "f:1")[0]["messages"], "f:1") == ours
+    assert check_conversation(normalize_messages({"messages": given}, "f:1")[0]["messages"], "f:1") == ours
 
 
 def test_the_older_api_and_llama_factory_answer_a_call_with_a_message_of_the_tool():
@@ -306,8 +306,8 @@ def test_the_older_api_and_llama_factory_answer_a_call_with_a_message_of_the_too
     ]
     calling, answer = {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "Rain."}
     for column, form in (("conversations", talk), ("messages", older)):
-        found = in_our_form({column: form}, "f:1")[0]["messages"]
-        assert conversation(found, "f:1") == [ANTHROPIC[0], calling, answer]
+        found = normalize_messages({column: form}, "f:1")[0]["messages"]
+        assert check_conversation(found, "f:1") == [ANTHROPIC[0], calling, answer]
 
 
 OTHER_CALL = {"type": "function", "function": {"name": "time", "arguments": {}}}
@@ -340,14 +340,17 @@ SAME = {
 
 @pytest.mark.parametrize("message, ours", SAME.values(), ids=[*SAME])
 def test_what_is_written_twice_or_says_nothing_is_read_once(message, ours):
-    assert conversation(in_our_form({"messages": [*ASK, message]}, "f:1")[0]["messages"], "f:1") == [*ASK, ours]
+    assert check_conversation(normalize_messages({"messages": [*ASK, message]}, "f:1")[0]["messages"], "f:1") == [
+        *ASK,
+        ours,
+    ]
 
 
 def test_in_a_call_of_our_form_its_arguments_count_and_an_answer_without_id_has_no_name():
     call = {"function": {"name": "f", "arguments": {}, "parameters": {"x": 1}}}
     answer = {"role": "user", "content": [{"type": "tool_result", "content": "1"}]}
     given = [*ASK, _calling([call]), answer]
-    found = in_our_form({"messages": given}, "f:1")[0]["messages"]
+    found = normalize_messages({"messages": given}, "f:1")[0]["messages"]
     assert found == [*given[:-1], {"role": "tool", "content": "1"}] and found[1] is given[1]
 
 
@@ -374,4 +377,4 @@ UNCLEAR = {
 @pytest.mark.parametrize("message, words", UNCLEAR.values(), ids=[*UNCLEAR])
 def test_what_was_said_in_an_order_that_no_template_writes_is_refused(message, words):
     with pytest.raises(DataError, match=f"^f:1: messages: message 1 .*{words}"):
-        in_our_form({"messages": [*ASK, message]}, "f:1")
+        normalize_messages({"messages": [*ASK, message]}, "f:1")

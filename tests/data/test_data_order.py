@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lit_rl.core.errors import ConfigError, DataError
 from lit_rl.data.order import RolloutOrder, count_occurrences
-from lit_rl.errors import ConfigError, DataError
 
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=3)
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from lit_rl.core.errors import DataError
 from lit_rl.data.recipes import BOXED, gsm8k, gsm8k_solution, last_boxed, math
-from lit_rl.errors import DataError
 from lit_rl.rewards import math_answer
 
 

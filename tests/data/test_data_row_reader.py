@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import trl
 
-from lit_rl.commands.first_row import first_row
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.digits import Digits
-from lit_rl.data.formats import row_function
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
+from lit_rl.data.first_row import first_row
 from lit_rl.data.kinds import is_verdict, kind_of
-from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.recipes import gsm8k
+from lit_rl.data.rendering import KWARGS_COLUMN
+from lit_rl.data.rows import row_function
 from lit_rl.data.splits import parse_sources
-from lit_rl.data.templates import OF_ROWS
-from lit_rl.errors import ConfigError, DataError
+from lit_rl.data.tasks import Digits
 from lit_rl.models import LanguageModel
 
 ASK, REPLY = [{"role": "user", "content": "1+1?"}], [{"role": "assistant", "content": "2"}]
@@ -158,7 +158,7 @@ def test_a_rows_own_arguments_of_the_template_are_those_of_the_run_for_this_row_
     module, columns = ROWS[kind]
 
     def tokens(*own: Any, **run: Any) -> list[Any]:
-        rows = [{"prompt": ASK, **columns, **({} if each is None else {OF_ROWS: each})} for each in own]
+        rows = [{"prompt": ASK, **columns, **({} if each is None else {KWARGS_COLUMN: each})} for each in own]
         rows = [{key: value for key, value in row.items() if value is not None} for row in rows]
         data = module(rows, val_fraction=0, **run)
         data.prepare(told, **({"kind": "verdicts"} if kind == "verdicts" else {}))
@@ -179,21 +179,21 @@ def test_a_rows_own_arguments_of_the_template_are_those_of_the_run_for_this_row_
 
 def test_a_prompt_with_arguments_of_its_own_has_the_text_that_trl_gives_it(told):
     told.chat_template = QWEN3
-    row = {"prompt": ASK, OF_ROWS: {"enable_thinking": False}}
+    row = {"prompt": ASK, KWARGS_COLUMN: {"enable_thinking": False}}
     data = RolloutDataModule([row], val_fraction=0)
     data.prepare(told)
     assert told.decode(data.peek(1).prompt_ids[0]) == trl.apply_chat_template(row, told)["prompt"]
-    assert data.peek(1).columns[OF_ROWS] == [row[OF_ROWS]], "a column too, as its tools are"
+    assert data.peek(1).columns[KWARGS_COLUMN] == [row[KWARGS_COLUMN]], "a column too, as its tools are"
 
 
 def test_arguments_of_rows_that_no_template_reads_are_said(told, said):
-    row = {"prompt": "1+1=", OF_ROWS: {"enable_thinking": False}}
+    row = {"prompt": "1+1=", KWARGS_COLUMN: {"enable_thinking": False}}
     RolloutDataModule([row] * 3, val_fraction=0).prepare(told)
     SupervisedDataModule([row | {"completion": "2"}] * 3, val_fraction=0).prepare(told)
     assert len([line for line in said() if "the column chat_template_kwargs does nothing: " in line]) == 2
     for module, columns in ((RolloutDataModule, {}), (SupervisedDataModule, {"completion": REPLY})):
         with pytest.warns(UserWarning, match="^think of the rows' chat_template_kwargs does nothing: "):
-            module([{"prompt": ASK, OF_ROWS: {"think": 1}, **columns}] * 3, val_fraction=0).prepare(told)
+            module([{"prompt": ASK, KWARGS_COLUMN: {"think": 1}, **columns}] * 3, val_fraction=0).prepare(told)
 
 
 def test_another_template_is_another_fingerprint_so_stored_log_probs_are_not_taken_for_its_own(told):

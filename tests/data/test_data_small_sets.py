@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
-from lit_rl.data.small_sets import fitting
+from lit_rl.core.errors import DataError
+from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.order import fit_step_rows
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.splits import hold_out
-from lit_rl.errors import DataError
 from lit_rl.models import LanguageModel
 
 
@@ -36,7 +36,7 @@ def questions(count, **more):
 
 @given(rows=st.integers(0, 120), unit=st.integers(1, 50))
 def test_the_step_is_the_largest_multiple_that_the_rows_fill(rows, unit):
-    fits = fitting(rows, 32, unit)
+    fits = fit_step_rows(rows, 32, unit)
     if fits is None:
         assert rows < unit or (rows >= 32 and 32 % unit == 0)
     else:
@@ -183,7 +183,7 @@ def test_nothing_is_said_of_rows_that_are_all_there(tiny, said):
     ],
 )
 def test_no_count_is_zero_or_minus_one(module, name, value):
-    from lit_rl.errors import ConfigError
+    from lit_rl.core.errors import ConfigError
 
     more = {"path": __file__} if name == "stream_buffer" else {"rows": questions(2)}
     with pytest.raises(ConfigError, match=rf"data\.{name}={value}\b"):

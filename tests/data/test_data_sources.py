@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from lit_rl.core.errors import BackendError, ConfigError, DataError
 from lit_rl.data.sources import load_rows
-from lit_rl.errors import BackendError, ConfigError, DataError
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "1+1=", "answer": "02", "level": 1, "tags": ["a", "b"], "meta": {"x": 1.5}},

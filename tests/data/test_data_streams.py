@@ -13,12 +13,11 @@ from typing import Any
 import datasets
 import pytest
 
-from lit_rl.data.jsonl import parse_object
-from lit_rl.data.source_columns import SourceColumns
+from lit_rl.core.errors import BackendError, ConfigError, DataError
+from lit_rl.data.readers import parse_object
 from lit_rl.data.sources import load_rows
-from lit_rl.data.splits import Source
-from lit_rl.data.streams import Mark, RowStream
-from lit_rl.errors import BackendError, ConfigError, DataError
+from lit_rl.data.splits import RowSource, SourceColumns
+from lit_rl.data.streams import RowStream, SourcePosition
 
 ROWS = [{"prompt": f"p{i}", "text": f"é\n{i}"} for i in range(600)]
 """More than two batches of a columnar file."""
@@ -48,13 +47,13 @@ def write(kind: str, folder: Path) -> Path:
 
 
 def stream(path: Path | str, on_bad_row: Any = "error", **source: Any) -> RowStream:
-    return RowStream(Source(str(path), **source), on_bad_row)
+    return RowStream(RowSource(str(path), **source), on_bad_row)
 
 
 def test_a_streamed_source_has_columns_of_its_own(tmp_path):
     own = SourceColumns("data.sources[0]", rename={"prompt": "question"}, columns=["question"])
-    rows, after = stream(write("a.jsonl", tmp_path), own=own).take(Mark(0, 2), 3)
-    assert list(rows) == [{"question": "p2"}, {"question": "p3"}, {"question": "p4"}] and after == Mark(0, 5)
+    rows, after = stream(write("a.jsonl", tmp_path), own=own).take(SourcePosition(0, 2), 3)
+    assert list(rows) == [{"question": "p2"}, {"question": "p3"}, {"question": "p4"}] and after == SourcePosition(0, 5)
     assert rows.where(0).endswith("a.jsonl:3")
 
 
@@ -64,41 +63,41 @@ def test_every_kind_of_source_gives_the_rows_of_the_whole_from_any_row_on_withou
     whole = load_rows(path)
     for skip in (0, 1, 99, 100, 257, 599, 600):
         rows = stream(path)
-        first, after = rows.take(Mark(0, skip), 150)  # goes on with the open file ...
+        first, after = rows.take(SourcePosition(0, skip), 150)  # goes on with the open file ...
         second, end = rows.take(after, 450)
         again, _ = rows.take(after, 450)  # ... and opens it again
         expected = [i % 600 for i in range(skip, skip + 600)]
         assert [*first, *second] == [whole[i] for i in expected]
         assert list(again) == list(second)
         assert [first.where(0), second.where(449)] == [whole.where(expected[0]), whole.where(expected[-1])]
-        assert end == Mark(int(skip > 0), skip or 600) and after.rows == (skip + 150 - 1) % 600 + 1
+        assert end == SourcePosition(int(skip > 0), skip or 600) and after.rows == (skip + 150 - 1) % 600 + 1
 
 
 def test_a_bad_row_is_one_of_those_taken_and_named_or_counted(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 0}\n\n[1]\n{"a": 1}\n{"a":\n{"a": 2}\n')
-    rows, mark = stream(path, "skip").take(Mark(), 4)
-    assert (list(rows), rows.skipped, mark) == ([{"a": 0}, {"a": 1}], 2, Mark(0, 4))
+    rows, mark = stream(path, "skip").take(SourcePosition(), 4)
+    assert (list(rows), rows.skipped, mark) == ([{"a": 0}, {"a": 1}], 2, SourcePosition(0, 4))
     assert [rows.where(0), rows.where(1)] == [f"{path}:1", f"{path}:4"]
     rows, mark = stream(path, "skip").take(mark, 2)
-    assert (list(rows), mark) == ([{"a": 2}, {"a": 0}], Mark(1, 1))
+    assert (list(rows), mark) == ([{"a": 2}, {"a": 0}], SourcePosition(1, 1))
     strict = stream(path)
-    _, mark = strict.take(Mark(), 1)
+    _, mark = strict.take(SourcePosition(), 1)
     for _ in range(2):  # who asks again does not get the row after it
         with pytest.raises(DataError, match=r"a.jsonl:3: .*an array"):
             strict.take(mark, 1)
     table = tmp_path / "a.csv"
     table.write_text("a,b\n1,2\n3\n5,6\n")
-    rows, mark = stream(table, "skip").take(Mark(0, 1), 2)
-    assert (list(rows), rows.skipped, mark) == ([{"a": "5", "b": "6"}], 1, Mark(0, 3))
+    rows, mark = stream(table, "skip").take(SourcePosition(0, 1), 2)
+    assert (list(rows), rows.skipped, mark) == ([{"a": "5", "b": "6"}], 1, SourcePosition(0, 3))
     with pytest.raises(DataError, match="a.csv:3: 1 cells under 2 column names"):
-        stream(table).take(Mark(), 3)
+        stream(table).take(SourcePosition(), 3)
 
 
 def test_lines_that_are_skipped_are_not_parsed(tmp_path, monkeypatch):
     parsed: list[bytes] = []
-    monkeypatch.setattr("lit_rl.data.jsonl.parse_object", lambda line: parsed.append(line) or parse_object(line))
-    rows, _ = stream(write_jsonl(tmp_path / "a.jsonl", ROWS)).take(Mark(3, 400), 5)
+    monkeypatch.setattr("lit_rl.data.readers.parse_object", lambda line: parsed.append(line) or parse_object(line))
+    rows, _ = stream(write_jsonl(tmp_path / "a.jsonl", ROWS)).take(SourcePosition(3, 400), 5)
     assert [row["prompt"] for row in rows] == ["p400", "p401", "p402", "p403", "p404"] and len(parsed) == 5
 
 
@@ -113,7 +112,7 @@ def test_row_groups_that_are_skipped_are_not_read(tmp_path, monkeypatch):
         return read(self, **how)
 
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", watched)
-    stream(write("a.parquet", tmp_path)).take(Mark(0, 250), 10)
+    stream(write("a.parquet", tmp_path)).take(SourcePosition(0, 250), 10)
     assert asked == [[2, 3, 4, 5]]
 
 
@@ -121,7 +120,7 @@ def test_a_pass_over_a_source_is_told_once(tmp_path, monkeypatch):
     told: list[str] = []
     monkeypatch.setattr("lit_rl.data.streams.rank_zero_info", told.append)
     rows = stream(write_jsonl(tmp_path / "a.jsonl", ROWS[:10]))
-    _, mark = rows.take(Mark(), 10)
+    _, mark = rows.take(SourcePosition(), 10)
     assert told == []
     rows.take(mark, 35)
     assert len(told) == 1 and "a.jsonl: read to its end" in told[0]
@@ -129,7 +128,7 @@ def test_a_pass_over_a_source_is_told_once(tmp_path, monkeypatch):
 
 def test_a_stream_goes_to_another_process_without_its_open_file(tmp_path):
     rows = stream(write_jsonl(tmp_path / "a.jsonl", ROWS))
-    _, mark = rows.take(Mark(), 7)
+    _, mark = rows.take(SourcePosition(), 7)
     ours, theirs = rows.take(mark, 3)[0], pickle.loads(pickle.dumps(rows)).take(mark, 3)[0]
     assert list(ours) == list(theirs) == ROWS[7:10]
 
@@ -137,7 +136,8 @@ def test_a_stream_goes_to_another_process_without_its_open_file(tmp_path):
 @pytest.mark.all
 def test_files_that_are_still_open_when_python_ends_are_no_noise(tmp_path):
     code = (
-        "import sys; from lit_rl.data.splits import Source; from lit_rl.data.streams import Mark, RowStream\n"
+        "import sys; from lit_rl.data.splits import RowSource; from lit_rl.data.streams import SourcePosition, "
+        "RowStream\n"
         "kept = [RowStream(Source(path)) for path in sys.argv[1:]]\n"
         "for stream in kept: stream.take(Mark(), 3)"
     )
@@ -159,14 +159,14 @@ def test_memory_is_that_of_the_rows_asked_for_however_long_the_file_is(suffix, t
             data = datasets.Dataset.from_list(rows)
             data.to_csv(path, index=False) if suffix == "csv" else data.to_parquet(path, batch_size=1000)
         del rows
-        source, mark = stream(path), Mark()
+        source, mark = stream(path), SourcePosition()
         source.take(mark, 50)
         tracemalloc.start()
         for _ in range(count // 50):
             mark = source.take(mark, 50)[1]
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-        assert mark == Mark(0, count)
+        assert mark == SourcePosition(0, count)
     assert peaks[1] < 2 * peaks[0]
     assert peaks[1] < 40_000 * 60 / 4, "not a quarter of the texts of the file"
 
@@ -184,10 +184,10 @@ def test_what_cannot_be_read_bit_by_bit_says_what_to_do(tmp_path, monkeypatch):
         stream(write("a.jsonl", tmp_path), split="train")
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="no rows"):
-        stream(tmp_path / "empty.jsonl").take(Mark(), 1)
+        stream(tmp_path / "empty.jsonl").take(SourcePosition(), 1)
     (tmp_path / "broken.parquet").write_text("no parquet")
     with pytest.raises(DataError, match="cannot be read as parquet"):
-        stream(tmp_path / "broken.parquet").take(Mark(), 1)
+        stream(tmp_path / "broken.parquet").take(SourcePosition(), 1)
 
 
 def test_a_hub_id_is_streamed_and_its_failures_are_told(tmp_path, monkeypatch):
@@ -199,9 +199,9 @@ def test_a_hub_id_is_streamed_and_its_failures_are_told(tmp_path, monkeypatch):
         return kept
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    rows, mark = stream("owner/set", split="train", name="main").take(Mark(0, 15), 8)
+    rows, mark = stream("owner/set", split="train", name="main").take(SourcePosition(0, 15), 8)
     assert asked == [{"path": "owner/set", "name": "main", "split": "train", "streaming": True}]
-    assert list(rows) == [*ROWS[15:20], *ROWS[:3]] and mark == Mark(1, 3)
+    assert list(rows) == [*ROWS[15:20], *ROWS[:3]] and mark == SourcePosition(1, 3)
     assert rows.where(0) == "owner/set[train][15]"
 
     def lost(i: int) -> Any:
@@ -210,4 +210,4 @@ def test_a_hub_id_is_streamed_and_its_failures_are_told(tmp_path, monkeypatch):
     for kind, error in ((0, BackendError), (1, DataError)):
         kept = datasets.IterableDataset.from_generator(lambda kind=kind: iter([lost(kind)]))
         with pytest.raises(error, match="owner/set"):
-            stream("owner/set").take(Mark(), 1)
+            stream("owner/set").take(SourcePosition(), 1)

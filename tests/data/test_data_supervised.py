@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging_tokenizers import make_llama_like_tokenizer, make_merging_tokenizer
 
-from lit_rl.data.offline.datamodule import SupervisedDataModule
-from lit_rl.data.offline.encode import Encoder
-from lit_rl.data.supervised import SupervisedText
-from lit_rl.errors import ConfigError, DataError
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.data.encode import Encoder
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.supervised_text import SupervisedText
 
 TOKENIZER = make_tokenizer()
 END = TOKENIZER.eos_token_id

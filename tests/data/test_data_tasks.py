@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from lit_rl.core.errors import ConfigError
 from lit_rl.data.tasks import Addition, Largest, LargestPairs, LargestText, Task
-from lit_rl.errors import ConfigError
 
 
 def test_every_pair_is_in_exactly_one_set_and_every_sum_is_right():

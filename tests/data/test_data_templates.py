@@ -5,8 +5,8 @@ from byte_tokenizers import CHATML, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rl.data.templates import encode_prompt
-from lit_rl.errors import ConfigError, DataError
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.data.rendering import encode_prompt
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=30)
 TOKENIZER = make_tokenizer()

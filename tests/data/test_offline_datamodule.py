@@ -11,16 +11,15 @@ from byte_tokenizers import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rl.data.image_prompts import Shown
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
-from lit_rl.data.offline.example import Encoded, Example
-from lit_rl.data.offline.example_set import ExampleSet, token_batch
-from lit_rl.data.offline.loader import ExampleEvalLoader, ExampleLoader
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.examples import PairBatch, TextBatch, VerdictBatch
+from lit_rl.core.visuals import ImageRef
+from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.example_set import Encoded, Example, ExampleSet, token_batch
+from lit_rl.data.loaders import ExampleEvalLoader, ExampleLoader
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.tasks import AdditionPairs, AdditionText
-from lit_rl.errors import ConfigError, DataError
-from lit_rl.examples import PairBatch, TextBatch, VerdictBatch
-from lit_rl.images import ImageRef
+from lit_rl.data.visual_prompts import PromptVisuals
 
 TOKENIZER = make_tokenizer()
 PAD = TOKENIZER.pad_token_id
@@ -92,7 +91,7 @@ def test_a_mismatched_completion_answers_another_prompt():
     data = ExampleSet("verdicts", rows, PAD)
     assert data.before(range(6)) == [5, 5, 1, 1, 3, 3]
     assert data.before([0, 1]) == [1, 0]  # there is no other prompt
-    shown = [Shown("p", (ImageRef.held("an image", 2, 2, bytes([i])),), "row") for i in range(2)]
+    shown = [PromptVisuals("p", (ImageRef.held("an image", 2, 2, bytes([i])),), "row") for i in range(2)]
     seen = [Example((text([10, 1], [20 + i]),), "row", "p", shown=shown[i // 2 % 2], desirable=True) for i in range(4)]
     assert ExampleSet("verdicts", seen, PAD).before(range(4)) == [3, 3, 1, 1], "another image is another prompt"
     (batch,) = ExampleEvalLoader(data, batch_size=6)

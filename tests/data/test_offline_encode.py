@@ -15,12 +15,12 @@ from transformers import ByT5Tokenizer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
-from lit_rl.continuation import marks_start
-from lit_rl.data.offline import encode
-from lit_rl.data.offline.encode import Encoder
-from lit_rl.data.templates import encode_prompt, turn_end
-from lit_rl.errors import ConfigError, DataError
-from lit_rl.named import TINY
+from lit_rl.core.chat_template import marks_start
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.model_paths import TINY
+from lit_rl.data import encode
+from lit_rl.data.encode import Encoder
+from lit_rl.data.rendering import encode_prompt, turn_end
 from lit_rl.rewards import RewardModel
 
 MERGING: Any = make_merging_tokenizer()

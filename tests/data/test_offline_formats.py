@@ -10,9 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from trl.data_utils import extract_prompt
 
-from lit_rl.data.offline.conversations import conversation, is_blank, shared_messages, shared_text
-from lit_rl.data.offline.formats import read_record
-from lit_rl.errors import DataError
+from lit_rl.core.errors import DataError
+from lit_rl.data.example_formats import check_conversation, is_blank, read_record, shared_messages, shared_text
 
 
 def user(text: str) -> dict[str, Any]:
@@ -245,4 +244,4 @@ def test_blank_texts():
     assert is_blank(" \n") and is_blank([]) and is_blank([assistant(" ")])
     assert is_blank([{"role": "system", "content": "s"}])
     assert not is_blank([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}])
-    assert conversation([], "f") == [] and conversation("", "f", prompt=True) == ""
+    assert check_conversation([], "f") == [] and check_conversation("", "f", prompt=True) == ""

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.data_utils import _pack_bfd
 
-from lit_rl.data.offline.example import Encoded, Example
-from lit_rl.data.offline.packing import Piece, pack, packed
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
+from lit_rl.data.encode import PackedPiece, pack, pack_examples
+from lit_rl.data.example_set import Encoded, Example
 
 LENGTHS = st.lists(st.integers(0, 12), max_size=40)
 
@@ -25,7 +25,7 @@ def text(start: int, length: int, prompt: int = 0) -> Encoded:
 def test_best_fit_keeps_texts_whole_and_rows_within_capacity(lengths, capacity):
     rows = pack(lengths, capacity, "best_fit")
     pieces = [piece for row in rows for piece in row]
-    assert sorted(pieces) == [Piece(i, 0, n) for i, n in enumerate(lengths) if n]
+    assert sorted(pieces) == [PackedPiece(i, 0, n) for i, n in enumerate(lengths) if n]
     fill = [sum(piece.stop for piece in row) for row in rows]
     assert all(0 < tokens <= capacity for tokens in fill)
     assert all(one + other > capacity for i, one in enumerate(fill) for other in fill[:i]), "no two rows fit into one"
@@ -52,20 +52,20 @@ def test_wrapped_is_the_concatenation_cut(lengths, capacity):
 def test_a_known_packing():
     # 6 alone leaves 4, which 4 fills; 5 leaves 5, into which 3 and 2 go.
     assert pack([3, 6, 2, 5, 4], 10, "best_fit") == [
-        [Piece(0, 0, 3), Piece(2, 0, 2), Piece(3, 0, 5)],
-        [Piece(1, 0, 6), Piece(4, 0, 4)],
+        [PackedPiece(0, 0, 3), PackedPiece(2, 0, 2), PackedPiece(3, 0, 5)],
+        [PackedPiece(1, 0, 6), PackedPiece(4, 0, 4)],
     ]
     assert pack([3, 6, 2], 5, "wrapped") == [
-        [Piece(0, 0, 3), Piece(1, 0, 2)],
-        [Piece(1, 2, 6), Piece(2, 0, 1)],
-        [Piece(2, 1, 2)],
+        [PackedPiece(0, 0, 3), PackedPiece(1, 0, 2)],
+        [PackedPiece(1, 2, 6), PackedPiece(2, 0, 1)],
+        [PackedPiece(2, 1, 2)],
     ]
 
 
 def test_no_piece_begins_with_a_learned_token():
     examples = [Example((text(0, 3),), "f[0]"), Example((text(10, 6, prompt=4),), "f[1]")]
-    assert packed(examples, 9, "best_fit") == [[text(0, 3), text(10, 6, prompt=4)]]
-    first, second = packed(examples, 7, "wrapped")
+    assert pack_examples(examples, 9, "best_fit") == [[text(0, 3), text(10, 6, prompt=4)]]
+    first, second = pack_examples(examples, 7, "wrapped")
     assert first == [text(0, 3), Encoded([10, 11, 12, 13], [False] * 4, 4)]
     assert second == [Encoded([14, 15], [False, True], 0)], "14 was learned, and its context is gone"
 
@@ -74,7 +74,7 @@ def test_no_piece_begins_with_a_learned_token():
 @given(lengths=LENGTHS, capacity=st.integers(2, 30))
 def test_only_the_first_tokens_of_second_parts_are_no_longer_learned(lengths, capacity):
     examples = [Example((text(100 * i, n),), "f") for i, n in enumerate(lengths)]
-    pieces = [piece for row in packed(examples, capacity, "wrapped") for piece in row]
+    pieces = [piece for row in pack_examples(examples, capacity, "wrapped") for piece in row]
     assert [i for piece in pieces for i in piece.ids] == [i for e in examples for i in e.texts[0].ids]
     lost = sum(sum(e.texts[0].learned) for e in examples) - sum(sum(piece.learned) for piece in pieces)
     assert lost == len(pieces) - sum(n > 0 for n in lengths)

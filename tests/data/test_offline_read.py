@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging_tokenizers import make_merging_tokenizer
 
-from lit_rl.data.offline.encode import Encoder
-from lit_rl.data.offline.example import Encoded, Example, Kind
-from lit_rl.data.offline.options import ExampleOptions
-from lit_rl.data.offline.read import read_examples
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.data.corpus import read_examples
+from lit_rl.data.encode import Encoder
+from lit_rl.data.example_reader import ExampleOptions
+from lit_rl.data.example_set import Encoded, Example, Kind
+from lit_rl.data.rendering import encode_prompt
 from lit_rl.data.sources import Rows
-from lit_rl.data.templates import encode_prompt
-from lit_rl.errors import ConfigError, DataError
 
 TOKENIZER: Any = make_merging_tokenizer()
 TEXT = {"text": "the cat"}

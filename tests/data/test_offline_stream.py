@@ -14,17 +14,14 @@ from byte_tokenizers import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rl.data.offline import stream as windows_module
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
-from lit_rl.data.offline.encode import Encoder
-from lit_rl.data.offline.example_module import ExampleDataModule
-from lit_rl.data.offline.loader import ExampleLoader
-from lit_rl.data.offline.stream import Windows
-from lit_rl.data.offline.stream_loader import StreamLoader
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.data import streams as windows_module
+from lit_rl.data.encode import Encoder
+from lit_rl.data.example_module import ExampleDataModule, PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.loaders import ExampleLoader
 from lit_rl.data.order import RolloutOrder
-from lit_rl.data.splits import Source
-from lit_rl.data.streams import RowStream
-from lit_rl.errors import ConfigError, DataError
+from lit_rl.data.splits import RowSource
+from lit_rl.data.streams import RowStream, StreamLoader, Windows
 
 TOKENIZER = make_tokenizer()
 
@@ -300,7 +297,7 @@ def test_one_window_is_in_memory_at_a_time(folder, monkeypatch):
     """Examples of a window are gone before those of the next are made, also the first one that the module read."""
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = []
-    make, read = windows_module.training_set, windows_module.read_on
+    make, read = windows_module.training_set, windows_module.read_more_examples
 
     def watched_read(*args: Any) -> Any:
         most.append(len(alive))
@@ -312,9 +309,9 @@ def test_one_window_is_in_memory_at_a_time(folder, monkeypatch):
             alive.add(example.texts[0])
         return data, sizes
 
-    monkeypatch.setattr(windows_module, "read_on", watched_read)
+    monkeypatch.setattr(windows_module, "read_more_examples", watched_read)
     monkeypatch.setattr(windows_module, "training_set", watched_make)
-    monkeypatch.setattr("lit_rl.data.offline.example.Encoded.__hash__", lambda self: id(self), raising=False)
+    monkeypatch.setattr("lit_rl.data.example_set.Encoded.__hash__", lambda self: id(self), raising=False)
     data = texts(path=str(folder / "23.jsonl"))
     windows = windows_of(data)
     assert len(alive) == 8
@@ -438,7 +435,13 @@ def test_a_source_may_have_nothing_to_give_for_a_window(tmp_path, bad, words):
 
 def test_windows_need_no_data_module(folder):
     windows = Windows(
-        [RowStream(Source(str(folder / "7.jsonl")))], 7, (1.0,), Encoder(TOKENIZER), "texts", texts(path="x").options, 7
+        [RowStream(RowSource(str(folder / "7.jsonl")))],
+        7,
+        (1.0,),
+        Encoder(TOKENIZER),
+        "texts",
+        texts(path="x").options,
+        7,
     )
     assert len(next(iter(loader(windows)))) == 7
     assert windows.formats == ("prompt-completion (text)",)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models import LanguageModel
 
 ASKED = [{"role": "user", "content": "1+1="}]

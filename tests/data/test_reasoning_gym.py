@@ -9,9 +9,9 @@ import numpy
 import pytest
 from tiers import quick
 
+from lit_rl.core.errors import ConfigError, RewardError
+from lit_rl.core.task_sets import REASONING_GYM_COLUMN, ReasoningGymProblem
 from lit_rl.data.tasks import ReasoningGym, ReasoningGymPlain, ReasoningGymText, Task
-from lit_rl.errors import ConfigError, RewardError
-from lit_rl.reasoning import COLUMN, Problem
 from lit_rl.rewards import ReasoningGymExact, ReasoningGymScore, Rewards
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -25,11 +25,11 @@ def test_a_problem_is_the_same_whenever_it_is_made_and_moves_no_random_numbers(n
     random.seed(1)
     numpy.random.seed(1)
     state = random.getstate(), numpy.random.get_state()[1].tolist()
-    entries = {index: Problem(name, {}, 3, 20, index).entry() for index in (2, 0)}
+    entries = {index: ReasoningGymProblem(name, {}, 3, 20, index).entry() for index in (2, 0)}
     assert (random.getstate(), numpy.random.get_state()[1].tolist()) == state
     random.seed(2)
     numpy.random.seed(2)
-    problem = Problem.read(Problem(name, {}, 3, 20, 2).text)
+    problem = ReasoningGymProblem.read(ReasoningGymProblem(name, {}, 3, 20, 2).text)
     assert problem.entry()["question"] == entries[2]["question"]
     assert str(problem.entry()["answer"]) == str(entries[2]["answer"])
     if isinstance(answer := entries[2]["answer"], str):
@@ -100,11 +100,18 @@ def test_plain_text_shows_of_a_question_what_matches():
 
 def test_the_reward_is_the_generators_own_score():
     rows = ReasoningGym("chain_sum", train_rows=3, val_rows=0).train()
-    columns = {COLUMN: [row[COLUMN] for row in rows], "answer": [row["answer"] for row in rows]}
+    columns = {
+        REASONING_GYM_COLUMN: [row[REASONING_GYM_COLUMN] for row in rows],
+        "answer": [row["answer"] for row in rows],
+    }
     replies = [f" {rows[0]['answer']}\n", f"It is {rows[1]['answer']}.", "I do not know"]
     prompts = [row["prompt"] for row in rows]
     right, inside, wrong = ReasoningGymScore()(prompts, replies, **columns)
-    assert right == 1 and wrong == 0 and 0 < inside == Problem.read(rows[1][COLUMN]).scorer()(replies[1]) < 1
+    assert (
+        right == 1
+        and wrong == 0
+        and 0 < inside == ReasoningGymProblem.read(rows[1][REASONING_GYM_COLUMN]).scorer()(replies[1]) < 1
+    )
     assert ReasoningGymExact()(prompts, replies, **columns) == [1, 0, 0]
     tagged = [f"<answer>7</answer> no: <answer> {rows[0]['answer']} </answer>", rows[1]["answer"], "<answer>1"]
     assert ReasoningGymScore("answer")(prompts, tagged, **columns) == [1, 0, 0]
@@ -114,8 +121,8 @@ def test_the_reward_is_the_generators_own_score():
 def test_a_scorer_that_raises_on_nonsense_gives_nothing():
     row = ReasoningGym("prime_factorization", train_rows=1, val_rows=0).train()[0]
     with pytest.raises(ValueError):
-        Problem.read(row[COLUMN]).scorer()("nonsense")
-    assert ReasoningGymScore()([row["prompt"]], ["nonsense"], [row[COLUMN]]) == [0]
+        ReasoningGymProblem.read(row[REASONING_GYM_COLUMN]).scorer()("nonsense")
+    assert ReasoningGymScore()([row["prompt"]], ["nonsense"], [row[REASONING_GYM_COLUMN]]) == [0]
 
 
 @pytest.mark.parametrize("score", [ReasoningGymScore(), ReasoningGymExact(), ReasoningGymScore("answer")])
@@ -124,14 +131,18 @@ def test_rows_without_a_problem_are_not_scored(score):
     row = ReasoningGym("chain_sum", train_rows=1, val_rows=0).train()[0]
     calls = [{"role": "assistant", "content": None, "tool_calls": []}]
     said = [f"<answer>{row['answer']}</answer>" if score.tag else row["answer"], "1", calls, calls]
-    scores = Rewards(score).score([row["prompt"]] * 4, said, {COLUMN: [row[COLUMN], None, row[COLUMN], None]})
+    scores = Rewards(score).score(
+        [row["prompt"]] * 4,
+        said,
+        {REASONING_GYM_COLUMN: [row[REASONING_GYM_COLUMN], None, row[REASONING_GYM_COLUMN], None]},
+    )
     assert scores.total.tolist()[::2] == [1, 0] and scores.total.isnan().tolist() == [False, True, False, True]
 
 
 def test_rows_of_another_data_set_are_refused():
     with pytest.raises(RewardError, match="names no problem"):
         ReasoningGymScore()(["1+1="], ["2"], ["2"])
-    with pytest.raises(RewardError, match=COLUMN):
+    with pytest.raises(RewardError, match=REASONING_GYM_COLUMN):
         Rewards(ReasoningGymScore()).bind(["answer"])
     with pytest.raises(RewardError, match="names no problem"):
         ReasoningGymScore()(["1+1="], ["2"], [json.dumps({"name": "chain_sum"})])

@@ -16,19 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging_tokenizers import MARKED, make_llama_like_tokenizer, make_merging_tokenizer
 
-from lit_rl import continuation
-from lit_rl.chat_template import apply_chat_template
-from lit_rl.continuation import joined, marks_start
-from lit_rl.data.hub import rows_of_object
-from lit_rl.data.left_out import LeftOut
-from lit_rl.data.offline.datamodule import SupervisedDataModule
-from lit_rl.data.offline.encode import Encoder
-from lit_rl.data.prompt_set import PromptOptions, read_examples
-from lit_rl.data.sources import Rows, load_rows
-from lit_rl.data.splits import Source
+from lit_rl.core import chat_template as continuation
+from lit_rl.core.chat_template import apply_chat_template, marks_start, tokenize_parts
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.data.encode import Encoder
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.prompt_set import PromptOptions, read_prompts
+from lit_rl.data.rendering import LeftOut, encode_prompt, warn_unknown_end
+from lit_rl.data.sources import Rows, load_rows, rows_of_object
+from lit_rl.data.splits import RowSource
 from lit_rl.data.streams import RowStream
-from lit_rl.data.templates import encode_prompt, say_unknown_end
-from lit_rl.errors import ConfigError, DataError
 from lit_rl.rewards import RewardModel
 
 TOOLS = CHATML.replace(
@@ -120,15 +117,15 @@ def rows_of(kind: str, folder: Path) -> list[dict[str, Any]]:
         return list(load_rows(folder / "saved"))
     if kind == "stream of saved":
         data.save_to_disk(folder / "saved")
-        return list(RowStream(Source(str(folder / "saved"))).take(_start(), 2)[0])
+        return list(RowStream(RowSource(str(folder / "saved"))).take(_start(), 2)[0])
     data.to_parquet(path)
-    return list(load_rows(path)) if kind == "parquet" else list(RowStream(Source(str(path))).take(_start(), 2)[0])
+    return list(load_rows(path)) if kind == "parquet" else list(RowStream(RowSource(str(path))).take(_start(), 2)[0])
 
 
 def _start() -> Any:
-    from lit_rl.data.streams import Mark
+    from lit_rl.data.streams import SourcePosition
 
-    return Mark()
+    return SourcePosition()
 
 
 @pytest.mark.parametrize(
@@ -190,10 +187,10 @@ def test_what_else_a_template_drops_is_said_once():
 def test_prompts_say_it_too_and_arguments_of_a_template_that_nothing_renders():
     tokenizer = make_tokenizer(template=CHATML.replace("{% for m in messages %}", "{% for m in messages[1:] %}"))
     rows = Rows("f", [{"prompt": [{"role": "system", "content": "Be brief."}, user("a")]}] * 2)
-    (line,) = said(lambda: read_examples(rows, tokenizer, PromptOptions()))
+    (line,) = said(lambda: read_prompts(rows, tokenizer, PromptOptions()))
     assert line == "The chat template leaves out words of the system: Be brief."
     plain = Rows("f", [{"prompt": "a"}])
-    (line,) = said(lambda: read_examples(plain, tokenizer, PromptOptions(chat_template_kwargs={"thinking": True})))
+    (line,) = said(lambda: read_prompts(plain, tokenizer, PromptOptions(chat_template_kwargs={"thinking": True})))
     assert line == "data.chat_template_kwargs.thinking does nothing: no row is rendered by a chat template."
 
 
@@ -278,10 +275,10 @@ def test_a_turn_that_ends_with_a_token_at_which_nothing_ends_is_refused_and_told
     with pytest.raises(ConfigError, match=rf"f: .*ends the reply with '<\|im_end\|>', at which generation does.*{fix}"):
         Encoder(tokenizer).encode([user("Hi")], [assistant("Hello")], "f")
     assert learned(Encoder(tokenizer, eos_ids=()).encode([user("Hi")], [assistant("a")], "f"), tokenizer)
-    (line,) = said(lambda: say_unknown_end(tokenizer, {}, [tokenizer.eos_token_id]))
+    (line,) = said(lambda: warn_unknown_end(tokenizer, {}, [tokenizer.eos_token_id]))
     assert "ends a turn with '<|im_end|>', at which generation does not end: set model.eos_token=" in line
-    assert said(lambda: say_unknown_end(tokenizer, {}, [mark])) == []
-    assert said(lambda: say_unknown_end(make_tokenizer(template=PLAIN), {}, [mark])) == []
+    assert said(lambda: warn_unknown_end(tokenizer, {}, [mark])) == []
+    assert said(lambda: warn_unknown_end(make_tokenizer(template=PLAIN), {}, [mark])) == []
 
 
 def test_generation_markers_without_the_end_still_teach_the_end():
@@ -348,7 +345,7 @@ def test_a_reply_and_its_reward_model_keep_the_prompts_tokens(make, reply, monke
 def test_parts_keep_their_tokens_and_are_one_text():
     tokenizer = make_merging_tokenizer()
     assert tokenizer.tokenize("abcabc") == ["abcabc"]
-    ids, ends = joined(tokenizer, ["ab", "cabc", "", "abc the cat"])
+    ids, ends = tokenize_parts(tokenizer, ["ab", "cabc", "", "abc the cat"])
     assert tokenizer.decode(ids) == "abcabcabc the cat" and ends[-1] == len(ids)
     assert ids[: ends[0]] == tokenizer("ab")["input_ids"] and ends[1] == ends[2]
 
@@ -362,16 +359,16 @@ MERGING = [make_merging_tokenizer(), make_merging_tokenizer(metaspace=True), mak
 @settings(deadline=None, max_examples=150)
 @given(tokenizer=st.sampled_from(MERGING), parts=PARTS)
 def test_what_is_settled_behind_a_control_token_has_the_tokens_that_the_whole_text_gives_it(tokenizer, parts):
-    with mock.patch("lit_rl.continuation._settled", return_value=(0, 0)):
-        whole = joined(tokenizer, parts)
-    assert joined(tokenizer, parts) == whole
+    with mock.patch("lit_rl.core.chat_template._settled", return_value=(0, 0)):
+        whole = tokenize_parts(tokenizer, parts)
+    assert tokenize_parts(tokenizer, parts) == whole
 
 
 @pytest.mark.parametrize("tokenizer", MERGING, ids=["bytes", "metaspace", "llama"])
 def test_parts_of_a_long_talk_are_tokenised_a_few_times_each(tokenizer):
     parts = ["<|im_start|>user\n" + "the cat " * 30, "<|im_end|>\n<|im_start|>assistant\nhello world"] * 40
-    with mock.patch("lit_rl.continuation._plain", side_effect=continuation._plain) as asked:
-        ids, ends = joined(tokenizer, parts)
+    with mock.patch("lit_rl.core.chat_template._token_ids", side_effect=continuation._token_ids) as asked:
+        ids, ends = tokenize_parts(tokenizer, parts)
     assert len(ends) == 80 and tokenizer.decode(ids).count("hello world") == 40
     assert sum(len(call.args[1]) for call in asked.call_args_list) < 6 * len("".join(parts))
 

@@ -22,17 +22,16 @@ from hypothesis import strategies as st
 from merging_tokenizers import make_llama_like_tokenizer, make_merging_tokenizer
 from transformers import AutoTokenizer
 
-from lit_rl.chat_template import THOUGHTS
-from lit_rl.data.offline.encode import Encoder
-from lit_rl.data.offline.options import ExampleOptions
-from lit_rl.data.offline.read import read_examples
-from lit_rl.data.offline.rendering import GENERATION
+from lit_rl.core.chat_template import THOUGHTS
+from lit_rl.core.errors import DataError
+from lit_rl.core.model_paths import TINY
+from lit_rl.data.corpus import read_examples
+from lit_rl.data.encode import Encoder
+from lit_rl.data.example_reader import ExampleOptions
 from lit_rl.data.prompt_set import PromptOptions
-from lit_rl.data.prompt_set import read_examples as read_prompts
+from lit_rl.data.prompt_set import read_prompts as read_prompts
+from lit_rl.data.rendering import GENERATION, encode_prompt
 from lit_rl.data.sources import Rows
-from lit_rl.data.templates import encode_prompt
-from lit_rl.errors import DataError
-from lit_rl.named import TINY
 
 FILES = {path.stem: path for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))}
 ASKED = [{"role": "user", "content": "QUESTION"}]

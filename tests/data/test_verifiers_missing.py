@@ -9,10 +9,10 @@ import importlib.util
 
 import pytest
 
-from lit_rl.data.verifiers_tasks import VerifiersTasks
-from lit_rl.errors import BackendError, ConfigError, RewardError
+from lit_rl.core.errors import BackendError, ConfigError, RewardError
+from lit_rl.core.task_sets import VERIFIERS_COLUMN, VERIFIERS_SCORES, TaskRow, TaskSet
+from lit_rl.data.tasks import VerifiersTasks
 from lit_rl.rewards import Rewards, VerifiersScore
-from lit_rl.tasksets import COLUMN, SCORES, TaskRow, TaskSet
 
 MISSING = importlib.util.find_spec("verifiers") is None
 ROW = TaskRow(TaskSet.of("my_tasks", {"most": 3}), {"prompt": "1+1=", "answer": "2"})
@@ -23,7 +23,7 @@ def test_what_needs_the_package_says_how_it_is_installed() -> None:
     with pytest.raises(BackendError, match=r"pip install 'lit-rl\[verifiers\]'"):
         VerifiersTasks("my_tasks").train()
     with pytest.raises(BackendError, match=r"pip install 'lit-rl\[verifiers\]'"):
-        VerifiersScore().check_columns({COLUMN: [ROW.text]})
+        VerifiersScore().check_columns({VERIFIERS_COLUMN: [ROW.text]})
 
 
 def test_a_row_is_read_back() -> None:
@@ -33,9 +33,9 @@ def test_a_row_is_read_back() -> None:
 
 def test_what_a_harness_gave_is_the_reward_and_needs_no_package() -> None:
     scores = [{"reward": 1.5, "rewards": {"right": 1.0, "brief": 1.0}, "metrics": {"turns": 2.0}}, None]
-    columns = {COLUMN: [ROW.text] * 2, SCORES: scores}
+    columns = {VERIFIERS_COLUMN: [ROW.text] * 2, VERIFIERS_SCORES: scores}
     rewards = Rewards(VerifiersScore())
-    rewards.check({COLUMN: [ROW.text]}, [SCORES])
+    rewards.check({VERIFIERS_COLUMN: [ROW.text]}, [VERIFIERS_SCORES])
     told = rewards.score([[], []], [[], []], columns)
     assert told.total[0] == 1.5 and told.total[1].isnan()
     assert told.metrics == {"verifiers/right": (1.0, 1), "verifiers/brief": (1.0, 1), "verifiers/turns": (2.0, 1)}
@@ -54,6 +54,6 @@ def test_numbers_of_rows_are_checked(settings: dict[str, int], words: str) -> No
 
 def test_rows_of_another_data_set_are_refused() -> None:
     with pytest.raises(RewardError, match="names no task.*data=verifiers"):
-        VerifiersScore().check_columns({COLUMN: ["7"]})
-    with pytest.raises(RewardError, match=COLUMN):
+        VerifiersScore().check_columns({VERIFIERS_COLUMN: ["7"]})
+    with pytest.raises(RewardError, match=VERIFIERS_COLUMN):
         Rewards(VerifiersScore()).bind(["answer"])

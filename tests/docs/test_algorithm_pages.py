@@ -37,7 +37,7 @@ def scripts() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
-    schemas.register()
+    schemas.register_schemas()
 
 
 @pytest.fixture(scope="module")

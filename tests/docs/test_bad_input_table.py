@@ -9,7 +9,7 @@ from pathlib import Path
 
 from doc_blocks import table_rows
 
-from lit_rl import errors
+from lit_rl.core import errors
 
 PLACES = re.compile(r"`([\w/]+\.py)::(\w+)`")
 CODES = {0, 130, 137, 143} | {kind.exit_code for kind in errors.LitRLError.__subclasses__()}

@@ -20,8 +20,8 @@ from doc_blocks import blocks, table_rows
 from doc_runs import left_as_found, script
 from tiers import quick
 
-from lit_rl.algorithms.rollouts.plan import BatchPlan
-from lit_rl.cli.other_words import MEANS
+from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan
+from lit_rl.cli.aliases import MEANS
 from lit_rl.models import Lora
 
 BOTH, INHERITED = "Fields of both trainers", "Fields inherited from transformers.TrainingArguments"
@@ -48,7 +48,7 @@ UNMAPPED = ("not needed", "not built")
 NEEDED = {
     "optimizer=by_path": "optimizer.path=torch.optim.SGD",
     "scheduler=by_path": "scheduler.path=torch.optim.lr_scheduler.StepLR",
-    "env=tools": "env.functions=[lit_rl.environments.calculator:mul]",
+    "env=tools": "env.functions=[lit_rl.environments.games:mul]",
 }
 """What a choice has no default for."""
 

@@ -71,7 +71,7 @@ def test_every_generator_is_in_the_first_table_and_every_key_is_one(page: Path, 
 
 
 def test_every_key_of_the_sampling_is_in_its_table(page: Path) -> None:
-    from lit_rl.rollout import Sampling, Structured
+    from lit_rl.core.rollout import Sampling, Structured
 
     cells = [row[0] for row in table_rows(page, "What a response may hold") if row[0].startswith("`sampling.")]
     (forms,) = re.findall(r"structured\.{([\w,]+)}", " ".join(cells))
@@ -81,7 +81,7 @@ def test_every_key_of_the_sampling_is_in_its_table(page: Path) -> None:
 
 
 def test_the_limits_are_those_of_the_probe(page: Path) -> None:
-    from lit_rl.generation.vllm.probe import LIMITS
+    from lit_rl.generation.vllm.weight_probe import LIMITS
 
     rows = table_rows(page, "The proof after every update")
     for name, limit in LIMITS.items():

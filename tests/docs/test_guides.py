@@ -13,8 +13,8 @@ from doc_blocks import Block, blocks, table_rows
 from doc_runs import SMALL, left_as_found
 
 from lit_rl import cli
-from lit_rl.cli import comparing
-from lit_rl.cli.other_words import translated
+from lit_rl.cli import run_reports
+from lit_rl.cli.aliases import expand_aliases
 
 GUIDES = ("start.md", "how-to.md", "tutorials.md", "from-verl.md", "algorithms/README.md")
 REFERENCE = (
@@ -75,7 +75,7 @@ def write_files(found: list[Block], cwd: Path) -> None:
 def check_light(command: str, typed: list[str]) -> None:
     """The words of a command that composes no config are ones that it takes."""
     if command == "compare":
-        comparing.folders_of(typed)  # it alone needs runs
+        run_reports.folders_of(typed)  # it alone needs runs
     else:
         assert cli.run([command, *typed]) == 0, (command, typed)
 
@@ -117,7 +117,7 @@ def lines_of_verl(document: Path) -> Iterator[Asked]:
 
 def as_words(overrides: list[str]) -> dict[str, str]:
     """Keys and values, after other tools' names were read as ours."""
-    return dict(word.split("=", 1) for word in translated(overrides)[0])
+    return dict(word.split("=", 1) for word in expand_aliases(overrides)[0])
 
 
 @pytest.mark.all

@@ -32,7 +32,7 @@ TERMS = [
     ],
     ["experiment=guess", "algo.minibatches=1", "data.task.train_rows=8", "data.task.val_rows=4"],
     [
-        *("env=environment", "env.path=lit_rl.environments.guess:GuessNumber", "env.max_turns=2", "env.max_tokens=24"),
+        *("env=environment", "env.path=lit_rl.environments.games:GuessNumber", "env.max_turns=2", "env.max_tokens=24"),
         *("env.max_observation_tokens=8", "sampling.max_new_tokens=4", "reward=environment", "data=jsonl"),
         *("data.path=chats.jsonl", "data.val_path=chats.jsonl", "model.chat_template=chat.jinja"),
     ],

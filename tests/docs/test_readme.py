@@ -14,8 +14,8 @@ from composed_configs import tree_of
 from doc_blocks import Block, blocks, table_rows
 from doc_runs import SMALL, left_as_found
 
-from lit_rl import errors
-from lit_rl.cli.other_words import translated
+from lit_rl.cli.aliases import expand_aliases
+from lit_rl.core import errors
 
 Train = Callable[..., int]
 
@@ -71,7 +71,7 @@ def small(words: list[str], number: int) -> list[str]:
 def composes(overrides: list[str]) -> None:
     """The config is sound, as far as it can be known without a network or a second process."""
     with left_as_found():
-        tree_of(*translated(overrides)[0])
+        tree_of(*expand_aliases(overrides)[0])
 
 
 @pytest.mark.all

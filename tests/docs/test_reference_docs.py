@@ -13,8 +13,8 @@ from doc_runs import left_as_found, script
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from lit_rl.cli import key_names, schemas
-from lit_rl.commands import defaults
+from lit_rl.cli import listing, schemas
+from lit_rl.reports import config_changes
 
 
 def test_the_configuration_reference_is_up_to_date(root: Path) -> None:
@@ -25,8 +25,8 @@ def test_the_configuration_reference_is_up_to_date(root: Path) -> None:
         said = (reference.PAGES / f"{group}.md").read_text()
         assert said == reference.page(group), "run: python scripts/config_reference.py"
     assert {path.stem for path in reference.PAGES.glob("*.md")} == reference.GROUPS.keys()
-    assert key_names.SCHEMA_KEYS.read_text() == reference.schema_keys(), "run: python scripts/config_reference.py"
-    assert defaults.FILE.read_text() == reference.usual(), "run: python scripts/config_reference.py"
+    assert listing.SCHEMA_KEYS.read_text() == reference.schema_keys(), "run: python scripts/config_reference.py"
+    assert config_changes.DEFAULTS_FILE.read_text() == reference.usual(), "run: python scripts/config_reference.py"
 
 
 def test_the_page_of_errors_is_up_to_date(root: Path) -> None:
@@ -85,8 +85,8 @@ def test_the_names_on_the_pages_of_the_api_are_up_to_date(root: Path) -> None:
         for path in pages.PAGES.glob("*.md")
         if pages.MODULE.search(text := path.read_text()) and pages.written(text) != text
     ]
-    assert not stale, "run: python scripts/api_pages.py"
-    assert dict(pages.public("lit_rl.rewards.builtin.text"))["exact_match"].startswith(
+    assert not stale and pages.MODULES.read_text() == pages.modules_page(), "run: python scripts/api_pages.py"
+    assert dict(pages.public("lit_rl.rewards.text_rewards"))["exact_match"].startswith(
         "1 where the completion is the answer"
     )
     assert [name for name, _ in pages.offered("lit_rl.algorithms.gkd", "GKD")] == ["GKD"], "and no helper"
@@ -118,7 +118,7 @@ def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
         *([f"env={name}"] for name in ("tools", "mcp", "environment", "gymnasium", "rollout_func")),
     ]
     with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
-        schemas.register()
+        schemas.register_schemas()
         seen: set[str] = set()
         for path in sorted((root / "conf" / "algo").rglob("*.yaml")):
             found = set(re.findall(r"/schemas/(\w+)@", path.read_text()))
@@ -206,28 +206,3 @@ def test_the_learning_curve_is_drawn(root: Path, tmp_path: Path, sampled: bool) 
     assert [row["val/reward"] for row in plot_run.validations(rows, "val/reward")] == [0.5]
     plot_run.plot(tmp_path, tmp_path / "curve.png")
     assert re.match(rb"\x89PNG", (tmp_path / "curve.png").read_bytes())
-
-
-def test_every_module_has_its_line(root: Path) -> None:
-    """A module is named in the table of its folder, and no module is named that is not there.
-
-    `folder/name` is a module of a folder below, as are the names after it in the same cell; `folder/*` stands for all
-    of its modules, and `folder/` for no module.
-    """
-    text = (root / "docs" / "modules.md").read_text()
-    told: set[str] = set()
-    for table in text.split("\n\n| ")[1:]:
-        folders = re.findall(r"`(\w+)/`", table.splitlines()[0])
-        for line in table.splitlines()[2:]:
-            place = folders[0] if folders else ""
-            for name in re.findall(r"`([\w/]+[\w*])`", line.split("|")[1]):
-                below, _, module = name.rpartition("/")
-                if below:
-                    place = below if below.split("/")[0] in folders else f"{folders[0]}/{below}"
-                told.add(f"{place}/{module}")
-    every = {path.relative_to(root / "lit_rl").with_suffix("") for path in (root / "lit_rl").glob("*/**/*.py")}
-    there = {path.as_posix() for path in every if path.name != "__init__"}
-    whole = {place for place in told if place.endswith("/*")}
-    covered = {module for module in there if f"{module.rpartition('/')[0]}/*" in whole}
-    assert whole == {f"{module.rpartition('/')[0]}/*" for module in covered}
-    assert told - whole == there - covered

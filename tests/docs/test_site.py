@@ -125,7 +125,7 @@ def offered(root: Path, package: str) -> Iterator[str]:
     tree = ast.parse((root / "lit_rl" / package.replace(".", "/") / "__init__.py").read_text())
     for node in ast.walk(tree):
         module = str(node.module) if isinstance(node, ast.ImportFrom) else ""
-        if module.startswith("lit_rl.") and module != "lit_rl.lazy_names":
+        if module.startswith("lit_rl.") and module != "lit_rl.core.lazy_names":
             yield from (f"{module}.{name.name}" for name in node.names)
 
 

@@ -21,15 +21,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lit_rl import keywords
 from lit_rl.algorithms import DPO, GRPO, KTO, PPO, SFT, AdamW, Constant, RewardModeling
 from lit_rl.algorithms.optim.optimizers import ByPath
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
-from lit_rl.errors import ConfigError, DataError
-from lit_rl.models.reference.other_model import OtherModel
+from lit_rl.core import errors as keywords
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.models.references import OtherModel
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 
 def grpo(**settings: Any) -> GRPO:
@@ -212,7 +212,7 @@ OF_TRL = [
 def test_every_argument_of_a_trainer_of_trl_is_ours_or_answered_by_name(theirs: Any, ours: Any, more: Any) -> None:
     names = [name for name in inspect.signature(theirs.__init__).parameters if name != "self"]
     for name in names:
-        if name in keywords.names(ours):
+        if name in keywords.keyword_names(ours):
             continue
         with pytest.raises(ConfigError, match=rf"{ours.__name__} takes no {name}=\. \S") as said:
             ours("tiny", *more, **{name: object()})

@@ -25,10 +25,10 @@ from lit_rl import (
     Sampling,
     SupervisedDataModule,
     exact_match,
-    long_waits,
 )
-from lit_rl.data import hub
-from lit_rl.errors import ConfigError, DataError, RewardError
+from lit_rl.core import progress_bar
+from lit_rl.core.errors import ConfigError, DataError, RewardError
+from lit_rl.data import sources
 from lit_rl.rewards import ProcessRewardModel
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
@@ -109,13 +109,13 @@ def test_a_run_of_a_stream_is_the_run_of_its_file(tmp_path: Path) -> None:
 def test_who_waits_for_the_end_of_a_stream_is_told_how_to_cut_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(hub, "MANY", 100)
-    monkeypatch.setattr(long_waits, "PATIENCE", 0.0)
+    monkeypatch.setattr(sources, "MANY", 100)
+    monkeypatch.setattr(progress_bar, "PROGRESS_DELAY", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     endless = datasets.IterableDataset.from_generator(lambda: ({"prompt": f"{n}+1="} for n in itertools.count()))
     with caplog.at_level("INFO"):
-        assert len(hub.rows_of_object("data.rows", endless.take(99))) == 99 and not caplog.messages
-        assert len(hub.rows_of_object("data.rows", endless.take(450))) == 450
+        assert len(sources.rows_of_object("data.rows", endless.take(99))) == 99 and not caplog.messages
+        assert len(sources.rows_of_object("data.rows", endless.take(450))) == 450
     told = [said for said in caplog.messages if "take(N)" in said]
     assert [re.findall(r"data\.rows: (\d+) rows so far", said) for said in told] == [["100"], ["200"], ["400"]]
     assert re.search(r"reading the stream data\.rows: 0row .*row/s", capsys.readouterr().err)

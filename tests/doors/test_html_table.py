@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.callbacks.text import html_table, markdown_table, one_line, printable
+from lit_rl.callbacks.display import html_table, markdown_table, one_line, printable
 
 
 class Reader(HTMLParser):

@@ -27,14 +27,14 @@ import lit_rl.cli
 from lit_rl.algorithms import GRPO, AdamW, Linear
 from lit_rl.cli import lightning_app
 from lit_rl.cli.lightning_app import CONFIG_NAME, WithKeywords
-from lit_rl.commands.redaction import redact_command
-from lit_rl.commands.run_lock import NAME
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
-from lit_rl.ops.losses import clipped_policy_loss
+from lit_rl.ops.policy_losses import clipped_policy_loss
+from lit_rl.reports.secrets import redact_command
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
+from lit_rl.runs.run_lock import LOCK_FILE
 
 STEPS = 10
 SMALL = ["--data.prompts_per_rollout=4", "--data.task.val_rows=8", "--trainer.accelerator=cpu"]
@@ -156,7 +156,7 @@ def test_fit_trains_as_the_plain_constructors_do(
 def test_fit_with_an_environment(lit_rl_run: CommandLine, tmp_path: Path) -> None:
     """Its class and its limits are arguments like any other's, and it answers the policy."""
     game = ["--model.env=lit_rl.environments.CustomEnvironment", "--model.env.max_turns=3", "--model.env.max_tokens=24"]
-    game += ["--model.env.path=lit_rl.environments.guess:GuessNumber", "--model.env.max_observation_tokens=8"]
+    game += ["--model.env.path=lit_rl.environments.games:GuessNumber", "--model.env.max_observation_tokens=8"]
     least = ["--model=GRPO", "--model.model=tiny", "--model.reward=lit_rl.rewards.environment"]
     rows = ["--data.task=lit_rl.data.tasks.Repeated", "--data.task.prompt=0..9=", "--data.task.val_rows=4"]
     run = ["--trainer.max_steps=1", "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=log"]
@@ -234,7 +234,7 @@ def test_a_second_fit_is_refused_while_the_first_writes_and_whoever_dies_holds_n
             assert child.poll() is None
             time.sleep(0.05)
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        assert json.loads(before[folder / NAME])["pid"] == child.pid
+        assert json.loads(before[folder / LOCK_FILE])["pid"] == child.pid
         for more in ([], ["--ckpt_path=last"]):
             refused = lit_rl_run(*words, *more)
             assert refused.code == 7 and f"in use by process {child.pid}" in refused.err, refused.err
@@ -244,14 +244,14 @@ def test_a_second_fit_is_refused_while_the_first_writes_and_whoever_dies_holds_n
         child.kill()
         child.wait()
     (tmp_path / "go_on").touch()
-    assert (folder / NAME).exists(), "what a dead process has left"
+    assert (folder / LOCK_FILE).exists(), "what a dead process has left"
     other = lit_rl_run(*words, "--ckpt_path=last", "--optimizer.lr=1e-4")
     assert other.code == 2 and "--ckpt_path=last finds no last.ckpt" in other.err, other.err
     assert (folder / CONFIG_NAME).read_bytes() == before[folder / CONFIG_NAME]
     again = lit_rl_run(*words, "--ckpt_path=last")
     assert again.code == 0, again.err
     assert "Held-out reward" in again.out or "Where the time went" in again.out
-    assert not (folder / NAME).exists()
+    assert not (folder / LOCK_FILE).exists()
 
 
 @pytest.mark.all
@@ -275,7 +275,7 @@ def test_a_fit_that_fails_leaves_what_train_leaves(demo: str, lit_rl_run: Comman
     assert (said["error"], said["exit_code"], said["rank"], said["step"]) == ("RewardError", 4, 0, 2)
     assert said["command"].startswith("lit-rl fit --config") and "mine.py" in said["traceback"]
     assert 'class="failed"' in (folder / "report.html").read_text()
-    assert not (folder / NAME).exists(), "the next run may come in"
+    assert not (folder / LOCK_FILE).exists(), "the next run may come in"
     assert not any("sk-abc" in (folder / name).read_text() for name in ("error.json", "report.html"))
 
 
@@ -544,7 +544,7 @@ FOREIGN = [
     "subprocess.run",
     "builtins.eval",
     "functools.partial",
-    "lit_rl.by_path.importlib.import_module",
+    "lit_rl.core.user_functions.importlib.import_module",
 ]
 
 

@@ -13,21 +13,18 @@ import yaml
 import lit_rl.cli
 from lit_rl.algorithms import CPO, DPO, KTO, AdamW, Linear
 from lit_rl.cli.lightning_app import CONFIG_NAME, WithKeywords, command_line
-from lit_rl.cli.lightning_data import data_module_of
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.cli.lightning_arguments import data_module_of
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import AdditionPairs
-from lit_rl.errors import ConfigError
-from lit_rl.ops.preference.losses import ipo
-from lit_rl.ops.preference.ranked import aot
-from lit_rl.ops.preference.reference_free import alphapo
-from lit_rl.ops.preference.verdicts import apo_zero_unpaired, kto
+from lit_rl.ops.preference_losses import alphapo, aot, apo_zero_unpaired, ipo, kto
 from lit_rl.rewards import RewardJudge
-from lit_rl.rollout import Sampling
 
 METHODS = {
     "SFT": ("AdditionText", ["--data.packing=best_fit", "--data.max_length=32"]),
-    "DPO": ("AdditionPairs", ["--model.preference=lit_rl.ops.preference.losses.ipo"]),
+    "DPO": ("AdditionPairs", ["--model.preference=lit_rl.ops.preference_losses.ipo"]),
     "CPO": ("AdditionPairs", ["--model.nll_coef=0.5"]),
     "ORPO": ("AdditionPairs", []),
     "KTO": ("AdditionPairs", []),

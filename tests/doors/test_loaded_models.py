@@ -33,10 +33,10 @@ from lit_rl import (
     Sampling,
     SupervisedDataModule,
 )
-from lit_rl.errors import ConfigError, StorageError
-from lit_rl.generation.vllm.settings import model_arguments
-from lit_rl.models.policy.checkpointing import recomputes, set_checkpointing
-from lit_rl.models.policy.sharding import full_state_dict
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.generation.vllm.engine_settings import model_arguments
+from lit_rl.models.modes import recomputes, set_checkpointing
+from lit_rl.models.sharding import full_state_dict
 
 PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "x"} for n in range(4)]
 PROMPTS = [{"prompt": row["prompt"]} for row in PAIRS]

@@ -14,17 +14,16 @@ from peft.tuners.lora import Linear as LoraLinear
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lit_rl import GRPO, AdamW, Constant, LanguageModel, Lora, RolloutDataModule, Sampling
-from lit_rl.errors import ConfigError
-from lit_rl.generation.vllm.settings import adapter_rank
-from lit_rl.models.export.checked_folder import ExportReport
-from lit_rl.models.export.policy import export_policy
-from lit_rl.models.policy.adapter_kinds import MERGED
-from lit_rl.models.policy.loaded import described
-from lit_rl.models.policy.peft_adapter import as_adapter
-from lit_rl.models.policy.pieces import check_merge
-from lit_rl.models.policy.sharding import full_state_dict
-from lit_rl.models.reference.base import AdapterBase, Auto, FrozenCopy, InitialAdapter
-from lit_rl.named import TINY
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.model_paths import TINY
+from lit_rl.generation.vllm.engine_settings import adapter_rank
+from lit_rl.models.adapters import as_adapter
+from lit_rl.models.hf_export import export_policy
+from lit_rl.models.loaded_model import as_language_model
+from lit_rl.models.merging import MERGED, check_merge
+from lit_rl.models.references import AdapterBase, Auto, FrozenCopy, InitialAdapter
+from lit_rl.models.sharding import full_state_dict
+from lit_rl.models.verified_folder import ExportReport
 
 ALL, Q = "all-linear", ["q_proj"]
 CONFIGS: dict[str, peft.PeftConfig] = {
@@ -102,7 +101,7 @@ def given_as(door: str, config: peft.PeftConfig, folder: Path) -> LanguageModel:
         return LanguageModel("tiny", lora=config)
     policy = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), copy.deepcopy(config))
     if door == "object":
-        return described(policy, AutoTokenizer.from_pretrained(TINY))
+        return as_language_model(policy, AutoTokenizer.from_pretrained(TINY))
     policy.save_pretrained(str(folder), save_embedding_layers=False)
     return LanguageModel("tiny", adapter=str(folder))
 
@@ -202,7 +201,7 @@ def test_the_trial_of_a_merge_is_made_on_the_cpu(config: peft.PeftConfig) -> Non
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
         held = peft.get_peft_model(empty, config)
         check_merge(held, "The adapter of model")
-    assert described(held, AutoTokenizer.from_pretrained(TINY)).given is held
+    assert as_language_model(held, AutoTokenizer.from_pretrained(TINY)).given is held
 
 
 def test_the_adapter_of_an_object_is_compared_over_the_files_of_its_base(tmp_path: Path) -> None:
@@ -212,7 +211,7 @@ def test_the_adapter_of_an_object_is_compared_over_the_files_of_its_base(tmp_pat
     del tokenizer.init_kwargs["padding_side"]
     tokenizer.padding_side = "right"
     config = peft.LoraConfig(r=4, target_modules=Q, init_lora_weights="pissa_niter_2")
-    model = described(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), config), tokenizer)
+    model = as_language_model(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), config), tokenizer)
     policy, ids = model.load(), torch.tensor([[3, 5, 7, 9]])
     report = export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card="A card.\n")
     reloaded = AutoModelForCausalLM.from_pretrained(report.folder)
@@ -225,7 +224,7 @@ def test_the_adapter_of_an_object_is_compared_over_the_files_of_its_base(tmp_pat
 
 def exported(base: Any, tokenizer: Any, config: peft.PeftConfig, folder: Path) -> tuple[Any, ExportReport]:
     """A policy over a base that came as an object, its adapter of some size, and the report of its export."""
-    model = described(peft.get_peft_model(base, config), tokenizer)
+    model = as_language_model(peft.get_peft_model(base, config), tokenizer)
     policy = model.load()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -267,7 +266,7 @@ def test_a_resized_base_that_was_changed_too_loses_its_adapter_alone(
     spread: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the policy cannot be asked, as under FSDP, the whole export once failed."""
-    monkeypatch.setattr("lit_rl.models.export.probe._is_spread", lambda policy: spread)
+    monkeypatch.setattr("lit_rl.models.verified_folder._is_spread", lambda policy: spread)
     base = AutoModelForCausalLM.from_pretrained(TINY)
     base.resize_token_embeddings(base.config.vocab_size + 1)
     with torch.no_grad():
@@ -336,7 +335,7 @@ def added() -> Any:
 )
 def test_an_object_that_its_config_does_not_describe_is_refused_before_training(made: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        described(made(), AutoTokenizer.from_pretrained(TINY))
+        as_language_model(made(), AutoTokenizer.from_pretrained(TINY))
 
 
 def test_a_folder_of_a_model_with_an_adapter_in_it_is_refused(tmp_path: Path) -> None:
@@ -351,7 +350,7 @@ def test_a_folder_of_a_model_with_an_adapter_in_it_is_refused(tmp_path: Path) ->
 
 def test_an_adapter_of_any_name_is_exported(tmp_path: Path) -> None:
     saved = peft.LoraConfig(r=4, target_modules=Q, modules_to_save=["norm"], trainable_token_indices=[3])
-    model = described(of_peft(saved, adapter_name="model"), AutoTokenizer.from_pretrained(TINY))
+    model = as_language_model(of_peft(saved, adapter_name="model"), AutoTokenizer.from_pretrained(TINY))
     policy, ids = model.load(), torch.tensor([[3, 5, 7, 9]])
     torch.manual_seed(0)
     with torch.no_grad():
@@ -395,7 +394,7 @@ def test_a_base_that_is_trained_beside_its_adapter_is_no_reference_and_no_adapte
     policy = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), peft.LoraConfig(r=4, target_modules=Q))
     policy.base_model.model.model.norm.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"model\.norm\.weight.*modules_to_save"):
-        described(policy, AutoTokenizer.from_pretrained(TINY))
+        as_language_model(policy, AutoTokenizer.from_pretrained(TINY))
 
 
 def run(folder: Path, lora: Any, steps: int, resume: Path | None = None) -> GRPO:

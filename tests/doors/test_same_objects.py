@@ -17,13 +17,13 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from lit_rl.algorithms import GRPO, PPO, RLOO
-from lit_rl.cli import ends, schemas
+from lit_rl.cli import run_info, schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.cli.lightning_app import command_line
-from lit_rl.cli.micro_batches import cut_by
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.cli.trainer_settings import cut_by
+from lit_rl.core.errors import ConfigError
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
 from lit_rl.rewards import exact_match
 
 ALGORITHMS = {"grpo": GRPO, "rloo": RLOO, "ppo": PPO}
@@ -52,7 +52,7 @@ def without_tiny(config: DictConfig) -> DictConfig:
 
 def by_hydra(algorithm: str, *overrides: str) -> Built:
     GlobalHydra.instance().clear()
-    schemas.register()
+    schemas.register_schemas()
     with initialize_config_module(version_base="1.3", config_module="lit_rl.conf"):
         composed = compose("config", overrides=[f"algo={algorithm}", "run_dir=unused", *overrides])
     return built_of(plain(without_tiny(composed)))
@@ -61,7 +61,7 @@ def by_hydra(algorithm: str, *overrides: str) -> Built:
 def built_of(resolved: dict[str, Any]) -> Built:
     module = build(resolved["algo"])
     trainer = {name: value for name, value in resolved["trainer"].items() if name != "_target_"}
-    trainer["max_epochs"] = ends.epochs(trainer)
+    trainer["max_epochs"] = run_info.max_epochs(trainer)
     trainer["accumulate_grad_batches"] = cut_by(module, trainer["accumulate_grad_batches"])
     return module, build(resolved["data"]), L.Trainer(**trainer)
 
@@ -235,7 +235,7 @@ def test_lightning_cli_builds_what_the_constructors_build(algorithm: str, expect
 @pytest.mark.all
 def test_the_same_change_through_both_doors_is_the_same_change(override: str, argument: str) -> None:
     """And it is seen: each of these differs from the defaults, at one path."""
-    arguments = [argument.replace("LOSS", "lit_rl.ops.losses.clipped_policy_loss")]
+    arguments = [argument.replace("LOSS", "lit_rl.ops.policy_losses.clipped_policy_loss")]
     if argument.startswith("--model.model."):
         arguments.insert(0, "--model.model=lit_rl.models.LanguageModel")
     hydra, cli, default = (
@@ -250,7 +250,7 @@ def test_the_same_change_through_both_doors_is_the_same_change(override: str, ar
 def test_the_demo_of_both_doors_trains_the_same(root: Path) -> None:
     """`python train.py` and `lit-rl fit --config conf/lightning/addition.yaml`, what tiny recommends included."""
     GlobalHydra.instance().clear()
-    schemas.register()
+    schemas.register_schemas()
     with initialize_config_module(version_base="1.3", config_module="lit_rl.conf"):
         resolved = plain(compose("config", overrides=["run_dir=unused"]))
     demo = command_line(["--config", str(root / "conf" / "lightning" / "addition.yaml")], run=False)
@@ -279,7 +279,7 @@ REFUSED = {
         ["algo/prompt_weights=density_ratio", "reference=ema"],
         "BCO",
         "EMA",
-        ["--model.prompt_weights=lit_rl.algorithms.terms.density_ratio.DensityRatio"],
+        ["--model.prompt_weights=lit_rl.algorithms.terms.verdict_terms.DensityRatio"],
     ),
     "nash_md": (
         ["reference.device=cpu", "sampling.max_new_tokens=4"],

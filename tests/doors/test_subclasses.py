@@ -12,8 +12,8 @@ import pytest
 
 import lit_rl
 import lit_rl.algorithms
+from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError, StorageError
 
 ALGORITHMS = [kind for kind in vars(lit_rl.algorithms).values() if inspect.isclass(kind) and hasattr(kind, "export")]
 DATA = [lit_rl.SupervisedDataModule, lit_rl.PreferenceDataModule, lit_rl.StepwiseDataModule, lit_rl.RolloutDataModule]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lit_rl import RolloutDataModule
+from lit_rl.core.errors import ConfigError
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
 
 SCRIPT = """
 from lightning.pytorch.cli import LightningCLI

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers.generation import logits_process as peer
 
+from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation.noise import prompt_key
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.rollout import Completions, Prompts, Sampling
 
 LONG = 300
 """Tokens of a long prompt: more than two blocks of vLLM's cache on a CPU, so that a stale one shows."""

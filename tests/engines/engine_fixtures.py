@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine_cases import described, untied_folder
 
-from lit_rl.generation.vllm.generator import EngineGenerator
+from lit_rl.generation.vllm.engine_generator import EngineGenerator
 from lit_rl.generation.vllm.in_process import VLLMGenerator
 from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.models import LanguageModel

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from vision_seen import image
 
-from lit_rl.data.image_prompts import Shown
-from lit_rl.data.templates import render_prompt
-from lit_rl.generation.base import rollout_mode
+from lit_rl.core.rollout import Completions, Prompts, Sampling
+from lit_rl.core.vision_inputs import PromptVision
+from lit_rl.data.rendering import render_prompt
+from lit_rl.data.visual_prompts import PromptVisuals
+from lit_rl.generation.generator import rollout_mode
 from lit_rl.models import LanguageModel
-from lit_rl.models.policy.forward import score
-from lit_rl.models.policy.vision_parts import part_of
-from lit_rl.rollout import Completions, Prompts, Sampling
-from lit_rl.vision import PromptVision
+from lit_rl.models.forward import score
+from lit_rl.models.vision_parts import part_of
 
 SAMPLED = Sampling(max_new_tokens=8)
 CLOSE = 1e-4
@@ -27,7 +27,7 @@ def prompt(model: LanguageModel, text: str, numbers: list[int], row: int) -> tup
     content = [*[{"type": "image"}] * len(images), {"type": "text", "text": text}]
     rendered = render_prompt(model.tokenizer, [{"role": "user", "content": content}], "prompt", {})
     ids, _ = model.processor.process(rendered, images, "prompt")
-    return ids, Shown(rendered, images, "prompt").vision(model.processor, row)
+    return ids, PromptVisuals(rendered, images, "prompt").vision(model.processor, row)
 
 
 def asked(model: LanguageModel, **changes: Any) -> Prompts:

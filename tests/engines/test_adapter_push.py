@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from lit_rl.models.export.shipping import adapter_only, write_adapter
+from lit_rl.models.engine_weights import adapter_only, write_adapter
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

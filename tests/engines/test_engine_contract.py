@@ -15,13 +15,12 @@ import torch
 from engine_cases import DISTRIBUTIONS, ask, drawn_from, largest_gap, logits_of, perturb, rows
 from engine_fixtures import Case
 
-from lit_rl.constraints import Structured
-from lit_rl.errors import ConfigError, GenerationError, NumericError
-from lit_rl.generation.base import Generator
-from lit_rl.generation.collect import with_held_back
+from lit_rl.core.errors import ConfigError, GenerationError, NumericError
+from lit_rl.core.rollout import Prompts, Sampling, Structured
+from lit_rl.generation.collect import with_blocked_eos
+from lit_rl.generation.generator import Generator
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.models.policy.forward import score
-from lit_rl.rollout import Prompts, Sampling
+from lit_rl.models.forward import score
 
 SAMPLED = Sampling(max_new_tokens=12)
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
@@ -95,7 +94,7 @@ def test_training_scores_by_what_the_engine_held_back_and_penalised(tied: Case) 
     many = (*tied.model.eos_ids, *range(40, 60))
     policy, prompts = tied.fresh(), ask(tied.model, group_size=2, eos_ids=many)
     sampling = Sampling(max_new_tokens=10, min_new_tokens=4, repetition_penalty=1.5, temperature=1.2)
-    out = with_held_back(tied.generator.generate(prompts, sampling), many, sampling)
+    out = with_blocked_eos(tied.generator.generate(prompts, sampling), many, sampling)
     scored, mask = score(policy, out, sampling).logprobs.detach(), out.response_mask
     torch.testing.assert_close(out.sampler_logprobs[mask], scored[mask], atol=1e-4, rtol=0)
     plain = score(policy, out, Sampling(temperature=1.2)).logprobs.detach()

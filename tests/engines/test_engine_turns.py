@@ -14,16 +14,16 @@ from engine_cases import DISTRIBUTIONS, ask, drawn_from, logits_of, perturb
 from engine_fixtures import Case
 from turn_cases import MAX_TOKENS, Scripted, assert_rows_are_what_was_told, reply, rows_of
 
-from lit_rl.environments.custom import CustomEnvironment
-from lit_rl.environments.guess import GuessNumber
+from lit_rl.core.episode import PolicyTurn, Responder
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Completions, PromptBatch, Prompts, Sampling
+from lit_rl.environments.games import GuessNumber
 from lit_rl.environments.interaction import Interaction
-from lit_rl.errors import ConfigError
+from lit_rl.environments.user_environments import CustomEnvironment
 from lit_rl.generation import RolloutFunction
 from lit_rl.generation.collect import Vocabulary, request
 from lit_rl.generation.rollout_function import RolloutCalls
 from lit_rl.generation.vllm.server import VLLMServerGenerator
-from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
-from lit_rl.turns import Responder, Said
 
 SAMPLED = Sampling(max_new_tokens=6)
 
@@ -134,7 +134,7 @@ def test_a_row_waits_for_nobody(tied: Case) -> None:
     tied.fresh()
     said_before: list[int] = []
 
-    def until_three(said: Said) -> list[int] | None:
+    def until_three(said: PolicyTurn) -> list[int] | None:
         return None if said.turn == 2 else [7]
 
     responder = Late(until_three, max_tokens=40)
@@ -159,7 +159,7 @@ def test_a_conversation_that_the_engine_cannot_hold_is_refused(tied: Case) -> No
 def test_an_error_of_an_environment_leaves_the_engine_well(tied: Case) -> None:
     """What ran for others is ended with it, and no answer of then comes into a later rollout."""
 
-    def fails(said: Said) -> list[int]:
+    def fails(said: PolicyTurn) -> list[int]:
         if said.turn == 1:
             raise ConfigError("what the environment says")
         return [5]

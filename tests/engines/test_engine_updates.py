@@ -16,19 +16,17 @@ from engine_fixtures import Case
 from server_processes import Served, end, start
 from turn_cases import Scripted
 
-from lit_rl import interruption
-from lit_rl.errors import ConfigError, GenerationError
-from lit_rl.generation.base import EngineLost
+from lit_rl.core import interrupts
+from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.core.rollout import Prompts, Sampling
+from lit_rl.generation.generator import EngineLost
 from lit_rl.generation.vllm import worker
 from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.engine import complete, push_weights
-from lit_rl.generation.vllm.in_process import VLLMGenerator
-from lit_rl.generation.vllm.in_process_engine import InProcessEngine
-from lit_rl.generation.vllm.requests import requests_of
+from lit_rl.generation.vllm.engine import complete, push_weights, requests_of
+from lit_rl.generation.vllm.in_process import InProcessEngine, VLLMGenerator
 from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.generation.vllm.server_engine import ServerEngine
 from lit_rl.models import LanguageModel
-from lit_rl.rollout import Prompts, Sampling
 
 SAMPLED = Sampling(max_new_tokens=12)
 
@@ -127,7 +125,7 @@ def test_an_interrupted_rollout_leaves_nothing_behind(here: Case, monkeypatch: p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("lit_rl.generation.vllm.heartbeat.Beat.__call__", stopped)
+        patch.setattr("lit_rl.generation.vllm.engine_generator.ProgressLine.__call__", stopped)
         here.generator.generate(ask(here.model, seed=5), SAMPLED)
     out = here.generator.generate(prompts, SAMPLED)
     assert out.response_ids.tolist() == expected
@@ -154,15 +152,15 @@ def test_a_signal_in_the_middle_of_a_step_leaves_the_engine_well(here: Case, mon
             os.kill(os.getpid(), signal.SIGUSR2)
         return sample(*arguments, **named)
 
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: interruption.ask())
-    interruption.listen(end, several=False)
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: interrupts.request_stop())
+    interrupts.enable_interrupts(end, several=False)
     try:
         with monkeypatch.context() as patch, pytest.raises(Ended):
             patch.setattr(executor, "sample_tokens", signalled)
-            with interruption.ends_the_run():
+            with interrupts.run_ending_hook():
                 here.generator.generate(ask(here.model, seed=5), Sampling(max_new_tokens=100, min_new_tokens=100))
     finally:
-        interruption.forget()
+        interrupts.disable_interrupts()
         signal.signal(signal.SIGUSR2, before)
     assert len(calls) == 3, "noticed at once"
     out = here.generator.generate(prompts, SAMPLED)

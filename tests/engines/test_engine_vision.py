@@ -22,19 +22,19 @@ from server_processes import Served, end, start
 from vision_toys import picture
 from vision_worlds import Begins
 
-from lit_rl.data.prompt_set import PromptOptions, PromptSet, read_examples
+from lit_rl.core.errors import GenerationError, NumericError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_set import PromptOptions, PromptSet, read_prompts
 from lit_rl.data.sources import Rows
-from lit_rl.environments.custom import CustomEnvironment
 from lit_rl.environments.interaction import Interaction
-from lit_rl.errors import GenerationError, NumericError
+from lit_rl.environments.user_environments import CustomEnvironment
 from lit_rl.generation.collect import Vocabulary, request
 from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.requests import completions_of, requests_of
+from lit_rl.generation.vllm.engine import completions_of, requests_of
 from lit_rl.generation.vllm.server import VLLMServerGenerator
-from lit_rl.generation.vllm.server_outputs import ask_server
+from lit_rl.generation.vllm.server_engine import ask_server
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.vision_parts import placeholder_ids
-from lit_rl.rollout import Sampling
+from lit_rl.models.vision_parts import placeholder_ids
 
 DIGITS: dict[str, Any] = {"freeze": []}
 
@@ -140,7 +140,7 @@ def test_episodes_whose_prompts_show_images(sees: Case) -> None:
     interaction = Interaction(env, model.tokenizer, processor=model.processor, **how)
     question = [{"role": "user", "content": "Which digit?"}]
     rows = [{"prompt": question, "answer": str(n), "image": picture(n, 24 + n, 32)} for n in range(3)]
-    made, _ = read_examples(
+    made, _ = read_prompts(
         Rows("rows", [*rows, {"prompt": question, "answer": "3"}]), model.tokenizer, PromptOptions(), model.processor
     )
     batch = PromptSet.of(made, model.processor).batch(range(4))

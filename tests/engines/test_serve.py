@@ -16,14 +16,13 @@ import torch
 from server_processes import Served, children, end, is_free, start
 from waiting import until
 
-from lit_rl.commands.serve import Serve, serve
-from lit_rl.errors import ConfigError, GenerationError
-from lit_rl.generation.vllm.calls import ServerHung, ServerRefused
-from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.keyed import KEY
+from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.generation.vllm.api_key import API_KEY_VARIABLE
+from lit_rl.generation.vllm.client import Client, ServerHung, ServerRefused
+from lit_rl.generation.vllm.engine_settings import EngineSettings, model_arguments
 from lit_rl.generation.vllm.launch import ServerProcess, group_members, server_arguments
-from lit_rl.generation.vllm.settings import EngineSettings, model_arguments
 from lit_rl.models import LanguageModel
+from lit_rl.runs.serve import Serve, serve
 
 PROMPT = [5 + 3 * i % 200 for i in range(40)]
 RANK = 4
@@ -35,7 +34,7 @@ SOON = 240.0
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(KEY, "of-these-tests")
+        patch.setenv(API_KEY_VARIABLE, "of-these-tests")
         running = start(tmp_path_factory.mktemp("serve"), f"model.lora.r={RANK}", f"generator.max_model_len={LENGTH}")
         try:
             yield running.wait_ready()
@@ -75,13 +74,13 @@ def test_every_route_asks_for_the_key_and_an_open_address_needs_one(served, monk
     client = Client(served.url)
     assert client.rpc("lit_rl_facts", deadline=60)
     for key in ("", "of-these-test"):
-        monkeypatch.setenv(KEY, key)
+        monkeypatch.setenv(API_KEY_VARIABLE, key)
         for route in ("/collective_rpc", "/pause", "/v1/completions", "/openapi.json"):
             with pytest.raises(ServerRefused, match="401"):
                 client.post(route, 60.0, {})
         client.get("/health", 60.0)
-    monkeypatch.setenv(KEY, "")
-    with pytest.raises(ConfigError, match=f"serve.host=0.0.0.0 without a key.*{KEY}"):
+    monkeypatch.setenv(API_KEY_VARIABLE, "")
+    with pytest.raises(ConfigError, match=f"serve.host=0.0.0.0 without a key.*{API_KEY_VARIABLE}"):
         serve(Serve(LanguageModel("tiny"), EngineSettings(), host="0.0.0.0"))
 
 

@@ -9,12 +9,11 @@ from typing import Any
 from chat_templates import tokenizer_of
 from transformers import AutoTokenizer
 
+from lit_rl.core.episode import EnvironmentTurn, Episode, PolicyTurn
+from lit_rl.core.model_paths import TINY
+from lit_rl.core.rollout import Prompt, PromptBatch
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.interaction import Interaction
-from lit_rl.episodes import Episode
-from lit_rl.named import TINY
-from lit_rl.rollout import Prompt, PromptBatch
-from lit_rl.turns import Heard, Said
 
 TURN = 400
 """Tokens of a turn at most."""
@@ -61,7 +60,7 @@ class Talk:
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         ids += [self._interaction._eos_ids[0]] if ended else []
         turn = self._turns[row] = self._turns.get(row, -1) + 1
-        self.conversations.tell(Said(row, turn, ids, ended))
+        self.conversations.tell(PolicyTurn(row, turn, ids, ended))
 
     def heard(self, row: int, text: str, *, ended: bool = True) -> str | None:
         """What the policy reads then, as text; None: it is over."""
@@ -70,7 +69,7 @@ class Talk:
         assert answer.row == row
         return self.read(answer)
 
-    def read(self, answer: Heard) -> str | None:
+    def read(self, answer: EnvironmentTurn) -> str | None:
         ids = answer.token_ids
         return None if ids is None else str(self._interaction._tokenizer.decode(ids))
 

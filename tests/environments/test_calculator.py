@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from talks import Talk, asked, one, texts
 
+from lit_rl.core.errors import ConfigError
 from lit_rl.environments import FunctionTools
-from lit_rl.environments.calculator import (
+from lit_rl.environments.games import (
     CalculatorDemonstrations,
     ProductQuestions,
     Products,
@@ -16,7 +17,6 @@ from lit_rl.environments.calculator import (
     mul,
     multiply,
 )
-from lit_rl.errors import ConfigError
 from lit_rl.rewards import math_answer
 
 KEYED = {"parser": "regex", "max_turns": 3}

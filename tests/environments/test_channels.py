@@ -13,8 +13,8 @@ from talks import chats, one
 from test_custom import double
 
 from lit_rl.environments import CustomEnvironment, FunctionTools
-from lit_rl.environments.channels import said_and_thought, speaks_on_channels
-from lit_rl.environments.named_parsers import GptOssParser
+from lit_rl.environments.thoughts import speaks_on_channels, split_thoughts
+from lit_rl.environments.tool_parsers import GptOssParser
 from lit_rl.rewards import text_of
 
 ASKED = [{"role": "user", "content": "Double 21."}]
@@ -46,7 +46,7 @@ def test_what_trl_reads_is_read_alike(written: str) -> None:
     begun = tokenizer.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True)
     prefix, ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (begun, written))
     theirs = parse_response(tokenizer, ids, prefix=prefix)
-    said, thought = said_and_thought(written)
+    said, thought = split_thoughts(written)
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in theirs.get("tool_calls") or ()]
     parsed = GptOssParser().parse(written)
     assert [(call.name, call.arguments) for call in parsed.calls] == calls  # type: ignore[union-attr]
@@ -71,12 +71,12 @@ def test_what_trl_reads_is_read_alike(written: str) -> None:
     ],
 )
 def test_turns_that_models_write_otherwise(written: str, said: str, thought: str) -> None:
-    assert said_and_thought(written) == (said, thought)
+    assert split_thoughts(written) == (said, thought)
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="<|>")))
 def test_a_text_without_channels_is_said(text: str) -> None:
-    assert said_and_thought(text) == (text.strip(), "")
+    assert split_thoughts(text) == (text.strip(), "")
 
 
 def test_no_other_family_speaks_on_channels() -> None:

@@ -19,10 +19,10 @@ from talks import Talk, asked, bytes_tokenizer, chats, one, texts
 from tiers import quick
 from waiting import until
 
+from lit_rl.core.episode import EnvironmentTurn
+from lit_rl.core.errors import ConfigError, GenerationError, RewardError
 from lit_rl.environments import CustomEnvironment, FunctionTools
-from lit_rl.environments.guess import GuessNumber
-from lit_rl.errors import ConfigError, GenerationError, RewardError
-from lit_rl.turns import Heard
+from lit_rl.environments.games import GuessNumber
 
 WRITTEN = {"parser": "regex"}
 USER = [{"role": "user", "content": "What is 17 times 25?"}]
@@ -181,7 +181,7 @@ def test_an_episode_without_room_for_another_token_is_over() -> None:
     talk.conversations.close()
     talk = Talk(texts(tools(max_tokens=said + 1)), asked("?"), [1])
     talk.say(0, "multiply(2,3)")
-    assert talk.conversations.answers(wait=True) == [Heard(0, None, ended=False)]
+    assert talk.conversations.answers(wait=True) == [EnvironmentTurn(0, None, ended=False)]
     (full,) = talk.over()
     assert full.end == "max_tokens" and full.messages[-1]["content"] == "6" and full.observed_tokens == 0
 

@@ -11,13 +11,11 @@ import pytest
 import torch
 from talks import chats, texts
 
+from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.environments import CustomEnvironment, FunctionTools
-from lit_rl.environments.guess import GuessDemonstrations, GuessNumber
-from lit_rl.environments.parser_choice import parser_for
-from lit_rl.environments.parsers import HermesParser, Llama3Parser, MistralParser, TemplateParser
-from lit_rl.environments.user_class import finite, opening_of
-from lit_rl.environments.with_steps import _messages
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.environments.games import GuessDemonstrations, GuessNumber
+from lit_rl.environments.tool_parsers import HermesParser, Llama3Parser, MistralParser, TemplateParser, parser_for
+from lit_rl.environments.user_environments import _messages, check_reward, parse_opening
 
 
 def double(a: int) -> int:
@@ -244,9 +242,9 @@ def test_an_observation_may_be_an_array(given: Any, text: str) -> None:
     (message,) = _messages(given, "Mine.step")
     assert message == {"role": "user", "content": text}
     if text:
-        assert opening_of(given, "Mine.reset") == text
+        assert parse_opening(given, "Mine.reset") == text
 
 
 def test_a_reward_beyond_floats_is_no_number() -> None:
     with pytest.raises(RewardError, match=r"Mine\.step gave the reward 1000"):
-        finite(10**400, "Mine.step")
+        check_reward(10**400, "Mine.step")

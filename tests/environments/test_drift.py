@@ -8,12 +8,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from lit_rl.core.episode import EnvironmentTurn, PolicyTurn, Responder
+from lit_rl.core.rollout import PromptBatch, Prompts, Sampling
 from lit_rl.environments import CustomEnvironment
-from lit_rl.environments.guess import GuessNumber
+from lit_rl.environments.games import GuessNumber
 from lit_rl.environments.interaction import Interaction
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.rollout import PromptBatch, Prompts, Sampling
-from lit_rl.turns import Heard, Responder, Said
 
 PROMPT = "is it 12 or 34? 0..9="
 
@@ -45,11 +45,11 @@ class Recorded(Responder):
     def max_tokens(self) -> int:
         return self._responder.max_tokens
 
-    def tell(self, said: Said) -> None:
+    def tell(self, said: PolicyTurn) -> None:
         self.said.setdefault(said.row, []).append(list(said.token_ids))
         self._responder.tell(said)
 
-    def answers(self, *, wait: bool) -> list[Heard]:
+    def answers(self, *, wait: bool) -> list[EnvironmentTurn]:
         answers = self._responder.answers(wait=wait)
         for answer in answers:
             ids = None if answer.token_ids is None else list(answer.token_ids)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.model_paths import TINY
+from lit_rl.core.rollout import Message
 from lit_rl.environments.frames import ChatFrames, Frames, TextFrames
-from lit_rl.errors import ConfigError
-from lit_rl.named import TINY
-from lit_rl.rollout import Message
 
 TOOL = {
     "type": "function",

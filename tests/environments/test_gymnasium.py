@@ -16,11 +16,10 @@ import pytest
 from gymnasium import spaces
 from talks import Talk, asked, chats, one, texts
 
+from lit_rl.core.errors import BackendError, ConfigError
 from lit_rl.environments import GymnasiumEnvironment
-from lit_rl.environments.colours import colours_as_words
-from lit_rl.environments.random_play import RandomPlay
-from lit_rl.environments.spaces import NoAction, ReadByFunction, shown_by_default
-from lit_rl.errors import BackendError, ConfigError
+from lit_rl.environments.gymnasium_environment import RandomPlay
+from lit_rl.environments.text_game import FunctionReader, InvalidAction, colours_as_words, default_renderer
 
 DRY: dict[str, Any] = {"is_slippery": False, "map_name": "4x4"}
 WAYS = ["left", "down", "right", "up"]
@@ -131,7 +130,7 @@ def test_a_policy_that_never_acts_runs_out_of_turns() -> None:
 def test_numbers_begin_where_the_space_does() -> None:
     env = GymnasiumEnvironment("lit_rl_test/Counts-v0")
     assert [env.actions.read(text) for text in ("-1", "1", " 0\n")] == [-1, 1, 0]
-    with pytest.raises(NoAction, match="write -1 to 1"):
+    with pytest.raises(InvalidAction, match="write -1 to 1"):
         env.actions.read("2")
     words = GymnasiumEnvironment("lit_rl_test/Counts-v0", actions=["less", "same", "more"])
     assert [words.actions.read(text) for text in ("less", "MORE")] == [-1, 1]
@@ -153,9 +152,9 @@ def test_numbers_begin_where_the_space_does() -> None:
     ],
 )
 def test_arrays_of_a_function_are_of_the_space_or_no_action(space: Any, given: Any, read: Any) -> None:
-    reads = ReadByFunction(lambda _: given, space)
+    reads = FunctionReader(lambda _: given, space)
     if read is None:
-        with pytest.raises(NoAction, match="this is no action of"):
+        with pytest.raises(InvalidAction, match="this is no action of"):
             reads.read("")
     else:
         array = reads.read("")
@@ -199,7 +198,7 @@ def test_functions_by_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_observations_as_plain_text(space: Any, observed: Any, text: str | None) -> None:
-    show = shown_by_default(space)
+    show = default_renderer(space)
     assert (show is None) == (text is None)
     assert show is None or show(observed) == text
 
@@ -338,7 +337,7 @@ def test_without_gymnasium_the_pip_line_is_told(monkeypatch: pytest.MonkeyPatch)
 def test_without_gymnasium_everything_else_imports() -> None:
     program = (
         "import sys; sys.modules['gymnasium'] = None\n"
-        "from lit_rl.environments import GymnasiumEnvironment, colours, random_play, spaces\n"
+        "from lit_rl.environments import GymnasiumEnvironment, gymnasium_environment, text_game\n"
         "try: GymnasiumEnvironment('FrozenLake-v1')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from talks import Talk, asked, texts
 
-from lit_rl.algorithms.preflight.environments import journal_of
+from lit_rl.algorithms.checks.episode_checks import open_journal
+from lit_rl.core.episode import Episode
+from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.environments import CustomEnvironment, FunctionTools
-from lit_rl.environments.journal import Journal
-from lit_rl.episodes import Episode
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.environments.episode_replay import Journal
 
 WORLD = itertools.count()
 """Never says the same twice."""
@@ -227,10 +227,10 @@ def test_a_reply_that_no_file_can_hold_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_named_belongs_to_one_run(tmp_path) -> None:
     env = game(journal=str(tmp_path / "replies"))
-    assert journal_of(env, str(tmp_path / "first"), 0) is not None
-    assert journal_of(env, str(tmp_path / "first"), 0) is not None  # the same run, resumed
+    assert open_journal(env, str(tmp_path / "first"), 0) is not None
+    assert open_journal(env, str(tmp_path / "first"), 0) is not None  # the same run, resumed
     with pytest.raises(
         ConfigError, match=r"replies' holds the replies of the run in .*first, and this one is in .*second"
     ):
-        journal_of(env, str(tmp_path / "second"), 0)
-    assert journal_of(game(journal=True), str(tmp_path / "second"), 0) is not None
+        open_journal(env, str(tmp_path / "second"), 0)
+    assert open_journal(game(journal=True), str(tmp_path / "second"), 0) is not None

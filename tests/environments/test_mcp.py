@@ -21,16 +21,16 @@ from mcp import Client
 from talks import Talk, asked, chats, one, texts
 from tiers import quick
 
-from lit_rl import supervisor
 from lit_rl.algorithms import GRPO
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core import supervisor
+from lit_rl.core.errors import BackendError, ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Repeated
 from lit_rl.environments import MCPTools
 from lit_rl.environments.observations import IMAGE_LIMIT
 from lit_rl.environments.tools import ToolAnswer, Toolbox, ToolCall
-from lit_rl.errors import BackendError, ConfigError
 from lit_rl.models import LanguageModel
-from lit_rl.rollout import Sampling
 
 SERVER = str(Path(mcp_tools.__file__))
 LIMIT = 30.0

@@ -13,13 +13,27 @@ from hypothesis import strategies as st
 from test_frames import frames_of
 from trl.chat_template_utils import supports_tool_calling
 
-from lit_rl.environments.literal_parsers import Gemma4Parser, Lfm2Parser
-from lit_rl.environments.named_parsers import DeepSeekV3Parser, GptOssParser
-from lit_rl.environments.parser_choice import PARSERS, parser_for, rendered_call
-from lit_rl.environments.parsers import BadCall, HermesParser, Llama3Parser, ParsedTurn, Parser, TemplateParser
-from lit_rl.environments.tagged_parsers import Glm4Parser, MuseGlimmerParser, Qwen35Parser, typed
+from lit_rl.core.errors import ConfigError
+from lit_rl.environments.tool_parsers import (
+    PARSERS,
+    BadCall,
+    DeepSeekV3Parser,
+    Gemma4Parser,
+    Glm4Parser,
+    GptOssParser,
+    HermesParser,
+    Lfm2Parser,
+    Llama3Parser,
+    MuseGlimmerParser,
+    ParsedTurn,
+    Parser,
+    Qwen35Parser,
+    TemplateParser,
+    parse_typed,
+    parser_for,
+    rendered_call,
+)
 from lit_rl.environments.tools import ToolCall
-from lit_rl.errors import ConfigError
 
 
 def parameter(type_: str, **more: Any) -> dict[str, Any]:
@@ -305,7 +319,7 @@ def test_gemma_calls_nothing_in_its_thoughts() -> None:
     ],
 )
 def test_the_schema_says_what_a_text_is(said: str, schema: Any, value: Any) -> None:
-    assert (type(typed(said, schema)), typed(said, schema)) == (type(value), value)
+    assert (type(parse_typed(said, schema)), parse_typed(said, schema)) == (type(value), value)
 
 
 # ---------------------------------------------------------------------------------------------------- who says it

@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_frames import TOOL
 
-from lit_rl.environments.parsers import (
+from lit_rl.core.errors import ConfigError
+from lit_rl.environments.tool_parsers import (
     BadCall,
     HermesParser,
     Llama3Parser,
@@ -21,7 +22,6 @@ from lit_rl.environments.parsers import (
     RegexParser,
 )
 from lit_rl.environments.tools import ToolCall
-from lit_rl.errors import ConfigError
 
 MUL = {
     "type": "function",

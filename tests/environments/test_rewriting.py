@@ -13,11 +13,11 @@ from said_turns import drawn
 from talks import Talk, asked, chats, texts
 from test_custom import double
 
+from lit_rl.core.rollout import PromptBatch
 from lit_rl.environments import CustomEnvironment, FunctionTools
 from lit_rl.environments.interaction import Interaction
-from lit_rl.environments.rewriting import EVERY
+from lit_rl.environments.template_checks import CHECK_EVERY
 from lit_rl.environments.tools import FunctionTool
-from lit_rl.rollout import PromptBatch
 
 TOOL_DOUBLE = FunctionTool(double).schema
 QUESTION = [{"role": "user", "content": "Which number?"}]
@@ -76,7 +76,7 @@ def test_a_template_that_drops_thinking_between_turns_is_told_of_once() -> None:
     assert len(told) == 1 and "'say it'" in told[0] and "2 of the 2 episodes" in told[0]
     dropped = re.search(r"would drop (\d+) thinking tokens of (\d+), ", told[0])
     assert dropped and dropped[1] == str(len("say it")), "a token a byte"
-    assert looked_at(interaction, *THOUGHTFUL, rollout=EVERY) == ({NAME: (2, 2)}, []), "it was said before"
+    assert looked_at(interaction, *THOUGHTFUL, rollout=CHECK_EVERY) == ({NAME: (2, 2)}, []), "it was said before"
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3", "phi3"])
@@ -153,7 +153,7 @@ def test_an_episode_that_failed_is_not_looked_at() -> None:
     assert counted == {NAME: (1, 1)} and len(told) == 1
 
 
-@pytest.mark.parametrize("rollout", [1, EVERY - 1, EVERY + 1, -1])
+@pytest.mark.parametrize("rollout", [1, CHECK_EVERY - 1, CHECK_EVERY + 1, -1])
 def test_other_rollouts_and_validations_are_not_looked_at(rollout: int) -> None:
     interaction = chats(game(), "qwen3")
     assert looked_at(interaction, *THOUGHTFUL, rollout=rollout) == ({}, [])

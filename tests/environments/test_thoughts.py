@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from talks import Talk, asked
 from trl.chat_template_utils import add_response_schema
 
-from lit_rl.environments.function_tools import FunctionTools
 from lit_rl.environments.interaction import Interaction
-from lit_rl.environments.parser_choice import PARSERS, parser_for
-from lit_rl.environments.parsers import BadCall, Parser
 from lit_rl.environments.thoughts import BRACKETS, CHANNEL, THINK, Thoughts
+from lit_rl.environments.tool_parsers import PARSERS, BadCall, Parser, parser_for
 from lit_rl.environments.tools import ToolCall
+from lit_rl.environments.user_environments import FunctionTools
 
 FUNCTION = {
     "name": "say",

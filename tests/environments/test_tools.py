@@ -22,15 +22,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from lit_rl.algorithms.preflight import environments
-from lit_rl.algorithms.preflight.environments import source_of
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.environments.custom import CustomEnvironment
-from lit_rl.environments.function_tools import FunctionTools
+from lit_rl.algorithms.checks import episode_checks
+from lit_rl.algorithms.checks.episode_checks import make_episode_source
+from lit_rl.core.errors import ConfigError
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.observations import content_of
 from lit_rl.environments.tools import FunctionTool, ToolAnswer, Toolbox, ToolCall, _whole
-from lit_rl.errors import ConfigError
+from lit_rl.environments.user_environments import CustomEnvironment, FunctionTools
 
 
 def multiply(a: int, b: int) -> int:
@@ -434,7 +433,7 @@ def test_tools_of_rows_are_told_where_the_environment_has_none_and_named_where_i
     model: Any = SimpleNamespace(tokenizer=tokenizer, eos_ids=ends, processor=None)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        source: Any = source_of(env(), model, data)
+        source: Any = make_episode_source(env(), model, data)
     opened, conversations = source.begin(data.peek(1), [0], max_new_tokens=4)
     conversations.close()
     text = tokenizer.decode(opened[0].ids)
@@ -457,7 +456,7 @@ def test_arguments_of_rows_are_tried_once_each_the_first_256_and_64_are_kept(mon
     numbers = [n // 2 for n in range(600)]
     columns = {"prompt": numbers, "chat_template_kwargs": [{"n": n, "other": [1]} for n in numbers]}
     data = SimpleNamespace(columns_of_sets=lambda: [columns, columns])
-    rows = [*environments._rows_of_arguments(interaction.factory, data)]
+    rows = [*episode_checks._rows_of_arguments(interaction.factory, data)]
     assert [row["prompt"] for row in rows] == [*range(300)]
     for row in [*rows[:70], rows[69], rows[6], rows[70], rows[6], rows[7]]:
         interaction.ready_for(row)

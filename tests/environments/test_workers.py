@@ -15,10 +15,10 @@ import pytest
 from talks import Talk, asked, one, texts
 from worker_games import Counts, double
 
+from lit_rl.core.episode import Episode
+from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.environments import CustomEnvironment, FunctionTools, GymnasiumEnvironment, MCPTools
 from lit_rl.environments.factory import EnvironmentFactory
-from lit_rl.episodes import Episode
-from lit_rl.errors import ConfigError, GenerationError
 
 FILE = str(Path(__file__).parent / "worker_games.py")
 LIMITS: dict[str, Any] = {"max_turns": 6, "max_tokens": 2000}

@@ -17,8 +17,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from lit_rl.core.rollout import Completions, Prompts
 from lit_rl.generation.noise import prompt_key
-from lit_rl.rollout import Completions, Prompts
 
 VOCAB = 40
 PAD, EOS = 0, 1

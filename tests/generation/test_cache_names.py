@@ -11,15 +11,15 @@ from generation_cases import SHARED, ask, build
 from torch import nn
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Completions, Sampling
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.models.policy.checkpointing import recomputes
-from lit_rl.models.policy.forward import score
-from lit_rl.models.policy.forward_names import cache_name
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.policy.shared_prefix import can_share
-from lit_rl.rollout import Completions, Sampling
+from lit_rl.models.forward import score
+from lit_rl.models.forward_inputs import cache_name
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.models.modes import recomputes
+from lit_rl.models.shared_prefix import can_share
 
 OTHER = {"cache": "past_key_values", "past_key_values": "cache"}
 

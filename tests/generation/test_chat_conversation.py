@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from lit_rl.data.templates import encode_prompt
-from lit_rl.generation.chat_conversation import ChatConversation, ChatReading
-from lit_rl.generation.chat_requests import ChatRequest, RequestRefused, read_request
-from lit_rl.named import TINY
+from lit_rl.core.model_paths import TINY
+from lit_rl.data.rendering import encode_prompt
+from lit_rl.generation.chat_conversation import (
+    ChatConversation,
+    ChatReading,
+    ChatRequest,
+    ChatRequestRefused,
+    read_request,
+)
 
 TEMPLATE = (
     "{% if tools %}{{ tools | map(attribute='function') | map(attribute='name') | list }}\n{% endif %}"
@@ -103,7 +108,7 @@ def test_calls_of_tools_are_those_that_the_policy_wrote_and_their_answers_stand_
     assert f"hm {CALL}{CALL}<|im_end|>" in text, "as it was written, not as it would be rendered"
     assert text.endswith("<|im_start|>tool\n0<|im_end|>\n<|im_start|>tool\n1<|im_end|>\n<|im_start|>assistant\n")
     assert say(talk, "2") == {"role": "assistant", "content": "2"}
-    with pytest.raises(RequestRefused, match="answers the call 'other'"):
+    with pytest.raises(ChatRequestRefused, match="answers the call 'other'"):
         talk.ask(request(said, *answers, {"role": "assistant", "content": "2"},
                          {"role": "tool", "tool_call_id": "other", "content": "3"}, tools=True))  # fmt: skip
 
@@ -178,10 +183,10 @@ def test_what_is_no_call_is_text() -> None:
 def test_what_is_no_next_turn_is_refused(messages: list[dict[str, Any]], words: str) -> None:
     talk = conversation()
     talk.ask(request())
-    with pytest.raises(RequestRefused, match="one turn of a completion at a time"):
+    with pytest.raises(ChatRequestRefused, match="one turn of a completion at a time"):
         talk.ask(request())
     say(talk, "2")
-    with pytest.raises(RequestRefused, match=words):
+    with pytest.raises(ChatRequestRefused, match=words):
         talk.ask(request(*messages))
     talk.ask(request({"role": "assistant", "content": "2"}, {"role": "user", "content": "?"}))
 
@@ -190,7 +195,7 @@ def test_without_room_there_is_no_turn() -> None:
     talk = conversation(max_tokens=50)
     assert talk.ask(request())[1] == 50
     said = say(talk, "2")
-    with pytest.raises(RequestRefused, match="env.max_tokens=50") as refused:
+    with pytest.raises(ChatRequestRefused, match="env.max_tokens=50") as refused:
         talk.ask(request(said, {"role": "user", "content": "?" * 30}))
     assert json.loads(refused.value.body)["error"]["code"] == "context_length_exceeded" and not talk.ended
     assert len(talk.completion_ids) == 2, "what nobody answered is not in it"
@@ -213,7 +218,7 @@ def test_without_room_there_is_no_turn() -> None:
     ],
 )
 def test_what_cannot_be_kept_is_refused(body: str, words: str) -> None:
-    with pytest.raises(RequestRefused, match=words):
+    with pytest.raises(ChatRequestRefused, match=words):
         read_request(body.encode())
 
 

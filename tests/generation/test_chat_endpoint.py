@@ -16,16 +16,16 @@ import pytest
 import torch
 from torch import nn
 
+from lit_rl.core.errors import ConfigError, DataError, GenerationError, LitRLError
+from lit_rl.core.rollout import Completions, PromptBatch, Sampling
 from lit_rl.environments.frames import ChatFrames
-from lit_rl.errors import ConfigError, DataError, GenerationError, LitRLError
 from lit_rl.generation import ChatEndpoint, RolloutFunction, VerifiersHarness, chat_endpoint
+from lit_rl.generation.chat_conversation import read_request
 from lit_rl.generation.chat_endpoint import Agent, Played
-from lit_rl.generation.chat_requests import read_request
 from lit_rl.generation.collect import Vocabulary, as_reward_input, request
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.rollout_function import RolloutCalls
 from lit_rl.models import LanguageModel
-from lit_rl.rollout import Completions, PromptBatch, Sampling
 
 MODEL = LanguageModel("tiny")
 TEXTS = ["17+25=", "3+4="]

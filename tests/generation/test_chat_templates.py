@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 from chat_templates import tokenizer_of
 
-from lit_rl.data.templates import encode_prompt
-from lit_rl.errors import ConfigError
-from lit_rl.generation.chat_conversation import ChatConversation, ChatReading
-from lit_rl.generation.chat_requests import ChatRequest, ChatTurn, RequestRefused, read_request
+from lit_rl.core.errors import ConfigError
+from lit_rl.data.rendering import encode_prompt
+from lit_rl.generation.chat_conversation import (
+    ChatConversation,
+    ChatReading,
+    ChatRequest,
+    ChatRequestRefused,
+    ChatTurn,
+    read_request,
+)
 
 ASKED = {"role": "user", "content": "Double 21."}
 TOOL = {
@@ -130,13 +136,13 @@ def test_answers_of_example_calls_keep_to_their_calls_in_whatever_order_they_com
 def test_arguments_of_an_example_call_that_are_no_object_are_refused(written: str) -> None:
     user, said, *rest = example(4)
     said["tool_calls"][0]["function"]["arguments"] = written
-    with pytest.raises(RequestRefused, match="the arguments of a call of double are .* no JSON object"):
+    with pytest.raises(ChatRequestRefused, match="the arguments of a call of double are .* no JSON object"):
         talk("qwen2_5").ask(request(user, said, *rest, ASKED))
 
 
 def test_an_example_answer_to_no_call_is_refused() -> None:
     user, said, answer, final = example(4)
-    with pytest.raises(RequestRefused, match="answers the call 'call_9'"):
+    with pytest.raises(ChatRequestRefused, match="answers the call 'call_9'"):
         talk("qwen2_5").ask(request(user, said, answer | {"tool_call_id": "call_9"}, final, ASKED))
 
 
@@ -155,6 +161,6 @@ def test_tools_that_come_later_are_refused_for_nobody_told_the_policy() -> None:
     conversation.ask(request(ASKED, tools=False))
     said = say(conversation, "42", "<|im_end|>").message
     more = {"role": "user", "content": "Sure?"}
-    with pytest.raises(RequestRefused, match="told of tools by the first request .* double was not in it"):
+    with pytest.raises(ChatRequestRefused, match="told of tools by the first request .* double was not in it"):
         conversation.ask(request(ASKED, said, more))
     conversation.ask(request(ASKED, said, more, tools=False))

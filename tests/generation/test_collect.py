@@ -6,8 +6,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lit_rl.core.rollout import Completions
 from lit_rl.generation.collect import response_ids
-from lit_rl.rollout import Completions
 
 
 @st.composite

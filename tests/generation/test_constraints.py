@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from generation_cases import EOS, PAD, ask
 
-from lit_rl.constraints import LogitBias, Structured
-from lit_rl.errors import ConfigError
-from lit_rl.generation.bans import bad_word_ids
-from lit_rl.rollout import Prompts, Sampling
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import LogitBias, Prompts, Sampling, Structured
+from lit_rl.generation.token_sampler import bad_word_ids
 
 
 def test_a_bias_is_a_mapping_of_integers_that_can_be_hashed_and_not_changed() -> None:

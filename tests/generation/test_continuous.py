@@ -15,12 +15,12 @@ from generation_cases import EOS, PAD, SHARED, VOCAB, ask, build, responses, spe
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lit_rl.errors import ConfigError, GenerationError
-from lit_rl.generation.base import InProcessGenerator
-from lit_rl.generation.continuous import HFContinuousGenerator
+from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.core.rollout import Completions, Prompts, Sampling
+from lit_rl.generation.generator import InProcessGenerator
+from lit_rl.generation.hf import HFContinuousGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
-from lit_rl.rollout import Completions, Prompts, Sampling
 
 
 def run(engine: InProcessGenerator, policy: nn.Module, prompts: Prompts, sampling: Sampling) -> Completions:

@@ -19,16 +19,14 @@ from torch import Tensor, nn
 from transformers import CompileConfig, GenerationConfig
 from transformers.generation import logits_process as peer
 
-from lit_rl.constraints import Structured
-from lit_rl.errors import ConfigError, GenerationError, NumericError
+from lit_rl.core.errors import ConfigError, GenerationError, NumericError
+from lit_rl.core.rollout import Completions, Prompts, Sampling, Structured
 from lit_rl.generation import hf
-from lit_rl.generation.base import Generator
-from lit_rl.generation.continuous import HFContinuousGenerator
-from lit_rl.generation.hf import HFGenerator
+from lit_rl.generation.generator import Generator
+from lit_rl.generation.hf import HFContinuousGenerator, HFGenerator
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.models.policy.checkpointing import recomputes, set_checkpointing
-from lit_rl.models.policy.forward import score
-from lit_rl.rollout import Completions, Prompts, Sampling
+from lit_rl.models.forward import score
+from lit_rl.models.modes import recomputes, set_checkpointing
 
 ENGINES: dict[str, Callable[[], Any]] = {
     "native": NativeGenerator,

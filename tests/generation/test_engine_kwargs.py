@@ -14,15 +14,15 @@ from transformers.generation import logits_process as peer
 from turn_cases import Scripted, reply
 
 from lit_rl.algorithms import GRPO, OnlineDPO
-from lit_rl.errors import ConfigError
-from lit_rl.generation.engine_kwargs import VLLM, of_transformers
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.generation.engine_kwargs import VLLM_NAMES, transformers_names
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import for_another_policy
-from lit_rl.generation.vllm.conversing import Conversing
-from lit_rl.generation.vllm.requests import requests_of
+from lit_rl.generation.vllm.engine import requests_of
+from lit_rl.generation.vllm.engine_generator import ConversationWork
 from lit_rl.generation.vllm.server import VLLMServerGenerator
-from lit_rl.ops import mismatch
-from lit_rl.rollout import Sampling
+from lit_rl.ops import engine_mismatch
 
 NO_BIGRAM_TWICE = {"no_repeat_ngram_size": 2}
 
@@ -57,7 +57,7 @@ def test_transformers_processors_have_their_say_and_are_in_the_log_probs():
 def test_what_changes_the_distribution_is_weighed_for_or_refused():
     generator = HFGenerator(generation_kwargs=NO_BIGRAM_TWICE)
     assert GRPO("tiny", len, generator=generator).engine.correction is not None, "auto weighs"
-    GRPO("tiny", len, generator=generator, correction=mismatch.token_mask)
+    GRPO("tiny", len, generator=generator, correction=engine_mismatch.token_mask)
     with pytest.raises(ConfigError, match=r"generation_kwargs\.no_repeat_ngram_size.*algo/correction=token_truncate"):
         GRPO("tiny", len, generator=generator, correction=None)
     with pytest.raises(ConfigError, match=r"generation_kwargs\.no_repeat_ngram_size"):
@@ -99,7 +99,7 @@ def test_a_value_that_transformers_refuses_is_refused_at_the_start():
 
 
 def test_every_name_of_transformers_has_a_place():
-    names = of_transformers(vars(GenerationConfig()))
+    names = transformers_names(vars(GenerationConfig()))
     assert names.knows(name for name in vars(GenerationConfig()) if not name.startswith("_"))
     parts = [names.own, names.free, names.reshaping, set(names.keys)]
     assert sum(map(len, parts)) == len(set().union(*parts)), "one place each"
@@ -110,6 +110,6 @@ def test_vllm_is_asked_with_them_in_every_turn():
     prompts, sampling, given = ask(), Sampling(max_new_tokens=3), {"presence_penalty": 0.5}
     assert all(each.fields["presence_penalty"] == 0.5 for each in requests_of(prompts, sampling, given))
     talking = dataclasses.replace(prompts, responder=Scripted(reply))
-    asked = Conversing(talking, sampling, 1, kwargs=given).requests(wait=False)
+    asked = ConversationWork(talking, sampling, 1, kwargs=given).requests(wait=False)
     assert asked and all(request.fields["presence_penalty"] == 0.5 for _, request in asked)
-    assert "presence_penalty" not in requests_of(prompts, sampling)[0].fields and not VLLM.knows(["new_in_vllm"])
+    assert "presence_penalty" not in requests_of(prompts, sampling)[0].fields and not VLLM_NAMES.knows(["new_in_vllm"])

@@ -6,10 +6,10 @@ import torch
 from generation_cases import VOCAB, ask, build, responses
 from products import Products
 
-from lit_rl.generation.batches import decode_batches
+from lit_rl.core.rollout import Sampling
+from lit_rl.generation.decode_batches import decode_batches
 from lit_rl.generation.decoding import DecodingSteps
 from lit_rl.generation.hf import HFGenerator
-from lit_rl.rollout import Sampling
 
 
 def test_reading_prompts_is_one_product_of_the_head_whether_it_is_trained_or_not():

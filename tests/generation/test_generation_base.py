@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Prompts, Sampling
 from lit_rl.generation import Generator
-from lit_rl.generation.base import as_generator, context_length, rollout_mode
-from lit_rl.generation.batches import decode_batches, left_pad
+from lit_rl.generation.decode_batches import decode_batches, left_pad
+from lit_rl.generation.generator import as_generator, context_length, rollout_mode
 from lit_rl.generation.hf import HFGenerator, blank_generation_config
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import row_keys
-from lit_rl.models.policy.checkpointing import set_checkpointing
-from lit_rl.rollout import Prompts, Sampling
+from lit_rl.models.modes import set_checkpointing
 
 CPU = torch.device("cpu")
 
@@ -40,8 +40,8 @@ class TwoVerbs(Generator):
 
 def test_a_generator_of_two_verbs_has_every_member_of_those_that_are_shipped() -> None:
     """Whoever asks a generator finds the member, whatever generator it is; what is optional does nothing."""
-    from lit_rl.generation.continuous import HFContinuousGenerator
-    from lit_rl.generation.vllm.generator import EngineGenerator
+    from lit_rl.generation.hf import HFContinuousGenerator
+    from lit_rl.generation.vllm.engine_generator import EngineGenerator
     from lit_rl.generation.vllm.in_process import VLLMGenerator
     from lit_rl.generation.vllm.server import VLLMServerGenerator
 

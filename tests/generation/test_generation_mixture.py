@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from lit_rl.errors import ConfigError
-from lit_rl.generation.mixture import GeometricMixture
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Completions, Prompts, Sampling
+from lit_rl.generation.decoding import GeometricMixture
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.reference.base import AdapterBase, FrozenCopy
-from lit_rl.rollout import Completions, Prompts, Sampling
+from lit_rl.models.references import AdapterBase, FrozenCopy
 
 TEXTS = ["1+2=", "17+25=", "9+9=", "88+1=", "4+4="]
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as peer
 
-from lit_rl.generation import noise, transforms
-from lit_rl.generation.batches import decode_batches
-from lit_rl.generation.transforms import EndDetector, TokenSampler
-from lit_rl.ops.transforms import temperature, top_k
-from lit_rl.rollout import Prompts, Sampling
+from lit_rl.core.rollout import Prompts, Sampling
+from lit_rl.generation import noise, token_sampler
+from lit_rl.generation.decode_batches import decode_batches
+from lit_rl.generation.token_sampler import EndDetector, TokenSampler
+from lit_rl.ops.sampling_distribution import temperature, top_k
 
 LARGEST = 1 - 2**-24
 seeds = st.integers(0, 2**31)
@@ -33,13 +33,13 @@ def test_repetition_penalty_equals_transformers(seed: int, penalty: float) -> No
     ids = torch.randint(0, 17, (4, 6), generator=torch.Generator().manual_seed(seed))
     seen = torch.zeros(4, 17, dtype=torch.bool).scatter(1, ids, True)
     theirs = peer.RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
-    torch.testing.assert_close(transforms.repetition_penalty(logits, seen, penalty), theirs)
+    torch.testing.assert_close(token_sampler.repetition_penalty(logits, seen, penalty), theirs)
 
 
 @pytest.mark.parametrize("value", [1e-6, 1e-30, 1e-40])
 def test_tiny_temperature_is_greedy_and_finite(value: float) -> None:
     logits = random_logits(2)
-    tokens, logprobs = transforms.draw(temperature(logits, value), torch.full((4,), LARGEST))
+    tokens, logprobs = token_sampler.draw(temperature(logits, value), torch.full((4,), LARGEST))
     assert torch.equal(logits.gather(1, tokens[:, None]), logits.amax(1, keepdim=True))
     assert logprobs.isfinite().all()
 
@@ -47,15 +47,15 @@ def test_tiny_temperature_is_greedy_and_finite(value: float) -> None:
 def test_draws_edit_nothing() -> None:
     logits = random_logits(1)
     before = logits.clone()
-    transforms.draw(logits, torch.rand(4))
-    transforms.greedy(logits)
+    token_sampler.draw(logits, torch.rand(4))
+    token_sampler.greedy(logits)
     assert torch.equal(logits, before)
 
 
 def test_draw_by_hand() -> None:
     logits = torch.tensor([0.0, 0.25, 0.5, 0.0, 0.25, 0.0]).log().expand(6, 6)
     # Noise runs down from the top of the mass: 1 - u is the place on the CDF 0, 0.25, 0.75, 0.75, 1, 1.
-    tokens, logprobs = transforms.draw(logits, torch.tensor([0.0, 0.249, 0.25, 0.749, 0.75, LARGEST]))
+    tokens, logprobs = token_sampler.draw(logits, torch.tensor([0.0, 0.249, 0.25, 0.749, 0.75, LARGEST]))
     assert tokens.tolist() == [4, 4, 2, 2, 1, 1]
     expected = [math.log(p) for p in (0.25, 0.25, 0.5, 0.5, 0.25, 0.25)]
     torch.testing.assert_close(logprobs, torch.tensor(expected), atol=1e-6, rtol=0)
@@ -65,7 +65,7 @@ def test_draw_by_hand() -> None:
 @given(seed=seeds, kept=st.integers(1, 16), u=st.sampled_from([0.0, 2**-24, 0.5, LARGEST - 2**-24, LARGEST]))
 def test_a_token_of_zero_probability_is_never_drawn(seed: int, kept: int, u: float) -> None:
     logits = top_k(random_logits(seed, rows=8, vocabulary=5000), kept)
-    tokens, logprobs = transforms.draw(logits, torch.full((8,), u))
+    tokens, logprobs = token_sampler.draw(logits, torch.full((8,), u))
     assert logits.gather(1, tokens[:, None]).isfinite().all()
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
 
@@ -77,7 +77,7 @@ def test_a_large_vocabulary_is_searched_as_the_whole_cdf_would_be(seed: int, siz
     generator = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(16, size, generator=generator)
     uniforms = torch.randint(2**24, (16,), generator=generator) * 2.0**-24
-    tokens, logprobs = transforms.draw(logits, uniforms)
+    tokens, logprobs = token_sampler.draw(logits, uniforms)
     cdf = logits.double().softmax(-1).cumsum(-1)
     upper, probability = (x.gather(1, tokens[:, None])[:, 0] for x in (cdf, logits.double().softmax(-1)))
     mass = 1 - uniforms.double()
@@ -114,7 +114,7 @@ def drawn_by_hand(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 def test_tokens_are_those_of_the_draw_by_hand(seed: int, size: int, kept: int) -> None:
     logits = top_k(random_logits(seed, rows=8, vocabulary=size), kept)
     uniforms = torch.tensor([0.0, 2**-24, 0.1, 0.3, 0.5, 0.9, LARGEST - 2**-24, LARGEST])
-    for ours, by_hand in zip(transforms.draw(logits, uniforms), drawn_by_hand(logits, uniforms), strict=True):
+    for ours, by_hand in zip(token_sampler.draw(logits, uniforms), drawn_by_hand(logits, uniforms), strict=True):
         assert torch.equal(ours, by_hand)
 
 
@@ -122,8 +122,8 @@ def test_tokens_are_those_of_the_draw_by_hand(seed: int, size: int, kept: int) -
 def test_greedy_over_blocks_takes_the_lowest_of_equals(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     logits = random_logits(3, rows=7, vocabulary=size).clamp(max=2)  # some share the highest logit
     logits[0, :-1] = -torch.inf
-    monkeypatch.setattr(transforms, "_AT_ONCE", 3 * size)
-    tokens, logprobs = transforms.greedy(logits)
+    monkeypatch.setattr(token_sampler, "_MOST_LOGITS", 3 * size)
+    tokens, logprobs = token_sampler.greedy(logits)
     assert tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).amax(-1), atol=1e-6, rtol=1e-6)
 
@@ -134,8 +134,8 @@ def test_noise_that_is_made_at_once_is_that_of_each_token(monkeypatch: pytest.Mo
     sampling, logits = Sampling(max_new_tokens=6), random_logits(4)
     rows, columns = torch.tensor([0, 2, 3]), torch.tensor([0, 4, 6])
     drawn = []
-    for numbers in (transforms._NAMED, 0):
-        monkeypatch.setattr(transforms, "_NAMED", numbers)
+    for numbers in (token_sampler._MOST_NOISE, 0):
+        monkeypatch.setattr(token_sampler, "_MOST_NOISE", numbers)
         sampler = TokenSampler.of(batch, prompts, sampling)
         assert (sampler._uniforms is None) == (numbers == 0)
         drawn += [[sampler(logits, 3).tokens, sampler(logits[rows], columns, rows).tokens]]
@@ -145,9 +145,9 @@ def test_noise_that_is_made_at_once_is_that_of_each_token(monkeypatch: pytest.Mo
 
 def test_a_row_does_not_depend_on_how_many_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, uniforms = random_logits(3, rows=7, vocabulary=5000), torch.arange(7) / 7
-    together = transforms.draw(logits, uniforms)
-    monkeypatch.setattr(transforms, "_AT_ONCE", 3 * 5000)
-    for whole, parts in zip(together, transforms.draw(logits, uniforms)):
+    together = token_sampler.draw(logits, uniforms)
+    monkeypatch.setattr(token_sampler, "_MOST_LOGITS", 3 * 5000)
+    for whole, parts in zip(together, token_sampler.draw(logits, uniforms)):
         assert torch.equal(whole, parts)
 
 
@@ -156,7 +156,7 @@ def test_drawn_frequencies_follow_softmax(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     logits = 2 * torch.randn(1, size, generator=generator)
     uniforms = torch.rand(60_000, generator=generator)
-    tokens = torch.cat([transforms.draw(logits.expand(len(u), -1), u)[0] for u in uniforms.split(2000)])
+    tokens = torch.cat([token_sampler.draw(logits.expand(len(u), -1), u)[0] for u in uniforms.split(2000)])
     expected = 60_000 * logits[0].double().softmax(-1)
     # Rare tokens share a bin, by index, so that the chi-square approximation holds.
     bins = (expected.cumsum(0) / 60_000 * min(size, 200)).long().clamp(max=199)
@@ -173,13 +173,13 @@ def counts_of(tokens: Tensor, size: int) -> Tensor:
 
 def test_nan_gives_nan_and_no_crash() -> None:
     for bad, size in itertools.product((torch.nan, -torch.inf), (5, 5000)):
-        tokens, logprobs = transforms.draw(torch.full((1, size), bad), torch.tensor([0.3]))
+        tokens, logprobs = token_sampler.draw(torch.full((1, size), bad), torch.tensor([0.3]))
         assert 0 <= int(tokens) < size
         assert logprobs.isnan().all()
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
-    tokens, logprobs = transforms.greedy(torch.tensor([[0.0, 2.0, 2.0, 1.0]]))
+    tokens, logprobs = token_sampler.greedy(torch.tensor([[0.0, 2.0, 2.0, 1.0]]))
     assert tokens.tolist() == [1]
     assert logprobs.item() == pytest.approx(2 - math.log(1 + 2 * math.e**2 + math.e))
 
@@ -227,7 +227,7 @@ def test_the_kept_mass_leads_from_the_drawn_to_the_whole_distribution(
     if penalty != 1:
         seen = torch.zeros(4, 17, dtype=torch.bool)
         seen[range(4), range(4)] = seen[range(4), range(1, 5)] = True
-        logits = transforms.repetition_penalty(logits, seen, penalty)
+        logits = token_sampler.repetition_penalty(logits, seen, penalty)
     whole = (logits / temperature).log_softmax(-1).gather(1, drawn.tokens[:, None])[:, 0]
     mass = torch.zeros(4) if drawn.kept_logmass is None else drawn.kept_logmass
     torch.testing.assert_close(drawn.logprobs + mass, whole, atol=1e-5, rtol=0)

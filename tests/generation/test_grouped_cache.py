@@ -14,17 +14,23 @@ from tiers import quick
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from lit_rl.generation import grouped_cache, transforms
-from lit_rl.generation.batches import DecodeBatch, decode_batches
-from lit_rl.generation.decoding import DecodingSteps
-from lit_rl.generation.grouped_cache import GroupedCache, GroupedLayer
-from lit_rl.generation.grouped_steps import GroupedSteps, decoded_probe, fits, probe, proven
+from lit_rl.core.rollout import Completions, Sampling
+from lit_rl.generation import grouped_cache, token_sampler
+from lit_rl.generation.decode_batches import DecodeBatch, decode_batches
+from lit_rl.generation.decoding import DecodingSteps, GeometricMixture
+from lit_rl.generation.grouped_cache import (
+    GroupedCache,
+    GroupedLayer,
+    GroupedSteps,
+    decode_probe,
+    fits_grouped_cache,
+    grouped_cache_proven,
+    probe_batch,
+)
 from lit_rl.generation.hf import HFGenerator
-from lit_rl.generation.mixture import GeometricMixture
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.models.policy.forward import score
-from lit_rl.models.policy.forward_names import cache_name
-from lit_rl.rollout import Completions, Sampling
+from lit_rl.models.forward import score
+from lit_rl.models.forward_inputs import cache_name
 
 WIDE = SHARED | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 OWN_SIZES = {name: value for name, value in WIDE.items() if name != "head_dim"}  # of models that have none to set
@@ -225,13 +231,13 @@ def test_an_sdpa_of_the_models_own_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
     policy = GROUPED["qwen2"]()
     with torch.no_grad():
-        assert proven(policy)
+        assert grouped_cache_proven(policy)
         local = AttentionInterface()
         local["sdpa"] = halved
         monkeypatch.setattr(modeling_qwen2, "ALL_ATTENTION_FUNCTIONS", local)
         another = GROUPED["qwen2"]()
-        assert fits(another, 20)
-        assert not proven(another)
+        assert fits_grouped_cache(another, 20)
+        assert not grouped_cache_proven(another)
 
 
 def test_a_window_counts_only_where_the_text_is_as_long() -> None:
@@ -247,7 +253,7 @@ def test_a_window_counts_only_where_the_text_is_as_long() -> None:
 def test_a_mixture_of_two_models_goes_the_plain_way() -> None:
     policy = GROUPED["qwen2"]()
     mixed = GeometricMixture(policy, lambda: torch.no_grad(), 0.0)
-    assert not fits(mixed, 20)
+    assert not fits_grouped_cache(mixed, 20)
 
 
 def test_a_model_is_proven_once_and_another_one_anew() -> None:
@@ -350,11 +356,11 @@ def test_room_that_is_not_written_is_not_seen(monkeypatch: pytest.MonkeyPatch, s
     """16-bit products on a CPU read all of the room: here float64 ones do, with rows that leave, join and read."""
     monkeypatch.setattr(grouped_cache, "_builds_kernels", lambda states: True)
     policy = GROUPED["qwen2"]().double()
-    plain, whole = (decoded_probe(kind(policy, probe(policy), 5)) for kind in (DecodingSteps, GroupedSteps))
+    plain, whole = (decode_probe(kind(policy, probe_batch(policy), 5)) for kind in (DecodingSteps, GroupedSteps))
     torch.testing.assert_close(whole, plain, rtol=0, atol=1e-6)
     if seen:
         monkeypatch.setattr(GroupedCache, "_hidden", lambda *asked: None)
-        shown = decoded_probe(GroupedSteps(policy, probe(policy), 5))
+        shown = decode_probe(GroupedSteps(policy, probe_batch(policy), 5))
         assert not torch.allclose(shown, plain, atol=1e-3), "the case needs room that would be seen"
     else:
         test_rows_that_join_later_get_the_logits_that_they_get_alone(policy, GroupedSteps)
@@ -369,7 +375,7 @@ def test_looking_at_every_few_tokens_changes_no_response(
     """As on an accelerator, where a look waits for it."""
     policy, out = GROUPED["qwen2"](), []
     for looks in (1, every):
-        monkeypatch.setattr(transforms, "_LOOK_ON_CPU", looks)
+        monkeypatch.setattr(token_sampler, "_LOOK_ON_CPU", looks)
         generator = NativeGenerator(batch_size=6, grouped_cache=grouped)
         asked = {"rows": list(range(8)), "group_size": 2, "eos_ids": tuple(range(1, 6))}
         out.append(drawn(generator, policy, Sampling(max_new_tokens=9, stop=stop), **asked))

@@ -13,13 +13,13 @@ from generation_cases import SHARED, VOCAB, ask, responses
 from tiers import quick
 from torch import Tensor, nn
 
-from lit_rl.generation.batches import decode_batches
+from lit_rl.core.rollout import Sampling
+from lit_rl.generation.decode_batches import decode_batches
 from lit_rl.generation.decoding import DecodingSteps
-from lit_rl.generation.grouped_steps import GroupedSteps, decoded_probe, probe
-from lit_rl.generation.lean_steps import LeanModel, LeanSteps, fits, proven
+from lit_rl.generation.fast_decoding import LeanModel, LeanSteps, fits_lean_steps, lean_steps_proven
+from lit_rl.generation.grouped_cache import GroupedSteps, decode_probe, probe_batch
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.models.policy.forward import score
-from lit_rl.rollout import Sampling
+from lit_rl.models.forward import score
 
 WIDE = SHARED | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
@@ -83,7 +83,7 @@ def kind_of(policy: nn.Module) -> Any:
 @torch.no_grad()
 def test_the_logits_are_the_models_own(policy: nn.Module) -> None:
     """Prompts of one to seven tokens; rows leave so that groups of unequal size remain, others join, some read."""
-    assert fits(policy) and proven(policy)
+    assert fits_lean_steps(policy) and lean_steps_proven(policy)
     (batch,), (later,) = (
         list(decode_batches(ask(rows, group_size=2), None, torch.device("cpu"))) for rows in ((0, 1, 2), (3, 4))
     )
@@ -103,7 +103,7 @@ def test_the_logits_are_the_models_own(policy: nn.Module) -> None:
             seen.append(steps.logits)
         ways.append(torch.cat(seen))
     torch.testing.assert_close(ways[1], ways[0], rtol=1e-5, atol=5e-5)
-    chunks = [decoded_probe(make(policy, probe(policy), 5)) for make in (DecodingSteps, lean)]
+    chunks = [decode_probe(make(policy, probe_batch(policy), 5)) for make in (DecodingSteps, lean)]
     torch.testing.assert_close(chunks[1], chunks[0], rtol=1e-5, atol=5e-5)
 
 
@@ -147,7 +147,7 @@ def test_autocast_is_kept(kind: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = engine.generate(ask(group_size=8), sampling)
         off["autocast"] = score(policy, out, sampling).logprobs
-        steps: Any = engine._kind(policy, 20)(policy, probe(policy), 5)
+        steps: Any = engine._kind(policy, 20)(policy, probe_batch(policy), 5)
     off["float32"] = score(policy, out, sampling).logprobs
     off = {name: (out.sampler_logprobs - values)[out.response_mask].abs().mean() for name, values in off.items()}
     assert off["float32"] > 1e-4 and off["autocast"] < 1.5 * off["float32"]
@@ -251,7 +251,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 @torch.no_grad()
 def test_other_models_take_their_own_steps(kind: str) -> None:
     policy = OTHERS[kind]().eval()
-    assert not (fits(policy) and proven(policy))
+    assert not (fits_lean_steps(policy) and lean_steps_proven(policy))
     assert kind_of(policy) is GroupedSteps
 
 
@@ -263,17 +263,17 @@ def test_a_product_that_is_watched_is_left_to_its_module(part: str) -> None:
     module = getattr(layer.self_attn if part == "q_proj" else layer.mlp, part)
     module.register_forward_hook(_double)
     assert kind_of(policy) is LeanSteps
-    plain, ours = (decoded_probe(make(policy, probe(policy), 5)) for make in (DecodingSteps, lean))
+    plain, ours = (decode_probe(make(policy, probe_batch(policy), 5)) for make in (DecodingSteps, lean))
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=5e-5)
 
 
 @torch.no_grad()
 def test_an_operation_that_differs_from_its_module_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in bfloat16, where the logits alone would not tell."""
-    from lit_rl.generation import lean_steps
+    from lit_rl.generation import fast_decoding
 
     policy = model_of("Qwen2").bfloat16()
-    assert proven(policy)
-    usual = lean_steps.F.rms_norm
-    monkeypatch.setattr(lean_steps.F, "rms_norm", lambda x, shape, weight, eps: usual(x, shape, weight, eps + 0.1))
-    assert not proven(model_of("Qwen2").bfloat16())
+    assert lean_steps_proven(policy)
+    usual = fast_decoding.F.rms_norm
+    monkeypatch.setattr(fast_decoding.F, "rms_norm", lambda x, shape, weight, eps: usual(x, shape, weight, eps + 0.1))
+    assert not lean_steps_proven(model_of("Qwen2").bfloat16())

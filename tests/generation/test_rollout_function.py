@@ -16,12 +16,12 @@ import torch
 from generation_cases import EOS, PAD, build, responses, spell, unspell
 from torch import nn
 
-from lit_rl.errors import ConfigError, GenerationError, LitRLError, NumericError
+from lit_rl.core.errors import ConfigError, GenerationError, LitRLError, NumericError
+from lit_rl.core.rollout import Completions, PromptBatch, Prompts, Sampling
 from lit_rl.generation import RolloutFunction
 from lit_rl.generation.collect import Vocabulary, as_reward_input, request
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.rollout_function import RolloutCalls
-from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
 
 PROMPTS = [spell([3, 4]), spell([11, 6, 7])]
 SAMPLED = Sampling(max_new_tokens=6)

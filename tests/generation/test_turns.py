@@ -15,18 +15,16 @@ from tiers import all_but_exhaustive, meetings, quick
 from torch import nn
 from turn_cases import Scripted, assert_rows_are_what_was_told, reply, rows_of
 
-from lit_rl.environments.interaction import Interaction
-from lit_rl.environments.opened import OpenedPrompt
-from lit_rl.errors import ConfigError, GenerationError
-from lit_rl.generation import transforms
-from lit_rl.generation.collect import Vocabulary, request, with_held_back
-from lit_rl.generation.continuous import HFContinuousGenerator
-from lit_rl.generation.hf import HFGenerator
+from lit_rl.core.episode import EnvironmentTurn, PolicyTurn, Responder
+from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.core.rollout import Completions, PromptBatch, Prompts, Sampling
+from lit_rl.environments.interaction import Interaction, OpenedPrompt
+from lit_rl.generation import token_sampler
+from lit_rl.generation.collect import Vocabulary, request, with_blocked_eos
+from lit_rl.generation.hf import HFContinuousGenerator, HFGenerator
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.models.policy.forward import score
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
-from lit_rl.turns import Heard, Responder, Said
+from lit_rl.models.forward import score
+from lit_rl.models.language_model import ForwardOptions
 
 ENGINES: dict[str, Callable[[], Any]] = {
     "native": NativeGenerator,
@@ -134,7 +132,7 @@ def test_looking_at_every_few_tokens_changes_no_turn(monkeypatch: pytest.MonkeyP
     """As on an accelerator, where a look waits for it: what was drawn behind a stop string is taken back."""
     told, rows, logprobs = [], [], []
     for looks in (1, every):
-        monkeypatch.setattr(transforms, "_LOOK_ON_CPU", looks)
+        monkeypatch.setattr(token_sampler, "_LOOK_ON_CPU", looks)
         responder = Scripted(reply)
         out, _ = talk(LOOKING[name](), shared("qwen2"), LATE, responder, rows=range(8))
         told.append(responder.told)
@@ -167,7 +165,7 @@ def test_training_scores_by_what_each_turn_held_back_and_what_stood_before_it(
     policy: nn.Module, options: ForwardOptions
 ) -> None:
     out, prompts = talk(NativeGenerator(), policy, HISTORY)
-    asked = with_held_back(out, prompts.eos_ids, HISTORY)
+    asked = with_blocked_eos(out, prompts.eos_ids, HISTORY)
     scored, mask = score(policy, asked, HISTORY, options=options).logprobs, out.response_mask
     torch.testing.assert_close(out.sampler_logprobs[mask], scored[mask], atol=2e-4, rtol=0)
     for name, off in {"min_new_tokens": 0, "repetition_penalty": 1.0}.items():
@@ -366,8 +364,8 @@ class OneTurn(NativeGenerator):
 
 def test_an_answer_without_room_is_refused(engine: Any) -> None:
     class Long(Scripted):
-        def tell(self, said: Said) -> None:
-            self._waiting.append(Heard(said.row, [3] * 30, 1))
+        def tell(self, said: PolicyTurn) -> None:
+            self._waiting.append(EnvironmentTurn(said.row, [3] * 30, 1))
 
     with pytest.raises(GenerationError, match="heard 30 tokens"):
         talk(engine, shared("qwen2"), responder=Long(reply))

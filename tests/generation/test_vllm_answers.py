@@ -19,22 +19,21 @@ from standin_server import Behaviour, Handler, drips, hangs, routed, standing_in
 from standin_server import answers as answering
 from waiting import until
 
-from lit_rl.errors import GenerationError
-from lit_rl.generation.base import EngineLost
-from lit_rl.generation.vllm import answers, asking, calls
-from lit_rl.generation.vllm.answers import Answered
-from lit_rl.generation.vllm.calls import ServerRefused
-from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.engine import Facts, complete
-from lit_rl.generation.vllm.in_process_outputs import answer_of
-from lit_rl.generation.vllm.requests import Answer, Pictured, Request
+from lit_rl.core.errors import GenerationError
+from lit_rl.generation.generator import EngineLost
+from lit_rl.generation.vllm import client as answers
+from lit_rl.generation.vllm import client as calls
+from lit_rl.generation.vllm import server_engine as asking
+from lit_rl.generation.vllm.client import Client, JSONAnswer, ServerRefused
+from lit_rl.generation.vllm.engine import EngineAnswer, Facts, ImagePrompt, Request, complete
+from lit_rl.generation.vllm.in_process import read_output
 from lit_rl.generation.vllm.server_engine import ServerEngine
 from lit_rl.generation.vllm.transports import Gloo, own_address
 
 VOCABULARY = 40
 FIELDS = {"n": 2, "max_tokens": 3, "logprobs": 0}
 PLAIN = Request([5, 6, 7], {**FIELDS, "prompt_logprobs": 0})
-SEEN = Request([5, 6, 7], FIELDS, Pictured([5, 6], (), 0))
+SEEN = Request([5, 6, 7], FIELDS, ImagePrompt([5, 6], (), 0))
 
 FACTS = {
     "instance": "a",
@@ -107,7 +106,7 @@ def changed(good: Any, *path: str | int, to: Any) -> Any:
     return found
 
 
-def use(url: str) -> tuple[list[Answer], list[Answer]]:
+def use(url: str) -> tuple[list[EngineAnswer], list[EngineAnswer]]:
     """Whatever a run asks of a server."""
     client = Client(url)
     transport = Gloo([client], 5.0)
@@ -236,8 +235,8 @@ def test_good_answers_are_read_to_the_bit() -> None:
         assert Client(server.url).facts(5.0) == Facts(**FACTS)
     scored = [-1.5, -9999.0]
     assert plain == [
-        Answer([0, 1, 2], [-0.125, -1e-7, 1e-6], False, scored),
-        Answer([8, 39], [-0.25, 0.0], True, scored),
+        EngineAnswer([0, 1, 2], [-0.125, -1e-7, 1e-6], False, scored),
+        EngineAnswer([8, 39], [-0.25, 0.0], True, scored),
     ]
     assert [(each.token_ids, each.logprobs[0], each.ended, each.prompt_logprobs) for each in seen] == [
         ([8, 39], -0.25, True, None)
@@ -259,7 +258,7 @@ def test_a_malformed_answer_is_an_error_that_names_the_server(route: str, answer
 
 
 def waiting_threads() -> int:
-    return sum(thread.name == asking.THREADS for thread in threading.enumerate())
+    return sum(thread.name == asking.THREAD_NAME for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("how", ["silent", "dripping"])
@@ -349,14 +348,14 @@ def test_a_server_to_which_there_is_no_way_is_named() -> None:
 
 # ---------------------------------------------------------------------- any value of any answer
 
-READERS: dict[str, tuple[Any, Callable[[Answered], Any]]] = {
-    "models": (MODELS, answers.names_in),
-    "workers": ({"world_size": 2}, answers.workers_in),
-    "results": ({"results": [None]}, answers.results_in),
-    "reset": ({"success": True}, answers.was_reset),
-    "facts": (FACTS, answers.facts_in),
-    "completions": (COMPLETIONS, lambda came: answers.completions_in(came, PLAIN, VOCABULARY)),
-    "drawn": (DRAWN, lambda came: (answers.prompt_in(came), answers.drawn_in(came, SEEN, VOCABULARY))),
+READERS: dict[str, tuple[Any, Callable[[JSONAnswer], Any]]] = {
+    "models": (MODELS, answers.parse_models),
+    "workers": ({"world_size": 2}, answers.parse_world_size),
+    "results": ({"results": [None]}, answers.parse_results),
+    "reset": ({"success": True}, answers.parse_reset),
+    "facts": (FACTS, answers.parse_facts),
+    "completions": (COMPLETIONS, lambda came: answers.parse_completions(came, PLAIN, VOCABULARY)),
+    "drawn": (DRAWN, lambda came: (answers.parse_prompt(came), answers.parse_generated(came, SEEN, VOCABULARY))),
 }
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -376,7 +375,7 @@ def places(value: Any, *before: str | int) -> Iterator[tuple[str | int, ...]]:
 def read(name: str, value: Any) -> Any:
     """What is made of an answer as it travels, or None where it is refused."""
     try:
-        return READERS[name][1](Answered("http://here:1", "POST /x", json.loads(json.dumps(value))))
+        return READERS[name][1](JSONAnswer("http://here:1", "POST /x", json.loads(json.dumps(value))))
     except GenerationError as error:
         assert str(error).startswith("http://here:1: POST /x: ") and str(error).isprintable()
         return None
@@ -410,10 +409,10 @@ def test_the_log_prob_is_the_sampled_token_s_and_not_the_likeliest_one_s():
     for choice in drawn["choices"]:
         for entry in choice["logprobs"]["content"]:
             entry["top_logprobs"] = [{"token_id": 3, "logprob": -0.01}, dict(entry)]
-    plain = answers.completions_in(Answered("u", "c", listed), PLAIN, VOCABULARY)
-    seen = answers.drawn_in(Answered("u", "c", drawn), SEEN, VOCABULARY)
+    plain = answers.parse_completions(JSONAnswer("u", "c", listed), PLAIN, VOCABULARY)
+    seen = answers.parse_generated(JSONAnswer("u", "c", drawn), SEEN, VOCABULARY)
     assert [answer.logprobs for answer in plain] == [[-0.125, -1e-7, 1e-6], [-0.25, 0]]
     assert [answer.logprobs[0] for answer in seen] == [-0.25, -0.25]
     likely, second = SimpleNamespace(logprob=-0.01), SimpleNamespace(logprob=-4.0)
     one = SimpleNamespace(token_ids=[8], logprobs=[{3: likely, 8: second}], finish_reason="stop")
-    assert answer_of(SimpleNamespace(prompt_logprobs=None), one).logprobs == [-4.0]
+    assert read_output(SimpleNamespace(prompt_logprobs=None), one).logprobs == [-4.0]

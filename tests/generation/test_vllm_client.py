@@ -8,10 +8,9 @@ import time
 import pytest
 from standin_server import answers, breaks_off, drips, hangs, standing_in
 
-from lit_rl.errors import ConfigError, GenerationError
-from lit_rl.generation.vllm import calls
-from lit_rl.generation.vllm.calls import ServerDead, ServerError, ServerHung, ServerRefused
-from lit_rl.generation.vllm.client import Client
+from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.generation.vllm import client as calls
+from lit_rl.generation.vllm.client import Client, ServerDead, ServerError, ServerHung, ServerRefused
 
 NEAR = {"data": [{"id": "near"}]}
 

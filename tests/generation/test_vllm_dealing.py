@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from lit_rl.generation.vllm.dealing import Dealer, Task, rooms_of
-from lit_rl.generation.vllm.requests import Request
+from lit_rl.generation.vllm.engine import Request
+from lit_rl.generation.vllm.server_engine import Dealer, ServerTask, capacities_for_rank
 
 
-def task(number: int, *, prompt: int = 1, completions: int = 1, length: int = 9) -> Task:
-    return Task(number, Request([5] * prompt, {"n": completions, "max_tokens": length}), until=0.0)
+def task(number: int, *, prompt: int = 1, completions: int = 1, length: int = 9) -> ServerTask:
+    return ServerTask(number, Request([5] * prompt, {"n": completions, "max_tokens": length}), until=0.0)
 
 
-def given(dealer: Dealer, *tasks: Task) -> list[tuple[int, int]]:
+def given(dealer: Dealer, *tasks: ServerTask) -> list[tuple[int, int]]:
     """Server and number of each task that is given out once these were added."""
     for each in tasks:
         dealer.add(each)
@@ -33,11 +33,13 @@ def test_ranks_that_do_not_know_of_each_other_load_all_servers_alike() -> None:
     for world, servers in ((4, 4), (2, 4), (8, 4)):
         asked = [0] * servers
         for rank in range(world):
-            dealer = Dealer(rooms_of(rank, world, range(servers), [16] * servers))
+            dealer = Dealer(capacities_for_rank(rank, world, range(servers), [16] * servers))
             for server, _ in given(dealer, task(0), task(1)):
                 asked[server] += 1
         assert asked == [2 * world // servers] * servers
-    assert rooms_of(1, 3, [4, 7], [8, 3]) == {4: 3, 7: 1}, "the parts of all ranks together are no less than the room"
+    assert capacities_for_rank(1, 3, [4, 7], [8, 3]) == {4: 3, 7: 1}, (
+        "the parts of all ranks together are no less than the room"
+    )
 
 
 def test_what_is_above_the_rooms_waits_for_whoever_is_done_first() -> None:

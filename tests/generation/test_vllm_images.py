@@ -14,21 +14,20 @@ from PIL import Image
 from standin_server import answers, standing_in
 from vision_seen import image
 
-from lit_rl.data.image_prompts import Shown
-from lit_rl.errors import GenerationError, NumericError
+from lit_rl.core.errors import GenerationError, NumericError
+from lit_rl.core.rollout import Prompts, Sampling
+from lit_rl.core.vision_inputs import PromptVision
+from lit_rl.data.visual_prompts import PromptVisuals
 from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.in_process_outputs import prompt_of
-from lit_rl.generation.vllm.model_files import write_model_files
-from lit_rl.generation.vllm.probe_picture import picture_prompt
-from lit_rl.generation.vllm.requests import Answer, completions_of, requests_of, same_prompt, turn_request
-from lit_rl.generation.vllm.server_outputs import ask_server
-from lit_rl.generation.vllm.settings import model_arguments
+from lit_rl.generation.vllm.engine import EngineAnswer, check_prompt_tokens, completions_of, requests_of, turn_request
+from lit_rl.generation.vllm.engine_settings import model_arguments, write_model_files
+from lit_rl.generation.vllm.in_process import prompt_input
+from lit_rl.generation.vllm.server_engine import ask_server
+from lit_rl.generation.vllm.weight_probe import image_probe
 from lit_rl.generation.vllm.worker import rule_out
 from lit_rl.models import LanguageModel
-from lit_rl.rollout import Prompts, Sampling
-from lit_rl.vision import PromptVision
 
-SEEN = PromptVision({}, row=4, source=Shown("ab<image>", (image(1, 24, 40),), "rows[4]"))
+SEEN = PromptVision({}, row=4, source=PromptVisuals("ab<image>", (image(1, 24, 40),), "rows[4]"))
 PROMPTS = Prompts(
     [[1, 2, 9, 9], [3]], [5, 6], 2, (0,), 0, encode=lambda text: [*text.encode()][:3], vision=[SEEN, None]
 )
@@ -39,10 +38,10 @@ def test_placeholders_are_for_vllm_to_expand() -> None:
     seen, blind = requests_of(PROMPTS, SAMPLING)
     assert seen.token_ids == [1, 2, 9, 9] and blind.pictured is None
     assert seen.pictured is not None and seen.pictured.token_ids == [97, 98, 60] and seen.pictured.row == 4
-    asked = prompt_of(seen)
+    asked = prompt_input(seen)
     (picture,) = asked["multi_modal_data"]["image"]
     assert asked["prompt_token_ids"] == [97, 98, 60] and (picture.mode, picture.size) == ("RGB", (24, 40))
-    assert prompt_of(blind) == {"prompt_token_ids": [3]}
+    assert prompt_input(blind) == {"prompt_token_ids": [3]}
     later = turn_request(PROMPTS, SAMPLING, 1, 1, [7, 8], 3)
     assert later.token_ids == [1, 2, 9, 9, 7, 8]
     assert later.pictured is not None and later.pictured.token_ids == [97, 98, 60, 7, 8]
@@ -56,12 +55,12 @@ def test_pixels_of_nobody_knows_what() -> None:
 
 def test_another_prompt_than_the_policys_is_refused() -> None:
     seen, blind = requests_of(PROMPTS, SAMPLING)
-    same_prompt(seen, 0, (1, 2, 9, 9))
-    same_prompt(blind, 1, None)
+    check_prompt_tokens(seen, 0, (1, 2, 9, 9))
+    check_prompt_tokens(blind, 1, None)
     for made, first in (([1, 2, 9, 9, 9], 4), ([1, 2, 9], 3), ([1, 3, 9, 9], 1), (None, 0)):
         told = rf"Prompt 0 of the batch \(row 4 of the data\) has 4 tokens.*made {len(made or ())} .*token {first} on"
         with pytest.raises(GenerationError, match=told):
-            same_prompt(seen, 0, made)
+            check_prompt_tokens(seen, 0, made)
 
 
 def choice(index: int, ids: list[int], logprobs: list[float], reason: str = "length") -> dict[str, Any]:
@@ -69,7 +68,7 @@ def choice(index: int, ids: list[int], logprobs: list[float], reason: str = "len
     return {"index": index, "token_ids": ids, "logprobs": {"content": said}, "finish_reason": reason}
 
 
-def asked_of(answer: dict[str, Any], request: Any) -> tuple[list[Answer], Any]:
+def asked_of(answer: dict[str, Any], request: Any) -> tuple[list[EngineAnswer], Any]:
     with standing_in(answers(answer)) as server:
         found = ask_server(Client(server.url), "policy", 0, request, time.monotonic() + 5, 10)
         return found, server.seen
@@ -79,7 +78,7 @@ def test_a_server_gets_the_very_pixels_and_its_answer_is_read() -> None:
     seen, blind = requests_of(PROMPTS, SAMPLING)
     choices = [choice(1, [5], [-2.0]), choice(0, [5, 0], [-1.0, -0.5], "stop")]
     found, ((verb, route, _, body),) = asked_of({"choices": choices, "prompt_token_ids": [1, 2, 9, 9]}, seen)
-    assert found == [Answer([5, 0], [-1.0, -0.5], True), Answer([5], [-2.0], False)]
+    assert found == [EngineAnswer([5, 0], [-1.0, -0.5], True), EngineAnswer([5], [-2.0], False)]
     assert (verb, route, body["model"]) == ("POST", "/inference/v1/generate", "policy")
     assert body["token_ids"] == [97, 98, 60] and body["sampling_params"] == seen.fields
     (part,) = body["content_parts"]
@@ -88,7 +87,7 @@ def test_a_server_gets_the_very_pixels_and_its_answer_is_read() -> None:
     assert head == "data:image/png;base64" and sent.tobytes() == image(1, 24, 40).open().tobytes()
     plain = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
     found, ((_, route, _, body),) = asked_of({"choices": [plain | {"index": index} for index in range(2)]}, blind)
-    assert found == [Answer([5], [-1.0], True)] * 2 and route == "/v1/completions" and body["prompt"] == [3]
+    assert found == [EngineAnswer([5], [-1.0], True)] * 2 and route == "/v1/completions" and body["prompt"] == [3]
 
 
 def test_answers_that_no_policy_gave() -> None:
@@ -100,7 +99,7 @@ def test_answers_that_no_policy_gave() -> None:
     found, _ = asked_of(said, requests_of(one, SAMPLING)[0])
     with pytest.raises(NumericError, match="NaN"):
         completions_of(one, [found, found], version=0, device=cpu)
-    group = [Answer([5, 9], [-1.0, -1.0], False)]
+    group = [EngineAnswer([5, 9], [-1.0, -1.0], False)]
     assert completions_of(one, [group, group], version=0, device=cpu).vision is not None
     with pytest.raises(
         GenerationError, match="Completion 0 of the engine holds the token 9, which stands for an image"
@@ -131,7 +130,7 @@ def test_what_an_engine_reads_of_the_shipped_policy(tmp_path: Any) -> None:
     policy.config.get_text_config().tie_word_embeddings = False
     write_model_files(policy, model, tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).get_text_config().tie_word_embeddings is True
-    (prompt,) = (picture_prompt(model),)
+    (prompt,) = (image_probe(model),)
     assert prompt is not None and model.processor is not None
     (vision,) = prompt.vision
     assert vision is not None and vision.source is not None
@@ -139,6 +138,6 @@ def test_what_an_engine_reads_of_the_shipped_policy(tmp_path: Any) -> None:
     made = AutoProcessor.from_pretrained(tmp_path)(text=[vision.source.text], images=images, return_tensors="pt")
     assert made["input_ids"].tolist() == [list(prompt.token_ids[0])]
     assert made["pixel_values"].equal(vision.inputs["pixel_values"])
-    assert picture_prompt(LanguageModel("tiny")) is None
+    assert image_probe(LanguageModel("tiny")) is None
     assert model_arguments(model)["enable_scale_out"] is True
     assert "enable_scale_out" not in model_arguments(LanguageModel("tiny"))

@@ -16,11 +16,11 @@ import pytest
 import watched_parent
 from standin_vllm import write_vllm
 
-from lit_rl import vllm_package
-from lit_rl.errors import BackendError, ConfigError, GenerationError, StorageError
+from lit_rl.core import machine
+from lit_rl.core.errors import BackendError, ConfigError, GenerationError, StorageError
 from lit_rl.generation.vllm import launch
+from lit_rl.generation.vllm.engine_settings import EngineSettings, adapter_rank, model_arguments, model_dtype
 from lit_rl.generation.vllm.launch import ServerProcess, checked_port, group_members, server_arguments
-from lit_rl.generation.vllm.settings import EngineSettings, adapter_rank, model_arguments, model_dtype
 from lit_rl.models import LanguageModel, Lora
 
 
@@ -122,12 +122,12 @@ def test_a_port_that_is_taken_is_said_by_its_key():
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_without_vllm_it_says_how_to_get_it(monkeypatch):
     with pytest.raises(BackendError, match=r"generator=vllm needs vLLM.*lit-rl\[vllm\].*make engines.*native") as error:
-        vllm_package.require_vllm("generator=vllm")
+        machine.require_vllm("generator=vllm")
     assert "Linux" not in str(error.value)
     for system in ("Darwin", "Windows"):
         monkeypatch.setattr("platform.system", lambda system=system: system)
         with pytest.raises(BackendError, match=f"runs on Linux, and this is {system}"):
-            vllm_package.require_vllm("generator=vllm")
+            machine.require_vllm("generator=vllm")
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,13 @@ def test_without_vllm_it_says_how_to_get_it(monkeypatch):
 def test_another_version_of_vllm_is_refused(version, fits, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(write_vllm(tmp_path, version))
     if fits:
-        return vllm_package.require_vllm("generator=vllm")
+        return machine.require_vllm("generator=vllm")
     with pytest.raises(BackendError, match=r"needs vLLM 0\.32, .* and 0\.33\.0 is installed.*lit-rl\[vllm\].*native"):
-        vllm_package.require_vllm("generator=vllm")
+        machine.require_vllm("generator=vllm")
 
 
 def test_the_version_is_that_of_the_extra(root):
-    major, minor = vllm_package.VERSION
+    major, minor = machine.VLLM_VERSION
     assert f'"vllm>={major}.{minor},<{major}.{minor + 1}"' in (root / "pyproject.toml").read_text()
 
 

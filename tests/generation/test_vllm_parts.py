@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_rl.errors import BackendError, ConfigError, GenerationError, NumericError
+from lit_rl.core.errors import BackendError, ConfigError, GenerationError, NumericError
+from lit_rl.core.rollout import Prompts, Sampling
 from lit_rl.generation import ranks
-from lit_rl.generation.vllm import host, in_process_engine, own_server, transports
-from lit_rl.generation.vllm.calls import ServerRefused
-from lit_rl.generation.vllm.engine import Facts
-from lit_rl.generation.vllm.generator import EngineGenerator
-from lit_rl.generation.vllm.heartbeat import Beat
-from lit_rl.generation.vllm.probe import VISIBLE, Asked, Probe
-from lit_rl.generation.vllm.requests import Answer, completions_of, requests_of
+from lit_rl.generation.vllm import in_process, launch, transports
+from lit_rl.generation.vllm import transports as host
+from lit_rl.generation.vllm.client import ServerRefused
+from lit_rl.generation.vllm.engine import EngineAnswer, Facts, completions_of, requests_of
+from lit_rl.generation.vllm.engine_generator import EngineGenerator, ProgressLine
+from lit_rl.generation.vllm.engine_settings import EngineSettings
 from lit_rl.generation.vllm.server import VLLMServerGenerator
-from lit_rl.generation.vllm.settings import EngineSettings
+from lit_rl.generation.vllm.weight_probe import VISIBLE, ProbeAnswers, WeightProbe
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.rollout import Prompts, Sampling
 
 PROMPTS = Prompts(token_ids=[[1, 2, 3], [4]], keys=[-1, 2**63 - 1], group_size=2, eos_ids=(9,), pad_id=0)
 FACTS = Facts("a", None, {}, "float32", 64, 16, "processed_logprobs", 256, None, "cpu")
@@ -42,23 +41,23 @@ def test_what_a_killed_process_left_in_memory_is_removed_and_what_is_in_use_is_n
     """What nobody holds was left; it is not so long until it may be told from one that is being made."""
     (tmp_path / "w_left").mkdir()
     (tmp_path / "w_left" / "0.safetensors").touch()
-    with host.folder_in_memory("w_", str(tmp_path)) as used:
+    with host.memory_folder("w_", str(tmp_path)) as used:
         assert {*tmp_path.iterdir()} == {used, tmp_path / "w_left"}
         monkeypatch.setattr(host, "_YOUNG", -1.0)
-        with host.folder_in_memory("w_", str(tmp_path)) as mine:
+        with host.memory_folder("w_", str(tmp_path)) as mine:
             assert {*tmp_path.iterdir()} == {used, mine}
     assert not [*tmp_path.iterdir()]
 
 
 def test_the_heartbeat_says_how_far_it_is_and_not_too_often(capsys: pytest.CaptureFixture[str]) -> None:
-    beat = Beat(3600)
+    beat = ProgressLine(3600)
     beat(1, 8)
     assert capsys.readouterr().out == ""
     beat._last -= 4000
     beat(3, 8)
     beat(4, 8)
     assert capsys.readouterr().out == "generating: 3 of 8 completions\n"
-    silent = Beat(None)
+    silent = ProgressLine(None)
     silent._last -= 4000
     silent(3, 8)
     assert capsys.readouterr().out == ""
@@ -80,7 +79,7 @@ def test_requests_name_every_field_and_a_seed_that_vllm_takes() -> None:
 
 
 def test_answers_become_rows_and_what_is_missing_is_an_error() -> None:
-    answers = [[Answer([5, 9], [-1.0, -0.5], True), Answer([6], [-2.0], False)]] * 2
+    answers = [[EngineAnswer([5, 9], [-1.0, -0.5], True), EngineAnswer([6], [-2.0], False)]] * 2
     out = completions_of(PROMPTS, answers, version=4, device=torch.device("cpu"))
     assert out.response_ids.tolist() == [[5, 9], [6, 0], [5, 9], [6, 0]]
     assert out.response_mask.tolist() == [[True, True], [True, False]] * 2
@@ -88,10 +87,10 @@ def test_answers_become_rows_and_what_is_missing_is_an_error() -> None:
     assert out.ended.tolist() == [True, False] * 2 and out.version == 4
     with pytest.raises(GenerationError, match="1 completions of prompt 1"):
         completions_of(PROMPTS, [answers[0], answers[0][:1]], version=0, device=torch.device("cpu"))
-    for broken in (Answer([], [], True), Answer([5, 9], [-1.0], True)):
+    for broken in (EngineAnswer([], [], True), EngineAnswer([5, 9], [-1.0], True)):
         with pytest.raises(GenerationError, match="Completion 0"):
             completions_of(PROMPTS, [[broken, broken]] * 2, version=0, device=torch.device("cpu"))
-    nan = Answer([5], [float("nan")], True)
+    nan = EngineAnswer([5], [float("nan")], True)
     with pytest.raises(NumericError, match="NaN"):
         completions_of(PROMPTS, [[nan, nan]] * 2, version=0, device=torch.device("cpu"))
 
@@ -104,7 +103,7 @@ def test_completions_are_told_as_their_group_is_done(temperature: float) -> None
     asked = replace(PROMPTS, on_finished=lambda row, ids: told.append((row, ids)))
     work = generator._work(asked, Sampling(temperature=temperature, max_new_tokens=4))
     for number, request in reversed(work.requests(wait=True)):
-        work.done(number, [Answer([5 + number, 6 + i], [-1.0] * 2, True) for i in range(request.completions)])
+        work.done(number, [EngineAnswer([5 + number, 6 + i], [-1.0] * 2, True) for i in range(request.completions)])
     second = 7 if temperature else 6  # a greedy answer stands for its whole group
     assert told == [(2, [6, 6]), (3, [6, second]), (0, [5, 6]), (1, [5, second])]
 
@@ -150,13 +149,15 @@ def test_an_engine_of_a_rank_is_on_the_gpu_of_its_policy(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(in_process_engine.ranks, "rank", lambda: rank)
-    monkeypatch.setattr(in_process_engine.ranks, "world_size", lambda: 8)
-    told = in_process_engine.launched(torch.device(device))
+    monkeypatch.setattr(in_process.ranks, "rank", lambda: rank)
+    monkeypatch.setattr(in_process.ranks, "world_size", lambda: 8)
+    told = in_process.launcher_environment(torch.device(device))
     assert told["LOCAL_RANK"] == local and (told["RANK"], told["WORLD_SIZE"]) == (str(rank), "8")
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert not {"RANK", "MASTER_PORT"} & in_process_engine.launched(torch.device(device)).keys(), "the launcher's stay"
+    assert not {"RANK", "MASTER_PORT"} & in_process.launcher_environment(torch.device(device)).keys(), (
+        "the launcher's stay"
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_weights_travel_by_nccl_where_the_policy_is_on_a_gpu(
     ],
 )
 def test_a_launched_server_says_which_gpu_it_takes(device: str, size: int, said: str) -> None:
-    line = own_server.places(torch.device(device), EngineSettings(tensor_parallel_size=size))
+    line = launch.describe_gpus(torch.device(device), EngineSettings(tensor_parallel_size=size))
     assert line.startswith(said) and ("beside" in line) == ("beside" in said) == ("generator.urls" in line)
 
 
@@ -203,33 +204,33 @@ def test_lengths_and_temperatures_are_checked_before_there_is_an_engine() -> Non
 
 
 def test_together_alone_is_the_work_itself() -> None:
-    assert ranks.together(lambda: 3) == 3
+    assert ranks.run_on_all_ranks(lambda: 3) == 3
     with pytest.raises(ServerRefused):
-        ranks.together(lambda: (_ for _ in ()).throw(ServerRefused("u", "c", "w", 500)))
+        ranks.run_on_all_ranks(lambda: (_ for _ in ()).throw(ServerRefused("u", "c", "w", 500)))
     with pytest.raises(ZeroDivisionError):
-        ranks.together(lambda: 1 / 0)
+        ranks.run_on_all_ranks(lambda: 1 / 0)
 
 
 def test_only_the_marked_thread_is_beside_the_training() -> None:
     seen: list[bool] = []
 
     def work() -> None:
-        seen.append(ranks.beside_the_training())
-        with ranks.beside():
-            seen.append(ranks.beside_the_training())
-        seen.append(ranks.beside_the_training())
+        seen.append(ranks.in_background_thread())
+        with ranks.background_thread():
+            seen.append(ranks.in_background_thread())
+        seen.append(ranks.in_background_thread())
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == [False, True, False] and not ranks.beside_the_training()
+    assert seen == [False, True, False] and not ranks.in_background_thread()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_adapter_that_the_engine_drops_is_noticed_from_the_documented_move_on(dtype: str) -> None:
     """An engine may ignore an adapter on one kind of layer, without an error: here on `up_proj` of one layer."""
     model = LanguageModel("tiny", lora=Lora(r=2, targets=["layers.1.mlp.up_proj"]))
-    policy, probe = model.load(), Probe(model.tokenizer, mean_limit=9, max_limit=9)  # not by its distance
+    policy, probe = model.load(), WeightProbe(model.tokenizer, mean_limit=9, max_limit=9)  # not by its distance
     ids = probe._prompt(FACTS)
     (up,) = [parameter for name, parameter in policy.named_parameters() if "lora_B" in name]
 
@@ -237,12 +238,12 @@ def test_an_adapter_that_the_engine_drops_is_noticed_from_the_documented_move_on
         """The policy's adapter is of this size, the engine's is the first one; how far the policy is from it."""
         with torch.no_grad():
             up.fill_(size)
-        asked = Asked(ids, first, [], dtype)
+        asked = ProbeAnswers(ids, first, [], dtype)
         gap = replace(probe.compare(asked, policy), dtype=dtype)
         probe.judge(asked, gap, version)
         return gap.max
 
-    probe.compare(Asked(ids, torch.zeros(32), [], dtype), policy)
+    probe.compare(ProbeAnswers(ids, torch.zeros(32), [], dtype), policy)
     first = probe._ours.clone()
     after(1, 0.0)
     size, moved = 1e-7, 0.0

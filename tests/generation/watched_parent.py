@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from lit_rl import supervisor
+from lit_rl.core import supervisor
 
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
 SERVER = f"""

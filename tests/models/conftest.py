@@ -24,7 +24,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from lit_rl.rollout import Completions
+from lit_rl.core.rollout import Completions
 
 PAD, START, END, EXTRA = "<pad>", "<|im_start|>", "<|im_end|>", "<|eot|>"
 VOCABULARY = 264

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lit_rl.models.policy.positions import trunk_inputs
-from lit_rl.rollout import Completions
+from lit_rl.core.rollout import Completions
+from lit_rl.models.forward_inputs import trunk_inputs
 
 
 def token_logits(model: nn.Module, completions: Completions) -> Tensor:

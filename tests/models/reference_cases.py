@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_rl.core.rollout import Sampling
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.forward import response_logprobs
-from lit_rl.rollout import Sampling
+from lit_rl.models.forward import response_logprobs
 
 KINDS = ("full", "fresh", "continued")
 """All weights are trained, a fresh LoRA, a LoRA that was trained before."""

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from shipping_cases import LORAS, QV, UNTIED, assert_unchanged, described, learn, state_of
 from transformers import AutoModelForCausalLM
 
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.export.shipping import adapter_only, write_adapter
+from lit_rl.models.engine_weights import adapter_only, write_adapter
 
 SHIPPED = ("lora", "rslora", "patterns")
 

@@ -13,11 +13,9 @@ import yaml
 from huggingface_hub import ModelCard, metadata_load
 
 from lit_rl.algorithms import GRPO, SFT
-from lit_rl.commands.export import card_facts, for_readers
-from lit_rl.commands.redaction import redact_command
-from lit_rl.models.export.card import CITATION, model_card
-from lit_rl.models.export.names import ModelName
-from lit_rl.models.export.papers import PAPERS, bibtex
+from lit_rl.models.model_card import CITATION, PAPERS, ModelName, bibtex, model_card
+from lit_rl.reports.secrets import redact_command
+from lit_rl.runs.export_checkpoint import card_facts, commands_for_readers
 
 NAN = {"reward": float("nan")}
 SUMMARY = {
@@ -137,7 +135,7 @@ def test_a_folder_that_says_what_it_was_made_from_is_named_by_both(told_by: str,
 
 def test_commands_of_a_card_name_no_folder_of_the_author() -> None:
     word = "python /a/b/train.py model.name=/a/b/runs/x/hf data.path=[/a/m.jsonl,/a/b/n.csv] reward.fn=/a/r.py:f x=https://h/v/1"
-    assert for_readers([f"{word} y=./z/a.py"]) == (
+    assert commands_for_readers([f"{word} y=./z/a.py"]) == (
         "python train.py model.name=path/to/hf 'data.path=[path/to/m.jsonl,path/to/n.csv]' reward.fn=path/to/r.py:f "
         "x=https://h/v/1 y=./z/a.py"
     )

@@ -10,11 +10,11 @@ from peft import PeftModel
 from test_models_text_forward import token_batch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from lit_rl.errors import BackendError, ConfigError
+from lit_rl.core.errors import BackendError, ConfigError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.export.policy import export_policy, model_card
-from lit_rl.models.policy.sharding import full_state_dict
-from lit_rl.models.policy.text_forward import score_texts
+from lit_rl.models.forward import score_texts
+from lit_rl.models.hf_export import export_policy, model_card
+from lit_rl.models.sharding import full_state_dict
 
 TEMPLATE = "{% for m in messages %}{{ '<|role|>' + m['role'] + '<tool>' + m['content'] + '<|end|>' }}{% endfor %}"
 OLD = 261

@@ -14,18 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_rl.errors import BackendError, ConfigError
-from lit_rl.generation.lean_steps import LeanSteps
+from lit_rl.core.errors import BackendError, ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.generation.fast_decoding import LeanSteps
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.compiled_pieces import compiled
-from lit_rl.models.policy.forward import score
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.scoring.model import SEQUENCES, load_scoring
-from lit_rl.ops import linear_logprobs as head
-from lit_rl.ops.fixed_order import fixed_order
-from lit_rl.ops.linear_logprobs import Distribution, linear_logprobs
-from lit_rl.rollout import Sampling
+from lit_rl.models.forward import score
+from lit_rl.models.kernels import compiled, fixed_order
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.models.scoring import SEQUENCES, load_scoring
+from lit_rl.ops import fused_head as head
+from lit_rl.ops.fused_head import Distribution, linear_logprobs
 
 SAMPLING = Sampling(max_new_tokens=4)
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])

@@ -10,15 +10,13 @@ import torch
 from torch import distributed, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from lit_rl.errors import ConfigError, StorageError
-from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy import forward
-from lit_rl.models.policy.sharding import full_state_dict, shard
-from lit_rl.models.reference.base import AdapterBase
-from lit_rl.models.scoring.critic import AdapterCritic, Critic, SeparateCritic, SharedTrunk
-from lit_rl.models.scoring.reward_adapter import RewardAdapter
-from lit_rl.models.scoring.value_head import ValueHead
-from lit_rl.rollout import Completions, Sampling
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.core.rollout import Completions, Sampling
+from lit_rl.models import LanguageModel, Lora, forward
+from lit_rl.models.critics import AdapterCritic, Critic, SeparateCritic, SharedTrunk, ValueHead
+from lit_rl.models.references import AdapterBase
+from lit_rl.models.scoring import RewardAdapter
+from lit_rl.models.sharding import full_state_dict, shard
 
 CRITICS: list[Critic] = [SeparateCritic(), SharedTrunk(), AdapterCritic(r=2)]
 every_critic = pytest.mark.parametrize("critic", CRITICS, ids=lambda critic: type(critic).__name__)

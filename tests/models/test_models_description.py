@@ -15,9 +15,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from lit_rl.algorithms import GKD, GRPO, SFT, RewardModeling
-from lit_rl.errors import BackendError, ConfigError, StorageError
+from lit_rl.core.errors import BackendError, ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.scoring.critic import SeparateCritic
+from lit_rl.models.critics import SeparateCritic
 from lit_rl.rewards import exact_match
 
 

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 
-from lit_rl.examples import TokenBatch
+from lit_rl.core.examples import TokenBatch
 from lit_rl.models import LanguageModel
-from lit_rl.models.policy import disagreement as module
-from lit_rl.models.policy.disagreement import disagreement
-from lit_rl.ops.preference.divergence_jsd import generalized_jsd
+from lit_rl.models import distillation as module
+from lit_rl.models.distillation import distillation_scores
+from lit_rl.ops.imitation import generalized_jsd
 
 DIVERGENCE = partial(generalized_jsd, beta=0.3, temperature=0.8)
 
@@ -27,7 +27,9 @@ def texts(learned: bool = True) -> TokenBatch:
 
 def asked(student, teacher, tokens, shared_tokens=None, **how):
     student.zero_grad()
-    found = disagreement(student, teacher, tokens, DIVERGENCE, shared_tokens=shared_tokens, entropies=True, **how)
+    found = distillation_scores(
+        student, teacher, tokens, DIVERGENCE, shared_tokens=shared_tokens, entropies=True, **how
+    )
     (found.divergence * torch.linspace(1, 2, len(found.divergence))).sum().backward()
     numbers = [found.divergence.detach(), found.entropy, found.teacher_entropy, found.correct]
     return numbers, [p.grad.clone() for p in student.parameters() if p.grad is not None]
@@ -43,7 +45,7 @@ def pair(make_model):
 @pytest.mark.parametrize("logits", [1, 1 << 10, 1 << 24], ids=["a token", "some tokens", "one block"])
 def test_blocks_are_exact(pair, monkeypatch, logits, shared_tokens):
     whole, gradient = asked(*pair, texts(), shared_tokens, fused=False)
-    monkeypatch.setattr(module, "LOGITS", logits)
+    monkeypatch.setattr(module, "LOGITS_PER_BLOCK", logits)
     found, gradient_of_blocks = asked(*pair, texts(), shared_tokens)
     assert len(gradient) == len(gradient_of_blocks) > 2 and whole[0].shape == (texts().learned.sum(),)
     for mine, theirs in zip([*found, *gradient_of_blocks], [*whole, *gradient]):
@@ -57,9 +59,9 @@ def test_blocks_add_no_error_to_the_gradient_of_the_head_under_autocast(make_mod
     tokens, off = TokenBatch(ids, torch.ones_like(ids).bool(), torch.ones_like(ids[:, 1:]).bool(), None), {}
 
     def of_head(logits):
-        monkeypatch.setattr(module, "LOGITS", logits)
+        monkeypatch.setattr(module, "LOGITS_PER_BLOCK", logits)
         student.zero_grad()
-        disagreement(student, teacher, tokens, DIVERGENCE, shared_tokens=None).divergence.sum().backward()
+        distillation_scores(student, teacher, tokens, DIVERGENCE, shared_tokens=None).divergence.sum().backward()
         return student.get_output_embeddings().weight.grad.clone()
 
     wanted = of_head(1 << 24)
@@ -70,7 +72,7 @@ def test_blocks_add_no_error_to_the_gradient_of_the_head_under_autocast(make_mod
 
 
 def test_no_tensor_of_tokens_times_vocabulary_is_kept(pair, monkeypatch):
-    monkeypatch.setattr(module, "LOGITS", 1 << 9)
+    monkeypatch.setattr(module, "LOGITS_PER_BLOCK", 1 << 9)
     tokens, kept = texts(), []
     vocabulary = pair[0].get_output_embeddings().out_features
 
@@ -79,12 +81,12 @@ def test_no_tensor_of_tokens_times_vocabulary_is_kept(pair, monkeypatch):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        disagreement(*pair, tokens, DIVERGENCE, shared_tokens=None)
+        distillation_scores(*pair, tokens, DIVERGENCE, shared_tokens=None)
     assert kept and not [shape for shape in kept if len(shape) > 2 and shape[-1] == vocabulary]
 
 
 def test_texts_without_a_learned_token_have_a_graph(pair):
-    found = disagreement(*pair, texts(learned=False), DIVERGENCE, shared_tokens=None)
+    found = distillation_scores(*pair, texts(learned=False), DIVERGENCE, shared_tokens=None)
     assert len(found.divergence) == 0 and found.entropy is found.teacher_entropy is None
     found.divergence.sum().backward()
     assert all((p.grad == 0).all() for p in pair[0].parameters() if p.grad is not None)

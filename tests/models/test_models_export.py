@@ -22,16 +22,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from lit_rl import durable
 from lit_rl.algorithms import GRPO
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.core import durable_files
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.core.model_paths import TINY
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.export.checked_folder import unpublished
-from lit_rl.models.export.policy import export_policy, verify
-from lit_rl.models.export.policy import model_card as make_card
-from lit_rl.models.policy.loaded import LoadedModel
-from lit_rl.models.policy.sharding import full_state_dict
-from lit_rl.named import TINY
+from lit_rl.models.hf_export import export_policy, verify
+from lit_rl.models.hf_export import model_card as make_card
+from lit_rl.models.loaded_model import LoadedModel
+from lit_rl.models.sharding import full_state_dict
+from lit_rl.models.verified_folder import unpublished_folders
 
 CARD = make_card({"base_model": "me/base", "algorithm": "grpo"})
 
@@ -99,9 +99,9 @@ EXPORT = """
 import sys
 import torch
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.export.policy import export_policy
-from lit_rl.models.export.shipping import write_adapter
-from lit_rl.models.policy.sharding import full_state_dict
+from lit_rl.models.hf_export import export_policy
+from lit_rl.models.engine_weights import write_adapter
+from lit_rl.models.sharding import full_state_dict
 
 torch.manual_seed(0)
 model = LanguageModel("tiny", lora=Lora(r=2))
@@ -440,7 +440,7 @@ def test_an_earlier_export_is_replaced_and_anything_else_is_left_alone(make_mode
 
 
 def test_an_export_that_fails_leaves_the_earlier_one_whole(make_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(durable, "WAITS", ())
+    monkeypatch.setattr(durable_files, "RETRY_WAITS", ())
     model, state, folder = exported(make_model, tmp_path)
     policy = model.load()
     content = {item.name: item.read_bytes() for item in folder.iterdir()}
@@ -471,7 +471,7 @@ def test_a_full_disk_is_tried_again(make_model, tmp_path, monkeypatch, fits, rai
         before = {item.name: item.read_bytes() for item in (disk / "hf").iterdir()}
         pages = {name: -(-len(content) // PAGESIZE) for name, content in before.items()}
         ballast = fill(disk, but=PAGESIZE * sum(n for name, n in pages.items() if any(word in name for word in fits)))
-        monkeypatch.setattr(durable, "WAITS", (0.0,))
+        monkeypatch.setattr(durable_files, "RETRY_WAITS", (0.0,))
         with (
             pytest.warns(UserWarning, match="finds no room: .*It is tried again in 0 s"),
             pytest.raises(StorageError, match=r"(?s)No space left.*what was there before is as it was: make room") as e,
@@ -505,7 +505,7 @@ def test_what_killed_exports_left_is_found_and_an_earlier_one_put_back(tmp_path)
     for folder in left:
         folder.mkdir()
         (folder / "whose").write_text(folder.name)
-    assert set(unpublished(tmp_path / "hf")) == {tmp_path / ".hf.tmp-7", tmp_path / ".hf.old-3"}
+    assert set(unpublished_folders(tmp_path / "hf")) == {tmp_path / ".hf.tmp-7", tmp_path / ".hf.old-3"}
     assert (tmp_path / "hf" / "whose").read_text() == ".hf.old-12"
 
 

@@ -1,4 +1,4 @@
-"""The formula of `lit_rl.models.policy.flops` against what torch counts while a tiny model runs."""
+"""The formula of `lit_rl.models.model_costs` against what torch counts while a tiny model runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_rl.models.policy.flops import Cost, ModelFlops, Span
+from lit_rl.models.model_costs import Cost, ModelFlops, Span
 
 COMMON: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 67,

@@ -9,15 +9,15 @@ import torch
 from plain_scores import token_logits
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling, trim
+from lit_rl.core.vision_inputs import PromptVision, Vision
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.checkpointing import set_checkpointing
-from lit_rl.models.policy.forward import response_logprobs, score
-from lit_rl.models.policy.options import ForwardOptions
+from lit_rl.models.forward import response_logprobs, score
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.models.modes import set_checkpointing
 from lit_rl.ops.logprobs import logprobs_and_entropy
-from lit_rl.ops.transforms import Truncation
-from lit_rl.rollout import Sampling, trim
-from lit_rl.vision import PromptVision, Vision
+from lit_rl.ops.sampling_distribution import Truncation
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11]]
 RESPONSES = [[1, 2], [3, 4, 5, 258], [258]]

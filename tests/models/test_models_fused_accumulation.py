@@ -9,14 +9,13 @@ import torch
 from attention_kinds import needs_sdpa
 from live_tensors import Live
 
-from lit_rl.examples import TokenBatch
+from lit_rl.core.examples import TokenBatch
+from lit_rl.core.rollout import Sampling
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.forward import score
-from lit_rl.models.policy.fused_accumulation import summed_weight
-from lit_rl.models.policy.neftune import noisy_embeddings
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.policy.text_forward import score_texts
-from lit_rl.rollout import Sampling
+from lit_rl.models.forward import score, score_texts
+from lit_rl.models.forward_inputs import noisy_embeddings
+from lit_rl.models.head import summed_weight
+from lit_rl.models.language_model import ForwardOptions
 
 KINDS = ["gpt2", "qwen2", "qwen3", "smollm2", "llama3.2", "gemma2"]
 """Tied and not, with a scaled embedding (gemma2) and a head that is capped."""

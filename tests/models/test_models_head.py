@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 
-from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy import head, loading
-from lit_rl.models.policy.forward import score
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.rollout import Sampling
+from lit_rl.core.rollout import Sampling
+from lit_rl.models import LanguageModel, Lora, head, loading
+from lit_rl.models.forward import score
+from lit_rl.models.language_model import ForwardOptions
 
 KINDS = ["gpt2", "qwen2", "qwen3", "smollm2", "llama3.2", "gemma2"]
 WHOLE, FUSED = ForwardOptions(False, False), ForwardOptions(True, False)

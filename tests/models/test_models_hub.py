@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from lit_rl.errors import ConfigError
-from lit_rl.models.policy import hub
+from lit_rl.core.errors import ConfigError
+from lit_rl.models import hub_files
 
 
 def refused(name: str | Path) -> str:
     with pytest.raises(ConfigError, match="is written as a path, and there is no such folder") as raised:
-        hub.resolve("reference.name", str(name))
+        hub_files.resolve("reference.name", str(name))
     return str(raised.value)
 
 
@@ -45,12 +45,12 @@ def test_a_copy_without_the_hub_stands_for_the_hub_unless_a_revision_is_asked_fo
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("LIT_RL_CACHE", str(tmp_path / cache) if cache else "")
     name = "owner/small"
-    assert hub.resolve("model.name", name) == name
-    copy = hub.copy_without_hub(name)
+    assert hub_files.resolve("model.name", name) == name
+    copy = hub_files.copy_without_hub(name)
     assert copy == tmp_path / (cache or ".cache/lit_rl") / "models" / "owner" / "small"
     copy.mkdir(parents=True)
-    assert hub.resolve("model.name", name) == name  # a folder that is not finished is none
+    assert hub_files.resolve("model.name", name) == name  # a folder that is not finished is none
     (copy / "config.json").touch()
-    assert hub.resolve("model.name", name) == str(copy)
-    assert hub.resolve("model.name", name, revision="main") == name
-    assert hub.resolve("model.name", "owner/other") == "owner/other"
+    assert hub_files.resolve("model.name", name) == str(copy)
+    assert hub_files.resolve("model.name", name, revision="main") == name
+    assert hub_files.resolve("model.name", "owner/other") == "owner/other"

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
-from lit_rl.models.policy import known_masks as ours
-from lit_rl.models.policy.known_masks import known_masks
+from lit_rl.models import forward_inputs as ours
+from lit_rl.models.forward_inputs import known_masks
 
 
 def refuse(*_: Any) -> None:

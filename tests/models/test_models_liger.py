@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_rl.algorithms import GRPO, RewardModeling
-from lit_rl.errors import BackendError, ConfigError
-from lit_rl.generation.lean_steps import LeanSteps
+from lit_rl.core.errors import BackendError, ConfigError
+from lit_rl.core.rollout import Prompts, Sampling
+from lit_rl.generation.fast_decoding import LeanSteps
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy import liger
-from lit_rl.models.policy.forward import score
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.scoring.model import SEQUENCES, load_scoring
+from lit_rl.models import kernels as liger
+from lit_rl.models.forward import score
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.models.scoring import SEQUENCES, load_scoring
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Prompts, Sampling
 
 INTERPRETED = importlib.util.find_spec("liger_kernel") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 SAMPLING = Sampling(max_new_tokens=4)
@@ -126,7 +126,7 @@ class TestKernels:
 
         return load
 
-    @pytest.mark.parametrize("family", liger.ACTIVATIONS)
+    @pytest.mark.parametrize("family", liger.LIGER_ACTIVATIONS)
     def test_logits_and_gradients_are_those_of_transformers(self, family, kernels):
         sizes = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
         heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0)
@@ -136,7 +136,7 @@ class TestKernels:
             for parameter in plain.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
         theirs = copy.deepcopy(plain)
-        liger.use_kernels(theirs)
+        liger.use_liger_kernels(theirs)
         used = [part for part in theirs.modules() if "forward" in vars(part)]
         assert len(used) >= 1 + 2 * 4  # the last norm; in each layer two more, an attention and an MLP
         kernels.clear()

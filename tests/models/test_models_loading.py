@@ -19,12 +19,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lit_rl.models
-from lit_rl.errors import BackendError, ConfigError, StorageError
-from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy import checkpointing
-from lit_rl.models.policy.checkpointing import OnTheHost, set_checkpointing
-from lit_rl.models.policy.loading import Float32Head
-from lit_rl.models.policy.tokenizer import load_tokenizer
+from lit_rl.core.errors import BackendError, ConfigError, StorageError
+from lit_rl.models import LanguageModel, Lora, modes
+from lit_rl.models.loading import Float32Head
+from lit_rl.models.modes import OffloadToHost, set_checkpointing
+from lit_rl.models.tokenizer import load_tokenizer
 
 KINDS = ["gpt2", "qwen2", "qwen3", "smollm2", "llama3.2", "gemma2"]
 
@@ -298,7 +297,7 @@ def test_checkpoints_on_the_host_keep_only_the_inputs_of_layers_there(make_model
     """No GPU is here: what would leave one is copied within the host."""
     moved = []
 
-    class Copying(OnTheHost):
+    class Copying(OffloadToHost):
         def away(self, tensor):
             return tensor.requires_grad
 
@@ -307,7 +306,7 @@ def test_checkpoints_on_the_host_keep_only_the_inputs_of_layers_there(make_model
             moved.extend([tuple(tensor.shape)] if packed[1] is not tensor else [])
             return packed
 
-    monkeypatch.setattr(checkpointing, "OnTheHost", Copying)
+    monkeypatch.setattr(modes, "OffloadToHost", Copying)
     folder, completions = make_model(), make_completions([[1, 2, 3]], [[4, 5]])
     gradients = []
     for kind in (True, "offload"):

@@ -10,11 +10,9 @@ import torch
 from reference_cases import KINDS, logprobs, make_policy, score, train_a_little
 from torch import nn
 
-from lit_rl.errors import ConfigError
-from lit_rl.models.policy.modes import evaluation_mode
-from lit_rl.models.reference.base import AdapterBase, Auto, FrozenCopy, InitialAdapter, OnCPU
-from lit_rl.models.reference.moving import BEMA, EMA, Mixing
-from lit_rl.models.reference.other_model import OtherModel
+from lit_rl.core.errors import ConfigError
+from lit_rl.models.modes import evaluation_mode
+from lit_rl.models.references import BEMA, EMA, AdapterBase, Auto, FrozenCopy, InitialAdapter, Mixing, OnCPU, OtherModel
 
 
 @pytest.fixture

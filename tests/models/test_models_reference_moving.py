@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from reference_cases import Two, logprobs, make_policy, score, train_a_little, trained
 from torch import nn
 
-from lit_rl.errors import ConfigError, StorageError
-from lit_rl.models.reference.moving import BEMA, EMA, Mixing
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.models.references import BEMA, EMA, Mixing
 
 MAKE = {
     "ema": lambda **settings: EMA(decay=0.9, **settings),

@@ -7,10 +7,10 @@ import torch
 from reference_cases import logprobs, make_policy, score, train_a_little
 from transformers import AutoTokenizer
 
-from lit_rl.errors import BackendError, ConfigError, StorageError
+from lit_rl.core.errors import BackendError, ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.loading import Float32Head
-from lit_rl.models.reference.other_model import OtherModel
+from lit_rl.models.loading import Float32Head
+from lit_rl.models.references import OtherModel
 
 
 @pytest.fixture

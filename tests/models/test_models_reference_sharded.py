@@ -12,10 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lit_rl.models.policy.sharding import shard
-from lit_rl.models.policy.shards import local, stored_parameters
-from lit_rl.models.reference.base import FrozenCopy, InitialAdapter
-from lit_rl.models.reference.moving import BEMA, EMA, Mixing
+from lit_rl.models.references import BEMA, EMA, FrozenCopy, InitialAdapter, Mixing
+from lit_rl.models.sharding import local_shard, shard, stored_parameters
 
 
 @pytest.fixture
@@ -45,7 +43,7 @@ def learn(policy: nn.Module, step: int) -> None:
     with torch.no_grad():
         for parameter in stored_parameters(policy, names).values():
             noise = torch.randn(parameter.shape, generator=generator)
-            local(parameter).add_(0.1 * noise.to(parameter.dtype))
+            local_shard(parameter).add_(0.1 * noise.to(parameter.dtype))
 
 
 def shard_both(policy, module, mesh) -> None:

@@ -10,14 +10,12 @@ from attention_kinds import needs_sdpa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.examples import TokenBatch
-from lit_rl.models import LanguageModel
-from lit_rl.models.policy import rows_by_length
-from lit_rl.models.policy.forward import score
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.policy.rows_by_length import CALL_ON_CPU, MOST_CALLS, by_length, together
-from lit_rl.models.policy.text_forward import score_texts
-from lit_rl.rollout import Sampling
+from lit_rl.core.examples import TokenBatch
+from lit_rl.core.rollout import Sampling
+from lit_rl.models import LanguageModel, forward_inputs
+from lit_rl.models.forward import score, score_texts
+from lit_rl.models.forward_inputs import CALL_ON_CPU, MAX_BUCKETS, bucket_by_length, join_buckets
+from lit_rl.models.language_model import ForwardOptions
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 600), min_size=1, max_size=40)
@@ -29,34 +27,34 @@ def cost(calls):
 
 @given(LENGTHS)
 def test_every_row_runs_once_and_fits_and_no_number_of_calls_is_cheaper(lengths):
-    calls = by_length(torch.tensor(lengths), CPU)
+    calls = bucket_by_length(torch.tensor(lengths), CPU)
     assert sorted(row for call in calls for row in call.rows.tolist()) == list(range(len(lengths)))
     for call in calls:
         assert call.width == max(lengths[row] for row in call.rows.tolist())
     falling = sorted(lengths, reverse=True)
-    for number in range(1, min(MOST_CALLS, len(lengths)) + 1):
+    for number in range(1, min(MAX_BUCKETS, len(lengths)) + 1):
         parts = torch.tensor(falling).tensor_split(number)
         assert cost(calls) <= sum(len(part) * int(part[0]) + CALL_ON_CPU for part in parts)
 
 
 def test_rows_of_one_length_run_in_one_call():
-    assert len(by_length(torch.full((64,), 100), CPU)) == 1
-    assert [call.width for call in by_length(torch.tensor([400, 10] * 8), CPU)] == [400, 10]
+    assert len(bucket_by_length(torch.full((64,), 100), CPU)) == 1
+    assert [call.width for call in bucket_by_length(torch.tensor([400, 10] * 8), CPU)] == [400, 10]
 
 
 @given(LENGTHS)
 def test_what_was_found_goes_back_to_its_row(lengths):
     width = max(lengths)
     values = torch.arange(len(lengths) * width).view(-1, width) + 1
-    calls = by_length(torch.tensor(lengths), CPU)
-    back = together([values[call.rows, : call.width] for call in calls], calls, width)
+    calls = bucket_by_length(torch.tensor(lengths), CPU)
+    back = join_buckets([values[call.rows, : call.width] for call in calls], calls, width)
     for row, length in enumerate(lengths):
         assert torch.equal(back[row, :length], values[row, :length])
 
 
 @pytest.fixture
 def eager_to_cut(monkeypatch):
-    monkeypatch.setattr(rows_by_length, "CALL_ON_CPU", 0)
+    monkeypatch.setattr(forward_inputs, "CALL_ON_CPU", 0)
 
 
 def gradients(model, loss):

@@ -10,12 +10,12 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.export.card import model_card
-from lit_rl.models.policy.sharding import full_state_dict
-from lit_rl.models.scoring.export import export_scoring
-from lit_rl.models.scoring.model import SEQUENCES, TOKENS, Scoring, load_scoring
+from lit_rl.models.hf_export import export_scoring
+from lit_rl.models.model_card import model_card
+from lit_rl.models.scoring import SEQUENCES, TOKENS, Scoring, load_scoring
+from lit_rl.models.sharding import full_state_dict
 
 KINDS = pytest.mark.parametrize("scoring", [SEQUENCES, TOKENS], ids=["sequences", "tokens"])
 IDS = torch.tensor([[5, 6, 7, 258, 256, 256], [9, 8, 7, 6, 5, 258]])

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.sharding import decoder_layers, full_state_dict, move_all_but_shards, shard, unsharded
+from lit_rl.models.sharding import decoder_layers, full_state_dict, move_all_but_shards, shard, unsharded
 
 
 def test_a_plain_module_is_left_alone(make_model):

@@ -9,14 +9,13 @@ import torch
 from attention_kinds import needs_sdpa
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig, Qwen2Config
 
-from lit_rl.errors import ConfigError
-from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy import shared_attention, shared_prefix
-from lit_rl.models.policy.forward import response_logprobs, score
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.policy.shared_attention import FoldedCache
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling, select
+from lit_rl.models import LanguageModel, Lora, shared_attention, shared_prefix
+from lit_rl.models.forward import response_logprobs, score
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.models.shared_attention import FoldedCache
 from lit_rl.ops import folded_attention as ops
-from lit_rl.rollout import Sampling, select
 
 REPEATED, FOLDED = ForwardOptions(folded_attention=False), ForwardOptions()
 SHAPE = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -71,7 +70,7 @@ def test_known_models_run_so(make_model, completions, folded, kind):
 
 
 def test_with_adapters_and_rows_in_any_order_in_several_calls(make_model, completions, folded, monkeypatch):
-    monkeypatch.setattr("lit_rl.models.policy.rows_by_length.CALL_ON_CPU", 0)
+    monkeypatch.setattr("lit_rl.models.forward_inputs.CALL_ON_CPU", 0)
     model = LanguageModel(str(make_model()), lora=Lora(r=2)).load().double()
     for name, part in model.named_parameters():
         if "lora_B" in name:

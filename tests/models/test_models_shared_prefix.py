@@ -9,11 +9,11 @@ import torch
 from attention_kinds import needs_sdpa
 from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
+from lit_rl.core.rollout import Sampling, select
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.forward import response_logprobs, score
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.policy.shared_prefix import can_share, shared_prompts
-from lit_rl.rollout import Sampling, select
+from lit_rl.models.forward import response_logprobs, score
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.models.shared_prefix import can_share, shared_prompts
 
 KINDS = ["gpt2", "qwen2", "qwen3", "smollm2", "llama3.2", "gemma2"]
 SAMPLING = Sampling(temperature=0.7)

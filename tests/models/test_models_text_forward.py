@@ -10,11 +10,11 @@ import torch
 from attention_kinds import needs_sdpa
 from transformers import AutoModelForCausalLM, BloomConfig, GptOssConfig, Lfm2Config, Mamba2Config, Qwen3MoeConfig
 
-from lit_rl.errors import ConfigError
-from lit_rl.examples import TokenBatch
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.examples import TokenBatch
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy import text_forward
-from lit_rl.models.policy.text_forward import refuse_leaks, score_texts
+from lit_rl.models import forward as text_forward
+from lit_rl.models.forward import refuse_leaks, score_texts
 
 PAD = 256
 TEXTS = [[5, 6, 7, 8, 1], [9, 2], [10, 11, 3, 4, 5, 258, 7], [258, 12, 13]]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from lit_rl.models.policy import trial
-from lit_rl.models.policy.trial import Trial, Unfit
+from lit_rl.models import trial
+from lit_rl.models.trial import EquivalenceTrial, Unfit
 
-TRIAL = Trial("generator.quick", "It goes the long way", most=0.01)
+TRIAL = EquivalenceTrial("generator.quick", "It goes the long way", most=0.01)
 OWN = torch.tensor([-1.0, 1.0])  # of standard deviation sqrt(2)
 
 
@@ -46,7 +46,7 @@ def test_a_model_is_tried_once(notes):
         asked.append(model)
         return OWN + 1, OWN
 
-    other = Trial("generator.another", "It goes the long way", most=2.0)
+    other = EquivalenceTrial("generator.another", "It goes the long way", most=2.0)
     assert [TRIAL.passes(model, both), TRIAL.passes(model, both), other.passes(model, both)] == [False, False, True]
     assert len(asked) == 2 and len(notes) == 1
 
@@ -76,7 +76,7 @@ def test_any_other_error_is_a_warning_and_fails_a_test(error):
 
 def test_what_the_trials_raise_of_their_own_accord_is_no_defect():
     from lit_rl.generation.grouped_cache import NotGrouped
-    from lit_rl.models.policy.shared_attention import NotFolded
+    from lit_rl.models.shared_attention import NotFolded
 
     for refusal in (NotGrouped, NotFolded):
         assert issubclass(refusal, trial.Unfit) and refusal("why").why == "why"

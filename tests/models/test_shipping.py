@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from lit_rl.errors import ConfigError, NumericError
+from lit_rl.core.errors import ConfigError, NumericError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.export.policy import export_policy
-from lit_rl.models.export.shipping import adapter_only, base_weights, fingerprint, weight_shapes, whole_weights
-from lit_rl.models.policy.sharding import full_state_dict, shard, unsharded
+from lit_rl.models.engine_weights import adapter_only, base_weights, fingerprint, weight_shapes, whole_weights
+from lit_rl.models.hf_export import export_policy
+from lit_rl.models.sharding import full_state_dict, shard, unsharded
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from lit_rl.ops.advantages import (
     pass_at_k,
     raw,
     remax,
+    renumber,
     whiten_rows,
     whiten_tokens,
 )
-from lit_rl.ops.grouped import renumbered
 
 reproducible = settings(derandomize=True, deadline=None, max_examples=40)
 
@@ -359,4 +359,4 @@ class TestWhitening:
 @given(st.lists(st.integers(-3, 3), max_size=12))
 def test_ids_are_renumbered_in_their_order(ids):
     found = torch.tensor(ids, dtype=torch.long)
-    assert torch.equal(renumbered(found), torch.unique(found, return_inverse=True)[1])
+    assert torch.equal(renumber(found), torch.unique(found, return_inverse=True)[1])

@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 from live_tensors import Live
 from torch.nn import functional as F
 
-from lit_rl.ops.gradient_total import SummedWeight
-from lit_rl.ops.linear_logprobs import Distribution, linear_logprobs
-from lit_rl.ops.linear_rows import of_whole_rows
-from lit_rl.ops.transforms import Truncation
+from lit_rl.ops.fused_head import Distribution, SummedWeight, linear_logprobs, of_whole_rows
+from lit_rl.ops.sampling_distribution import Truncation
 
 D, V = 5, 11
 PLAIN = Distribution()

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as peer
 
-from lit_rl.ops import linear_logprobs as of_heads
+from lit_rl.ops import fused_head as of_heads
 from lit_rl.ops import logprobs as of_logits
-from lit_rl.ops.history import History
-from lit_rl.ops.linear_logprobs import Distribution, linear_logprobs
+from lit_rl.ops.fused_head import Distribution, linear_logprobs
 from lit_rl.ops.logprobs import score_tokens
-from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
+from lit_rl.ops.sampling_distribution import NO_TRUNCATION, History, Truncation
 
 V, P, T, D = 11, 4, 5, 6
 ENDS, LEAST, PENALTY, TEMPERATURE = [1, 3], 2, 1.7, 0.8

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lit_rl.algorithms.terms.kl import KLPenalty
+from lit_rl.algorithms.terms.regularizers import KLPenalty
 from lit_rl.ops.kl import (
     corrected_k1,
     corrected_k2,

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from token_scores import logprobs_and_entropy_with_gradient
 
-from lit_rl.ops import linear_logprobs as module
-from lit_rl.ops.linear_logprobs import Distribution, linear_logprobs
-from lit_rl.ops.token_stats import token_stats
-from lit_rl.ops.transforms import Truncation
+from lit_rl.ops import fused_head as module
+from lit_rl.ops.fused_head import Distribution, linear_logprobs
+from lit_rl.ops.sampling_distribution import Truncation
+from lit_rl.ops.token_statistics import token_stats
 
 CUT = Truncation(top_k=7, top_p=0.9, min_p=0.02)
 N, D, V = 13, 6, 37

@@ -9,7 +9,7 @@ from transformers.generation import logits_process as peer
 
 from lit_rl.ops import logprobs as module
 from lit_rl.ops.logprobs import logprobs_and_entropy
-from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
+from lit_rl.ops.sampling_distribution import NO_TRUNCATION, Truncation
 
 CUT = Truncation(top_k=7, top_p=0.9, min_p=0.02)
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.ops import losses
-from lit_rl.ops.losses import (
+from lit_rl.ops import policy_losses
+from lit_rl.ops.policy_losses import (
     cispo_loss,
     cispo_two_sided_loss,
     clip_cov_loss,
@@ -25,12 +25,14 @@ from lit_rl.ops.losses import (
     prime_rl_loss,
     reinforce_loss,
     sapo_loss,
+    sequence_mean_ratio,
+    sequence_sum_ratio,
+    sequence_token_ratio,
+    token_ratio,
     up_grpo_loss,
     vespo_loss,
 )
-from lit_rl.ops.ratios import sequence_mean_ratio, sequence_sum_ratio, sequence_token_ratio, token_ratio
-from lit_rl.ops.reductions import StepTotals, sequence_mean, token_mean
-from lit_rl.ops.step import Highest, Lowest, StepTokens
+from lit_rl.ops.reductions import Highest, Lowest, StepTokens, StepTotals, sequence_mean, token_mean
 
 RATIOS = {
     "token": token_ratio,
@@ -92,11 +94,11 @@ def values(metric):
 
 
 def test_the_table_is_complete():
-    public = {name for name, value in vars(losses).items() if inspect.isfunction(value)}
+    public = {name for name, value in vars(policy_losses).items() if inspect.isfunction(value)}
     assert (
         public
         == {getattr(loss, "func", loss).__name__ for loss in LOSSES.values()}
-        == {*losses.__all__} - {"MAX_LOG_RATIO"}
+        == {*policy_losses.__all__} - {"MAX_LOG_RATIO"}
     )
 
 

@@ -7,7 +7,7 @@ from math import exp, log
 import pytest
 import torch
 
-from lit_rl.ops.losses import (
+from lit_rl.ops.policy_losses import (
     cispo_loss,
     cispo_two_sided_loss,
     clip_cov_loss,
@@ -22,11 +22,13 @@ from lit_rl.ops.losses import (
     prime_rl_loss,
     reinforce_loss,
     sapo_loss,
+    sequence_mean_ratio,
+    sequence_sum_ratio,
+    sequence_token_ratio,
     up_grpo_loss,
     vespo_loss,
 )
-from lit_rl.ops.ratios import sequence_mean_ratio, sequence_sum_ratio, sequence_token_ratio
-from lit_rl.ops.step import Highest, Lowest
+from lit_rl.ops.reductions import Highest, Lowest
 
 
 def one_token(loss, p, p_old, advantage, **settings):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rl.ops.masking import masked_mean, masked_moments, masked_sum, variance
+from lit_rl.ops.reductions import masked_mean, masked_moments, masked_sum, variance
 
 reproducible = settings(derandomize=True, deadline=None)
 OPERATIONS = [masked_sum, masked_mean]

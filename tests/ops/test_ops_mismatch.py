@@ -6,29 +6,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rl.ops.engine import engine_log_ratio, engine_ratios
-from lit_rl.ops.masking import masked_moments
-from lit_rl.ops.mismatch import (
+from lit_rl.ops.engine_mismatch import (
     WeightTotals,
     effective_share,
+    engine_log_ratio,
+    engine_ratios,
+    k1_statistic,
+    k2_statistic,
+    k3_statistic,
     mismatch_metrics,
     normalize_sequence_weights,
     normalize_token_weights,
+    reject_sequences_by_max,
+    reject_sequences_by_mean,
+    reject_sequences_by_sum,
+    reject_tokens,
     sequence_mask,
     sequence_truncate,
     token_mask,
     token_truncate,
 )
-from lit_rl.ops.rejection import (
-    k1_statistic,
-    k2_statistic,
-    k3_statistic,
-    reject_sequences_by_max,
-    reject_sequences_by_mean,
-    reject_sequences_by_sum,
-    reject_tokens,
-)
-from lit_rl.ops.step import Highest, Lowest
+from lit_rl.ops.reductions import Highest, Lowest, masked_moments
 
 reproducible = settings(derandomize=True, deadline=None, max_examples=40)
 CORRECTIONS = [token_truncate, token_mask, sequence_truncate, sequence_mask]

@@ -10,7 +10,7 @@ from math import exp, log, sqrt
 import pytest
 import torch
 
-from lit_rl.ops.preference import (
+from lit_rl.ops.preference_losses import (
     Pairs,
     alpha_divergence,
     alphapo,

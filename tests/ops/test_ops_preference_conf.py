@@ -9,8 +9,8 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from lit_rl.cli import schemas
-from lit_rl.ops import preference
-from lit_rl.ops.preference import Pairs
+from lit_rl.ops import preference_losses
+from lit_rl.ops.preference_losses import Pairs
 
 CONF = Path(__file__).parents[2] / "conf"
 OTHERS = {"divergence": {"reverse_kl", "forward_kl", "js", "alpha"}, "verdict": {"kto", "apo_zero_unpaired"}}
@@ -18,7 +18,7 @@ OTHERS = {"divergence": {"reverse_kl", "forward_kl", "js", "alpha"}, "verdict": 
 
 @pytest.fixture(scope="module")
 def composed():
-    schemas.register()
+    schemas.register_schemas()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         yield lambda *overrides: compose(overrides=list(overrides)).algo
 
@@ -29,7 +29,7 @@ def files(group):
 
 def losses():
     elsewhere = {"Pairs", "alpha_divergence", "bco", "forward_kl", "js_divergence", "reverse_kl", *OTHERS["verdict"]}
-    return set(preference.__all__) - elsewhere
+    return set(preference_losses.__all__) - elsewhere
 
 
 def test_every_function_has_a_file():
@@ -43,15 +43,17 @@ def test_several_losses_stand_side_by_side(composed):
     ).preference
     assert list(chosen) == ["sigmoid", "bco_pair", "sft"]
     built = instantiate(chosen)
-    assert built.sigmoid.keywords == {"label_smoothing": 0.1} and built.sft.func is preference.sft
+    assert built.sigmoid.keywords == {"label_smoothing": 0.1} and built.sft.func is preference_losses.sft
 
 
 @pytest.mark.parametrize("name", sorted(losses()))
 def test_each_loss_is_built_under_its_own_name(composed, name):
     (built,) = instantiate(composed(f"+algo/preference=[{name}]").preference, _convert_="all").values()
-    assert isinstance(built, partial) and built.func is getattr(preference, name)
+    assert isinstance(built, partial) and built.func is getattr(preference_losses, name)
     pairs = Pairs(*-torch.rand(4, 3), torch.ones(3), torch.ones(3))
-    assert torch.equal(built(pairs, 0.1), getattr(preference, name)(pairs, 0.1)), "the defaults are the function's own"
+    assert torch.equal(built(pairs, 0.1), getattr(preference_losses, name)(pairs, 0.1)), (
+        "the defaults are the function's own"
+    )
 
 
 def test_an_unknown_setting_is_refused(composed):
@@ -63,4 +65,4 @@ def test_an_unknown_setting_is_refused(composed):
 def test_single_choices(composed, group, name):
     built = instantiate(composed(f"+algo/{group}={name}")[group])
     function = {"js": "js_divergence", "alpha": "alpha_divergence"}.get(name, name)
-    assert built.func is getattr(preference, function)
+    assert built.func is getattr(preference_losses, function)

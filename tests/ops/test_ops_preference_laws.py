@@ -8,10 +8,13 @@ from typing import Annotated
 import pytest
 import torch
 
-from lit_rl.algorithms.preflight.preferences import couples_pairs, reads_divergence, reads_reference
-from lit_rl.ops import preference
-from lit_rl.ops.preference import (
+from lit_rl.algorithms.checks.preference_checks import couples_pairs, reads_divergence, reads_reference
+from lit_rl.ops import preference_losses
+from lit_rl.ops.preference_losses import (
+    OfStep,
     Pairs,
+    PolicyPairs,
+    RatioPairs,
     alpha_divergence,
     alphapo,
     aot,
@@ -33,8 +36,8 @@ from lit_rl.ops.preference import (
     sigmoid_norm,
     simpo,
     sppo_hard,
+    sums_of_pairs,
 )
-from lit_rl.ops.preference.pairs import OfStep, PolicyPairs, RatioPairs, sums_of_pairs
 
 OF_SCORES = [sigmoid, sigmoid_norm, hinge, ipo, exo_pair, robust, discopop]
 OF_RATIOS = [nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, aot, aot_unpaired]
@@ -336,12 +339,12 @@ def test_what_is_no_pair_is_refused():
 def test_every_loss_has_a_name_of_its_own_among_all_ops():
     from lit_rl.cli import schemas
 
-    others = [module for module in schemas.OPS if not module.startswith("lit_rl.ops.preference")]
-    for module in ("lit_rl.ops.preference", *others):
+    others = [module for module in schemas.OPS if not module.startswith("lit_rl.ops.preference_losses")]
+    for module in ("lit_rl.ops.preference_losses", *others):
         for other in others:
             if module != other:
                 assert not names_of(schemas, module) & names_of(schemas, other)
-    assert names_of(schemas, "lit_rl.ops.preference") == {x for x in preference.__all__ if x != "Pairs"}
+    assert names_of(schemas, "lit_rl.ops.preference_losses") == {x for x in preference_losses.__all__ if x != "Pairs"}
 
 
 def names_of(schemas, module):

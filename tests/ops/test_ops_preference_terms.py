@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from lit_rl.ops import logprobs
-from lit_rl.ops.preference.divergence_jsd import generalized_jsd
-from lit_rl.ops.preference.odds import odds_ratio
-from lit_rl.ops.preference.rewards import bradley_terry, steps
+from lit_rl.ops.imitation import generalized_jsd
+from lit_rl.ops.preference_losses import bradley_terry, odds_ratio, step_label_loss
 
 
 def test_odds_ratio_by_hand():
@@ -74,18 +73,18 @@ def test_steps():
     nan = float("nan")
     logits = torch.tensor([[nan, log(3), log(3), log(3), nan]], requires_grad=True)
     labels, mask = torch.tensor([[nan, 1.0, 0.0, 0.5, 0.0]]), torch.tensor([[0, 1, 1, 1, 0]]).bool()
-    out = steps(logits, labels, mask)
+    out = step_label_loss(logits, labels, mask)
     assert out.flatten().tolist() == pytest.approx([0, log(4 / 3), log(4), log(16 / 3) / 2, 0])
     (slopes,) = torch.autograd.grad(out.sum(), logits)
     assert slopes.flatten().tolist() == pytest.approx([0, -1 / 4, 3 / 4, 1 / 4, 0])
-    far = steps(torch.tensor([[1e4, -1e4]]), torch.tensor([[0.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool))
+    far = step_label_loss(torch.tensor([[1e4, -1e4]]), torch.tensor([[0.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool))
     assert far.tolist() == [[1e4, 0.0]]
 
 
 def test_steps_is_the_cross_entropy_of_two_classes():
     two, labels = torch.randn(2, 3, 2), torch.randint(0, 2, (2, 3))
     expected = torch.nn.functional.cross_entropy(two.transpose(1, 2), labels, reduction="none")
-    out = steps(two[..., 1] - two[..., 0], labels.float(), torch.ones(2, 3, dtype=torch.bool))
+    out = step_label_loss(two[..., 1] - two[..., 0], labels.float(), torch.ones(2, 3, dtype=torch.bool))
     assert torch.allclose(out, expected, atol=1e-6)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lit_rl.ops.ratios import sequence_mean_ratio, sequence_sum_ratio, sequence_token_ratio, token_ratio
+from lit_rl.ops.policy_losses import sequence_mean_ratio, sequence_sum_ratio, sequence_token_ratio, token_ratio
 
 RATIOS = [token_ratio, sequence_mean_ratio, sequence_sum_ratio, sequence_token_ratio]
 every_ratio = pytest.mark.parametrize("ratio", RATIOS)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lit_rl.ops.reductions import StepTokens
 from lit_rl.ops.selection import off_policy_sequence_mask, top_entropy, top_entropy_per_sequence
-from lit_rl.ops.step import StepTokens
 
 reproducible = settings(derandomize=True, deadline=None, max_examples=60)
 

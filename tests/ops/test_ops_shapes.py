@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_rl.ops.advantages import centered
-from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.reductions import masked_sum
 
 
 def refusal():

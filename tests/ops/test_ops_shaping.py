@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rl.ops.shaping import missing_eos, relative_length_penalty, relative_length_reward
+from lit_rl.ops.advantages import missing_eos, relative_length_penalty, relative_length_reward
 
 reproducible = settings(derandomize=True, deadline=None, max_examples=40)
 LENGTH_SHAPINGS = [relative_length_penalty, relative_length_reward]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as peer
 
-from lit_rl.ops import transforms
-from lit_rl.ops.transforms import NO_TRUNCATION, Truncation, kept_logmass
+from lit_rl.ops import sampling_distribution
+from lit_rl.ops.sampling_distribution import NO_TRUNCATION, Truncation, kept_logmass
 
 NO_IDS = torch.empty(0, dtype=torch.long)
 seeds = st.integers(0, 2**31)
@@ -48,25 +48,27 @@ def equal_up_to_ties(seed: int, ours: Callable[[Tensor], Tensor], theirs: Callab
 @given(seed=seeds, value=st.floats(0.05, 5))
 def test_temperature_equals_transformers(seed: int, value: float) -> None:
     logits = random_logits(seed)
-    equal_distributions(transforms.temperature(logits, value), peer.TemperatureLogitsWarper(value)(NO_IDS, logits))
+    equal_distributions(
+        sampling_distribution.temperature(logits, value), peer.TemperatureLogitsWarper(value)(NO_IDS, logits)
+    )
 
 
 @given(seed=seeds, k=st.integers(1, 30))
 def test_top_k_equals_transformers(seed: int, k: int) -> None:
     logits = random_logits(seed)
-    equal_distributions(transforms.top_k(logits, k), peer.TopKLogitsWarper(k)(NO_IDS, logits))
+    equal_distributions(sampling_distribution.top_k(logits, k), peer.TopKLogitsWarper(k)(NO_IDS, logits))
 
 
 @given(seed=seeds, p=st.floats(0.01, 0.999))
 def test_top_p_equals_transformers(seed: int, p: float) -> None:
     warper = peer.TopPLogitsWarper(p)
-    equal_up_to_ties(seed, lambda logits: transforms.top_p(logits, p), lambda logits: warper(NO_IDS, logits))
+    equal_up_to_ties(seed, lambda logits: sampling_distribution.top_p(logits, p), lambda logits: warper(NO_IDS, logits))
 
 
 @given(seed=seeds, p=st.floats(0.01, 1))
 def test_min_p_equals_transformers(seed: int, p: float) -> None:
     logits = random_logits(seed)
-    equal_distributions(transforms.min_p(logits, p), peer.MinPLogitsWarper(p)(NO_IDS, logits))
+    equal_distributions(sampling_distribution.min_p(logits, p), peer.MinPLogitsWarper(p)(NO_IDS, logits))
 
 
 @given(
@@ -89,20 +91,20 @@ def test_chain_equals_transformers_in_its_order(seed: int, temperature: float, k
             logits = processor(NO_IDS, logits)
         return logits
 
-    equal_up_to_ties(seed, lambda logits: truncation(transforms.temperature(logits, temperature)), theirs)
+    equal_up_to_ties(seed, lambda logits: truncation(sampling_distribution.temperature(logits, temperature)), theirs)
 
 
 def test_the_hardest_settings_leave_the_likeliest_token() -> None:
     logits = random_logits(3)
     hardest = Truncation(top_k=1, top_p=1e-9, min_p=1.0)
-    assert (hardest(transforms.temperature(logits, 1e-9)).softmax(-1).amax(-1) > 0.3).all()
-    assert torch.equal(transforms.top_p(logits, 1e-9).isfinite().sum(-1), torch.ones(4))
+    assert (hardest(sampling_distribution.temperature(logits, 1e-9)).softmax(-1).amax(-1) > 0.3).all()
+    assert torch.equal(sampling_distribution.top_p(logits, 1e-9).isfinite().sum(-1), torch.ones(4))
 
 
 def test_what_is_off_leaves_the_very_same_tensor() -> None:
     logits = random_logits(0)
     assert NO_TRUNCATION.off
-    assert NO_TRUNCATION(transforms.temperature(logits, 1.0)) is logits
+    assert NO_TRUNCATION(sampling_distribution.temperature(logits, 1.0)) is logits
 
 
 @pytest.mark.parametrize("setting", [{"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.1}])
@@ -110,7 +112,7 @@ def test_each_setting_is_in_force_alone(setting: dict) -> None:
     logits, truncation = random_logits(0), Truncation(**setting)
     assert not truncation.off
     ((name, value),) = setting.items()
-    assert torch.equal(truncation(logits), getattr(transforms, name)(logits, value))
+    assert torch.equal(truncation(logits), getattr(sampling_distribution, name)(logits, value))
 
 
 @pytest.mark.parametrize("setting", [{"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.1}])
@@ -122,7 +124,7 @@ def test_ranges(setting: dict) -> None:
 def test_transforms_edit_nothing() -> None:
     logits = random_logits(1)
     before = logits.clone()
-    Truncation(top_k=5, top_p=0.8, min_p=0.1)(transforms.temperature(logits, 0.5))
+    Truncation(top_k=5, top_p=0.8, min_p=0.1)(sampling_distribution.temperature(logits, 0.5))
     assert torch.equal(logits, before)
 
 
@@ -159,7 +161,7 @@ def test_kept_mass_by_hand() -> None:
 
 @given(seed=seeds, truncation=truncations, temperature=st.floats(0.3, 3))
 def test_renormalising_takes_the_kept_mass_off(seed: int, truncation: Truncation, temperature: float) -> None:
-    scaled = transforms.temperature(random_logits(seed), temperature)
+    scaled = sampling_distribution.temperature(random_logits(seed), temperature)
     kept = truncation(scaled)
     mass = kept_logmass(scaled, kept)
     assert (mass <= 0).all()

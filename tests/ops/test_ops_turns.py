@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from test_ops_returns import expected_gradient, stopping_episodes
 
 from lit_rl.ops.advantages import centered, group_normalized
-from lit_rl.ops.returns import gae
-from lit_rl.ops.turns import centered_turns, gae_of_turns, gigpo
+from lit_rl.ops.returns import centered_turns, gae, gae_of_turns, gigpo
 
 reproducible = settings(derandomize=True, deadline=None, max_examples=40)
 NAN = math.nan

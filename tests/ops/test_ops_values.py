@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.ops.values import clipped_value_loss, explained_variance, value_sums
+from lit_rl.ops.returns import clipped_value_loss, explained_variance, value_sums
 
 ALL = torch.ones(1, 4, dtype=torch.bool)
 

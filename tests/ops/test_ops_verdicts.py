@@ -5,8 +5,7 @@ from math import log
 import pytest
 import torch
 
-from lit_rl.ops.preference import apo_zero, apo_zero_unpaired, bco, kto
-from lit_rl.ops.preference.pairs import Pairs
+from lit_rl.ops.preference_losses import Pairs, apo_zero, apo_zero_unpaired, bco, kto
 
 GOOD, BAD = torch.tensor([True]), torch.tensor([False])
 

@@ -17,10 +17,10 @@ from oracle_trl import save_policy
 from torch import Tensor
 
 from lit_rl.algorithms import DPO
-from lit_rl.examples import PairBatch, TokenBatch, Totals
+from lit_rl.core.examples import PairBatch, TokenBatch, Totals
 from lit_rl.models import LanguageModel
-from lit_rl.models.reference.base import AdapterBase, FrozenCopy
-from lit_rl.ops import preference
+from lit_rl.models.references import AdapterBase, FrozenCopy
+from lit_rl.ops import preference_losses
 
 ROWS = [
     {"prompt": "one", "chosen": " yes", "rejected": " nope"},
@@ -110,7 +110,7 @@ def their_batch(trainer: Any) -> dict[str, Tensor]:
 def our_module(settings: Mapping[str, Any], *, lora: bool, **further: Any) -> DPO:
     """The module that TRL's settings are."""
     trl = BASE | dict(settings)
-    divergence = getattr(preference, trl["f_divergence_type"])
+    divergence = getattr(preference_losses, trl["f_divergence_type"])
     if trl["f_divergence_type"] == "alpha_divergence":
         divergence = partial(divergence, alpha=trl["f_alpha_divergence_coef"])
     return DPO(
@@ -128,7 +128,7 @@ def our_module(settings: Mapping[str, Any], *, lora: bool, **further: Any) -> DP
 
 
 def loss_of(name: str, smoothing: float) -> Any:
-    function = getattr(preference, name)
+    function = getattr(preference_losses, name)
     return partial(function, label_smoothing=smoothing) if name in SMOOTHED else function
 
 

@@ -26,18 +26,17 @@ from oracle_cases import (
 from oracle_trl import Oracle
 
 from lit_rl.algorithms import GRPO, RLOO
-from lit_rl.algorithms.evaluation.statistics import SUMMARIES
+from lit_rl.algorithms.evaluation.summary_statistics import SUMMARIES
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.algorithms.rollouts.micro_batches import micro_batch, rows_of_slots, step_counts, totals_of
-from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, micro_batch, rows_of_slots, step_counts, step_totals
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, FixedEntropy
+from lit_rl.algorithms.terms.regularizers import AdaptiveEntropy, FixedEntropy
+from lit_rl.core.rollout import Completions, PromptBatch, Rollout, Sampling
 from lit_rl.models import LanguageModel
-from lit_rl.models.reference.base import FrozenCopy
-from lit_rl.ops import advantages, kl, losses, mismatch, ratios, reductions, selection
-from lit_rl.ops.step import Highest, Lowest, Metrics, Summed
-from lit_rl.rewards.sums.weighted import Rewards
-from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling
+from lit_rl.models.references import FrozenCopy
+from lit_rl.ops import advantages, engine_mismatch, kl, policy_losses, reductions, selection
+from lit_rl.ops.reductions import Highest, Lowest, Metrics, Summed
+from lit_rl.rewards.weighted_rewards import Rewards
 
 MODEL = LanguageModel("tiny")
 """Lends its tokenizer; its weights are never loaded."""
@@ -52,7 +51,7 @@ REDUCTIONS = {
     "vespo": reductions.token_mean,
     "luspo": reductions.sequence_total,
 }
-LEVELS = {"token": ratios.token_ratio, "sequence": ratios.sequence_mean_ratio}
+LEVELS = {"token": policy_losses.token_ratio, "sequence": policy_losses.sequence_mean_ratio}
 SCALES = {
     "group": advantages.group_normalized,
     "batch": advantages.batch_normalized,
@@ -64,20 +63,20 @@ def loss_of(trl: Settings) -> Any:
     level = LEVELS[trl["importance_sampling_level"]]
     match trl["loss_type"]:
         case "cispo":
-            return partial(losses.cispo_loss, cap=trl["epsilon_high"], ratio=level)
+            return partial(policy_losses.cispo_loss, cap=trl["epsilon_high"], ratio=level)
         case "sapo":
             temperatures = {
                 f"temperature_{ours}": trl[f"sapo_temperature_{ours[:3]}"] for ours in ("positive", "negative")
             }
-            return partial(losses.sapo_loss, ratio=level, **temperatures)
+            return partial(policy_losses.sapo_loss, ratio=level, **temperatures)
         case "vespo":
             shape = {
                 sign: (trl[f"vespo_k_{sign[:3]}"], trl[f"vespo_lambda_{sign[:3]}"]) for sign in ("positive", "negative")
             }
-            return partial(losses.vespo_loss, **shape)
+            return partial(policy_losses.vespo_loss, **shape)
         case _:
             clip = {"clip_low": trl["epsilon"], "clip_high": trl["epsilon_high"], "delta": trl["delta"]}
-            return partial(losses.clipped_policy_loss, ratio=level, **clip)
+            return partial(policy_losses.clipped_policy_loss, ratio=level, **clip)
 
 
 def kl_of(trl: Settings) -> Any:
@@ -90,7 +89,7 @@ def correction_of(trl: Settings) -> Any:
     if not (trl["use_vllm"] and trl["vllm_importance_sampling_correction"]):
         return None
     bounds = {"low": trl["vllm_importance_sampling_clip_min"], "high": trl["vllm_importance_sampling_clip_max"]}
-    return partial(getattr(mismatch, trl["vllm_importance_sampling_mode"]), **bounds)
+    return partial(getattr(engine_mismatch, trl["vllm_importance_sampling_mode"]), **bounds)
 
 
 def entropy_of(trl: Settings) -> Any:
@@ -142,7 +141,7 @@ def our_rloo(settings: Settings, **other: Any) -> RLOO:
     trl = BASE | dict(settings)
     clip = {"clip_low": trl["epsilon"], "clip_high": trl["epsilon_high"]}
     return RLOO(
-        loss=partial(losses.clipped_policy_loss, ratio=ratios.sequence_sum_ratio, **clip),
+        loss=partial(policy_losses.clipped_policy_loss, ratio=policy_losses.sequence_sum_ratio, **clip),
         reward_beta=trl["beta"],
         reward_clip=trl["reward_clip_range"],
         whitening=advantages.whiten_rows if trl["normalize_advantages"] else None,
@@ -181,7 +180,7 @@ def ours(oracle: Oracle, module: PolicyGradient, case: Case, completions: Comple
     shares, found = [], {name: [value(metric)] for name, metric in recorded.items()}
     for rows in rows_of_slots(rollout, plan, seed=0, index=0):
         micro = micro_batch(rollout, rows)
-        loss, metrics = module.loss(micro, module.token_scores(micro.completions), totals_of(counts, plan))
+        loss, metrics = module.loss(micro, module.token_scores(micro.completions), step_totals(counts, plan))
         shares.append(loss)
         for name, metric in metrics.items():
             found.setdefault(name, []).append(value(metric))

@@ -11,7 +11,7 @@ from oracle_trl import save_policy
 from oracle_verdicts import move, trained
 
 from lit_rl.algorithms import CPO, ORPO
-from lit_rl.examples import PairBatch, TokenBatch, Totals
+from lit_rl.core.examples import PairBatch, TokenBatch, Totals
 
 ROWS = [
     {"prompt": "one", "chosen": " answer", "rejected": " other answer"},

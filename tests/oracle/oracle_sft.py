@@ -13,8 +13,8 @@ from oracle_trl import save_policy
 from torch import Tensor
 
 from lit_rl.algorithms import SFT
-from lit_rl.data.offline.datamodule import SupervisedDataModule
-from lit_rl.examples import TextBatch
+from lit_rl.core.examples import TextBatch
+from lit_rl.data.example_module import SupervisedDataModule
 from lit_rl.models import LanguageModel
 from lit_rl.ops import imitation
 

@@ -33,8 +33,8 @@ from oracle_cases import (
 )
 from torch import Tensor
 
-from lit_rl.algorithms.rollouts.micro_batches import frozen_logprobs
-from lit_rl.rollout import Completions, Sampling
+from lit_rl.algorithms.rollouts.rollout_plan import frozen_logprobs
+from lit_rl.core.rollout import Completions, Sampling
 
 
 def make_tokenizer() -> Any:

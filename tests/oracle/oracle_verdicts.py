@@ -14,10 +14,10 @@ from oracle_trl import save_policy
 from torch import Tensor
 
 from lit_rl.algorithms import KTO
-from lit_rl.examples import TokenBatch, Totals, VerdictBatch
+from lit_rl.core.examples import TokenBatch, Totals, VerdictBatch
 from lit_rl.models import LanguageModel
-from lit_rl.models.reference.base import AdapterBase, FrozenCopy
-from lit_rl.ops import preference
+from lit_rl.models.references import AdapterBase, FrozenCopy
+from lit_rl.ops import preference_losses
 
 ROWS = [
     {"prompt": "one", "completion": " answer", "label": True},
@@ -99,7 +99,7 @@ def our_module(settings: Mapping[str, Any], *, lora: bool) -> KTO:
     return KTO(
         MODEL,
         beta=trl["beta"],
-        verdict=partial(getattr(preference, trl["loss_type"]), **weights),
+        verdict=partial(getattr(preference_losses, trl["loss_type"]), **weights),
         router_aux_loss_coef=trl["router_aux_loss_coef"],
         reference=AdapterBase() if lora else FrozenCopy(),
     )

@@ -15,7 +15,7 @@ from oracle_pairs import make_trainer, ours, theirs
 
 from lit_rl.algorithms import CPO
 from lit_rl.models import LanguageModel
-from lit_rl.ops import preference
+from lit_rl.ops import preference_losses
 
 BASE: dict[str, Any] = {
     "loss_type": "sigmoid",
@@ -40,11 +40,11 @@ def trl(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def our_module(trl: dict[str, Any]) -> CPO:
     """The module that TRL's settings are."""
     smooth = {"label_smoothing": trl["label_smoothing"]} if trl["loss_type"] in ("sigmoid", "simpo") else {}
-    loss = partial(getattr(preference, trl["loss_type"]), **smooth)
+    loss = partial(getattr(preference_losses, trl["loss_type"]), **smooth)
     if trl["loss_type"] == "simpo":
         loss = partial(loss, gamma=trl["simpo_gamma"])
     if trl["alpha"]:
-        loss = partial(preference.alphapo, alpha=trl["alpha"], gamma=trl["simpo_gamma"], **smooth)
+        loss = partial(preference_losses.alphapo, alpha=trl["alpha"], gamma=trl["simpo_gamma"], **smooth)
     return CPO(
         LanguageModel("tiny"),
         beta=trl["beta"],

@@ -11,8 +11,8 @@ from oracle_dpo import LOSSES, SMOOTHED, make_trainer, our_batch, our_module, ou
 from tiers import quick
 
 from lit_rl.algorithms import DPO
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.preference import sft, sigmoid
+from lit_rl.ops.preference_losses import sft, sigmoid
+from lit_rl.ops.reductions import masked_sum
 
 SCORED = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 """Losses that TRL takes with any divergence."""
@@ -149,7 +149,7 @@ def weights_of(batch: Any, scores: Any) -> torch.Tensor:
 
 
 def test_without_a_reference_log_ratios_are_log_probs(trl: Any) -> None:
-    from lit_rl.models.reference.base import ReferenceFree
+    from lit_rl.models.references import ReferenceFree
 
     module = DPO("tiny", reference=ReferenceFree(), preference={"sigmoid": sigmoid, "sft": sft})
     _, pairs, _ = columns_of(trl, module)

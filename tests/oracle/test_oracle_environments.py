@@ -17,11 +17,11 @@ from oracle_trl import Oracle
 from oracle_turns import LONGEST, Theirs, call, chat_tokenizer, plain, their_rollout, tokens
 from said_turns import drawn
 
+from lit_rl.core.rollout import Completions, PromptBatch
 from lit_rl.environments import CustomEnvironment
 from lit_rl.environments.interaction import Interaction
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.rewards import Rewards, environment
-from lit_rl.rollout import Completions, PromptBatch
 
 
 class Ledger:

@@ -12,11 +12,11 @@ from oracle_cases import Outcome, assert_same_step, backward
 from oracle_trl import save_policy
 
 from lit_rl.algorithms import GKD
-from lit_rl.algorithms.rollouts.rewriting import as_tokens
-from lit_rl.examples import TextBatch, TokenBatch, Totals
+from lit_rl.algorithms.rollouts.rewritten_rows import as_tokens
+from lit_rl.core.examples import TextBatch, TokenBatch, Totals
+from lit_rl.core.rollout import Completions
 from lit_rl.models import LanguageModel
-from lit_rl.ops.preference.divergence_jsd import generalized_jsd
-from lit_rl.rollout import Completions
+from lit_rl.ops.imitation import generalized_jsd
 
 ROWS = [("one", " yes"), ("a longer one", " long"), ("q", "a"), ("to be", " or not")]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

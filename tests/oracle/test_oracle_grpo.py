@@ -15,9 +15,9 @@ from oracle_trl import Oracle, completions_of, theirs
 from tiers import all_but_exhaustive
 from trl.trainer.utils import split_tensor_dict
 
-from lit_rl.algorithms.evaluation.statistics import rollout_metrics
-from lit_rl.algorithms.rollouts.micro_batches import micro_batch, rows_of_slots, step_counts, totals_of
-from lit_rl.rollout import select
+from lit_rl.algorithms.evaluation.summary_statistics import rollout_metrics
+from lit_rl.algorithms.rollouts.rollout_plan import micro_batch, rows_of_slots, step_counts, step_totals
+from lit_rl.core.rollout import select
 
 RATIOS: dict[str, dict[str, Any]] = {
     "token": {"clip": {}, "clip_high": 0.5, "delta": 1.55, "cap": 1.3, "lower_cap": 1.1},
@@ -228,7 +228,7 @@ def rows_alone(oracle: Oracle, settings: dict[str, Any], case: Case, name: str) 
     """A metric of each row that has a loss token, as if it were alone, and its loss tokens; 0 for other rows."""
     module = our_grpo(settings)
     rollout, _ = our_rollout(oracle, module, case, completions_of(oracle, case))
-    totals = totals_of(step_counts(rollout, plan_of(case), seed=0, index=0)[0], plan_of(case))
+    totals = step_totals(step_counts(rollout, plan_of(case), seed=0, index=0)[0], plan_of(case))
     oracle.at("update")
     counts = rollout.loss_mask.sum(1)
     alone = torch.zeros(ROWS)
@@ -319,7 +319,7 @@ def test_steps_of_one_rollout_divide_by_their_own_tokens_here_and_by_their_mean_
     counts = step_counts(rollout, plan, seed=0, index=0)
     for slot, rows in enumerate(rows_of_slots(rollout, plan, seed=0, index=0)):
         mine, group = micro_batch(rollout, rows), int(rows[0]) // GROUP
-        loss, _ = module.loss(mine, module.token_scores(mine.completions), totals_of(counts[slot], plan))
+        loss, _ = module.loss(mine, module.token_scores(mine.completions), step_totals(counts[slot], plan))
         own, other = backward(grpo.model, [loss]), grpo.step([groups[group]])
         weights[group] = ((other.gradient @ own.gradient) / own.gradient.norm() ** 2).item()
         assert (other.gradient - weights[group] * own.gradient).norm() <= 1e-5 * other.gradient.norm()

@@ -11,14 +11,13 @@ from oracle_trl import save_policy
 from torch import Tensor
 
 from lit_rl.algorithms import OnlineDPO
-from lit_rl.algorithms.rollouts.micro_batches import micro_batch, rows_of_slots, step_counts, totals_of
-from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, micro_batch, rows_of_slots, step_counts, step_totals
 from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.core.rollout import Completions, PromptBatch, Sampling, select
 from lit_rl.models import LanguageModel
-from lit_rl.models.reference.base import AdapterBase, FrozenCopy
-from lit_rl.ops import preference
-from lit_rl.rewards.sums.weighted import Rewards
-from lit_rl.rollout import Completions, PromptBatch, Sampling, select
+from lit_rl.models.references import AdapterBase, FrozenCopy
+from lit_rl.ops import preference_losses
+from lit_rl.rewards.weighted_rewards import Rewards
 
 PROMPTS = ["ab", "cde", "f", "ghij"]
 LENGTHS = (5, 3, 4, 4, 6, 2, 1, 6)  # of both completions of each prompt, one prompt after another
@@ -121,7 +120,7 @@ def ours(
         LanguageModel("tiny"),
         Rewards(lambda completions, **_: GIVEN["ours"]),
         beta=settings["beta"],
-        preference=getattr(preference, settings["loss_type"]),
+        preference=getattr(preference_losses, settings["loss_type"]),
         missing_eos_penalty=settings.get("missing_eos_penalty"),
         reference=AdapterBase() if lora else FrozenCopy(),
         sampling=Sampling(max_new_tokens=8),
@@ -139,7 +138,7 @@ def ours(
     total, sums = 0.0, {}
     for rows in rows_of_slots(rollout, plan, seed=0, index=0):
         micro = micro_batch(rollout, rows)
-        loss, metrics = module.loss(micro, module.token_scores(micro.completions), totals_of(counts, plan))
+        loss, metrics = module.loss(micro, module.token_scores(micro.completions), step_totals(counts, plan))
         loss.backward()
         total += loss.item()
         for name, (value, count) in metrics.items():  # pyright: ignore

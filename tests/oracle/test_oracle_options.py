@@ -14,12 +14,11 @@ from oracle_trl import Oracle, completions_of, theirs
 from torch import Tensor
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.algorithms.rollouts.micro_batches import micro_batch, rows_of_slots, step_counts, totals_of
-from lit_rl.errors import ConfigError
-from lit_rl.models.policy.forward import score
-from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import StepTokens
-from lit_rl.rollout import Rollout, select
+from lit_rl.algorithms.rollouts.rollout_plan import micro_batch, rows_of_slots, step_counts, step_totals
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Rollout, select
+from lit_rl.models.forward import score
+from lit_rl.ops.reductions import StepTokens, StepTotals
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "k3": {"beta": 0.3, "use_bias_correction_kl": False},
@@ -88,7 +87,7 @@ def step_of(oracle: Oracle, settings: dict[str, Any], case: Case) -> tuple[Polic
     micro_batches = [micro_batch(rollout, rows) for rows in rows_of_slots(rollout, plan, seed=0, index=0)]
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     oracle.at("update")
-    return module, micro_batches, totals_of(counts, plan)
+    return module, micro_batches, step_totals(counts, plan)
 
 
 def share_of(module: PolicyGradient, micro: Rollout, totals: StepTotals, step: StepTokens | None = None) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from oracle_trl import make_tokenizer
 
 from lit_rl.algorithms import RewardModeling
-from lit_rl.examples import PairBatch, TokenBatch, Totals
-from lit_rl.ops.step import Highest, Lowest
+from lit_rl.core.examples import PairBatch, TokenBatch, Totals
+from lit_rl.ops.reductions import Highest, Lowest
 
 ROWS = [
     {"prompt": "one", "chosen": " yes", "rejected": " nope"},

@@ -21,16 +21,16 @@ from said_turns import drawn, ids_of
 from tiers import all_but_exhaustive
 from torch import Tensor
 
-from lit_rl.algorithms.evaluation.statistics import input_tokens
-from lit_rl.algorithms.rollouts.micro_batches import frozen_logprobs
+from lit_rl.algorithms.evaluation.summary_statistics import input_tokens
+from lit_rl.algorithms.rollouts.rollout_plan import frozen_logprobs
+from lit_rl.core.rollout import Completions, PromptBatch, Sampling
 from lit_rl.environments import FunctionTools
+from lit_rl.environments.environment_base import EpisodeSource
 from lit_rl.environments.interaction import Interaction
-from lit_rl.environments.source import EpisodeSource
 from lit_rl.generation import RolloutFunction
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.generation.rollout_function import RolloutCalls
 from lit_rl.ops.reductions import constant_mean
-from lit_rl.rollout import Completions, PromptBatch, Sampling
 
 QUESTIONS = ["What is 3 times 4?", "What is 17 times 25?"]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]

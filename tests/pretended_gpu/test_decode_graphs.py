@@ -16,11 +16,11 @@ from test_lean_steps import with_lora
 from torch import Tensor, nn
 from turn_cases import Scripted, reply
 
-from lit_rl.generation import step_graphs
+from lit_rl.core.rollout import Completions, Sampling
+from lit_rl.generation import fast_decoding
 from lit_rl.generation.grouped_cache import GroupedCache
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.responses import Responses
-from lit_rl.rollout import Completions, Sampling
 
 pytestmark = pytest.mark.all
 
@@ -45,7 +45,7 @@ SAMPLINGS = {
 def policy() -> nn.Module:
     policy = build("qwen2").to("cuda").eval()
     with torch.no_grad():
-        assert step_graphs.proven(policy, lean=True)
+        assert fast_decoding.step_graphs_proven(policy, lean=True)
     return policy
 
 
@@ -53,8 +53,8 @@ def policy() -> nn.Module:
 def one_by_one() -> Iterator[None]:
     """Take all steps so, by the shapes of those that are captured."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_graphs, "proven", lambda policy, lean: lean)
-        patch.setattr(step_graphs.StepGraphs, "__call__", lambda self, step, *others: step(others[-1]))
+        patch.setattr(fast_decoding, "step_graphs_proven", lambda policy, lean: lean)
+        patch.setattr(fast_decoding.StepGraphs, "__call__", lambda self, step, *others: step(others[-1]))
         yield
 
 

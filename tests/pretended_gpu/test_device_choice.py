@@ -14,22 +14,22 @@ from torch import Tensor, nn
 
 import lit_rl
 from lit_rl import GRPO, RolloutDataModule
-from lit_rl.algorithms.rollouts.state import rng_state, set_rng_state
-from lit_rl.commands.step_memory import peak_memory
-from lit_rl.examples import TokenBatch
-from lit_rl.generation import grouped_steps
+from lit_rl.algorithms.rollouts.checkpoints import rng_state, set_rng_state
+from lit_rl.core.examples import TokenBatch
+from lit_rl.core.process_state import preserve_generators, seed_generators
+from lit_rl.core.rollout import Sampling
+from lit_rl.generation import grouped_cache
 from lit_rl.generation.collect import Vocabulary
-from lit_rl.generation.lean_steps import LeanModel
+from lit_rl.generation.fast_decoding import LeanModel
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.lora import Lora
-from lit_rl.models.policy.neftune import noisy_embeddings
-from lit_rl.models.scoring.critic import AdapterCritic
-from lit_rl.models.scoring.model import SEQUENCES, TOKENS, load_scoring
-from lit_rl.process_state import generators_kept, seed_generators
+from lit_rl.models.adapters import Lora
+from lit_rl.models.critics import AdapterCritic
+from lit_rl.models.forward_inputs import noisy_embeddings
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.scoring import SEQUENCES, TOKENS, load_scoring
 from lit_rl.rewards import RewardModel
-from lit_rl.rewards.scorers.placed import Placed
-from lit_rl.rollout import Sampling
+from lit_rl.rewards.classifiers import OnRunDevice
+from lit_rl.runs.step_memory import peak_memory
 
 TINY = str(Path(lit_rl.__file__).parent / "models" / "tiny")
 
@@ -77,10 +77,10 @@ def test_a_mixture_of_devices_in_a_trial_fails_a_test_and_warns_a_run(
 ) -> None:
     """Without the warning the run ends well, and decodes the slow way."""
     if fault == "a prompt on the host":
-        whole = grouped_steps.probe
+        whole = grouped_cache.probe_batch
         monkeypatch.setattr(
-            grouped_steps,
-            "probe",
+            grouped_cache,
+            "probe_batch",
             lambda policy: dataclasses.replace(whole(policy), prompt_mask=whole(policy).prompt_mask.cpu()),
         )
         key, instead = "generator.grouped_cache", "own"
@@ -141,7 +141,7 @@ def test_a_reward_model_is_on_the_device_of_the_run(
 
 def test_outside_of_a_run_a_scorer_takes_the_gpu() -> None:
     torch.cuda.set_device(1)
-    assert Placed().place == torch.device("cuda", 1)
+    assert OnRunDevice().place == torch.device("cuda", 1)
 
 
 def test_noise_on_embeddings_is_the_same_on_every_device() -> None:
@@ -178,7 +178,7 @@ def test_a_checkpoint_holds_the_generators_that_a_run_draws_from(kind: str) -> N
     first = drawn()
     set_rng_state(saved, kind)
     assert drawn() == first
-    with generators_kept():
+    with preserve_generators():
         torch.manual_seed(0)
         seed_generators(1)
         seeded = drawn()

@@ -21,12 +21,12 @@ from small_rollouts import completions
 
 from lit_rl import DPO, GRPO, KTO, PPO, SFT, RewardModeling
 from lit_rl.algorithms.evaluation.validation import Evaluation
-from lit_rl.algorithms.rollouts.state import to_device_dataclass
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
-from lit_rl.examples import TokenBatch
-from lit_rl.rollout import Sampling, join_completions, select, trim
-from lit_rl.transfers import to_host
+from lit_rl.algorithms.rollouts.checkpoints import to_device_dataclass
+from lit_rl.core.examples import TokenBatch
+from lit_rl.core.rollout import Sampling, join_completions, select, trim
+from lit_rl.core.transfers import to_host
+from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 
 pytestmark = pytest.mark.all
 

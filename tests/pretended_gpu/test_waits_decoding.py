@@ -13,11 +13,10 @@ import torch
 from generation_cases import ask, build, responses, spell
 from turn_cases import Scripted, reply, rows_of
 
-from lit_rl.generation.base import Generator
-from lit_rl.generation.continuous import HFContinuousGenerator
-from lit_rl.generation.hf import HFGenerator
+from lit_rl.core.rollout import Completions, Prompts, Sampling
+from lit_rl.generation.generator import Generator
+from lit_rl.generation.hf import HFContinuousGenerator, HFGenerator
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.rollout import Completions, Prompts, Sampling
 
 pytestmark = pytest.mark.all
 

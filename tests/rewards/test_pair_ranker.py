@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import DebertaV2Config, DebertaV2Model, PreTrainedTokenizerFast
 
 from lit_rl.algorithms import OnlineDPO
-from lit_rl.errors import ConfigError, RewardError, StorageError
+from lit_rl.core.errors import ConfigError, RewardError, StorageError
 from lit_rl.rewards import PairRMJudge
-from lit_rl.rewards.judges.pair_ranker import FIRST, SECOND, SOURCE, network
+from lit_rl.rewards.pair_ranker import FIRST, SECOND, SOURCE, network
 
 PROMPTS = ["2+2=", "a much longer question than the others: ", "2+2="]
 ONE = ["4", "short", "the longest completion of them all"]

@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
-from lit_rl.errors import RewardError
+from lit_rl.core.errors import RewardError
+from lit_rl.core.event_loops import BackgroundLoop
 from lit_rl.rewards import Rewards
-from lit_rl.rewards.execution.event_loops import BackgroundLoop
 
 PROMPTS = ["p"] * 4
 COMPLETIONS = ["one", "two", "three", "four"]

@@ -14,7 +14,7 @@ from trl.rewards.accuracy_rewards import accuracy_reward, get_cosine_scaled_rewa
 from trl.rewards.format_rewards import think_format_reward
 from trl.rewards.other_rewards import get_repetition_penalty_reward, get_soft_overlong_punishment
 
-from lit_rl.errors import BackendError, ConfigError, RewardError
+from lit_rl.core.errors import BackendError, ConfigError, RewardError
 from lit_rl.rewards import (
     CosineScaledLength,
     MathAccuracy,

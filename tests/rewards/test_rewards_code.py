@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from lit_rl.errors import BackendError, ConfigError, RewardError
+from lit_rl.core.errors import BackendError, ConfigError, RewardError
 from lit_rl.rewards import CodeExecution, Rewards
-from lit_rl.rewards.builtin import code as code_module
-from lit_rl.rewards.builtin.code import NO_CODE, last_block, namespaces
+from lit_rl.rewards import code_rewards as code_module
+from lit_rl.rewards.code_rewards import NO_CODE, last_block, namespaces
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limits are those of Linux"),

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from test_rewards_code import FORKS, RIGHT, TESTS, THREADS, verdict
 
-from lit_rl.errors import BackendError, ConfigError
-from lit_rl.rewards import CodeExecution
-from lit_rl.rewards.builtin import bubblewrap
+from lit_rl.core.errors import BackendError, ConfigError
+from lit_rl.rewards import CodeExecution, sandbox
 
 pytestmark = [pytest.mark.skipif(os.name != "posix", reason="the limits are those of Linux")]
 
@@ -24,7 +23,7 @@ def allowed(runner: Any, **settings: Any) -> CodeExecution:
     """The reward with this runner; where that cannot run, the test is skipped in words."""
     if runner == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed (apt-get install bubblewrap)")
-    if runner == "bubblewrap" and (said := bubblewrap.trial()) is not None:
+    if runner == "bubblewrap" and (said := sandbox.failed_trial()) is not None:
         pytest.skip(f"bubblewrap is installed and cannot make its namespaces here: {said}")
     return CodeExecution(True, runner=runner, **{"timeout": 30, "memory_mb": 256, **settings})
 
@@ -235,7 +234,7 @@ def test_memory_is_limited_for_all_processes_together_and_none_is_left():
 def test_a_sandbox_that_is_ended_while_it_starts_leaves_nothing(seconds: float):
     """Its first process once waited for ever for the one that had been killed, and held the pipe that we read."""
     allowed("bubblewrap")
-    runner = bubblewrap.Bubblewrap(seconds=5, memory_mb=256, processes=4)
+    runner = sandbox.Bubblewrap(seconds=5, memory_mb=256, processes=4)
     with runner._started("", []) as started:
         time.sleep(seconds)
     assert [process.returncode for process in started] == [-9, -9]

@@ -13,8 +13,8 @@ from trl.rewards.format_rewards import think_format_reward
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 
 from lit_rl.cli.build import build, prune
-from lit_rl.errors import ConfigError
-from lit_rl.reasoning import Problem
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.task_sets import ReasoningGymProblem
 from lit_rl.rewards import ProcessRewardModel, RegexFormat, RemoteReward, RewardModel, Rewards
 
 FOLDER = Path(__file__).parents[2] / "conf" / "reward"
@@ -56,7 +56,7 @@ COLUMNS = {
     "episodes": [{"reward": 1.0, "turn_rewards": []}, {"reward": 0.25, "turn_rewards": [0.25, None, 0.5], "turns": 3}],
     "source": ["sums", "word_problems"],
     "tests": ["assert True", "assert True"],
-    "reasoning_gym": [Problem("chain_sum", TWO_DIGITS, seed=0, size=5000, index=157).text] * 2,  # 30 + 12
+    "reasoning_gym": [ReasoningGymProblem("chain_sum", TWO_DIGITS, seed=0, size=5000, index=157).text] * 2,  # 30 + 12
     "verifiers": ["a task"] * 2,
     "verifiers_scores": [{"reward": reward, "rewards": {}, "metrics": {}} for reward in (1.0, 0.25)],  # of a harness
 }

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.rewards import CodeExecution, Rewards, Scores, TrainerState, math_answer
-from lit_rl.rewards.functions.contract import takes
+from lit_rl.rewards.contract import takes
 
 PROMPTS = ["a", "a", "b", "b"]
 COMPLETIONS = ["one", "two", "three", "four"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_rl.errors import RewardError
+from lit_rl.core.errors import RewardError
 from lit_rl.rewards import RewardRecipes, Rewards, Scores, from_paths
 
 PROMPTS = [f"p{i // 4}" for i in range(12)]

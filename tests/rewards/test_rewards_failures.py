@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.errors import BackendError, ConfigError, DataError, RewardError, StorageError
-from lit_rl.rewards import Rewards
-from lit_rl.rewards.execution import caller
-from lit_rl.rewards.execution.cache import Cache, key_of
+from lit_rl.core.errors import BackendError, ConfigError, DataError, RewardError, StorageError
+from lit_rl.rewards import Rewards, caller
+from lit_rl.rewards.caller import ScoreCache, key_of
 
 COMPLETIONS = ["1", "x", "3", "", "5"]
 
@@ -249,7 +248,7 @@ def test_a_function_of_the_trainer_state_is_not_cached():
 
 
 def test_the_longest_unused_entry_goes_first():
-    cache = Cache(2)
+    cache = ScoreCache(2)
     for key in (b"a", b"b"):
         cache.put(key, key)
     assert cache.get(b"a") == b"a"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_rl.errors import RewardError
+from lit_rl.core.errors import RewardError
 from lit_rl.rewards import Rewards, TrainerState, from_paths
 
 SOURCE = """

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.rewards import Rewards
-from lit_rl.rewards.sums.joint import JointRewards
+from lit_rl.rewards.combinations import JointRewards
 
 TEXTS = ["a", "bb", "", "dddd"]
 

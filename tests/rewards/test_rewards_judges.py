@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from lit_rl.errors import ConfigError, RewardError
-from lit_rl.rewards.judges.base import Judge, RewardJudge, check_verdicts
-from lit_rl.rewards.judges.functions import FunctionJudge, PairwiseJudge, as_judge
-from lit_rl.rewards.judges.language_model import TEMPLATE, LLMJudge, verdict_of
+from lit_rl.core.errors import ConfigError, RewardError
+from lit_rl.rewards.judges import FunctionJudge, Judge, PairwiseJudge, RewardJudge, as_judge, check_verdicts
+from lit_rl.rewards.llm_judge import TEMPLATE, LLMJudge, verdict_of
 
 REWARDS = {"first_rewards": [1.0, 0.0, 2.0, None], "second_rewards": [0.0, 3.0, 2.0, 1.0]}
 FOUR = (["p"] * 4, ["a", "bb", "c", "dd"], ["aa", "b", "d", "e"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from math_verify import parse, verify
 
 from lit_rl.rewards import MathAccuracy, Rewards, boxed, final_answer, math_answer
-from lit_rl.rewards.builtin.math import golden_part, normalise, number, same_answer
+from lit_rl.rewards.math_rewards import golden_part, normalise, number, same_answer
 
 BOXES = {
     r"so \boxed{5}.": "5",
@@ -240,7 +240,7 @@ def test_answers_that_a_completion_cannot_simply_give_are_said_before_a_run(answ
 
 
 def test_of_many_answers_the_first_are_looked_at(monkeypatch):
-    monkeypatch.setattr("lit_rl.rewards.builtin.math._LOOKED_AT", 2)
+    monkeypatch.setattr("lit_rl.rewards.math_rewards._CHECKED_ANSWERS", 2)
     with pytest.warns(
         UserWarning, match=r"equals 2 of the 3 answers that were looked at; the first is 'x\^2' of row 1"
     ):

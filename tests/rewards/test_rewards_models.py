@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from lit_rl.algorithms import GRPO
-from lit_rl.errors import ConfigError, RewardError, StorageError
+from lit_rl.core.errors import ConfigError, RewardError, StorageError
 from lit_rl.rewards import RewardModel, Rewards
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"

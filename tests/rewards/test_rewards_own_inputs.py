@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from lit_rl.errors import RewardError
+from lit_rl.core.errors import RewardError
 from lit_rl.rewards import JointRewards, RewardRecipes, Rewards, Scores, TrainerState, from_paths, load_function
-from lit_rl.rewards.functions.names import METRICS
-from lit_rl.rewards.judges.base import ask
-from lit_rl.rewards.judges.functions import FunctionJudge, PairwiseJudge
+from lit_rl.rewards.contract import RUN_METRICS
+from lit_rl.rewards.judges import FunctionJudge, PairwiseJudge, ask_judge
 
 SOURCE = """
 import random, sys
@@ -142,7 +141,7 @@ def test_a_judge_has_copies_of_its_own(mine, workers: int):
             return [len(prompt) * len(each["seen"]) / 10 for prompt, each in zip(prompts, info)]
 
     def asked(judge: Any) -> list[float]:
-        return ask(judge, prompts, completions, completions, trainer_state=TrainerState(), **columns)
+        return ask_judge(judge, prompts, completions, completions, trainer_state=TrainerState(), **columns)
 
     assert asked(listed) == [(EACH - 20) / 20] * 4 and asked(paired) == [0.0] * 4 and asked(OfTheUser()) == [0.2] * 4
     assert (prompts[0], completions[0], columns["info"][0]) == (PROMPT, SAID, INFO)
@@ -203,7 +202,7 @@ def test_a_judge_of_the_user_draws_by_the_seed_and_leaves_the_generators_as_they
             return [random.random() for _ in prompts]
 
     before = random.getstate()
-    first, second = (ask(Draws(), ["p"], ["a"], ["b"], trainer_state=TrainerState(seed=3)) for _ in range(2))
+    first, second = (ask_judge(Draws(), ["p"], ["a"], ["b"], trainer_state=TrainerState(seed=3)) for _ in range(2))
     assert first == second and random.getstate() == before
 
 
@@ -229,7 +228,7 @@ def documented(root: Path) -> set[str]:
 
 def test_no_function_logs_under_a_name_of_the_run(root: Path):
     names = {re.sub("<fn>", "mine", name) for name in documented(root)} - {"verifiers/<name>"}
-    assert len(names) > 100 and METRICS - names == {"aux_loss"}
+    assert len(names) > 100 and RUN_METRICS - names == {"aux_loss"}
     for name in (*names, "rewards/other/mean"):
         with pytest.raises(RewardError, match=re.escape(f"log_metric({name!r}, ...) of 'mine'")) as error:
             logging(name)

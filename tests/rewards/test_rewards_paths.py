@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.rewards import Rewards, from_paths, load_function
 
 SOURCE = '''
@@ -51,7 +51,7 @@ def test_relative_absolute_and_module_paths(folder):
     for path in ("./my_reward.py:score", "my_reward.py:score", f"{folder}/my_reward.py:score"):
         assert load_function(path)(["p"], ["c"], ["a"]) == [2.0]
     assert load_function("lit_rl.rewards:exact_match")([], ["a"], ["a"]) == [1.0]
-    assert load_function("lit_rl.rewards.builtin.text:exact_match").__name__ == "exact_match"
+    assert load_function("lit_rl.rewards.text_rewards:exact_match").__name__ == "exact_match"
 
 
 def test_the_function_keeps_its_name_doc_and_signature(folder):
@@ -102,7 +102,7 @@ WRONG = {
         ["'lit_rl.rewards.builtin.maths'", "mean 'math'?"],
     ),
     "module_is_a_file": ("my_reward:score", ConfigError, ["'./my_reward.py:name'"]),
-    "module_attribute": ("lit_rl.rewards.builtin.math:math_anser", ConfigError, ["Did you mean 'math_answer'?"]),
+    "module_attribute": ("lit_rl.rewards.math_rewards:math_anser", ConfigError, ["Did you mean 'math_answer'?"]),
     "class": ("./my_reward.py:Judge", RewardError, ["is a class", "Judge(...)"]),
     "number": ("./my_reward.py:LIMIT", RewardError, ["cannot be called"]),
     "async_generator": ("./my_reward.py:yields", RewardError, ["async generator"]),
@@ -143,7 +143,7 @@ def test_from_paths_names_weights_and_clashes(folder):
     rewards = from_paths(["./my_reward.py:score", "./other.py:score", "./other.py:bonus"], [1.0, 0.5, 0.25])
     assert rewards.weights == {"my_reward.score": 1.0, "other.score": 0.5, "bonus": 0.25}
     assert rewards.score(["p"], ["c"], {"answer": ["a"]}).total.tolist() == [2.75]
-    assert from_paths(["lit_rl.rewards.builtin.text:contains", "./other.py:score"]).names == ("contains", "score")
+    assert from_paths(["lit_rl.rewards.text_rewards:contains", "./other.py:score"]).names == ("contains", "score")
     with pytest.raises(ConfigError, match=r"other\.score"):
         from_paths(["./other.py:score", "other.py:score"])
     with pytest.raises(ConfigError, match="2 numbers"):

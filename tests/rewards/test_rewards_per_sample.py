@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.errors import RewardError
+from lit_rl.core.errors import RewardError
 from lit_rl.rewards import Rewards
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast, Qwen2Config
 
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.rewards import ProcessRewardModel, Rewards
-from lit_rl.rewards.scorers.process_reward_model import steps_of
+from lit_rl.rewards.model_rewards import steps_of
 
 PROMPTS = ["17+25=", "a longer prompt: ", "1+1="]
 COMPLETIONS = ["7+5=12\n1+2+1=4", "only one step\n", "\n \n"]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.rewards import RewardRecipes, Rewards, contains, exact_match
 
 RECIPES = {"math": {"number": 2.0}, "chat": {"later": 0.5, "number": -1.0}, "code": {"one": 3.0}}

@@ -18,11 +18,9 @@ import pytest
 from PIL import Image
 from waiting import until
 
-from lit_rl.errors import ConfigError, RewardError
-from lit_rl.images import ImageRef, digest_of
-from lit_rl.rewards import RemoteReward, Rewards
-from lit_rl.rewards.scorers import remote
-from lit_rl.videos import VideoRef
+from lit_rl.core.errors import ConfigError, RewardError
+from lit_rl.core.visuals import ImageRef, VideoRef, digest_of
+from lit_rl.rewards import RemoteReward, Rewards, remote_reward
 
 Reply = tuple[int, Any]
 
@@ -184,7 +182,7 @@ def test_a_redirect_is_not_followed_wherever_it_leads(serve, status, monkeypatch
 
 
 def test_an_answer_without_end_is_left(serve, monkeypatch):
-    monkeypatch.setattr(remote, "_LARGEST_ANSWER", 2**20)
+    monkeypatch.setattr(remote_reward, "_LARGEST_ANSWER", 2**20)
     server = serve(lambda body, number: (200, b"[" * 2**21))
     with pytest.raises(RewardError, match="the answer is larger than 1 MiB"):
         ask(quick(server.url, attempts=1), ["a"])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.rewards import Length, RegexFormat, Rewards, contains, exact_match
 
 VALUES = st.none() | st.floats(-100, 100, width=32)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.rewards import (
     CosineScaledLength,
     Length,
@@ -23,7 +23,7 @@ from lit_rl.rewards import (
     math_answer,
     text_of,
 )
-from lit_rl.rewards.builtin.text import answer_text
+from lit_rl.rewards.text_rewards import answer_text
 
 
 def message(text):

@@ -11,10 +11,10 @@ import torch
 
 from lit_rl.algorithms import GRPO, AdamW, Evaluation
 from lit_rl.callbacks import Alarm, TimedCheckpoint
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 
 class AtLooks(Alarm):

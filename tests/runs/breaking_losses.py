@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_rl.ops.losses import clipped_policy_loss
+from lit_rl.ops.policy_losses import clipped_policy_loss
 
 _called: list[int] = []
 

@@ -15,10 +15,10 @@ from lit_rl.algorithms import GRPO, Constant
 from lit_rl.algorithms.optim.broken_steps import LIMIT
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.errors import ConfigError, NumericError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError, NumericError
-from lit_rl.rollout import Sampling
 
 NAMES = ("loss", "gradient")
 BROKEN = 2

@@ -11,11 +11,11 @@ from dist_equal import train_and_leave, trainer
 
 from lit_rl.algorithms import GRPO, Constant
 from lit_rl.algorithms.optim.optimizers import ByPath
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.environments import CustomEnvironment
 from lit_rl.generation import RolloutFunction
 from lit_rl.rewards import environment
-from lit_rl.rollout import Sampling
 
 KINDS = ["short", "long", "long", "short", "fails", "long", "short", "long"]
 """Of the rows of an epoch: two rollouts of four."""

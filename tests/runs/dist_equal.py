@@ -19,11 +19,11 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from torch import Tensor
 
-from lit_rl.algorithms.evaluation.speed import is_speed
+from lit_rl.algorithms.rollouts.phase_costs import is_speed
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.sharding import full_state_dict
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.sharding import full_state_dict
 
 
 def trainer(folder: Path, devices: int, **more: Any) -> L.Trainer:
@@ -52,7 +52,7 @@ def logged(runner: L.Trainer) -> dict[str, float]:
 
 def parts(*overrides: str) -> tuple[Any, Any]:
     """The module and the data module of a command line, run directory aside."""
-    schemas.register()
+    schemas.register_schemas()
     GlobalHydra.instance().clear()
     with initialize_config_module("lit_rl.conf", version_base="1.3"):
         tree = plain(compose("config", ["run_dir=run", *overrides]))

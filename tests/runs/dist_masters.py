@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms import GRPO, SFT, Constant
 from lit_rl.algorithms.optim.optimizers import ByPath
-from lit_rl.algorithms.optim.split_master import join
+from lit_rl.algorithms.optim.split_adamw import join
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import SupervisedDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition, AdditionText
-from lit_rl.rollout import Sampling
 
 STEPS = 3
 SAMPLING = Sampling(max_new_tokens=4)

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rl.algorithms.optim.strategies import FSDPTPStrategy
-from lit_rl.callbacks.sample_rows import of_all_ranks
-from lit_rl.callbacks.unwritten import Unwritten
-from lit_rl.rewards.sums.weighted import Rewards
+from lit_rl.callbacks.loggers import WriteFailures
+from lit_rl.callbacks.samples import gather_on_rank_zero
+from lit_rl.rewards.weighted_rewards import Rewards
 
 SGD = ["optimizer=by_path", "optimizer.path=torch.optim.SGD", "optimizer.lr=0.3", "scheduler=constant"]
 """Plain SGD: the change of the weights is the gradient."""
@@ -55,7 +55,7 @@ def other_family(kind: str, folder: Path) -> Path:
     """A folder with a model of another family, of random weights, beside the tokenizer of the tiny one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lit_rl.models.policy.language_model import LanguageModel
+    from lit_rl.models.language_model import LanguageModel
 
     tiny = LanguageModel("tiny")
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def run(
     trainer.limit_val_batches = 1.0
     trainer.validate(module, datamodule=data, verbose=False)
     metrics |= dist_equal.logged(trainer)
-    senders = of_all_ranks(trainer, trainer.global_rank, Unwritten("the test"))
+    senders = gather_on_rank_zero(trainer, trainer.global_rank, WriteFailures("the test"))
     dist_equal.leave(module, trainer, folder / f"{name}.pt", metrics=metrics, senders=senders)
 
 

@@ -10,15 +10,18 @@ import torch
 
 from lit_rl.algorithms import DPO, Constant
 from lit_rl.algorithms.optim.optimizers import ByPath
-from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
-from lit_rl.ops import preference
-from lit_rl.rollout import Sampling
+from lit_rl.ops import preference_losses
 
 RUNS: dict[str, dict[str, Any]] = {
-    "precomputed": {"preference": {"sigmoid": preference.sigmoid, "sft": preference.sft}, "precompute_reference": True},
-    "aot": {"preference": preference.aot, "precompute_reference": True},
-    "live": {"preference": {"aot_unpaired": preference.aot_unpaired, "sft": preference.sft}},
+    "precomputed": {
+        "preference": {"sigmoid": preference_losses.sigmoid, "sft": preference_losses.sft},
+        "precompute_reference": True,
+    },
+    "aot": {"preference": preference_losses.aot, "precompute_reference": True},
+    "live": {"preference": {"aot_unpaired": preference_losses.aot_unpaired, "sft": preference_losses.sft}},
 }
 
 

@@ -12,10 +12,10 @@ from dist_mesh import CLIP, GRPO, SGD
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
-from lit_rl.errors import RewardError
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.rewards.scorers.reward_model import RewardModel
-from lit_rl.rewards.sums.weighted import Rewards
+from lit_rl.core.errors import RewardError
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.rewards.model_rewards import RewardModel
+from lit_rl.rewards.weighted_rewards import Rewards
 
 STEPS = 4
 ROWS = (5, 1)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.export.shipping import adapter_only, fingerprint, weight_shapes, whole_weights, write_adapter
-from lit_rl.models.policy.sharding import shard, unsharded
+from lit_rl.models.engine_weights import adapter_only, fingerprint, weight_shapes, whole_weights, write_adapter
+from lit_rl.models.sharding import shard, unsharded
 
 KINDS: dict[str, Lora | None] = {
     "full": None,

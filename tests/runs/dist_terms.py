@@ -20,15 +20,15 @@ from objective_terms import TWO_STEPS, EngineWithOtherLogprobs, fresh
 from lit_rl.algorithms import GRPO, PPO, Constant, Reinforce
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
-from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL
+from lit_rl.algorithms.terms.credit import RunningNorm
 from lit_rl.algorithms.terms.groups import DynamicSampling
-from lit_rl.algorithms.terms.running_norm import RunningNorm
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.algorithms.terms.regularizers import AdaptiveEntropy, AdaptiveKL
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.models.policy.sharding import full_state_dict
-from lit_rl.models.scoring.critic import SeparateCritic
-from lit_rl.ops import advantages, losses, mismatch, selection
-from lit_rl.rollout import Sampling
+from lit_rl.models.critics import SeparateCritic
+from lit_rl.models.sharding import full_state_dict
+from lit_rl.ops import advantages, engine_mismatch, policy_losses, selection
 
 STEPS = 4
 FORMULAS = (
@@ -69,14 +69,14 @@ def shapes() -> dict[str, tuple[Any, dict[str, Any]]]:
                 "entropy": AdaptiveEntropy(coef=0.1, delta=0.05, target=10.0),
             },
         ),
-        "kl-cov": (GRPO, {**two, "loss": partial(losses.kl_cov_loss, share=0.2)}),
+        "kl-cov": (GRPO, {**two, "loss": partial(policy_losses.kl_cov_loss, share=0.2)}),
         "weights": (
             GRPO,
             {
                 **two,
                 "generator": EngineWithOtherLogprobs(),
-                "correction": mismatch.token_truncate,
-                "weight_norm": mismatch.normalize_sequence_weights,
+                "correction": engine_mismatch.token_truncate,
+                "weight_norm": engine_mismatch.normalize_sequence_weights,
             },
         ),
         "ahead": (GRPO, {"generator": CopiedPolicyGenerator(lag=1)}),
@@ -88,9 +88,9 @@ def shapes() -> dict[str, tuple[Any, dict[str, Any]]]:
             GRPO,
             {
                 **two,
-                "loss": losses.vespo_loss,
+                "loss": policy_losses.vespo_loss,
                 "generator": EngineWithOtherLogprobs(),
-                "correction": mismatch.token_truncate,
+                "correction": engine_mismatch.token_truncate,
             },
         ),
         **{f"step-{name}": (kind, {"iterations": 2, **fresh(terms)}) for name, (kind, terms) in TWO_STEPS.items()},

@@ -10,10 +10,10 @@ import torch
 
 from lit_rl.algorithms import BCO, KTO, Constant
 from lit_rl.algorithms.optim.optimizers import ByPath
-from lit_rl.algorithms.terms.density_ratio import DensityRatio
-from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.algorithms.terms.verdict_terms import DensityRatio
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
-from lit_rl.rollout import Sampling
 
 RUNS: dict[str, Any] = {"kto": KTO, "bco": BCO}
 

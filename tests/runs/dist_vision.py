@@ -17,13 +17,13 @@ import vision_toys
 
 from lit_rl.algorithms import DPO, GRPO, PPO, Constant, RewardModeling
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.digits import Digits
-from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.tasks import Digits
 from lit_rl.environments import CustomEnvironment
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.rewards import environment
-from lit_rl.rollout import Sampling
 
 STEPS = 3
 TOYS = ["qwen2_vl"] if torchvision_beside.FOLDER else ["gemma3"]

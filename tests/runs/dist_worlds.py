@@ -13,9 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rl.algorithms import BCO
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
-from lit_rl.callbacks.averaged import AveragedWeights
-from lit_rl.callbacks.ema import BEMAWeights, EMAWeights
-from lit_rl.models.policy.sharding import full_state_dict
+from lit_rl.callbacks.exported_weights import AveragedWeights, BEMAWeights, EMAWeights
+from lit_rl.models.sharding import full_state_dict
 
 MOMENTUM = [
     *("optimizer=by_path", "optimizer.path=torch.optim.SGD", "optimizer.kwargs.momentum=0.9", "optimizer.lr=0.05"),

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from lit_rl.environments.guess import GuessNumber
+from lit_rl.environments.games import GuessNumber
 
 
 class Unreachable(GuessNumber):

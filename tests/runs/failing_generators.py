@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_rl.errors import GenerationError
-from lit_rl.generation.batches import Decoded
+from lit_rl.core.errors import GenerationError
+from lit_rl.core.rollout import Completions, Prompts, Sampling
+from lit_rl.generation.decode_batches import Decoded
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.rollout import Completions, Prompts, Sampling
 
 
 class FailsAt(NativeGenerator):

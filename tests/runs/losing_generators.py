@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from copied_engines import CopiedPolicyGenerator
 
+from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation import ranks
-from lit_rl.generation.base import EngineLost
-from lit_rl.rollout import Completions, Prompts, Sampling
+from lit_rl.generation.generator import EngineLost
 
 
 class LosesWhatIsDrawnAhead(CopiedPolicyGenerator):
@@ -16,6 +16,6 @@ class LosesWhatIsDrawnAhead(CopiedPolicyGenerator):
         super().__init__(lag=1)
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
-        if ranks.beside_the_training() and self._version == 2 and ranks.rank() == 1:
+        if ranks.in_background_thread() and self._version == 2 and ranks.rank() == 1:
             raise EngineLost("the engine of one rank is gone")
         return super().generate(prompts, sampling)

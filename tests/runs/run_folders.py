@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lit_rl.callbacks.sample_files import write_parquet
+from lit_rl.callbacks.output_files import write_parquet
 
 CONFIG: dict[str, Any] = {
     "seed": 0,
@@ -17,15 +17,15 @@ CONFIG: dict[str, Any] = {
     "task": "fit",
     "trainer": {"_target_": "lightning.Trainer", "max_steps": 40, "gradient_clip_val": 1.0},
     "optimizer": {"_target_": "lit_rl.algorithms.optim.optimizers.AdamW", "lr": 0.001, "weight_decay": 0.0},
-    "sampling": {"_target_": "lit_rl.rollout.Sampling", "max_new_tokens": 512, "stop": []},
+    "sampling": {"_target_": "lit_rl.core.rollout.Sampling", "max_new_tokens": 512, "stop": []},
     "model": {"_target_": "lit_rl.models.LanguageModel", "name": "tiny"},
-    "data": {"_target_": "lit_rl.data.datamodule.RolloutDataModule", "path": "mine.jsonl"},
+    "data": {"_target_": "lit_rl.data.prompt_module.RolloutDataModule", "path": "mine.jsonl"},
 }
 CONFIG["algo"] = {
     "_target_": "lit_rl.algorithms.GRPO",
     "sampling": CONFIG["sampling"],
     "optimizer": CONFIG["optimizer"],
-    "loss": {"_target_": "lit_rl.ops.losses.clipped_policy_loss", "_partial_": True, "clip_low": 0.1},
+    "loss": {"_target_": "lit_rl.ops.policy_losses.clipped_policy_loss", "_partial_": True, "clip_low": 0.1},
     "mask_truncated": False,
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet
 import torch
 
-from lit_rl.algorithms.evaluation.speed import is_speed
+from lit_rl.algorithms.rollouts.phase_costs import is_speed
 
 SMALL = [
     "data.task.max_operand=5",

@@ -13,10 +13,10 @@ from typing import Any
 from signalling_rewards import say_when_and_send
 from torch import Tensor, nn
 
-from lit_rl.generation.batches import Decoded
+from lit_rl.core.interrupts import Interrupted
+from lit_rl.generation.decode_batches import Decoded
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.interruption import Interrupted
 
 
 class _Slow:

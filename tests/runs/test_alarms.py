@@ -29,13 +29,13 @@ from lit_rl.callbacks import (
     LengthDrift,
     RepetitionDrift,
 )
-from lit_rl.callbacks.alarms import kinds
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
+from lit_rl.callbacks import alarms as kinds
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition, AdditionPairs, AdditionSteps, AdditionText
-from lit_rl.errors import ConfigError
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 ENTROPY = "train/entropy"
 

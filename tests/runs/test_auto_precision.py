@@ -20,12 +20,12 @@ from lightning.pytorch.strategies import (
 from runs_helpers import SMALL, assert_same_run, interrupted, newest
 from tiers import quick
 
-import lit_rl.cli.precision as auto
+import lit_rl.cli.trainer_settings as auto
 from lit_rl import cli
 from lit_rl.algorithms import GRPO
-from lit_rl.algorithms.optim.precision import made_in, multiplies_bfloat16
+from lit_rl.algorithms.optim.master_weights import checkpoint_precision, multiplies_bfloat16
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
-from lit_rl.cli.precision import automatic, for_trainer, precision_of, settle
+from lit_rl.cli.trainer_settings import automatic_precision, precision_of, settle_precision, trainer_precision
 from lit_rl.models import LanguageModel
 from lit_rl.rewards import exact_match
 
@@ -62,7 +62,7 @@ def units(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     ],
 )
 def test_device_strategy_and_type_decide(device, has_units, strategy, dtype, precision, why):
-    choice = automatic(device, has_units, strategy, dtype)
+    choice = automatic_precision(device, has_units, strategy, dtype)
     assert choice.precision == precision and why in choice.why
 
 
@@ -91,7 +91,7 @@ def test_a_plugin_of_the_users_decides(units, tmp_path):
     units(True)
     plugin = MixedPrecision("bf16-mixed", "cpu")
     trainer = L.Trainer(accelerator="cpu", plugins=[plugin], default_root_dir=tmp_path, logger=False)
-    assert settle("auto", None, trainer, GRPO("tiny", exact_match)) is None
+    assert settle_precision("auto", None, trainer, GRPO("tiny", exact_match)) is None
     assert trainer.precision_plugin is plugin
 
 
@@ -120,7 +120,7 @@ def test_a_run_goes_on_in_the_precision_it_began_in_on_any_processor(train, tmp_
     assert capsys.readouterr().out.count(f"precision {precision}: this processor has") == 1
     assert yaml.safe_load((whole / "config.yaml").read_text())["trainer"]["precision"] == precision
     saved = newest(whole)
-    assert made_in(saved) == saved["precision"] == precision
+    assert checkpoint_precision(saved) == saved["precision"] == precision
     trained = {tensor.dtype for tensor in saved["state_dict"].values()}
     assert trained == {torch.bfloat16 if has_units and not more else torch.float32}
     interrupted(whole, again, 1)
@@ -138,9 +138,9 @@ def test_checkpoints_of_earlier_versions_were_float32_or_have_masters(tmp_path, 
     file = tmp_path / "one.ckpt"
     for state, precision in ((plain, FLOAT32), (narrow, BF16), (plain | {"precision": "bf16-mixed"}, "bf16-mixed")):
         torch.save(state, file)
-        assert precision_of(file) == for_trainer({"precision": "auto", "plugins": None}, str(file)) == precision
-    assert for_trainer({"precision": "auto", "plugins": [MixedPrecision("bf16-mixed", "cpu")]}, str(file)) is None
-    assert for_trainer({"precision": FLOAT32, "plugins": None}, str(file)) == FLOAT32
+        assert precision_of(file) == trainer_precision({"precision": "auto", "plugins": None}, str(file)) == precision
+    assert trainer_precision({"precision": "auto", "plugins": [MixedPrecision("bf16-mixed", "cpu")]}, str(file)) is None
+    assert trainer_precision({"precision": FLOAT32, "plugins": None}, str(file)) == FLOAT32
     (tmp_path / "sharded").mkdir()
     torch.save({"precision": BF16}, tmp_path / "sharded" / "meta.pt")
     assert precision_of(tmp_path / "sharded") == BF16

@@ -15,26 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lit_rl.algorithms import (
-    DPO,
-    GKD,
-    KTO,
-    SFT,
-    AdamW,
-    Constant,
-    OnlineDPO,
-    ProcessRewardModeling,
-    RewardModeling,
-)
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
+from lit_rl.algorithms import DPO, GKD, KTO, SFT, AdamW, Constant, OnlineDPO, ProcessRewardModeling, RewardModeling
+from lit_rl.core.examples import TokenBatch
+from lit_rl.core.rollout import Completions, Sampling
+from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition, AdditionPairs, AdditionSteps, AdditionText
-from lit_rl.examples import TokenBatch
 from lit_rl.models import LanguageModel
-from lit_rl.models.policy.forward import score
-from lit_rl.models.policy.text_forward import score_texts, text_logits
-from lit_rl.ops.preference.divergence_jsd import generalized_jsd
-from lit_rl.rollout import Completions, Sampling
+from lit_rl.models.forward import score, score_texts, text_logits
+from lit_rl.ops.imitation import generalized_jsd
 
 pytestmark = [pytest.mark.all, pytest.mark.xdist_group("bf16")]
 

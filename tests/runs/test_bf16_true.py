@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from lit_rl.algorithms import GRPO, SFT, AdamW, Constant
 from lit_rl.algorithms.optim.optimizers import AdamWSplit, ByPath
-from lit_rl.algorithms.optim.split_master import join
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import SupervisedDataModule
+from lit_rl.algorithms.optim.split_adamw import join
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition, AdditionText
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel
-from lit_rl.rollout import Sampling
 
 FROM_ONE_STEP = ByPath("torch.optim.SGD", lr=0.3)
 

@@ -18,12 +18,11 @@ from secret_examples import HARMLESS, LONG, OF_A_FORM, OF_A_NAME
 
 import lit_rl
 from lit_rl.callbacks import SavedRollout
-from lit_rl.commands.redaction import redact, redact_command
-from lit_rl.commands.report import closing_table
-from lit_rl.commands.secret_forms import NAMES, TEXTS, WORDS
-from lit_rl.data.templates import render_prompt
-from lit_rl.errors import DataError, StorageError
+from lit_rl.core.errors import DataError, StorageError
+from lit_rl.data.rendering import render_prompt
 from lit_rl.models import LanguageModel
+from lit_rl.reports.secrets import CONTEXT_FORMS, SECRET_NAMES, TOKEN_FORMS, redact, redact_command
+from lit_rl.runs.closing_report import closing_table
 
 
 class Canary:
@@ -82,7 +81,7 @@ def test_no_secret_stands_in_any_file_of_a_run(train, tmp_path: Path, monkeypatc
 SECRET_PARTS = ("geheim1", LONG[:17], "YW5uOmdlaGVpbTE", "BEGIN", "Q3EGR7T2", "d04f2e11", "0a1b2c3d", "klmnop1234")
 
 
-@pytest.mark.parametrize("what", [*WORDS, *TEXTS])
+@pytest.mark.parametrize("what", [*TOKEN_FORMS, *CONTEXT_FORMS])
 def test_a_secret_of_a_known_form_is_redacted_wherever_it_stands(what: str) -> None:
     for secret in OF_A_FORM[what]:
         assert any(part in secret for part in SECRET_PARTS)
@@ -93,7 +92,7 @@ def test_a_secret_of_a_known_form_is_redacted_wherever_it_stands(what: str) -> N
             assert "<redacted>" in str(each) and not [part for part in SECRET_PARTS if part in str(each)], secret
 
 
-@pytest.mark.parametrize("name", [*NAMES, *OF_A_NAME])
+@pytest.mark.parametrize("name", [*SECRET_NAMES, *OF_A_NAME])
 def test_a_secret_by_the_name_of_its_key_is_redacted(name: str) -> None:
     written = [redact({"a": {name: "geheim1"}}), redact_command(f"+a.{name}=geheim1 --{name}=geheim1")]
     assert all("<redacted>" in str(each) and "geheim1" not in str(each) for each in written)

@@ -12,10 +12,10 @@ import torch
 from runs_helpers import SMALL
 
 from lit_rl.callbacks import AtomicCheckpointIO
-from lit_rl.callbacks.checkpoint_files import is_whole, verify
-from lit_rl.commands.run_dir import RunDir
-from lit_rl.durable import MANIFEST, write_manifest
-from lit_rl.errors import StorageError
+from lit_rl.callbacks.checkpoint_io import is_whole, verify
+from lit_rl.core.durable_files import MANIFEST, write_manifest
+from lit_rl.core.errors import StorageError
+from lit_rl.runs.run_dir import RunDir
 
 STATE = {"state_dict": {"weight": torch.arange(300.0)}, "global_step": 7}
 

@@ -11,7 +11,7 @@ import torch
 from dist_equal import Ones, left
 from torch import Tensor
 
-from lit_rl.algorithms.optim.split_master import split
+from lit_rl.algorithms.optim.split_adamw import split
 from lit_rl.models import LanguageModel
 
 pytestmark = [pytest.mark.dist, pytest.mark.all]

@@ -8,7 +8,7 @@ from pathlib import Path
 import dist_samples
 import pytest
 
-from lit_rl.callbacks.sample_files import tables_in
+from lit_rl.callbacks.output_files import list_tables
 
 BY_TOKENS = ["tokens_00000000", "tokens_00000001"]
 pytestmark = [pytest.mark.dist, pytest.mark.all]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.all]
 def test_rows_of_all_ranks_are_in_the_files(two_ranks: Path, tmp_path: Path) -> None:
     dist_samples.run(tmp_path, 1)
     one, two = (
-        {each.name: each.read().to_pydict() for each in tables_in(f / "samples")}
+        {each.name: each.read().to_pydict() for each in list_tables(f / "samples")}
         for f in (tmp_path, two_ranks / "samples")
     )
     assert list(one) == list(two) == ["step_00000000", "step_00000001", *BY_TOKENS, "val_00000002_t0"]

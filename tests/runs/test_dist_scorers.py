@@ -9,9 +9,9 @@ import dist_scorers
 import pytest
 from dist_equal import assert_equal_runs, left
 
-from lit_rl.rewards.scorers.reward_model import RewardModel
-from lit_rl.rewards.sums.recipes import RewardRecipes
-from lit_rl.rewards.sums.weighted import Rewards
+from lit_rl.rewards.combinations import RewardRecipes
+from lit_rl.rewards.model_rewards import RewardModel
+from lit_rl.rewards.weighted_rewards import Rewards
 
 pytestmark = [pytest.mark.dist, pytest.mark.all]
 

@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from lit_rl.models import LanguageModel
-from lit_rl.models.export.shipping import weight_shapes, whole_weights
+from lit_rl.models.engine_weights import weight_shapes, whole_weights
 
 pytestmark = [pytest.mark.dist, pytest.mark.all]
 

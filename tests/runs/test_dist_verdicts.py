@@ -9,7 +9,7 @@ import pytest
 import torch
 from dist_verdicts import RUNS, run
 
-from lit_rl.algorithms.evaluation.speed import is_speed
+from lit_rl.algorithms.rollouts.phase_costs import is_speed
 from lit_rl.models import LanguageModel
 
 pytestmark = [pytest.mark.dist, pytest.mark.all]

@@ -19,9 +19,9 @@ from runs_helpers import assert_same
 from torch import nn
 
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
-from lit_rl.algorithms.rollouts import worlds
-from lit_rl.errors import StorageError
-from lit_rl.models.policy.sharding import full_state_dict
+from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.core.errors import StorageError
+from lit_rl.models.sharding import full_state_dict
 
 pytestmark = [pytest.mark.dist, pytest.mark.all]
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_of_before_is_refused() -> None:
     """Its loader did not say how many batches a rollout has."""
     loops = {"fit_loop": {"state_dict": {"combined_loader": [{"position": 3, "epoch": 0, "fingerprint": ""}]}}}
     with pytest.raises(StorageError, match="written by 2 processes and this run has 1.*trainer.devices=2"):
-        worlds.slots_before(loops, 2, 1)
+        checkpoints.slots_when_written(loops, 2, 1)
 
 
 def test_validation_reads_the_weights_of_any_number_of_processes(two: Path, tmp_path: Path) -> None:

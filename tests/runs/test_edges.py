@@ -16,11 +16,10 @@ from runs_helpers import SMALL, newest, rows
 from safetensors.torch import load_file
 
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
-from lit_rl.callbacks.sample_files import _storable
+from lit_rl.callbacks.display import console_table, escape_control, html_table, printable
+from lit_rl.callbacks.loggers import TENSORBOARD_CELL, WriteFailures, log_tables, table_rows
+from lit_rl.callbacks.output_files import _column_of_one_type
 from lit_rl.callbacks.samples import Samples
-from lit_rl.callbacks.text import console_table, html_table, printable, visible
-from lit_rl.callbacks.tracker_tables import TENSORBOARD_CELL, log_tables, rows_of
-from lit_rl.callbacks.unwritten import Unwritten
 
 
 @pytest.fixture
@@ -113,14 +112,14 @@ def test_an_unscored_completion_is_no_failure_in_pass_at_k():
     "values", [[10**30, 1], ["\ud800", "a"], [True, 0.5], [1, "a"], [{"role": "user"}], [[1, 2], [3]], [None, None]]
 )
 def test_any_column_of_samples_can_be_written(values, tmp_path):
-    stored = _storable(values)
+    stored = _column_of_one_type(values)
     pyarrow.parquet.write_table(pyarrow.table({"column": stored}), tmp_path / "a.parquet")
     assert pyarrow.parquet.read_table(tmp_path / "a.parquet").to_pydict()["column"] == stored
 
 
 def test_plain_columns_are_stored_as_they_are():
     for values in ([1, 2, None], [0.5, 1.5], ["a", None], [True, False]):
-        assert _storable(values) is values
+        assert _column_of_one_type(values) is values
 
 
 class FakeTableLogger(L.pytorch.loggers.logger.Logger):
@@ -150,7 +149,7 @@ def test_loggers_that_take_tables_get_one(capsys):
     logger = FakeTableLogger()
     rows = Samples(print=5)._pick(table)
     console_table("title", rows)
-    broken, unwritten = SimpleNamespace(log_table=None), Unwritten("Samples")
+    broken, unwritten = SimpleNamespace(log_table=None), WriteFailures("Samples")
     with pytest.warns(UserWarning, match="Samples failed in the table 'samples' for SimpleNamespace"):
         log_tables(SimpleNamespace(loggers=[broken, logger]), "samples", table, 7, rows, unwritten)
     columns, data = logger.tables["samples", 7]
@@ -161,7 +160,7 @@ def test_loggers_that_take_tables_get_one(capsys):
 
 @given(st.text(max_size=40), st.integers(2, 30))
 def test_a_cell_is_cut_after_its_control_characters_are_escaped(text, longest):
-    whole = visible(text)
+    whole = escape_control(text)
     cut = whole if len(whole) <= longest else f"{whole[: longest // 2]} ... {whole[-longest // 2 :]}"
     assert printable(text, longest) == cut
 
@@ -173,10 +172,10 @@ def test_tensorboard_gets_every_row_with_its_long_cells_cut_in_the_middle():
     board = SimpleNamespace(
         experiment=SimpleNamespace(add_text=lambda key, text, global_step: said.update({key: text}))
     )
-    log_tables(SimpleNamespace(loggers=[board]), "samples", table, 7, [], Unwritten("Samples"))
+    log_tables(SimpleNamespace(loggers=[board]), "samples", table, 7, [], WriteFailures("Samples"))
     assert len(said["samples"]) < 7 * (TENSORBOARD_CELL + 100) and said["samples"].count("y" * TENSORBOARD_CELL) == 3
     assert "`first\\x07" in said["samples"] and "\\x07last`" in said["samples"] and "`short`" in said["samples"]
-    assert rows_of(table)[0]["tests"] == str(tests[0]), "other loggers have them whole"
+    assert table_rows(table)[0]["tests"] == str(tests[0]), "other loggers have them whole"
 
 
 def test_tables_escape_what_a_model_wrote_and_live_with_unscored_rows(capsys):

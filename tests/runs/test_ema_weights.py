@@ -13,7 +13,7 @@ from runs_helpers import SMALL, assert_same, newest
 from safetensors.torch import load_file
 
 from lit_rl.callbacks import BEMAWeights, EMAWeights, MergedWeights
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
 
 pytestmark = pytest.mark.all
 

@@ -14,9 +14,9 @@ import pytest
 import warm
 from test_rendezvous import together
 
-from lit_rl.cli import evaluated
-from lit_rl.commands.rendezvous import Rendezvous
-from lit_rl.errors import ConfigError
+from lit_rl.cli import run_settings
+from lit_rl.core.errors import ConfigError
+from lit_rl.runs.rendezvous import Rendezvous
 
 RUN = {"algo": {}, "data": {}, "run_dir": "run", "task": "fit", "trainer": {}}
 """Enough of a config to be taken for a run's: nothing is built of it here."""
@@ -69,7 +69,7 @@ def test_all_see_the_settings_of_one_run_or_of_none(folders: list[str], words: s
         (tmp_path / name / "config.yaml").write_text(json.dumps(RUN | {"trainer": {"max_steps": steps}}))
 
     def sees(folder: str) -> Callable[[Rendezvous], None]:
-        return lambda meeting: evaluated.check_every_node_sees(meeting, "eval", str(tmp_path / folder))
+        return lambda meeting: run_settings.check_every_node_sees(meeting, "eval", str(tmp_path / folder))
 
     for outcome in together(*map(sees, folders)):
         if words is None:

@@ -19,8 +19,8 @@ from hub_stand_in import hub
 from runs_helpers import SMALL, assert_same
 from safetensors.torch import load_file
 
-from lit_rl.commands.run_lock import NAME
-from lit_rl.named import TINY
+from lit_rl.core.model_paths import TINY
+from lit_rl.runs.run_lock import LOCK_FILE
 
 pytestmark = pytest.mark.all
 
@@ -150,7 +150,7 @@ def test_a_signal_while_an_export_is_written_leaves_the_earlier_one(run, process
     output, _ = child.communicate(timeout=120)
     assert child.returncode == 128 + number and time.monotonic() - came < 15, output
     assert {path: path.read_bytes() for path in (folder / "hf").rglob("*") if path.is_file()} == before
-    assert not list(folder.glob(".hf*")) and not (folder / NAME).exists()
+    assert not list(folder.glob(".hf*")) and not (folder / LOCK_FILE).exists()
     if "ckpt_path=last" in words:
         assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
         assert (folder / "checkpoints" / "step_00000003.ckpt").exists() and "Go on with" in output

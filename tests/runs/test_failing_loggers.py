@@ -14,7 +14,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from no_room import no_file_above
 from runs_helpers import SMALL, assert_same, newest
 
-from lit_rl.callbacks import JsonlLogger, let_loggers_fail, not_written, unwritten
+from lit_rl.callbacks import JsonlLogger, let_loggers_fail, not_written
+from lit_rl.callbacks import loggers as unwritten
 
 
 @pytest.mark.all

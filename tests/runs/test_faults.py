@@ -24,9 +24,9 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from runs_helpers import SMALL, assert_same_run
 
-from lit_rl.callbacks import GracefulStop, slurm
-from lit_rl.callbacks.slurm import requeue_signal
-from lit_rl.commands import train
+from lit_rl.callbacks import GracefulStop, process_signals
+from lit_rl.callbacks.process_signals import requeue_signal
+from lit_rl.runs import train
 
 pytestmark = pytest.mark.faults
 
@@ -229,7 +229,7 @@ def test_a_user_who_wants_no_requeue_gets_none_while_it_trains_either(monkeypatc
     run = SimpleNamespace(trainer=L.Trainer(accelerator="cpu", devices=1, logger=False, **wanted))
     before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     try:
-        slurm.requeue_until_it_trains()
+        process_signals.requeue_before_training()
         assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
         with train._signals(run):  # pyright: ignore
             assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

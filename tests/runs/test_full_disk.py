@@ -15,12 +15,12 @@ import torch
 from no_room import fill, no_file_above, small_disk
 from runs_helpers import SMALL
 
-from lit_rl import durable
 from lit_rl.callbacks import AtomicCheckpointIO, TimedCheckpoint, checkpoint_io
-from lit_rl.cli.messages import translated
-from lit_rl.commands.run_dir import RunDir
-from lit_rl.durable import PARTIAL, check_room
-from lit_rl.errors import StorageError
+from lit_rl.cli.messages import as_lit_rl_error
+from lit_rl.core import durable_files
+from lit_rl.core.durable_files import PARTIAL, check_free_space
+from lit_rl.core.errors import StorageError
+from lit_rl.runs.run_dir import RunDir
 
 STATE = {"state_dict": {"weight": torch.arange(100_000.0)}}
 
@@ -29,7 +29,7 @@ STATE = {"state_dict": {"weight": torch.arange(100_000.0)}}
 def test_a_full_disk_is_tried_again_and_what_was_saved_before_stays(
     waits: tuple[float, ...], saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable, "WAITS", waits)
+    monkeypatch.setattr(durable_files, "RETRY_WAITS", waits)
     target, disk = tmp_path / "step.ckpt", AtomicCheckpointIO()
     disk.save_checkpoint({"state_dict": {}}, target)
     before = target.read_bytes()
@@ -76,7 +76,7 @@ def test_a_quota_is_a_full_disk_and_a_failing_disk_is_not_tried_again(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     """What was saved before stays, and the message names the error."""
-    monkeypatch.setattr(durable, "WAITS", (0.0, 0.01))
+    monkeypatch.setattr(durable_files, "RETRY_WAITS", (0.0, 0.01))
     target, disk = tmp_path / "step.ckpt", AtomicCheckpointIO()
     with monkeypatch.context() as well:
         well.setattr(FailingFile, "write", io.FileIO.write)
@@ -93,7 +93,7 @@ def test_a_quota_is_a_full_disk_and_a_failing_disk_is_not_tried_again(
 def test_an_error_of_the_disk_elsewhere_is_one_of_storage_too(number: int, said: str) -> None:
     failed = OSError(number, os.strerror(number), "runs/x/summary.json")
     error = failed if said == "{0}" else RuntimeError(said.format("", os.strerror(number), number))
-    ours = translated(error)
+    ours = as_lit_rl_error(error)
     assert isinstance(ours, StorageError) and ours.exit_code == 7
     assert os.strerror(number) in str(ours) and "ckpt_path=last" in str(ours)
 
@@ -150,14 +150,14 @@ def test_a_disk_that_is_all_but_full_has_a_whole_error_json_or_none(
 
 
 def test_space_is_looked_for_before_any_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable, "WAITS", ())
+    monkeypatch.setattr(durable_files, "RETRY_WAITS", ())
     huge = torch.empty(10**16, device="meta")
     said = r"it takes 40000000000\.0 MB, and \d+\.\d MB are free.* No checkpoint of this run was saved before"
     with pytest.raises(StorageError, match=said):
         AtomicCheckpointIO().save_checkpoint({"state_dict": {"a": [huge]}}, tmp_path / "a" / "step.ckpt")
     assert not list(tmp_path.glob("a/*"))
-    check_room(tmp_path / "not" / "there", 1)
-    assert checkpoint_io.size_of({"a": [torch.zeros(3), {"b": torch.zeros(2, dtype=torch.int8)}], "c": 1}) == 14
+    check_free_space(tmp_path / "not" / "there", 1)
+    assert checkpoint_io.checkpoint_size({"a": [torch.zeros(3), {"b": torch.zeros(2, dtype=torch.int8)}], "c": 1}) == 14
 
 
 @pytest.mark.all
@@ -194,7 +194,7 @@ def test_a_disk_that_is_full_at_the_export_costs_nothing_that_was_learned(
     train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The last validation fills the disk. Once there is room again, the run ends as if nothing had been."""
-    monkeypatch.setattr(durable, "WAITS", (0.0,))
+    monkeypatch.setattr(durable_files, "RETRY_WAITS", (0.0,))
     (tmp_path / "fills.py").write_text(FILLS)
     run = tmp_path / "disk" / "run"
     words = [*SMALL, "trainer.max_steps=1", "callbacks.checkpoint.every_n_train_steps=1", f"run_dir={run}"]

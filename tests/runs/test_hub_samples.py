@@ -16,11 +16,11 @@ from hub_stand_in import HubStandIn, hub
 from huggingface_hub import constants
 from runs_helpers import SMALL
 
-from lit_rl import offline
 from lit_rl.callbacks import GracefulStop, HubSamples
 from lit_rl.callbacks.hub_samples import CARD
-from lit_rl.callbacks.sample_files import write_parquet
-from lit_rl.errors import ConfigError
+from lit_rl.callbacks.output_files import write_parquet
+from lit_rl.core import machine
+from lit_rl.core.errors import ConfigError
 
 
 @pytest.fixture
@@ -143,9 +143,9 @@ def test_the_end_waits_no_longer_than_it_may_and_a_signal_not_at_all(stand_in, t
 @pytest.mark.parametrize("there", ["http://127.0.0.1:9", "http://hub.invalid"])
 def test_a_hub_that_cannot_be_reached_is_not_waited_for(there, tmp_path, monkeypatch):
     """A closed port, and a name that has no address: minutes, with the client's retries, of the listing."""
-    for proxy in offline._PROXIES:
+    for proxy in machine._PROXIES:
         monkeypatch.delenv(proxy, raising=False)
-    monkeypatch.setattr(offline, "_closed", False)
+    monkeypatch.setattr(machine, "_set_offline", False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", there)
     put(tmp_path / "a" / "x", "val_00000000_t0.0.parquet")

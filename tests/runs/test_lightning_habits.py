@@ -19,16 +19,16 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from runs_helpers import SMALL, rows
 
 from lit_rl.algorithms import GRPO, RLOO, AdamW, Constant, Evaluation
+from lit_rl.algorithms.checks.strategy_checks import check_trainable_settings, check_trainable_weights
 from lit_rl.algorithms.optim.master_weights import MasterWeights
-from lit_rl.algorithms.optim.split_master import join
+from lit_rl.algorithms.optim.split_adamw import join
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
-from lit_rl.algorithms.preflight.precision import settings_can_be_trained, weights_can_be_trained
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 
 def module(algorithm=GRPO, model="tiny", **changes):
@@ -150,26 +150,26 @@ def test_weights_that_would_not_move_are_refused(tmp_path, model, precision):
 
 def test_weights_without_masters_are_refused_by_name_and_strategy():
     head = {"policy.lora_A": torch.zeros(2), "policy.score.weight": torch.zeros(2, dtype=torch.bfloat16)}
-    weights_can_be_trained(head, SingleDeviceStrategy())
-    weights_can_be_trained(head, DDPStrategy())
+    check_trainable_weights(head, SingleDeviceStrategy())
+    check_trainable_weights(head, DDPStrategy())
     for strategy, take in ((FSDPStrategy(), "FSDP2"), (FSDP2Strategy(), "bf16-true")):
         with pytest.raises(ConfigError, match=rf"bfloat16 \(policy.score.weight\).*{type(strategy).__name__}.*{take}"):
-            weights_can_be_trained(head, strategy)
+            check_trainable_weights(head, strategy)
         with pytest.raises(ConfigError, match=rf"model.dtype=bfloat16.*{type(strategy).__name__}.*{take}"):
-            settings_can_be_trained(LanguageModel("tiny", dtype="bfloat16"), "32-true", strategy)
-        settings_can_be_trained(LanguageModel("tiny", dtype="bfloat16", lora=Lora(r=2)), "32-true", strategy)
+            check_trainable_settings(LanguageModel("tiny", dtype="bfloat16"), "32-true", strategy)
+        check_trainable_settings(LanguageModel("tiny", dtype="bfloat16", lora=Lora(r=2)), "32-true", strategy)
     with pytest.raises(ConfigError, match="bf16-true.*FSDPStrategy"):
-        settings_can_be_trained(LanguageModel("tiny"), "bf16-true", FSDPStrategy())
-    settings_can_be_trained(LanguageModel("tiny"), "bf16-true", FSDP2Strategy())
+        check_trainable_settings(LanguageModel("tiny"), "bf16-true", FSDPStrategy())
+    check_trainable_settings(LanguageModel("tiny"), "bf16-true", FSDP2Strategy())
     packed = LanguageModel("tiny", quantization="nf4", lora=Lora(r=2))
-    settings_can_be_trained(packed, "32-true", DDPStrategy())
+    check_trainable_settings(packed, "32-true", DDPStrategy())
     for strategy in (FSDP2Strategy(), FSDPStrategy()):
         with pytest.raises(ConfigError, match=r"model\.quantization=nf4.*strategy=ddp"):
-            settings_can_be_trained(packed, "32-true", strategy)
+            check_trainable_settings(packed, "32-true", strategy)
     half = {name: tensor.half() for name, tensor in head.items()}
     with pytest.raises(ConfigError, match="float16"):
-        weights_can_be_trained(half, SingleDeviceStrategy())
-    weights_can_be_trained(half, DeepSpeedStrategy.__new__(DeepSpeedStrategy))  # which keeps float32 beside them
+        check_trainable_weights(half, SingleDeviceStrategy())
+    check_trainable_weights(half, DeepSpeedStrategy.__new__(DeepSpeedStrategy))  # which keeps float32 beside them
 
 
 def test_adapters_of_a_half_precision_policy_are_float32_and_learn(tmp_path):

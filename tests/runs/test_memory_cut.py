@@ -11,13 +11,13 @@ import pytest
 from runs_helpers import SMALL, assert_same_run, interrupted, newest
 
 from lit_rl.algorithms import GRPO
-from lit_rl.algorithms.preflight import room
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.algorithms.checks import micro_batching
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 ROWS = ["data.prompts_per_rollout=8", "algo.group_size=4", "trainer.max_steps=4", "data.task.val_rows=4"]
 EVERY_STEP = ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1"]
@@ -148,12 +148,12 @@ def test_plain_constructors_warn_once_and_go_on():
 def test_on_a_cpu_they_warn_of_what_is_more_than_all_that_is_free(monkeypatch, free, warned):
     """The plan gives out half of it, so that twice what is planned would still fit."""
     module, trainer = made(), short_trainer()
-    monkeypatch.setattr(room, "available_memory", lambda: 2**40)
+    monkeypatch.setattr(micro_batching, "available_memory", lambda: 2**40)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*does not fit")
         trainer.fit(module, datamodule=prompts())
     needed = module.memory().plan(32, 32, steps_in_parts=False).total
-    monkeypatch.setattr(room, "available_memory", lambda: int(free * needed))
+    monkeypatch.setattr(micro_batching, "available_memory", lambda: int(free * needed))
     module = made()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

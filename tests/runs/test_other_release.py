@@ -9,7 +9,7 @@ import torch
 import yaml
 from runs_helpers import SMALL
 
-from lit_rl.commands import folder_state
+from lit_rl.reports import run_files
 
 pytestmark = pytest.mark.all
 
@@ -18,9 +18,9 @@ def test_what_another_version_wrote_and_this_one_cannot_read_says_so(train, tmp_
     folder = tmp_path / "run"
     short = [*SMALL, "trainer.max_steps=1", "trainer.limit_val_batches=0", f"run_dir={folder}"]
     assert train(*short) == 0
-    ours = folder_state.release()
+    ours = run_files.installed_version()
     config, text = folder / "config.yaml", (folder / "config.yaml").read_text()
-    assert text.startswith(f"# lit_rl=={ours}\n") and folder_state.written_by(folder) == ours
+    assert text.startswith(f"# lit_rl=={ours}\n") and run_files.version_of_run(folder) == ours
 
     tree = yaml.safe_load(text)
     tree["algo"]["model"]["sharpness"] = tree["model"]["sharpness"] = 3  # a key that is not there any more
@@ -55,8 +55,8 @@ def test_what_another_version_wrote_and_this_one_cannot_read_says_so(train, tmp_
 
 
 def test_a_folder_that_says_nothing_is_no_fault(tmp_path: Path) -> None:
-    assert folder_state.written_by(tmp_path) == ""
+    assert run_files.version_of_run(tmp_path) == ""
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe")
-    assert folder_state.written_by(tmp_path) == ""
+    assert run_files.version_of_run(tmp_path) == ""
     (tmp_path / "config.yaml").write_text("seed: 1\n")
-    assert folder_state.written_by(tmp_path) == ""
+    assert run_files.version_of_run(tmp_path) == ""

@@ -12,9 +12,10 @@ import pytest
 from chromium import CHROMIUM
 from run_folders import run_folder, samples
 
-from lit_rl.commands import run_report, sweep_report
-from lit_rl.commands.compare import compare
-from lit_rl.commands.sweep import note
+from lit_rl.reports import run_page
+from lit_rl.reports import sweep as sweep_report
+from lit_rl.reports.compare import compare
+from lit_rl.reports.sweep import note_job
 
 pytestmark = [pytest.mark.all, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")]
 
@@ -50,7 +51,7 @@ def report(tmp_path: Path) -> Path:
     columns |= {"advantage": [1.0, -1.0, 0.5], "answer": ["heron", "stork", "crane"]}
     samples(run, "tokens_00000004", ["One?", "One?", "Two?"], [0.0, 1.0, 0.5], **columns)
     samples(run, "step_00000002", ["Three?"] * 2, [0.0, 1.0], said="plain", advantage=[-1.0, 1.0])
-    return run_report.write(run)
+    return run_page.write_run_page(run)
 
 
 SEEN = """(() => {
@@ -133,8 +134,8 @@ def test_the_pages_of_a_comparison_and_of_a_sweep_run_to_their_end(used: Any, tm
     for number in range(2):
         run = run_folder(sweep / str(number), [{"step": i, "val/reward": i / (number + 2)} for i in range(3)])
         samples(run, "val_00000002_t0", ["a", "b"], [number, 1.0])
-        note(sweep, {"job": number, "overrides": [f"optimizer.lr=1e-{number}"], "folder": str(run), "exit_code": 0})
-    assert compare(sweep / "0", sweep / "1") == 0 and sweep_report.write(sweep) == 0
+        note_job(sweep, {"job": number, "overrides": [f"optimizer.lr=1e-{number}"], "folder": str(run), "exit_code": 0})
+    assert compare(sweep / "0", sweep / "1") == 0 and sweep_report.write_sweep(sweep) == 0
 
     async def opens(tab: Any) -> None:
         for page in (sweep / "0" / "compare_1.html", sweep / "sweep.html"):

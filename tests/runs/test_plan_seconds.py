@@ -8,11 +8,11 @@ import lightning as L
 import pytest
 
 from lit_rl.algorithms import GRPO
-from lit_rl.commands.plan import Probe, ProbedStep, expected
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
+from lit_rl.runs.plan import ProbedStep, StepProbe, expected_step
 
 PAUSE = 0.2
 """Seconds that the reward below takes at least."""
@@ -23,10 +23,10 @@ def slow(prompts, completions, answer, **_):
     return exact_match(prompts, completions, answer)
 
 
-def probed(steps: int, **settings) -> Probe:
+def probed(steps: int, **settings) -> StepProbe:
     module = GRPO("tiny", slow, group_size=4, sampling=Sampling(max_new_tokens=6), **settings)
     data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=2)
-    probe = Probe(settings.get("iterations", 1))
+    probe = StepProbe(settings.get("iterations", 1))
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     L.Trainer(max_steps=steps, callbacks=[probe], accelerator="cpu", limit_val_batches=0, **quiet).fit(module, data)
     return probe
@@ -42,23 +42,25 @@ def test_a_step_is_made_of_what_was_measured(iterations):
         assert bool(step.of_rollout) == (number % iterations == 0)
         if step.of_rollout:
             assert PAUSE <= step.of_rollout["reward"] <= step.whole
-    one = expected(probe.steps, iterations)
+    one = expected_step(probe.steps, iterations)
     assert one.of_rollout["reward"] >= PAUSE / iterations
     assert one.whole == pytest.approx(one.rest + sum(one.of_rollout.values()))
 
 
 def test_it_takes_more_steps_only_where_they_are_short(monkeypatch):
-    assert len(probed(9).steps) == Probe.MOST
-    monkeypatch.setattr(Probe, "ENOUGH", PAUSE)
+    assert len(probed(9).steps) == StepProbe.MOST
+    monkeypatch.setattr(StepProbe, "ENOUGH", PAUSE)
     assert len(probed(9).steps) == 2
-    monkeypatch.setattr(Probe, "LONG", PAUSE)
+    monkeypatch.setattr(StepProbe, "LONG", PAUSE)
     assert len(probed(9).steps) == 1
 
 
 def test_the_first_step_counts_where_it_is_all_there_is():
     first = ProbedStep(9.0, {"generate": 4.0, "reward": 1.0})
-    assert expected([first], 1) == first
-    assert expected([first], 4) == ProbedStep(4.0 + 5.0 / 4, {"generate": 1.0, "reward": 0.25})
+    assert expected_step([first], 1) == first
+    assert expected_step([first], 4) == ProbedStep(4.0 + 5.0 / 4, {"generate": 1.0, "reward": 0.25})
     later = [ProbedStep(3.0, {"generate": 1.0, "reward": 0.5}), ProbedStep(4.5, {"generate": 2.0, "reward": 0.5})]
-    assert expected([first, *later], 1) == ProbedStep((1.5 + 2.0) / 2 + 1.5 + 0.5, {"generate": 1.5, "reward": 0.5})
-    assert expected([first, ProbedStep(2.0, {})], 2).whole == 2.0 + 5.0 / 2  # one rollout, of the first step
+    assert expected_step([first, *later], 1) == ProbedStep(
+        (1.5 + 2.0) / 2 + 1.5 + 0.5, {"generate": 1.5, "reward": 0.5}
+    )
+    assert expected_step([first, ProbedStep(2.0, {})], 2).whole == 2.0 + 5.0 / 2  # one rollout, of the first step

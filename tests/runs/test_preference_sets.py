@@ -14,11 +14,11 @@ import pytest
 from runs_helpers import SMALL
 
 from lit_rl.callbacks import PreferenceSets
-from lit_rl.callbacks.preference_sets import append
-from lit_rl.data.offline.datamodule import PreferenceDataModule
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.callbacks.preference_sets import append_bytes
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.core.rollout import PromptBatch
+from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.models import LanguageModel
-from lit_rl.rollout import PromptBatch
 
 NAMES = ("pairs", "ranked", "verdicts")
 
@@ -129,7 +129,7 @@ def test_no_row_comes_twice_and_the_files_are_bounded(tmp_path):
 
 def test_an_append_is_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "datasets" / "pairs.jsonl"
-    append(path, b"one\n")
+    append_bytes(path, b"one\n")
 
     class Full:
         """A file on a disk that takes three bytes more."""
@@ -152,7 +152,7 @@ def test_an_append_is_whole_or_not_at_all(tmp_path, monkeypatch):
     real = Path.open
     monkeypatch.setattr(Path, "open", lambda self, *a, **k: Full(real(self, *a, **k)))
     with pytest.raises(StorageError, match="no space"):
-        append(path, b"two two\n")
+        append_bytes(path, b"two two\n")
     monkeypatch.undo()
     assert path.read_bytes() == b"one\n"
     path.write_bytes(b'{"prompt"')

@@ -14,12 +14,12 @@ import torch
 from lit_rl.algorithms import GRPO
 from lit_rl.callbacks import Profile
 from lit_rl.cli import run
-from lit_rl.commands import run_files
-from lit_rl.commands.run_page import page
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.errors import ConfigError
-from lit_rl.rollout import Sampling
+from lit_rl.reports import run_files
+from lit_rl.reports.run_page import run_page_html
 
 
 def length(completions: list[str]) -> list[float]:
@@ -65,10 +65,10 @@ def test_the_steps_that_were_asked_for_are_traced_and_training_is_the_same(tmp_p
     phases = [name for name in names if name in ("generate", "reward", "score")]
     assert phases == ["generate", "reward", "score"]
     assert "aten::mm" in (profile / "operators.txt").read_text()
-    shown = page(run_files.read(tmp_path))
+    shown = run_page_html(run_files.read_run_files(tmp_path))
     for name in ("trace.json.gz", "operators.txt"):
         assert f'<a href="profile/{name}">' in shown
-    assert "<h3>Profile</h3>" not in page(run_files.read(_without(profile, tmp_path)))
+    assert "<h3>Profile</h3>" not in run_page_html(run_files.read_run_files(_without(profile, tmp_path)))
 
 
 def _without(profile: Path, folder: Path) -> Path:

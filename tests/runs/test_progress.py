@@ -9,13 +9,13 @@ import sys
 import lightning as L
 import pytest
 
-from lit_rl import long_waits
 from lit_rl.algorithms import GRPO
 from lit_rl.callbacks import Progress, progress
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.core import progress_bar
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 
 class Terminal(io.StringIO):
@@ -32,18 +32,18 @@ def drawn(terminal: io.StringIO) -> list[str]:
 def test_what_takes_long_is_counted_and_the_bar_goes(monkeypatch, patience, shown):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(long_waits, "PATIENCE", patience)
-    assert list(long_waits.counted(range(3), "tokenising", "row")) == [0, 1, 2]
+    monkeypatch.setattr(progress_bar, "PROGRESS_DELAY", patience)
+    assert list(progress_bar.delayed_progress(range(3), "tokenising", "row")) == [0, 1, 2]
     assert any(state.startswith("tokenising") and "/3" in state for state in drawn(terminal)) == shown
     assert drawn(terminal)[-1] == ""
 
 
 def test_without_a_terminal_and_on_other_ranks_there_is_no_bar(monkeypatch):
-    monkeypatch.setattr(long_waits, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress_bar, "PROGRESS_DELAY", 0.0)
     for rank, out in ((0, io.StringIO()), (1, Terminal())):
         monkeypatch.setattr(sys, "stderr", out)
-        monkeypatch.setattr(long_waits.rank_zero_only, "rank", rank)
-        assert list(long_waits.counted(range(3), "tokenising", "row")) == [0, 1, 2] and not out.getvalue()
+        monkeypatch.setattr(progress_bar.rank_zero_only, "rank", rank)
+        assert list(progress_bar.delayed_progress(range(3), "tokenising", "row")) == [0, 1, 2] and not out.getvalue()
 
 
 def validate(folder: str) -> None:

@@ -18,12 +18,11 @@ import warm
 from dist_equal import end_group
 from runs_helpers import SMALL, assert_same_run, newest
 
-from lit_rl.cli.other_processes import has_lost_another, one_has_ended
-from lit_rl.commands import other_ranks
-from lit_rl.commands.other_ranks import end_those_started, wait_for_those_started, watching_those_started
-from lit_rl.commands.parent import STARTED_BY
-from lit_rl.commands.run_lock import NAME, RunLock
-from lit_rl.errors import BackendError, StorageError
+from lit_rl.cli.messages import has_lost_another, one_has_ended
+from lit_rl.core.errors import BackendError, StorageError
+from lit_rl.runs import rank_processes
+from lit_rl.runs.rank_processes import STARTED_BY, end_children, wait_for_children, watching_children
+from lit_rl.runs.run_lock import LOCK_FILE, RunLock
 
 pytestmark = [pytest.mark.faults, pytest.mark.dist, pytest.mark.all]
 
@@ -48,9 +47,9 @@ class Launcher:
 
 def test_processes_that_a_launcher_spawns_are_its_own_and_those_that_it_starts_are_ended() -> None:
     launcher = Launcher()
-    wait_for_those_started(launcher, 0.1)
+    wait_for_children(launcher, 0.1)
     assert launcher.started.poll() is None
-    end_those_started(launcher, 0.1)
+    end_children(launcher, 0.1)
     assert launcher.started.poll() == -signal.SIGKILL and launcher.spawned.exitcode is None
 
 
@@ -65,35 +64,35 @@ def test_no_rank_is_left_when_a_test_is_over() -> None:
 
 def test_a_job_of_a_sweep_whose_other_ranks_an_earlier_job_has_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for them where the ranks meet; and what has ended with that job is no fault of a later one."""
-    monkeypatch.setattr(other_ranks, "_known", [])
-    monkeypatch.setattr(other_ranks, "_ended_with", [])
+    monkeypatch.setattr(rank_processes, "_children", [])
+    monkeypatch.setattr(rank_processes, "_ended_children", [])
     launcher, later = Launcher(), SimpleNamespace(strategy=SimpleNamespace(launcher=None), world_size=2)
-    other_ranks._known.append(launcher.started)
-    end_those_started(launcher, 0.1)
-    assert other_ranks._failed() is None
-    with pytest.raises(BackendError, match="ended with an earlier job"), watching_those_started(later, lambda _: 8):  # pyright: ignore
+    rank_processes._children.append(launcher.started)
+    end_children(launcher, 0.1)
+    assert rank_processes._first_failed() is None
+    with pytest.raises(BackendError, match="ended with an earlier job"), watching_children(later, lambda _: 8):  # pyright: ignore
         pass
 
 
 def test_how_another_rank_ended_is_asked_of_those_that_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that a signal killed before others, which have heard of it."""
     fails, lives = subprocess.Popen(["false"]), subprocess.Popen(["sleep", "60"])
-    monkeypatch.setattr(other_ranks, "_known", [fails])
+    monkeypatch.setattr(rank_processes, "_children", [fails])
     ended = f"(process {fails.pid}) has ended with exit code 1"
-    assert other_ranks.how_one_ended(4, 60.0) == (f"Rank 5 {ended}", False)
+    assert rank_processes.child_exit_reason(4, 60.0) == (f"Rank 5 {ended}", False)
     said = str(one_has_ended(*(f"Rank 1 {ended}", False), None, RuntimeError("Connection closed by peer [::1]:5")))
     assert said == (
         f"Rank 1 {ended}. What it said last is the reason. Start the same command again. What torch.distributed said: "
         "Connection closed by peer [::1]:5."
     )
-    other_ranks._known.append(lives)
-    assert other_ranks.how_one_ended(0, 0.1) == (f"Rank 1 {ended}", False)
+    rank_processes._children.append(lives)
+    assert rank_processes.child_exit_reason(0, 0.1) == (f"Rank 1 {ended}", False)
     lives.terminate()
-    how = other_ranks.how_one_ended(0, 60.0)
+    how = rank_processes.child_exit_reason(0, 60.0)
     assert how == (f"Rank 2 (process {lives.pid}) was killed by SIGTERM", True)
     assert has_lost_another(RuntimeError("Connection closed by peer [::1]:5"))
-    other_ranks._known[:] = []
-    assert other_ranks.how_one_ended(0) is None
+    rank_processes._children[:] = []
+    assert rank_processes.child_exit_reason(0) is None
 
 
 def wait_for(path: Path, pattern: str, children: list, seconds: float = 240.0) -> None:
@@ -142,7 +141,7 @@ def test_a_second_signal_to_one_of_three_ranks_ends_all_at_once(
     output = "".join((tmp_path / f"rank_{rank}").read_text() for rank in range(3))
     assert codes == [128 + signal.SIGTERM] * 3 and time.monotonic() - began < AT_ONCE, output
     assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
-    assert not (folder / NAME).exists() and not (folder / "error.json").exists()
+    assert not (folder / LOCK_FILE).exists() and not (folder / "error.json").exists()
 
 
 def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
@@ -160,7 +159,7 @@ def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
         children = ranks_of_slurm(process, slurm, tmp_path, folder, "SlowNative", 2)
     for rank in range(2):
         wait_for(tmp_path, f"met_{rank}", children)
-    assert json.loads((folder / NAME).read_text())["pid"] == children[0].pid
+    assert json.loads((folder / LOCK_FILE).read_text())["pid"] == children[0].pid
     with pytest.raises(StorageError, match=f"in use by process {children[0].pid}"):
         RunLock(folder)
     children[1].send_signal(signal.SIGUSR1)
@@ -170,7 +169,7 @@ def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
     assert codes == [128 + signal.SIGUSR1] * 2, output
     assert time.monotonic() - began < AT_ONCE
     assert (tmp_path / "asked").read_text() == f"requeue {os.getpid()}\n", "by rank 0, once"
-    assert not (folder / NAME).exists() and not (folder / "error.json").exists()
+    assert not (folder / LOCK_FILE).exists() and not (folder / "error.json").exists()
     assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
 
     step = newest(folder)["global_step"]
@@ -233,7 +232,7 @@ def test_a_signal_to_one_of_two_ranks_that_score_a_validation_ends_both_saved(
     assert time.monotonic() - began < AT_ONCE, output
     assert newest(run)["global_step"] == 2 and "Stopped at step 2, saved" in output
     assert json.loads((run / "summary.json").read_text())["status"] == "stopped"
-    assert not (run / NAME).exists() and not (run / "error.json").exists()
+    assert not (run / LOCK_FILE).exists() and not (run / "error.json").exists()
 
 
 def started_by(process: int) -> list[int]:
@@ -296,7 +295,7 @@ sys.stdin.readline()
 """
 WORKS = """
 import os, sys, time
-from lit_rl.commands import parent
+from lit_rl.runs import rank_processes as parent
 
 def gave_up(error):
     print(f"{type(error).__name__}", "STARTED_BY" in "".join(os.environ), flush=True)
@@ -390,9 +389,9 @@ import os, pathlib, subprocess, sys, threading, types
 import lightning as L
 import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
-from lit_rl.cli.failures import give_up
-from lit_rl.commands.other_ranks import watching_those_started
-from lit_rl.commands.run_dir import RunDir
+from lit_rl.cli.run_failures import record_lost_rank
+from lit_rl.runs.rank_processes import watching_children
+from lit_rl.runs.run_dir import RunDir
 
 trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
 trainer.strategy._launcher = types.SimpleNamespace(procs=[])

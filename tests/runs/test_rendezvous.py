@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from lit_rl.commands import rendezvous
-from lit_rl.commands.carried_files import carry, say_finished, take_over
-from lit_rl.commands.place import Place, place_of
-from lit_rl.commands.rendezvous import Rendezvous
-from lit_rl.commands.run_dir import RunDir
-from lit_rl.errors import BackendError, ConfigError, DataError, StorageError
+from lit_rl.core.errors import BackendError, ConfigError, DataError, StorageError
+from lit_rl.runs import rendezvous
+from lit_rl.runs.rendezvous import (
+    ProcessPlacement,
+    Rendezvous,
+    find_placement,
+    receive_start,
+    send_finished,
+    send_start,
+)
+from lit_rl.runs.run_dir import RunDir
 
 
 def free_port() -> int:
@@ -26,8 +31,8 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def at(node: int, port: int, nodes: int = 2) -> Place:
-    return Place(node, nodes, node, nodes, "127.0.0.1", port, opens=node == 0, by_hand=True)
+def at(node: int, port: int, nodes: int = 2) -> ProcessPlacement:
+    return ProcessPlacement(node, nodes, node, nodes, "127.0.0.1", port, opens=node == 0, by_hand=True)
 
 
 def together(*parts: Callable[[Rendezvous], Any]) -> list[Future[Any]]:
@@ -57,9 +62,9 @@ def test_a_node_that_lacks_the_checkpoint_gets_it_from_node_0_and_another_one_is
 
     def other(meeting):
         monkeypatch_told(meeting, {str(here): str(lacks if meeting.place.node == 1 else has)})
-        return take_over(meeting)
+        return receive_start(meeting)
 
-    node_0, *others = together(lambda m: carry(m, RunDir(here), str(path), newest=True), other, other)
+    node_0, *others = together(lambda m: send_start(m, RunDir(here), str(path), newest=True), other, other)
     assert node_0.result() is None
     for folder, taken in zip((lacks, has), others):
         there = folder / "checkpoints" / path.name
@@ -84,12 +89,12 @@ def test_that_a_run_has_finished_is_heard_by_all_before_node_0_leaves():
     heard: list[str] = []
 
     def main(meeting):
-        say_finished(meeting)
+        send_finished(meeting)
         heard.append("node 0 leaves")
 
     def other(meeting):
         time.sleep(0.3)  # on a busy machine
-        taken = take_over(meeting)
+        taken = receive_start(meeting)
         heard.append("node 1 heard")
         return taken
 
@@ -106,11 +111,11 @@ def test_a_newer_checkpoint_on_another_node_is_not_passed_over(tmp_path, held):
 
     def other(meeting):
         monkeypatch_told(meeting, {str(here): str(there)})
-        return take_over(meeting)
+        return receive_start(meeting)
 
     def main(meeting):
         try:
-            carry(meeting, RunDir(here), path and str(path), newest=True)
+            send_start(meeting, RunDir(here), path and str(path), newest=True)
         except StorageError as error:
             meeting.failed(error)
             raise
@@ -128,11 +133,11 @@ def test_a_folder_that_is_not_on_every_node_is_refused(tmp_path):
 
     def other(meeting):
         monkeypatch_told(meeting, {str(tmp_path / "a"): str(tmp_path / "b")})
-        return take_over(meeting)
+        return receive_start(meeting)
 
     def main(meeting):
         try:
-            carry(meeting, RunDir(tmp_path / "a"), str(folder), newest=True)
+            send_start(meeting, RunDir(tmp_path / "a"), str(folder), newest=True)
         except StorageError as error:
             meeting.failed(error)
 
@@ -151,7 +156,7 @@ def test_nobody_waits_for_one_that_has_failed():
 
 
 def test_whom_it_waits_for_is_said_with_what_to_type_and_in_vain_it_ends(capsys, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_SAID_AFTER", (0.0, 0.5))
+    monkeypatch.setattr(rendezvous, "_REPORT_AFTER", (0.0, 0.5))
     port = free_port()
     with pytest.raises(BackendError, match=rf"node 1 did not come to 127.0.0.1:{port} in 1 s.*firewall"):
         Rendezvous(at(0, port), "python train.py seed=1", patience=1)
@@ -188,28 +193,28 @@ class TestPlace:
             monkeypatch.delenv(name, raising=False)
 
     def test_alone_there_is_nobody_to_meet(self):
-        assert place_of(1) is None
+        assert find_placement(1) is None
 
     def test_by_hand(self, monkeypatch):
         with pytest.raises(ConfigError, match="NODE_RANK=2 with trainer.num_nodes=2"):
             monkeypatch.setenv("NODE_RANK", "2")
-            place_of(2)
+            find_placement(2)
         monkeypatch.setenv("NODE_RANK", "1")
         with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT is not set"):
-            place_of(2)
+            find_placement(2)
         monkeypatch.setenv("MASTER_ADDR", "a")
         monkeypatch.setenv("MASTER_PORT", "7")
-        assert place_of(2) == Place(1, 2, 1, 2, "a", 7, by_hand=True)
+        assert find_placement(2) == ProcessPlacement(1, 2, 1, 2, "a", 7, by_hand=True)
         monkeypatch.setenv("LOCAL_RANK", "1")  # started by the first process of its node
-        assert place_of(2) is None
+        assert find_placement(2) is None
 
     def test_slurm(self, monkeypatch):
         told = {"NTASKS": 4, "NTASKS_PER_NODE": 2, "NNODES": 2, "PROCID": 3, "LOCALID": 1, "NODEID": 1, "JOB_ID": 71234}
         for name, value in {**told, "NODELIST": "gpu[07-08]", "JOB_NAME": "x"}.items():
             monkeypatch.setenv(f"SLURM_{name}", str(value))
-        assert place_of(2) == Place(3, 4, 1, 2, "gpu07", 16234, first_of_node=False)
+        assert find_placement(2) == ProcessPlacement(3, 4, 1, 2, "gpu07", 16234, first_of_node=False)
         with pytest.raises(ConfigError, match="trainer.num_nodes=1, and the launcher has started 2 nodes"):
-            place_of(1)
+            find_placement(1)
         monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
         with pytest.raises(ConfigError, match="--ntasks-per-node"):
-            place_of(2)
+            find_placement(2)

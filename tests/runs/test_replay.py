@@ -26,17 +26,17 @@ from lit_rl.algorithms import GRPO, RLOO, Reinforce
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.terms.groups import DynamicSampling, TopOfGroup, shortest
 from lit_rl.callbacks import Rollouts, SavedRollout
-from lit_rl.callbacks.rollouts import saved_rollouts
+from lit_rl.callbacks.saved_rollouts import saved_rollouts
 from lit_rl.cli import run_trust
-from lit_rl.commands import run_files
-from lit_rl.commands.replay import Replay, replay
-from lit_rl.commands.run_samples import samples_of
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.core.rollout import Rollout, Sampling
 from lit_rl.ops.kl import k1, k3
-from lit_rl.ops.losses import kl_cov_loss
+from lit_rl.ops.policy_losses import kl_cov_loss
 from lit_rl.ops.selection import top_entropy
+from lit_rl.reports import run_files
+from lit_rl.reports.run_samples import samples_of
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Rollout, Sampling
+from lit_rl.runs.replay_rollout import Replay, replay
 
 pytestmark = [pytest.mark.all, pytest.mark.xdist_group("replay")]
 
@@ -161,7 +161,9 @@ def test_what_the_first_objective_saw_of_each_token_is_a_file_that_the_page_show
         assert found[name] == pytest.approx(value / len(learned), rel=1e-4), name
     ids = rollout.completions.response_ids[rollout.completions.response_mask].tolist()
     assert [each["ids"] for each in tokens] == ids and [row["reward"] for row in table] == rollout.scores.total.tolist()
-    (shown,) = [each for each in samples_of(run_files.read(folder)).files if each["name"].startswith("replayed")]
+    (shown,) = [
+        each for each in samples_of(run_files.read_run_files(folder)).files if each["name"].startswith("replayed")
+    ]
     assert {"ratio", "entropy", "mask", "advantage", "logprob", "text"} == shown["rows"][0]["t"].keys()
 
 
@@ -171,7 +173,9 @@ def test_what_a_run_writes_of_tokens_is_what_a_replay_of_its_last_update_compute
     folder = finished(*shape, "callbacks.token_samples.every=1", "callbacks.token_samples.completions=6")
     assert [path.stem[-1] for path in sorted((folder / "samples").glob("tokens_*.parquet"))] == ["0", "2", "4"]
     (own,) = [
-        each for each in samples_of(run_files.read(folder)).files if each["name"] == "rollout of step 4, by tokens"
+        each
+        for each in samples_of(run_files.read_run_files(folder)).files
+        if each["name"] == "rollout of step 4, by tokens"
     ]
     colours = {"ratio", "kl", "entropy", "mask", "advantage", "logprob", "text"}
     assert {frozenset(row["t"]) for row in own["rows"]} == {frozenset(colours)}, "no replay was needed"
@@ -191,7 +195,7 @@ def test_what_a_run_writes_of_tokens_is_what_a_replay_of_its_last_update_compute
     for name in ("reward", "rewards/exact_match", "answer", "rank"):
         assert [row[name] for row, _ in found] == [other[name] for _, other in found]
     assert all(row["answer"] for row in mine) and own["rows"][0]["f"] and own["rows"][0]["x"]["answer"]
-    assert samples_of(run_files.read(folder)).files[1] == own, "behind the replay"
+    assert samples_of(run_files.read_run_files(folder)).files[1] == own, "behind the replay"
     ratios = [math.exp(a - b) for row in mine for a, b in zip(row["tokens/logprobs"], row["tokens/old_logprobs"])]
     assert max(ratios) > 1.001, "not those of the first pass, where every ratio is 1"
 
@@ -439,7 +443,7 @@ def test_the_runs_config_builds_only_what_is_allowed(finished, train, capsys, tm
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     assert train("replay", f"run_dir={folder}", "replay.losses=[run]") == 2
     told = capsys.readouterr().err
-    assert "algo.loss._target_=lit_rl.rewards.functions.by_path.FunctionFromPath" in told and "trust_run=true" in told
+    assert "algo.loss._target_=lit_rl.rewards.contract.FunctionFromPath" in told and "trust_run=true" in told
     assert not list(tmp_path.rglob("*.canary"))
 
 
@@ -493,10 +497,10 @@ def test_a_run_that_is_trusted_may_name_code():
         ({"data": {"sources": [{"path": "a", "map_row": "mine.f"}]}}, r"data.sources\[0\].map_row=mine.f"),
         ({"reward": {"_target_": "lit_rl.rewards.RemoteReward", "urls": ["http://a.b"]}}, "RemoteReward"),
         ({"judge": {"_target_": "lit_rl.rewards.LLMJudge", "base_url": "http://a.b"}}, "LLMJudge"),
-        ({"data": {"task": {"_target_": "lit_rl.data.verifiers_tasks.VerifiersTasks"}}}, "verifiers_tasks"),
+        ({"data": {"task": {"_target_": "lit_rl.data.tasks.VerifiersTasks"}}}, "verifiers_tasks"),
         ({"optimizer": {"_target_": "lit_rl.algorithms.optim.optimizers.ByPath", "path": "x.Y"}}, "optimizer"),
         (
-            {"s": {"_target_": "lit_rl.algorithms.optim.schedule_by_path.ScheduleByPath", "path": "x.Y"}},
+            {"s": {"_target_": "lit_rl.algorithms.optim.schedules.ScheduleByPath", "path": "x.Y"}},
             "schedule_by_path",
         ),
     ):
@@ -504,7 +508,7 @@ def test_a_run_that_is_trusted_may_name_code():
             run_trust.check(parts, asked)
         run_trust.check(parts, OmegaConf.create({"allow_targets": [], "trust_run": True}))
     run_trust.check({"model": {"name": "a", "attn_implementation": "sdpa"}}, asked)
-    run_trust.check({"data": {"task": {"_target_": "lit_rl.environments.calculator.Products"}}}, asked)
+    run_trust.check({"data": {"task": {"_target_": "lit_rl.environments.games.Products"}}}, asked)
     run_trust.check({"data": {"map_row": "lit_rl.data.recipes.gsm8k"}}, asked)
 
 

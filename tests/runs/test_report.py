@@ -16,20 +16,32 @@ import pytest
 from chromium import CHROMIUM
 from run_folders import CONFIG, run_folder, samples
 
-from lit_rl.commands import run_files
-from lit_rl.commands.config_changes import between, changes, commands_of, set_by_model, typed
-from lit_rl.commands.curves import Line, chart, counted, dots, histograms, smoothed, thinned, ticks
-from lit_rl.commands.html_file import data
-from lit_rl.commands.report import phase_totals
-from lit_rl.commands.run_alarms import findings
-from lit_rl.commands.run_curves import groups_of
-from lit_rl.commands.run_dir import RunDir
-from lit_rl.commands.run_files import Series
-from lit_rl.commands.run_page import duration, page
-from lit_rl.commands.run_report import report, show, write_or_say_what_to_add
-from lit_rl.commands.run_samples import CHARACTERS, ROWS, measures, reasons, samples_of
-from lit_rl.commands.transcript_record import Recorded, Tokens
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
+from lit_rl.reports import run_files
+from lit_rl.reports.charts import ChartLine, bin_counts, chart, dots, histograms, smoothed, thinned, ticks
+from lit_rl.reports.config_changes import (
+    changes_between,
+    changes_from_defaults,
+    keys_in_commands,
+    set_by_model,
+    typed_commands,
+)
+from lit_rl.reports.html_page import data
+from lit_rl.reports.metric_groups import chart_groups
+from lit_rl.reports.run_files import Series
+from lit_rl.reports.run_findings import run_findings
+from lit_rl.reports.run_page import duration, report, run_page_html, show, write_run_page_or_hint
+from lit_rl.reports.run_samples import (
+    CHARACTERS,
+    ROWS,
+    RecordedCompletion,
+    RecordedTokens,
+    mask_reasons,
+    samples_of,
+    token_measures,
+)
+from lit_rl.runs.closing_report import phase_totals
+from lit_rl.runs.run_dir import RunDir
 
 NASTY = "</script><script>document.title='hit'</script><img src=x onerror=\"alert(1)\">\x1b[31m\x00&amp;"
 """What must stay text, wherever it stands."""
@@ -206,8 +218,8 @@ def test_training_and_validations_of_one_name_are_one_picture(tmp_path: Path) ->
     rows += [{"step": at, "val_sampled/reward": at / 40, "val_sampled/reward_low": 0.0} for at in (0, 30)]
     rows += [{"step": 30, "val/hard/reward": 0.25, "val/hard/prompts": 8, "train/rewards/f/mean": 1.0}]
     summary = {"after": {"": {"greedy": {"reward": 0.5}, "sampled at 1": {"reward": 0.75}}}, "status": "finished"}
-    run = run_files.read(run_folder(tmp_path / "run", rows, summary=summary))
-    (first, *others) = groups_of([("", run)])
+    run = run_files.read_run_files(run_folder(tmp_path / "run", rows, summary=summary))
+    (first, *others) = chart_groups([("", run)])
     (title, lines), *more = first.charts
     assert title == "reward" and not more
     assert [line.name for line in lines] == ["training", "held-out, greedy", "held-out, sampled at 1", "hard"]
@@ -220,7 +232,7 @@ def test_training_and_validations_of_one_name_are_one_picture(tmp_path: Path) ->
 
 def test_the_numbers_of_the_results_have_the_same_decimals(tmp_path: Path) -> None:
     rows = [{"step": i, "train/reward": 0.48828, "val/reward": 0.608} for i in (1, 2)]
-    shown = page(run_files.read(run_folder(tmp_path / "run", rows)))
+    shown = run_page_html(run_files.read_run_files(run_folder(tmp_path / "run", rows)))
     results = shown[shown.index('<h2 id="results"') : shown.index('<h2 id="curves"')]
     assert set(re.findall(r"[0-9]+[.][0-9]+", results)) == {"0.488", "0.608"}
 
@@ -232,9 +244,9 @@ def test_a_run_that_is_being_written_and_a_damaged_one_are_read_as_far_as_they_g
     (folder / "summary.json").write_text("{")
     samples(folder, "step_00000001", ["p"], [1.0])
     (folder / "samples" / "step_00000000.parquet").write_bytes(b"half")
-    run = run_files.read(folder)
+    run = run_files.read_run_files(folder)
     assert list(run.series["train/loss"].values) == [2.0, 1.5] and run.last_step == 3
-    said = " ".join(finding.text for finding in findings(run))
+    said = " ".join(finding.text for finding in run_findings(run))
     assert "1 line of metrics.jsonl" in said and "last line of metrics.jsonl is not whole" in said
     assert "summary.json is damaged" in said
     page = page_of(folder)
@@ -283,15 +295,15 @@ def test_samples_stop_where_the_page_would_be_too_large(tmp_path: Path, monkeypa
     folder = run_folder(tmp_path / "run")
     for step in (0, 1):
         samples(folder, f"step_{step:08d}", ["p"] * 4, [1.0] * 4, "x" * 1000)
-    monkeypatch.setattr("lit_rl.commands.run_samples.SIZE", 1500)
-    found = samples_of(run_files.read(folder))
+    monkeypatch.setattr("lit_rl.reports.run_samples.MAX_SIZE", 1500)
+    found = samples_of(run_files.read_run_files(folder))
     assert [len(each["rows"]) for each in found.files] == [2]
     assert found.left_out == ["step_00000000 and what comes after it: the page would be too large."]
 
 
 # ---------------------------------------------------------------------- tokens
 
-TOKENS = Tokens(
+TOKENS = RecordedTokens(
     ids=[1, 2, 3, 4], text=["a", "b", "c", "d"], turn=[0] * 4, by_policy=[True, False, True, True],
     learned=[True, False, True, False], sampler_logprobs=[-1.0, 0.0, -2.0, -1.0], advantages=[0.5, 0.0, 0.0, 0.5],
     old_logprobs=[-1.0, 0.0, -2.0, -1.0], logprobs=[-1.0 + math.log(2), 0.0, -2.0, -1.0],
@@ -299,22 +311,22 @@ TOKENS = Tokens(
 )  # fmt: skip
 
 
-def completion(**changes: Any) -> Recorded:
+def completion(**changes: Any) -> RecordedCompletion:
     fields: dict[str, Any] = {"number": 0, "group": 0, "prompt": "p", "messages": [], "reward": 1.0, "advantage": 0.5}
     fields |= {"end": "ended", "turn_rewards": [], "calls": 0, "failed_calls": 0, "error": "", "tokens": TOKENS}
-    return Recorded(**fields | changes)
+    return RecordedCompletion(**fields | changes)
 
 
 def test_of_each_token_why_it_teaches_nothing() -> None:
-    assert list(reasons(completion(), TOKENS, False)) == ["", "read", "still", "left"]
-    assert list(reasons(completion(end="cut"), TOKENS, True))[3] == "cut"
-    assert list(reasons(completion(end="cut"), TOKENS, False))[3] == "left"
-    assert list(reasons(completion(reward=math.nan), TOKENS, False))[3] == "unscored"
-    assert list(reasons(completion(end="failed", reward=math.nan), TOKENS, False))[3] == "failed"
+    assert list(mask_reasons(completion(), TOKENS, False)) == ["", "read", "still", "left"]
+    assert list(mask_reasons(completion(end="cut"), TOKENS, True))[3] == "cut"
+    assert list(mask_reasons(completion(end="cut"), TOKENS, False))[3] == "left"
+    assert list(mask_reasons(completion(reward=math.nan), TOKENS, False))[3] == "unscored"
+    assert list(mask_reasons(completion(end="failed", reward=math.nan), TOKENS, False))[3] == "failed"
 
 
 def test_ratio_kl_and_entropy_of_tokens_by_hand() -> None:
-    found = measures(TOKENS)
+    found = token_measures(TOKENS)
     assert found["ratio"] == pytest.approx([2, 1, 1, 1]) and found["entropy"] == [0.1, 0.0, 0.2, 0.3]
     # k3 of log(ref / policy): -log 2 at the first token, log 2 at the third
     assert found["kl"] == pytest.approx([0.5 + math.log(2) - 1, 0, 2 - math.log(2) - 1, 0])
@@ -329,7 +341,7 @@ def test_what_differs_from_the_constructors_is_said_once_and_nothing_foreign_is_
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "evil_reward.py").write_text("raise SystemExit('imported')")
     config = CONFIG | {"reward": {"_target_": "evil_reward.score", "weight": 2}, "seed": 3}
-    found = {key: (value, default) for key, value, default in changes(config)}
+    found = {key: (value, default) for key, value, default in changes_from_defaults(config)}
     assert found == {
         "seed": (3, 0),
         "trainer.max_steps": (40, -1),
@@ -345,15 +357,17 @@ def test_what_a_preset_of_the_model_sets_is_marked_and_stands_last(tmp_path: Pat
     config["algo"] = config["algo"] | {"optimizer": config["optimizer"]}
     config["callbacks"] = {"export": {"_target_": "lit_rl.callbacks.Export", "folder": "runs/x/hf_steps"}}
     assert set_by_model(config) == {"optimizer.lr": "tiny"} and not set_by_model(CONFIG)
-    assert not [key for key, *_ in changes(config) if "export" in key]
+    assert not [key for key, *_ in changes_from_defaults(config) if "export" in key]
     texts = page_of(run_folder(tmp_path / "run", config=config)).texts
     assert texts.index("data.path") < texts.index("optimizer.lr") < texts.index("set by model=tiny")
 
 
 def test_what_was_typed_stands_first_and_what_presets_set_is_folded(tmp_path: Path) -> None:
     said = {"command": "python train.py algo=<x> seed=3 lr=0.001", "went_on": ["lit-rl fit --trainer.max_steps 40"]}
-    assert typed(commands_of(said)) == {"algo", "seed", "lr", "trainer.max_steps"}
-    assert typed(["python train.py 'seed=1"]) == set() and commands_of({"command": None, "went_on": 3}) == []
+    assert keys_in_commands(typed_commands(said)) == {"algo", "seed", "lr", "trainer.max_steps"}
+    assert (
+        keys_in_commands(["python train.py 'seed=1"]) == set() and typed_commands({"command": None, "went_on": 3}) == []
+    )
     texts = page_of(run_folder(tmp_path / "run", config=CONFIG | {"seed": 3}, summary=said)).texts
     order = [*said.values(), "seed", "trainer.max_steps", "optimizer.lr", "data.path"]
     at = [texts.index(each if isinstance(each, str) else each[0]) for each in order]
@@ -387,10 +401,10 @@ def test_the_page_says_how_fast_the_devices_were(tmp_path: Path) -> None:
 def test_configs_of_two_runs_differ_by_key_and_by_what_makes_a_part() -> None:
     other = json.loads(json.dumps(CONFIG)) | {"run_dir": "runs/y", "env": None}
     other["optimizer"]["lr"] = other["algo"]["optimizer"]["lr"] = 0.5
-    other["algo"]["loss"] = {"_target_": "lit_rl.ops.losses.cispo_loss", "_partial_": True, "cap": 5.0}
-    names = "lit_rl.ops.losses.clipped_policy_loss", "lit_rl.ops.losses.cispo_loss"
-    assert between(CONFIG, other) == [("optimizer.lr", 0.001, 0.5), ("algo.loss._target_", *names)]
-    assert between(CONFIG, CONFIG) == []
+    other["algo"]["loss"] = {"_target_": "lit_rl.ops.policy_losses.cispo_loss", "_partial_": True, "cap": 5.0}
+    names = "lit_rl.ops.policy_losses.clipped_policy_loss", "lit_rl.ops.policy_losses.cispo_loss"
+    assert changes_between(CONFIG, other) == [("optimizer.lr", 0.001, 0.5), ("algo.loss._target_", *names)]
+    assert changes_between(CONFIG, CONFIG) == []
 
 
 def test_alarms_are_what_the_files_say(tmp_path: Path) -> None:
@@ -402,7 +416,7 @@ def test_alarms_are_what_the_files_say(tmp_path: Path) -> None:
     )
     (folder / "bad_batch.pt").write_bytes(b"")
     (folder / "alarms.jsonl").write_text('{"step": 7, "message": "Alarm kl_blow_up"}\n{"step": 9, "mess')
-    found = [(finding.weight, finding.text) for finding in findings(run_files.read(folder))]
+    found = [(finding.weight, finding.text) for finding in run_findings(run_files.read_run_files(folder))]
     assert [weight for weight, _ in found] == ["warning"] * 7 + ["note"] * 3
     said = "\n".join(text for _, text in found)
     for expected in ("up to 100.0% optimizer steps were left out", "1 line of the log, the last at step 3", "25.0%"):
@@ -414,7 +428,9 @@ def test_alarms_are_what_the_files_say(tmp_path: Path) -> None:
     assert {"Alarms (7), Notes (3)", "Alarms"} < {*page_of(folder).texts}
     noted = page_of(run_folder(tmp_path / "noted", rows[:1])).texts
     assert {"Notes (1)", "Notes"} < {*noted} and not [text for text in noted if "Alarm" in text]
-    assert findings(run_files.read(run_folder(tmp_path / "well", [{"step": 1, "train/reward": 1.0}]))) == []
+    assert (
+        run_findings(run_files.read_run_files(run_folder(tmp_path / "well", [{"step": 1, "train/reward": 1.0}]))) == []
+    )
 
 
 def test_a_device_in_the_place_of_a_file_is_not_read(tmp_path: Path) -> None:
@@ -423,7 +439,7 @@ def test_a_device_in_the_place_of_a_file_is_not_read(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").unlink()
     for name in ("metrics.jsonl", "error.json"):
         (folder / name).symlink_to("/dev/zero")
-    found = run_files.read(folder)
+    found = run_files.read_run_files(folder)
     assert not found.series and not found.error
     assert found.unread == ["metrics.jsonl is no file: not read.", "error.json is no file: not read."]
 
@@ -436,13 +452,13 @@ def test_curves_keep_what_sticks_out_and_ticks_are_round() -> None:
     assert ticks(0.0, 1.0) == pytest.approx([0, 0.5, 1]) and ticks(-3, 17, 5) == [0, 5, 10, 15] and ticks(2, 2) == [2]
     ranges = [(low / 10, (low + wide) / 10) for low in range(-30, 30) for wide in range(1, 40)]
     assert all(2 <= len(ticks(*ends, most)) <= most + 1 for ends in ranges for most in (4, 5)), "one says no scale"
-    assert counted([0, 0.5, 0.99, 1.0], 0, 1, 2) == [1, 3]
+    assert bin_counts([0, 0.5, 0.99, 1.0], 0, 1, 2) == [1, 3]
     assert [duration(each) for each in (None, 3.25, 125, 7300)] == ["-", "3.2 s", "2 min 5 s", "2 h 1 min"]
 
 
 def test_a_point_is_where_its_number_is() -> None:
     """Of a line from (0, 0) to (1, 1) the ends lie on the frame less its margin of a twentieth."""
-    text = chart("x", [Line("a", series(0.0, 1.0))])
+    text = chart("x", [ChartLine("a", series(0.0, 1.0))])
     below, left = re.findall(r'<text class="axis"([^>]*)>([^<]*)</text>', text)
     assert below[1] == "optimizer step" and left[1] == "x" and "rotate(-90)" in left[0]
     assert len([step for step in re.findall(r'text-anchor="middle">([^<]*)<', text) if step == "0.5"]) == 0
@@ -458,7 +474,7 @@ def test_a_point_is_where_its_number_is() -> None:
 def test_every_picture_names_both_axes_and_cuts_long_names() -> None:
     long = "completions/max_terminated_length"
     drawn = {
-        ("optimizer step", f"{long[:23]}\u2026"): chart(long, [Line("a", series(0.0, 1.0))]),
+        ("optimizer step", f"{long[:23]}\u2026"): chart(long, [ChartLine("a", series(0.0, 1.0))]),
         ("reward", "count"): histograms("reward", [("step 0", [0.0, 1.0])]),
         ("optimizer.lr", "val/reward"): dots("val/reward", "optimizer.lr", [("1e-5", [0.1]), ("1e-4", [0.2, 0.3])]),
     }
@@ -481,7 +497,7 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(nasty: Path) -> None:
 def test_a_run_of_lightning_that_logged_no_metrics_is_told_how(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_or_say_what_to_add(RunDir(tmp_path))
+    write_run_page_or_hint(RunDir(tmp_path))
     said = capsys.readouterr().out.replace("\n", "")
     assert "--trainer.logger=lit_rl.callbacks.JsonlLogger" in said
     assert f"--trainer.logger.path={tmp_path / 'metrics.jsonl'}" in said and not list(tmp_path.iterdir())
@@ -491,8 +507,8 @@ def test_the_page_says_what_rank_0_held_at_most(tmp_path: Path) -> None:
     peaks = {"process": 662 * 2**30 // 1000, "tensors": 2**20, "reserved": "damaged"}
     summary = {"peak_memory": peaks, "phase_memory": {"update": 66 * 2**30 // 100, "reward": "damaged"}}
     rows = [{"step": 1, "time/reward": 1.0, "time/update": 3.0}]
-    text = page(run_files.read(run_folder(tmp_path / "run", rows, summary=summary)))
+    text = run_page_html(run_files.read_run_files(run_folder(tmp_path / "run", rows, summary=summary)))
     shown = text[text.index('id="time"') :]
     assert "memory of the process" in shown and "1 MiB" in shown and "keeps for" not in shown
     assert shown.count("0.66 GiB") == 2 and "0.662" not in shown and "damaged" not in shown
-    assert "No memory was measured yet" in page(run_files.read(run_folder(tmp_path / "old")))
+    assert "No memory was measured yet" in run_page_html(run_files.read_run_files(run_folder(tmp_path / "old")))

@@ -15,9 +15,9 @@ import torch
 from runs_helpers import SMALL, assert_same, interrupted
 from safetensors.torch import load_file
 
-from lit_rl.callbacks.record import FILES
-from lit_rl.commands.run_dir import REPLACED, RunDir
-from lit_rl.models.export.checked_folder import _STAGED
+from lit_rl.callbacks.record import RECORD_FILES
+from lit_rl.models.verified_folder import _STAGED
+from lit_rl.runs.run_dir import REPLACED, RunDir
 
 OVERRIDES = [*SMALL, "trainer.max_steps=2", "callbacks.checkpoint.every_n_train_steps=1"]
 ALARMED = [f"callbacks.length_drift.{setting}" for setting in ("first=1", "patience=1", "factor=1.000001")]
@@ -169,8 +169,8 @@ def test_every_file_that_a_run_writes_is_known_by_its_name(run):
     names = [str(path.relative_to(run)) for path in contents(run)]
     known = ("config.yaml", *REPLACED, "hf/*", "hparams.yaml", "csv/hparams.yaml")  # loggers: never over another's
     assert not [name for name in names if not any(fnmatch(name, pattern) for pattern in known)]
-    of_many = [pattern for pattern in FILES if "]-[" in pattern]  # of more than a hundred: test_sample_files.py
-    assert all(any(fnmatch(name, pattern) for name in names) for pattern in FILES if pattern not in of_many)
+    of_many = [pattern for pattern in RECORD_FILES if "]-[" in pattern]  # of more than a hundred: test_sample_files.py
+    assert all(any(fnmatch(name, pattern) for name in names) for pattern in RECORD_FILES if pattern not in of_many)
 
 
 # ---------------------------------------------------------------------- damaged checkpoints

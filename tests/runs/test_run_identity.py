@@ -23,16 +23,16 @@ from lit_rl import GRPO, SFT, AdamW, Constant, Cosine, FunctionTools, LanguageMo
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.algorithms.loop import module as loop
 from lit_rl.algorithms.rollouts import identity
-from lit_rl.callbacks.ema import EMAWeights
-from lit_rl.errors import StorageError
+from lit_rl.callbacks.exported_weights import EMAWeights
+from lit_rl.core.errors import StorageError
+from lit_rl.core.model_paths import TINY
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.models.policy.loaded import LoadedModel
-from lit_rl.models.reference.base import FrozenCopy
-from lit_rl.named import TINY
-from lit_rl.ops.losses.clipped import clipped_policy_loss
+from lit_rl.models.loaded_model import LoadedModel
+from lit_rl.models.references import FrozenCopy
+from lit_rl.ops.policy_losses import clipped_policy_loss
 from lit_rl.rewards import Rewards, from_paths
-from lit_rl.rewards.judges.base import RewardJudge
+from lit_rl.rewards.judges import RewardJudge
 
 ROWS = [{"prompt": f"{n}+1="} for n in range(4)]
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -521,7 +521,7 @@ def test_a_record_stays_small_and_the_same_at_every_start() -> None:
     assert all(len(note) < 90 for note in notes)
     assert identity.differences(notes[0], notes[1]) == ["reward.table changed"]
     code = "lambda completions, **_: [float(c in {'yes', 'no', 'perhaps'}) for c in completions]"
-    script = f"from lit_rl.user_code import named; print(named({code}))"
+    script = f"from lit_rl.core.fingerprints import fingerprint_of; print(named({code}))"
     printed = {
         subprocess.run(
             [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True

@@ -16,10 +16,10 @@ import pytest
 from runs_helpers import SMALL
 
 from lit_rl.cli.hydra_app import _reserved
-from lit_rl.commands.run_lock import NAME, RunLock
-from lit_rl.errors import StorageError
+from lit_rl.core.errors import StorageError
+from lit_rl.runs.run_lock import LOCK_FILE, RunLock
 
-HOLDS = "import sys, pathlib, lit_rl.commands.run_lock as run_lock; held = run_lock.RunLock(pathlib.Path(sys.argv[1]))"
+HOLDS = "import sys, pathlib, lit_rl.runs.run_lock as run_lock; held = run_lock.RunLock(pathlib.Path(sys.argv[1]))"
 
 
 @pytest.fixture
@@ -39,11 +39,11 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_who_holds_it_is_named_and_whoever_dies_holds_nothing(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=rf"is in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\dT"):
         RunLock(tmp_path)
-    assert json.loads((tmp_path / NAME).read_text())["pid"] == holder.pid, "what the holder wrote stays"
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == holder.pid, "what the holder wrote stays"
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     lock = RunLock(tmp_path)
-    assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
     with pytest.raises(StorageError, match="in use by process"):
         RunLock(tmp_path)
     lock.close()
@@ -67,7 +67,7 @@ def test_a_folder_that_somebody_holds_is_let_alone(train, tmp_path: Path, capsys
     folder = tmp_path / "run"
     small = [*SMALL, "trainer.max_steps=1", "callbacks.checkpoint.every_n_train_steps=1", f"run_dir={folder}"]
     assert train(*small) == 0
-    assert not (folder / NAME).exists()
+    assert not (folder / LOCK_FILE).exists()
     lock = RunLock(folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for more in (["trainer.max_steps=3", "ckpt_path=last"], []):
@@ -96,7 +96,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
         def strftime(form: str) -> str:
             return "2026-11-26_120000"
 
-    monkeypatch.setattr("lit_rl.cli.whereabouts.datetime", Stopped)
+    monkeypatch.setattr("lit_rl.cli.run_info.datetime", Stopped)
     for _ in range(2):
         assert train(*SMALL, "trainer.max_steps=1") == 0
     first, second = sorted(path.name for path in (tmp_path / "runs").iterdir())

@@ -14,9 +14,9 @@ import warm
 from PIL import Image
 from runs_helpers import SMALL, assert_same_run, interrupted
 
-from lit_rl.callbacks import sample_files
-from lit_rl.callbacks.sample_files import SAMPLE_FILES, cut_back, tables_in, write_table
-from lit_rl.images import ImageRef
+from lit_rl.callbacks import output_files
+from lit_rl.callbacks.output_files import SAMPLE_FILES, list_tables, restore_sample_files, write_table
+from lit_rl.core.visuals import ImageRef
 
 
 def table(step: int, **more: list) -> dict[str, list]:
@@ -35,12 +35,12 @@ def names(folder: Path) -> list[str]:
 
 
 def steps(folder: Path) -> list[int]:
-    return [found.read(["step"]).column("step")[0].as_py() for found in tables_in(folder)]
+    return [found.read(["step"]).column("step")[0].as_py() for found in list_tables(folder)]
 
 
 @pytest.fixture
 def of_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_files, "JOINED", 3)
+    monkeypatch.setattr(output_files, "JOINED", 3)
 
 
 def test_a_file_a_hundred_rollouts_and_all_of_them_are_read(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_file_a_hundred_rollouts_and_all_of_them_are_read(tmp_path: Path) -> N
         *["step_00000200-00000398.parquet", "step_00000400.parquet"],
     ]
     assert steps(tmp_path) == list(range(0, 402, 2))
-    (one,) = [found for found in tables_in(tmp_path) if found.name == "step_00000042"]
+    (one,) = [found for found in list_tables(tmp_path) if found.name == "step_00000042"]
     assert one.read().to_pydict() == table(42)
     joined = pyarrow.parquet.read_table(tmp_path / "step_00000000-00000198.parquet").to_pydict()
     assert joined["step"] == [step for step in range(0, 200, 2) for _ in range(2)], "as any reader of parquet sees it"
@@ -75,7 +75,7 @@ def test_columns_that_come_go_and_change_their_kind(tmp_path: Path, of_three: No
     for step, columns in enumerate(more):
         write_table(table(step, **columns), tmp_path / f"step_{step:08d}.parquet")
     assert len(names(tmp_path)) == 3
-    found = [each.read().to_pydict() for each in tables_in(tmp_path)]
+    found = [each.read().to_pydict() for each in list_tables(tmp_path)]
     assert found[:3] == [table(step, **columns) for step, columns in enumerate(more[:3])]
     assert [each.get("note") for each in found[3:]] == [["3", "4"], ["a", None], ["[1]", "[2]"], None]
     assert "seen" not in found[3]
@@ -89,14 +89,14 @@ def test_images_are_given_back_from_a_joined_file(tmp_path: Path, of_three: None
     path = tmp_path / "step_00000000-00000002.parquet"
     rows = datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
     assert [row["image"] and row["image"].size for row in rows] == [None, None, (2, 2), None, (2, 2), None]
-    cut_back(tmp_path, {"step_00000000.parquet", "step_00000001.parquet"})
+    restore_sample_files(tmp_path, {"step_00000000.parquet", "step_00000001.parquet"})
     rows = datasets.load_dataset("parquet", data_files=str(tmp_path / "step_00000001.parquet"), split="train")
     assert rows[0]["image"].size == (2, 2)
 
 
 KILLED = """
 import os, pathlib, sys
-from lit_rl.callbacks import sample_files
+from lit_rl.callbacks import output_files as sample_files
 sample_files.JOINED = 3
 place = sys.argv[2]
 if place == "joining":  # the joined file is not whole yet
@@ -120,7 +120,7 @@ def test_a_kill_loses_and_doubles_nothing(place: str, tmp_path: Path) -> None:
     assert done.returncode == -9, done.stderr
     folder = tmp_path / "samples"
     assert steps(folder) == [0, 1, 2, 3] and len(names(folder)) > 2
-    cut_back(folder, {f"step_{step:08d}.parquet" for step in range(2)})
+    restore_sample_files(folder, {f"step_{step:08d}.parquet" for step in range(2)})
     assert names(folder) == ["step_00000000.parquet", "step_00000001.parquet"] and steps(folder) == [0, 1]
 
 
@@ -128,9 +128,9 @@ def test_a_resume_leaves_joined_files_that_the_checkpoint_knew(tmp_path: Path, o
     written(tmp_path, range(8))
     noted = {"step_00000000-00000002.parquet", "step_00000003.parquet", "step_00000004.parquet"}
     (tmp_path / "step_00000099.partial").write_bytes(b"half")
-    cut_back(tmp_path, noted)
+    restore_sample_files(tmp_path, noted)
     assert set(names(tmp_path)) == noted and steps(tmp_path) == [0, 1, 2, 3, 4]
-    cut_back(tmp_path, noted)
+    restore_sample_files(tmp_path, noted)
     assert set(names(tmp_path)) == noted
 
 

@@ -8,15 +8,15 @@ import sys
 import pytest
 from runs_helpers import assert_same_run, interrupted
 
+from lit_rl.core.episode import PolicyTurn
+from lit_rl.core.rollout import PromptBatch, Sampling
 from lit_rl.environments import FunctionTools
-from lit_rl.environments.calculator import QuestionDemonstrations, multiply
+from lit_rl.environments.games import QuestionDemonstrations, multiply
 from lit_rl.environments.interaction import Interaction
 from lit_rl.generation.collect import Vocabulary, texts_of
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel
-from lit_rl.models.policy.hub import copy_without_hub
-from lit_rl.rollout import PromptBatch, Sampling
-from lit_rl.turns import Said
+from lit_rl.models.hub_files import copy_without_hub
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 THERE = (copy_without_hub(NAME) / "config.json").is_file()
@@ -76,7 +76,7 @@ def test_it_calls_a_tool_through_its_own_template(train, tmp_path):
     asked = PromptBatch([chat[:1]], [[1]], {}, [0], [0])
     (opened,), conversations = interaction.begin(asked, [0], max_new_tokens=24)
     said = [*tokenizer(chat[1]["content"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    conversations.tell(Said(0, 0, said, True))
+    conversations.tell(PolicyTurn(0, 0, said, True))
     (heard,) = conversations.answers(wait=True)
     whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert [*opened.ids, *said, *heard.token_ids] == whole

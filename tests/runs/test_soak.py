@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lit_rl.commands.env_growth import held
+from lit_rl.runs.env_plays import held_resources
 
 COUNTS = {"open files": 5.0, "threads": 2.0, "child processes": 1.0}
 
@@ -49,7 +49,7 @@ def test_what_grows_is_named(soak) -> None:
 
 
 def test_the_names_are_those_that_are_counted(soak) -> None:
-    assert {"KiB of memory", "Python objects", *soak.FLAT} <= held().keys()
+    assert {"KiB of memory", "Python objects", *soak.FLAT} <= held_resources().keys()
 
 
 def test_every_preset_has_its_settings(soak) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from runs_helpers import assert_same, assert_same_run, interrupted, newest, rows
 
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.language_model import LanguageModel
 
 pytestmark = pytest.mark.all
 

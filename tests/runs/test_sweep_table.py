@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from run_folders import run_folder
 
-from lit_rl.commands import sweep as jobs
-from lit_rl.commands import sweep_report
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.reports import sweep as jobs
+from lit_rl.reports import sweep as sweep_report
 
 REFUSED = "optimizer.lr=-1\x1b[31m: allowed is > 0."
 
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def note(sweep: Path, number: int, *overrides: str, **end: object) -> None:
-    jobs.note(sweep, {"job": number, "overrides": list(overrides), "folder": str(sweep / str(number)), **end})
+    jobs.note_job(sweep, {"job": number, "overrides": list(overrides), "folder": str(sweep / str(number)), **end})
 
 
 def table(text: str) -> list[dict[str, str]]:
@@ -57,12 +57,12 @@ def test_a_job_that_found_an_earlier_run_in_its_place_shows_none_of_its_numbers(
     words, refused = ["optimizer.lr=1", "seed=1", "judge.api_key=mine"], {"exit_code": 2, "message": "holds a run"}
     note(folder, 0, *words, earlier_run=True, **refused)
     note(folder, 1, *words, earlier_run=True, exit_code=0)  # it went on with that run: ckpt_path=last
-    first, second, *_ = jobs.read(folder).jobs
+    first, second, *_ = jobs.read_sweep(folder).jobs
     assert first.run is None and first.last is None and second.last == 0.75
 
 
 def test_a_row_says_what_was_given_what_came_of_it_and_how_it_ended(folder: Path, capsys) -> None:
-    assert sweep_report.write(folder) == 0
+    assert sweep_report.write_sweep(folder) == 0
     said, text = capsys.readouterr().out, (folder / "sweep.md").read_text()
     first, second, refused, unknown = table(text)
     assert first == {
@@ -82,14 +82,14 @@ def test_a_row_says_what_was_given_what_came_of_it_and_how_it_ended(folder: Path
     rows = list(csv.DictReader(io.StringIO((folder / "sweep.csv").read_text())))
     assert [row["optimizer.lr"] for row in rows] == ["1e-5", "1e-4", "-1|x", "1e-3"]
     assert [row["exit_code"] for row in rows] == ["0", "0", "2", ""] and rows[1]["best"] == "0.75"
-    assert "mine" not in (folder / jobs.JOBS).read_text().replace(str(folder), ""), "a secret is left out"
+    assert "mine" not in (folder / jobs.JOBS_FILE).read_text().replace(str(folder), ""), "a secret is left out"
 
 
 def test_what_a_message_or_a_word_quotes_is_no_markup(folder: Path) -> None:
     """A failed reward quotes a completion."""
     quoted = "the completion <script>alert(1)</script> `[![x](http://far/)` is no number"
     note(folder, 4, "optimizer.lr=<b>_1_|[x](y)", "seed=1", "judge.api_key=mine", exit_code=4, message=quoted)
-    sweep_report.write(folder)
+    sweep_report.write_sweep(folder)
     text = (folder / "sweep.md").read_text()
     in_code = quoted.replace("`", "'")
     assert f"- job 4: `{in_code}`\n" in text and "alert" not in text.replace(in_code, "")
@@ -97,7 +97,7 @@ def test_what_a_message_or_a_word_quotes_is_no_markup(folder: Path) -> None:
 
 
 def test_the_page_shows_each_key_and_the_curves(folder: Path) -> None:
-    sweep_report.write(folder)
+    sweep_report.write_sweep(folder)
     page = (folder / "sweep.html").read_text()
     assert 'aria-label="val/reward, last, by optimizer.lr: 1e-5: 0.25; 1e-4: 0.75"' in page
     assert "job 0: lr=1e-5" in page and 'data-name="job 1"' in page and "\x1b" not in page
@@ -109,18 +109,18 @@ def test_a_loss_is_better_where_it_is_lower_and_a_sweep_that_was_moved_keeps_its
     for number, losses in enumerate(((3.0, 1.0, 2.0), (3.0, 2.5, 2.5))):
         run_folder(sweep / str(number), [{"step": step, "val/loss": loss} for step, loss in enumerate(losses)])
         note(sweep, number, f"seed={number}", exit_code=0)
-    found = jobs.read(sweep.rename(tmp_path / "moved"))
+    found = jobs.read_sweep(sweep.rename(tmp_path / "moved"))
     assert [(job.last, job.best) for job in found.jobs] == [(2.0, 1.0), (2.5, 2.5)]
     assert found.winner is found.jobs[0] and found.keys == ["seed"]
 
 
 def test_a_folder_without_jobs_and_a_damaged_list_are_refused(tmp_path: Path, capsys) -> None:
     with pytest.raises(ConfigError, match="holds no sweep"):
-        jobs.read(tmp_path)
-    (tmp_path / jobs.JOBS).write_text("no JSON\n")
+        jobs.read_sweep(tmp_path)
+    (tmp_path / jobs.JOBS_FILE).write_text("no JSON\n")
     with pytest.raises(StorageError, match="damaged"):
-        jobs.read(tmp_path)
-    sweep_report.write_at_the_end(tmp_path)  # raises nothing: the sweep's exit code is that of its jobs
+        jobs.read_sweep(tmp_path)
+    sweep_report.write_sweep_at_end(tmp_path)  # raises nothing: the sweep's exit code is that of its jobs
     assert "not written" in capsys.readouterr().out
 
 
@@ -133,5 +133,5 @@ def test_lines_of_jobs_beside_each_other_stay_whole(tmp_path: Path) -> None:
             os._exit(0)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
-    rows = [json.loads(line) for line in (tmp_path / jobs.JOBS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / jobs.JOBS_FILE).read_text().splitlines()]
     assert len(rows) == 400

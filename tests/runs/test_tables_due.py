@@ -10,12 +10,12 @@ from runs_helpers import SMALL, interrupted
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lit_rl.callbacks import Histograms, Samples, TokenSamples
-from lit_rl.callbacks.due import Due
-from lit_rl.errors import ConfigError
+from lit_rl.callbacks.samples import EveryNSteps
+from lit_rl.core.errors import ConfigError
 
 
 def due(every: int, steps: range) -> list[int]:
-    clock = Due("every", every)
+    clock = EveryNSteps("every", every)
     return [step for step in steps if clock.at(step)]
 
 

@@ -14,9 +14,9 @@ from runs_helpers import SMALL, assert_same_run, interrupted
 from torch.utils.data import DataLoader
 
 from lit_rl.callbacks import GracefulStop, TimedCheckpoint, timed_checkpoint
-from lit_rl.callbacks.checkpoint_files import step_of
+from lit_rl.callbacks.checkpoint_io import step_of
 from lit_rl.callbacks.timed_checkpoint import save_step
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
 
 
 class TurnedClock:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from lit_rl.algorithms.rollouts.micro_batches import SeenRows
+from lit_rl.algorithms.rollouts.rollout_plan import SeenRows
 from lit_rl.callbacks import TokenSamples
-from lit_rl.callbacks.token_samples import token_table
-from lit_rl.errors import ConfigError
-from lit_rl.models.policy.forward import TokenScores
-from lit_rl.rollout import Completions, Rollout
+from lit_rl.callbacks.samples import token_table
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Completions, Rollout
+from lit_rl.models.forward import TokenScores
 
 
 @pytest.fixture(scope="module")

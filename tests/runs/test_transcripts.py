@@ -17,22 +17,26 @@ from rich.console import Console
 
 from lit_rl.algorithms import GRPO
 from lit_rl.callbacks import Samples
-from lit_rl.callbacks import text as text_module
-from lit_rl.callbacks.conversation import MOST, Conversation
-from lit_rl.callbacks.text import console_table, visible
-from lit_rl.commands.transcript_page import page
-from lit_rl.commands.transcript_record import Recorded, RecordedRollout, Tokens, read, spread, whole_groups
-from lit_rl.commands.transcripts import transcripts
-from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.callbacks import display as text_module
+from lit_rl.callbacks.display import MOST_MESSAGES, ShownConversation, console_table, escape_control
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Repeated
 from lit_rl.environments import CustomEnvironment
-from lit_rl.errors import ConfigError, StorageError
 from lit_rl.generation import RolloutFunction
-from lit_rl.generation.collect import response_ids
-from lit_rl.generation.pieces import pieces_of
+from lit_rl.generation.collect import pieces_of, response_ids
 from lit_rl.models import LanguageModel
+from lit_rl.reports.run_samples import (
+    RecordedCompletion,
+    RecordedRollout,
+    RecordedTokens,
+    evenly_spread,
+    read_rollouts,
+    whole_groups,
+)
+from lit_rl.reports.transcripts import transcripts, transcripts_html
 from lit_rl.rewards import environment
-from lit_rl.rollout import Sampling
 
 NASTY = '</script><b onclick="x">\x1b[31m\x00\r\n&amp;é'
 
@@ -161,7 +165,7 @@ def test_the_page_says_what_was_recorded_and_colours_by_its_columns(run: SimpleN
     largest = max(abs(a) for row in run.table for a in row["tokens/advantages"])
     assert largest > 0
     for episode, row in zip(reader.episodes, run.table):
-        assert [text for _, text in episode["tokens"]] == [visible(text) for text in row["tokens/text"]]
+        assert [text for _, text in episode["tokens"]] == [escape_control(text) for text in row["tokens/text"]]
         columns = (row[f"tokens/{name}"] for name in ("by_policy", "learned", "advantages"))
         for (classes, _), by_policy, learned, advantage in zip(episode["tokens"], *columns):
             author = ("p" if learned else "q") if by_policy else "e"
@@ -188,25 +192,27 @@ def test_nothing_that_an_episode_says_is_markup_and_nothing_is_loaded(run: Simpl
     assert "&lt;/script&gt;" in run.page and "\\x1b" in run.page
 
 
-def episode_of(number: int, tokens: int, **changes: Any) -> Recorded:
+def episode_of(number: int, tokens: int, **changes: Any) -> RecordedCompletion:
     turn, own = [i // 100 for i in range(tokens)], [i % 100 < 60 for i in range(tokens)]
     numbers = [-0.5 * one for one in own]
-    of_tokens = Tokens([7] * tokens, ["ab"] * tokens, turn, own, own, numbers, numbers, None)
+    of_tokens = RecordedTokens([7] * tokens, ["ab"] * tokens, turn, own, own, numbers, numbers, None)
     said = [{"role": role, "content": "ab"} for _ in range(-(-tokens // 100)) for role in ("assistant", "user")]
     fields: dict[str, Any] = {"prompt": "p", "reward": 1.0, "advantage": 0.5, "end": "done", "turn_rewards": []}
     fields |= {"calls": 0, "failed_calls": 0, "error": "", "messages": said, "tokens": of_tokens}
-    return Recorded(number=number, group=number // 8, **fields | changes)
+    return RecordedCompletion(number=number, group=number // 8, **fields | changes)
 
 
 @pytest.mark.all
 def test_many_long_episodes_make_a_page_that_a_browser_can_show() -> None:
-    text = page("big", [RecordedRollout("step_0", 0, 64, 1.0, [episode_of(i, 2000) for i in range(64)])], 2000)
+    text = transcripts_html(
+        "big", [RecordedRollout("step_0", 0, 64, 1.0, [episode_of(i, 2000) for i in range(64)])], 2000
+    )
     assert text.count("<i class") > 64 * 2000 and len(text) < 12e6
     assert "tokens more" not in text
 
 
 def test_what_is_beyond_the_limits_is_left_out_and_said() -> None:
-    text = page("cut", [RecordedRollout("step_0", 3, 40, 1.0, [episode_of(0, 250)])], 130)
+    text = transcripts_html("cut", [RecordedRollout("step_0", 3, 40, 1.0, [episode_of(0, 250)])], 130)
     reader = parsed(text)
     assert len(reader.episodes[0]["tokens"]) == 130 and "120 tokens more are in the parquet file" in text
     assert "1 of 40 episodes shown" in text
@@ -214,7 +220,7 @@ def test_what_is_beyond_the_limits_is_left_out_and_said() -> None:
 
 def test_a_tool_that_failed_is_a_failure_to_filter_by() -> None:
     rollout = RecordedRollout("step_0", 0, 1, 1.0, [episode_of(0, 10, calls=2, failed_calls=1)])
-    (found,) = parsed(page("calls", [rollout], 100)).episodes
+    (found,) = parsed(transcripts_html("calls", [rollout], 100)).episodes
     assert found["data-bad"] == "1" and found["data-reward"] == "1"
 
 
@@ -230,8 +236,8 @@ def test_runs_of_one_turn_have_transcripts_too(tmp_path: Path) -> None:
 
 def test_groups_are_whole_and_files_from_first_to_last() -> None:
     assert [whole_groups([0, 0, 1, 1, 2, 2], most) for most in (1, 2, 3, 5, 6, 9)] == [1, 2, 2, 4, 6, 6]
-    assert spread(list("abcdefg"), 4) == list("aceg")
-    assert spread(["a", "b", "c"], 1) == ["c"] and spread(["a", "b"], 9) == ["a", "b"]
+    assert evenly_spread(list("abcdefg"), 4) == list("aceg")
+    assert evenly_spread(["a", "b", "c"], 1) == ["c"] and evenly_spread(["a", "b"], 9) == ["a", "b"]
 
 
 def test_a_folder_without_samples_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
@@ -240,7 +246,7 @@ def test_a_folder_without_samples_and_a_damaged_file_are_refused(tmp_path: Path)
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step_00000000.parquet").write_bytes(b"no parquet")
     with pytest.raises(StorageError, match=r"step_00000000.parquet holds no samples"):
-        read(tmp_path, "step_*", 4, 64)
+        read_rollouts(tmp_path, "step_*", 4, 64)
     with pytest.raises(ConfigError, match="transcripts.episodes"):
         transcripts(tmp_path, episodes=0)
     many: Any = "many"
@@ -268,14 +274,14 @@ MESSAGES = [
 
 
 def test_authors_have_colours_and_what_is_not_learned_is_dim(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"prompt": "p", "completion": Conversation(MESSAGES, [True, False]), "reward": 1.0}
+    row = {"prompt": "p", "completion": ShownConversation(MESSAGES, [True, False]), "reward": 1.0}
     shown = printed([row], monkeypatch, force_terminal=True, color_system="standard")
     assert "\x1b[36massistant: mul mul(a=2)" in shown
     assert "\x1b[2;35mtool: 4" in shown and "\x1b[2;36massistant (not learned): four" in shown
 
 
 def test_a_table_without_colours_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"prompt": "p", "completion": Conversation(MESSAGES, [True, False]), "reward": 1.0}
+    row = {"prompt": "p", "completion": ShownConversation(MESSAGES, [True, False]), "reward": 1.0}
     shown = printed([row], monkeypatch, color_system=None)
     cells = [line.split("│")[2] for line in shown.splitlines() if line.startswith("│")]
     lines = ["assistant: mul mul(a=2)", "tool: 4", "  assistant: 5", "assistant (not learned): four"]
@@ -284,14 +290,14 @@ def test_a_table_without_colours_says_the_same(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_long_episode_shows_its_beginning_and_its_end() -> None:
     said = [{"role": "assistant", "content": str(i)} for i in range(40)]
-    words = [line.words for line in Conversation(said, [True] * 40).lines()]
-    assert words == [*map(str, range(6)), f"{40 - MOST} messages more", *map(str, range(34, 40))]
+    words = [line.words for line in ShownConversation(said, [True] * 40).lines()]
+    assert words == [*map(str, range(6)), f"{40 - MOST_MESSAGES} messages more", *map(str, range(34, 40))]
 
 
 def test_the_table_of_a_run_shows_its_episodes(run: SimpleNamespace) -> None:
     (row,) = Samples(print=1)._pick(run.module.samples)
     shown = row["completion"]
-    assert isinstance(shown, Conversation) and str(shown) == run.table[0]["completion"]
+    assert isinstance(shown, ShownConversation) and str(shown) == run.table[0]["completion"]
     assert len(shown.learned) == run.table[0]["turns"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from hosts import ROOT, Host, Started, hosts
 from runs_helpers import SMALL, assert_same_run
 
-from lit_rl.callbacks.checkpoint_files import is_whole
+from lit_rl.callbacks.checkpoint_io import is_whole
 
 pytestmark = pytest.mark.faults
 

@@ -15,7 +15,7 @@ import torch
 import warm
 
 import lit_rl
-from lit_rl.callbacks.watchdog import may_wait_for_more, waits_for_others
+from lit_rl.callbacks.watchdog import may_wait_for_others_than_ranks, waits_for_ranks
 
 TORCH, OURS = Path(torch.__file__).parent, Path(lit_rl.__file__).parent
 LIGHTNING = Path(lightning.__file__).parent / "fabric" / "utilities" / "distributed.py"
@@ -59,7 +59,7 @@ def stack(*files: Path) -> list[FrameType]:
 def test_whom_a_rank_waits_for(files: tuple[Path, ...], waits: bool, for_more: bool) -> None:
     """All ranks are told to wait for each other only where none of them waits for more."""
     frames = stack(*files)
-    assert (waits_for_others(frames), may_wait_for_more(frames)) == (waits, for_more)
+    assert (waits_for_ranks(frames), may_wait_for_others_than_ranks(frames)) == (waits, for_more)
 
 
 def test_a_backward_pass_may_wait_for_more_than_ranks() -> None:
@@ -75,7 +75,7 @@ def test_a_backward_pass_may_wait_for_more_than_ranks() -> None:
     weight = torch.ones(1, requires_grad=True)
     weight.register_hook(hook)
     (2 * weight).sum().backward()
-    assert waits_for_others(seen) and may_wait_for_more(seen)
+    assert waits_for_ranks(seen) and may_wait_for_others_than_ranks(seen)
 
 
 WAITS = """

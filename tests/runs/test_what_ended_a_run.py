@@ -21,13 +21,14 @@ from runs_helpers import SMALL, newest, rows
 
 from lit_rl import GRPO, AdamW, RolloutDataModule, Sampling
 from lit_rl.algorithms.optim.broken_steps import LIMIT
-from lit_rl.cli.messages import exit_code_of, translated
-from lit_rl.commands import leaving, run_files
-from lit_rl.commands import train as train_command
-from lit_rl.commands.run_dir import RunDir
-from lit_rl.commands.run_page import status_of
-from lit_rl.durable import PARTIAL
-from lit_rl.errors import BackendError
+from lit_rl.cli.messages import as_lit_rl_error, exit_code_of
+from lit_rl.core.durable_files import PARTIAL
+from lit_rl.core.errors import BackendError
+from lit_rl.reports import run_files
+from lit_rl.reports.run_page import status_of
+from lit_rl.runs import exit_signals
+from lit_rl.runs import train as train_command
+from lit_rl.runs.run_dir import RunDir
 
 pytestmark = pytest.mark.all
 
@@ -46,9 +47,9 @@ def once(completions):
 )
 def test_memory_that_ran_out_is_known_by_the_class_of_the_error_or_by_its_words(error: Exception) -> None:
     """PyTorch's own class of it is a RuntimeError, which is known whatever it says."""
-    said = translated(error)
+    said = as_lit_rl_error(error)
     assert isinstance(said, BackendError) and str(error) in str(said) and "Memory ran out" in str(said)
-    assert translated(RuntimeError("the device has no room")) is None
+    assert as_lit_rl_error(RuntimeError("the device has no room")) is None
 
 
 def test_an_error_is_written_down_until_the_run_goes_on(train, tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_a_summary_that_cannot_be_written_hides_nothing(
     assert json.loads(error.read_text())["exit_code"] == 7
     error.unlink()
     write(RunDir(folder), summary)
-    assert status_of(run_files.read(folder)) == "failed", "also where there was no room for error.json"
+    assert status_of(run_files.read_run_files(folder)) == "failed", "also where there was no room for error.json"
 
 
 def test_losses_that_are_no_numbers_end_the_command_with_the_code_of_numbers(
@@ -364,7 +365,7 @@ def test_a_monitor_that_is_no_metric_is_told_before_the_first_step(train, tmp_pa
 def test_ctrl_c_once_more_writes_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning makes an exit of it, and the run an error: nobody waits for that."""
     kept: list[Any] = []
-    monkeypatch.setattr(train_command, "keep", lambda *given: kept.append(given))
+    monkeypatch.setattr(train_command, "save_after_error", lambda *given: kept.append(given))
 
     def ended_by(came: type[BaseException]) -> None:
         try:
@@ -375,7 +376,7 @@ def test_ctrl_c_once_more_writes_no_model(monkeypatch: pytest.MonkeyPatch) -> No
         except SystemExit as exit_:
             raise BackendError("ended") from exit_
 
-    for came, times in ((leaving.Left, 0), (KeyboardInterrupt, 1)):
-        with pytest.raises(BackendError), train_command._kept(None, {}):  # pyright: ignore
+    for came, times in ((exit_signals.ExitBySignal, 0), (KeyboardInterrupt, 1)):
+        with pytest.raises(BackendError), train_command._save_after_error(None, {}):  # pyright: ignore
             ended_by(came)
         assert len(kept) == times

@@ -16,18 +16,18 @@ from vision_seen import Toy, image
 from vision_toys import picture
 
 from lit_rl.algorithms import GKD, GRPO, KTO
-from lit_rl.data.offline.encode import Encoder
-from lit_rl.data.offline.example import Kind
-from lit_rl.data.offline.options import ExampleOptions
-from lit_rl.data.offline.read import read_examples as read_texts
-from lit_rl.data.prompt_set import PromptOptions, read_examples
+from lit_rl.core.errors import BackendError, ConfigError, DataError, LitRLError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.corpus import read_examples as read_texts
+from lit_rl.data.encode import Encoder
+from lit_rl.data.example_reader import ExampleOptions
+from lit_rl.data.example_set import Kind
+from lit_rl.data.prompt_set import PromptOptions, read_prompts
 from lit_rl.data.sources import Rows
-from lit_rl.data.supervised import SupervisedText
-from lit_rl.errors import BackendError, ConfigError, DataError, LitRLError
-from lit_rl.generation.continuous import HFContinuousGenerator
+from lit_rl.data.supervised_text import SupervisedText
+from lit_rl.generation.hf import HFContinuousGenerator
 from lit_rl.generation.rollout_function import RolloutFunction
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.rollout import Sampling
 
 ASKED = [{"role": "user", "content": "Which?"}]
 REPLY = [{"role": "assistant", "content": "7"}]
@@ -35,7 +35,7 @@ REPLY = [{"role": "assistant", "content": "7"}]
 
 def read(toy: Toy, row: dict[str, Any], **options: Any) -> Any:
     processor = toy.model.processor
-    return read_examples(Rows("rows", [row]), toy.model.tokenizer, PromptOptions(**options), processor)[0]
+    return read_prompts(Rows("rows", [row]), toy.model.tokenizer, PromptOptions(**options), processor)[0]
 
 
 def learned(toy: Toy, row: dict[str, Any], kind: Kind = "texts", **options: Any) -> Any:
@@ -107,8 +107,8 @@ def test_no_placeholder_is_learned(toy: Toy) -> None:
 
 def test_what_is_said_of_tokens_of_a_prompt_ends_with_it(toy: Toy) -> None:
     """PaliGemma ends every text by a line break, which is no part of a prompt that is followed by a reply."""
-    from lit_rl.data.offline.example_set import ExampleSet
-    from lit_rl.examples import Totals
+    from lit_rl.core.examples import Totals
+    from lit_rl.data.example_set import ExampleSet
 
     examples = learned(toy, {"prompt": ASKED, "image": picture(1), "completion": REPLY})
     data = ExampleSet("texts", examples, toy.model.pad_id, processor=toy.model.processor)
@@ -207,7 +207,7 @@ def test_prompts_that_are_too_long_by_their_images_are_dropped_and_counted(toy_o
     rows = [{"prompt": ASKED, "images": [picture(1)] * count} for count in (1, 3)]
     processor = toy.model.processor
     told = PromptOptions(max_prompt_tokens=60)
-    made, report = read_examples(Rows("rows", rows), toy.model.tokenizer, told, processor)
+    made, report = read_prompts(Rows("rows", rows), toy.model.tokenizer, told, processor)
     assert len(made) == 1 and 1 in report.values(), report
 
 
@@ -223,7 +223,7 @@ def test_rollout_functions_of_a_model_over_images(toy_folder: Any, tmp_path: Any
 def test_log_probs_of_a_reference_that_are_known_by_tokens(toy_folder: Any, tmp_path: Any) -> None:
     from test_vision_training import fitted, pairs
 
-    from lit_rl.data.offline.datamodule import PreferenceDataModule
+    from lit_rl.data.example_module import PreferenceDataModule
 
     module = KTO(str(toy_folder("idefics3")), precompute_reference=True)
     with pytest.raises(ConfigError, match=r"algo\.precompute_reference=true knows the mismatched completions of KTO"):

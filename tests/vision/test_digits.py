@@ -16,16 +16,15 @@ from PIL import Image
 
 from lit_rl.algorithms import DPO, GRPO, PPO, SFT, AdamW, Constant
 from lit_rl.callbacks.preference_sets import PreferenceSets
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.digits import IMAGES, Digits, DigitTexts
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
-from lit_rl.data.tasks import Task
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.model_paths import DIGITS
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.tasks import IMAGES, Digits, DigitTexts, Task
 from lit_rl.models import LanguageModel
-from lit_rl.models.policy.shape import ModelShape
-from lit_rl.named import DIGITS
+from lit_rl.models.model_costs import ModelShape
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
 
 GREEDY, SAMPLED = 0.457, 0.369
 """Held-out rates of the shipped policy, as `scripts/make_digits_policy.py` printed them."""
@@ -65,7 +64,7 @@ def test_texts_have_the_same_images_with_their_replies():
 
 
 def test_the_module_imports_no_pillow():
-    code = "import sys, lit_rl.data.digits; assert 'PIL' not in sys.modules"
+    code = "import sys, lit_rl.data.tasks; assert 'PIL' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 

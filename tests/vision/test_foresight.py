@@ -12,16 +12,16 @@ from vision_seen import Toy, image
 from vision_toys import picture
 
 from lit_rl.algorithms import GRPO, SFT
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import SupervisedDataModule
-from lit_rl.errors import ConfigError
-from lit_rl.models.policy.foresight import refuse_foresight
-from lit_rl.models.policy.processor import VisionProcessor
-from lit_rl.rollout import Sampling
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.models.forward import refuse_lookahead
+from lit_rl.models.vision_processor import VisionProcessor
 
 
 def test_every_family_reads_a_response_from_left_to_right(toy: Toy) -> None:
-    refuse_foresight(toy.policy, *toy.prompt("Which?", [image(1)]))
+    refuse_lookahead(toy.policy, *toy.prompt("Which?", [image(1)]))
 
 
 def test_values_that_let_paligemma_look_ahead(toy_of: Any) -> None:
@@ -29,7 +29,7 @@ def test_values_that_let_paligemma_look_ahead(toy_of: Any) -> None:
     ids, vision = toy.prompt("Which?", [image(1)])
     assert vision is not None and vision.in_response == {"token_type_ids": 1}
     with pytest.raises(ConfigError, match=r"PaliGemma.* scores a token of a response by tokens that follow it: .*nats"):
-        refuse_foresight(toy.policy, ids, replace(vision, in_response={"token_type_ids": 0}))
+        refuse_lookahead(toy.policy, ids, replace(vision, in_response={"token_type_ids": 0}))
 
 
 @pytest.mark.parametrize("method", ["grpo", "sft"])

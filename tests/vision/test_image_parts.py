@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lit_rl.data.image_parts import PART, ImageReader, sound_parts, text_of
-from lit_rl.errors import DataError
+from lit_rl.core.errors import DataError
+from lit_rl.data.row_visuals import PART, ImageReader, check_parts, text_of
 
 READER = ImageReader(None, max_pixels=1000)
 
@@ -103,7 +103,7 @@ def test_words_of_a_message() -> None:
 
 def test_parts_in_one_form() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}, PART, {"type": "text", "text": "c"}]
-    assert sound_parts(parts, "m") == [{"type": "text", "text": "ab"}, PART, {"type": "text", "text": "c"}]
+    assert check_parts(parts, "m") == [{"type": "text", "text": "ab"}, PART, {"type": "text", "text": "c"}]
     for bad in ({"type": "audio"}, {"type": "text"}, "a", {"type": "image", "image": 1}):
         with pytest.raises(DataError, match="^m has content parts that are neither text nor images"):
-            sound_parts([bad], "m")
+            check_parts([bad], "m")

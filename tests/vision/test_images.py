@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lit_rl.data.images import image_of
-from lit_rl.errors import DataError
-from lit_rl.images import ImageRef
+from lit_rl.core.errors import DataError
+from lit_rl.core.visuals import ImageRef
+from lit_rl.data.row_visuals import image_of
 
 PIXELS = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 

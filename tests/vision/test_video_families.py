@@ -19,31 +19,30 @@ from vision_seen import Toy, image
 from vision_toys import picture
 
 from lit_rl.algorithms import DPO, GRPO, KTO, PPO
-from lit_rl.algorithms.preflight.images import most_shown, seeing_shape, sight_of
-from lit_rl.algorithms.preflight.memory import Numbers
+from lit_rl.algorithms.checks.memory import NumberSizes
+from lit_rl.algorithms.checks.model_sizes import find_largest_prompt, vision_memory, vision_shape
 from lit_rl.callbacks import PreferenceSets, Samples
-from lit_rl.commands.data_check import data_check
-from lit_rl.commands.transcripts import transcripts
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.image_parts import PART, VIDEO_PART
-from lit_rl.data.image_prompts import count_of_placeholders
-from lit_rl.data.offline.datamodule import PreferenceDataModule
-from lit_rl.data.offline.encode import Encoder
-from lit_rl.data.offline.options import ExampleOptions
-from lit_rl.data.offline.read import read_examples as read_texts
-from lit_rl.data.prompt_set import PromptOptions, PromptSet, read_examples
+from lit_rl.core.errors import DataError
+from lit_rl.core.rollout import Completions, Sampling, select, trim
+from lit_rl.core.vision_inputs import PromptVision, Vision
+from lit_rl.core.visuals import VideoRef, Visual
+from lit_rl.data.corpus import read_examples as read_texts
+from lit_rl.data.encode import Encoder
+from lit_rl.data.example_module import PreferenceDataModule
+from lit_rl.data.example_reader import ExampleOptions
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.prompt_set import PromptOptions, PromptSet, read_prompts
+from lit_rl.data.rendering import render_prompt
+from lit_rl.data.row_visuals import PART, VIDEO_PART, video_of
 from lit_rl.data.sources import Rows
-from lit_rl.data.templates import render_prompt
-from lit_rl.data.videos import video_of
-from lit_rl.errors import DataError
+from lit_rl.data.visual_prompts import count_placeholders
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.models import LanguageModel
-from lit_rl.models.policy.forward import response_logprobs
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.policy.videos import FAMILIES
-from lit_rl.rollout import Completions, Sampling, select, trim
-from lit_rl.videos import VideoRef, Visual
-from lit_rl.vision import PromptVision, Vision
+from lit_rl.models.forward import response_logprobs
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.models.vision_processor import FAMILIES
+from lit_rl.reports.transcripts import transcripts
+from lit_rl.runs.data_check import data_check
 
 APART = ForwardOptions(shared_prompts=False, rows_by_length=False)
 TIMED = kinds("qwen2_5_vl", "qwen3_vl", "smolvlm")
@@ -203,7 +202,7 @@ def test_what_a_family_cannot_be_shown_exactly(toy: Toy) -> None:
         return Rows("rows", [{"prompt": prompt, **row, **columns} for row in rows])
 
     def read(*rows: dict[str, Any], **options: Any) -> PromptSet:
-        examples, _ = read_examples(asking(*rows), tokenizer, PromptOptions(**options), processor)
+        examples, _ = read_prompts(asking(*rows), tokenizer, PromptOptions(**options), processor)
         return PromptSet.of(examples, processor)
 
     if toy.kind in STACKED:
@@ -268,12 +267,12 @@ def test_a_run_of_videos_its_records_and_what_is_learned_from_them(
     assert "frames)" in capsys.readouterr().out
 
     processor: Any = module.model.processor
-    largest, shape = most_shown(data, processor), seeing_shape(module.model)
+    largest, shape = find_largest_prompt(data, processor), vision_shape(module.model)
     assert largest is not None and shape is not None
-    assert largest.tokens == max(count_of_placeholders(processor.placeholders, ids) for ids in data.peek(12).prompt_ids)
+    assert largest.tokens == max(count_placeholders(processor.placeholders, ids) for ids in data.peek(12).prompt_ids)
     pixels = sum(value.numel() for name, value in largest.vision.inputs.items() if name.startswith("pixel_values"))
     assert pixels == 4 * 3 * 32 * 32, "of all frames"
-    assert sight_of(shape, largest, Numbers(4, 4, 0), ["vision"]).pixels >= 4 * pixels
+    assert vision_memory(shape, largest, NumberSizes(4, 4, 0), ["vision"]).pixels >= 4 * pixels
 
     transcripts(tmp_path)
     page = next(tmp_path.rglob("*.html")).read_text()

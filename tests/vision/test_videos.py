@@ -12,22 +12,19 @@ import torch
 from vision_seen import Toy
 from vision_toys import picture
 
-from lit_rl.algorithms.rollouts import state
-from lit_rl.callbacks.kept_images import KeptImages
-from lit_rl.callbacks.pictures import Pictures
-from lit_rl.callbacks.sample_files import write_parquet
-from lit_rl.data.image_parts import PART, VIDEO_PART, ImageReader, RowImages
-from lit_rl.data.image_prompts import Shown
-from lit_rl.data.images import image_of
-from lit_rl.data.prompt_set import PromptOptions, read_examples
+from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.callbacks.display import Pictures
+from lit_rl.callbacks.output_files import ImageWriter, write_parquet
+from lit_rl.core.episode import Episode
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.rollout import Completions, Prompts, Sampling
+from lit_rl.core.vision_inputs import PromptVision, Vision
+from lit_rl.core.visuals import VideoRef, shown_in
+from lit_rl.data.prompt_set import PromptOptions, read_prompts
+from lit_rl.data.row_visuals import PART, VIDEO_PART, ImageReader, RowImages, image_of, video_of
 from lit_rl.data.sources import Rows
-from lit_rl.data.videos import video_of
-from lit_rl.episodes import Episode
-from lit_rl.errors import ConfigError, DataError
-from lit_rl.generation.vllm.requests import requests_of
-from lit_rl.rollout import Completions, Prompts, Sampling
-from lit_rl.videos import VideoRef, shown_in
-from lit_rl.vision import PromptVision, Vision
+from lit_rl.data.visual_prompts import PromptVisuals
+from lit_rl.generation.vllm.engine import requests_of
 
 READER = ImageReader(None, 10**6)
 WORDS = {"type": "text", "text": "What happens?"}
@@ -127,12 +124,14 @@ def test_policies_that_see_no_video(toy_of: Any) -> None:
     toy: Toy = toy_of("idefics3")
     rows = Rows("rows", [{"prompt": asked(WORDS), "video": frames(1)}])
     with pytest.raises(ConfigError, match=r"rows\[0\]: .*type 'idefics3' are shown images alone.*qwen3_vl"):
-        read_examples(rows, toy.model.tokenizer, PromptOptions(on_bad_row="skip"), toy.model.processor)
+        read_prompts(rows, toy.model.tokenizer, PromptOptions(on_bad_row="skip"), toy.model.processor)
 
 
 def test_vllm_is_given_no_video_and_no_image_of_an_environment() -> None:
-    seen = PromptVision({}, row=4, source=Shown("ab<video>", (video(1),), "rows[4]"))
-    begun = PromptVision({}, source=Shown("ab<image>", (image_of(picture(1), "row"),), "row 4"), from_environment=True)
+    seen = PromptVision({}, row=4, source=PromptVisuals("ab<video>", (video(1),), "rows[4]"))
+    begun = PromptVision(
+        {}, source=PromptVisuals("ab<image>", (image_of(picture(1), "row"),), "row 4"), from_environment=True
+    )
     refused = {"Prompt 1 of the batch, row 4 .*shows the video": seen, "An environment began an episode": begun}
     for words, vision in refused.items():
         prompts = Prompts([[3], [1, 9]], [5, 6], 2, (0,), 0, encode=lambda text: [1], vision=[None, vision])
@@ -150,7 +149,7 @@ def test_files_of_a_run_give_videos_back(tmp_path: Path) -> None:
         "video": [files, None],
         "videos": [None, [video(1), video(2, 3, fps=2.0)]],
     }
-    kept = KeptImages(tmp_path / "sets")
+    kept = ImageWriter(tmp_path / "sets")
     rows = [{name: values[i] for name, values in table.items()} for i in range(2)]
     (tmp_path / "sets").mkdir()
     for row in rows:
@@ -174,7 +173,7 @@ def test_files_of_a_run_give_videos_back(tmp_path: Path) -> None:
 def test_a_checkpoint_keeps_a_video_beside_an_image_that_an_environment_gave(tmp_path: Path) -> None:
     """No row of the data has both: the encoded bytes come back, and the frames' rate."""
     visuals = (video(1, 3, fps=2.0), video(2), image_of(picture(5, 8, 8), "row"))
-    seen = PromptVision({}, source=Shown("a text", visuals, "row 1"), from_environment=True)
+    seen = PromptVision({}, source=PromptVisuals("a text", visuals, "row 1"), from_environment=True)
     content = [{"type": "image", "image": visuals[2]}, WORDS]
     episode = Episode(asked(WORDS), [{"role": "user", "content": content}], "answered", 1)
     ids, mask = torch.ones(1, 2, dtype=torch.long), torch.ones(1, 2, dtype=torch.bool)
@@ -183,9 +182,9 @@ def test_a_checkpoint_keeps_a_video_beside_an_image_that_an_environment_gave(tmp
         vision=Vision((seen,), torch.tensor([0])),
         episodes=(episode,),
     )
-    torch.save(state.to_plain(drawn), tmp_path / "drawn.pt")
+    torch.save(checkpoints.to_plain(drawn), tmp_path / "drawn.pt")
     loaded = torch.load(tmp_path / "drawn.pt", weights_only=True)
-    again = state.completions_of(loaded, torch.device("cpu"))
+    again = checkpoints.completions_from_plain(loaded, torch.device("cpu"))
     assert again.vision is not None and again.vision.prompts[0] is not None
     assert again.vision.prompts[0].source == seen.source and again.vision.prompts[0].from_environment
     assert again.episodes == (episode,), "with the image that its messages show"

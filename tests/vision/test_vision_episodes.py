@@ -20,22 +20,22 @@ from vision_seen import Toy, image, prompts
 from vision_toys import picture, shown
 
 from lit_rl.algorithms import GRPO, PPO
-from lit_rl.algorithms.rollouts import state
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.image_prompts import Shown
+from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.core.episode import PolicyTurn
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Completions, PromptBatch, Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.visual_prompts import PromptVisuals
 from lit_rl.environments import CustomEnvironment, FunctionTools
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.observations import ImageReturned
-from lit_rl.environments.rewriting import TemplateRewriting
-from lit_rl.errors import ConfigError
+from lit_rl.environments.template_checks import TemplateRewriteCheck
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel
-from lit_rl.models.policy.forward import response_logprobs
-from lit_rl.models.policy.options import ForwardOptions
+from lit_rl.models.forward import response_logprobs
+from lit_rl.models.language_model import ForwardOptions
 from lit_rl.rewards import environment
-from lit_rl.rollout import Completions, PromptBatch, Sampling
-from lit_rl.turns import Said
 
 FILE = vision_worlds.__file__
 TEXT = ("No picture at all?", [])
@@ -111,7 +111,7 @@ QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "te
 def asked(toy: Toy, pictured: Any, **columns: Any) -> PromptBatch:
     """One prompt with an image, as a data module gives it."""
     text = str(toy.model.tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True))
-    shows, processor = Shown(text, (pictured,), "rows[5]"), toy.model.processor
+    shows, processor = PromptVisuals(text, (pictured,), "rows[5]"), toy.model.processor
     assert processor is not None
     ids, _ = processor.process(text, (pictured,), "rows[5]")
     given = {"image": [pictured], **{name: [value] for name, value in columns.items()}}
@@ -160,7 +160,7 @@ def test_a_prompt_that_is_told_of_tools_keeps_its_images(toy_folder: Any) -> Non
         told = toy.model.tokenizer.encode("TOOLS pixel", add_special_tokens=False)
         assert opened.ids == [*told, *plain]
         said = toy.model.tokenizer.encode("pixel(2, 3)", add_special_tokens=False)
-        conversations.tell(Said(0, 0, [*said, toy.model.eos_ids[0]], True))
+        conversations.tell(PolicyTurn(0, 0, [*said, toy.model.eos_ids[0]], True))
         (heard,) = conversations.answers(wait=True)
         values = list(pictured.open().getpixel((2, 3)))
         assert f"<|start|>tool\n{values}<|end|>" in toy.model.tokenizer.decode(heard.token_ids)
@@ -168,7 +168,7 @@ def test_a_prompt_that_is_told_of_tools_keeps_its_images(toy_folder: Any) -> Non
 
 def test_tools_of_the_data_stand_in_the_prompt_beside_its_images(toy_folder: Any) -> None:
     """`data.chat_template_kwargs`: the data render them, and no environment has to."""
-    from lit_rl.data.prompt_set import PromptOptions, read_examples
+    from lit_rl.data.prompt_set import PromptOptions, read_prompts
     from lit_rl.data.sources import Rows
 
     model = LanguageModel(str(toy_folder("idefics3")), chat_template=TOLD)
@@ -177,7 +177,7 @@ def test_tools_of_the_data_stand_in_the_prompt_beside_its_images(toy_folder: Any
     found = []
     for kwargs in ({}, {"tools": tools}):
         options = PromptOptions(chat_template_kwargs=kwargs)
-        ((example,), _) = read_examples(Rows("rows", [row]), model.tokenizer, options, model.processor)
+        ((example,), _) = read_prompts(Rows("rows", [row]), model.tokenizer, options, model.processor)
         found.append(example.prompt_ids)
     assert found[1] == [*model.tokenizer.encode("TOOLS look", add_special_tokens=False), *found[0]]
 
@@ -198,7 +198,7 @@ def test_control_tokens_that_a_world_spells(toy_of: Any, word: str) -> None:
     env = CustomEnvironment(Spells, **LIMITS)
     (opened,), conversations = begun(toy, env, asked(toy, image(1), answer=""))
     with closing(conversations):
-        conversations.tell(Said(0, 0, [70, toy.model.eos_ids[0]], True))
+        conversations.tell(PolicyTurn(0, 0, [70, toy.model.eos_ids[0]], True))
         (heard,) = conversations.answers(wait=True)
         ids = toy.model.tokenizer.encode(word, add_special_tokens=False)
         assert heard.token_ids.count(ids[0]) == (word == "<|end|>"), "the end of its own message alone"
@@ -232,7 +232,7 @@ def test_arrays_of_pixels_are_refused(toy_of: Any, at: str, form: str = "array")
         _, conversations = begun(toy, env, asked(toy, pictured, form=form, at=at))
         with closing(conversations):
             said = toy.model.tokenizer.encode(f'show("{form}")', add_special_tokens=False)
-            conversations.tell(Said(0, 0, [*said, toy.model.eos_ids[0]], True))
+            conversations.tell(PolicyTurn(0, 0, [*said, toy.model.eos_ids[0]], True))
             conversations.answers(wait=True)
 
 
@@ -322,7 +322,9 @@ def test_values_of_tokens_are_those_of_the_longer_prompt_after_a_resume(toy_of: 
     made = prompts(toy)
     longer = [([*ids, 70, 71], vision and vision.continued(2)) for ids, vision in made]
     drawn = toy.drawn(toy.asked(longer))
-    again = state.made(state.completions_of(state.to_plain(drawn), torch.device("cpu")), lambda row: made[row][1])
+    again = checkpoints.restore_pixels(
+        checkpoints.completions_from_plain(checkpoints.to_plain(drawn), torch.device("cpu")), lambda row: made[row][1]
+    )
     assert torch.equal(scored(toy, again), scored(toy, drawn))
 
 
@@ -355,7 +357,7 @@ def test_workers_get_the_images(toy_of: Any, name: str) -> None:
         (opened,), conversations = begun(toy, env, asked(toy, image(3, 40, 24), **({} if more else {"answer": "4"})))
         with closing(conversations):
             said = toy.model.tokenizer.encode("pixel(2, 3) b", add_special_tokens=False)
-            conversations.tell(Said(0, 0, [*said, toy.model.eos_ids[0]], True))
+            conversations.tell(PolicyTurn(0, 0, [*said, toy.model.eos_ids[0]], True))
             (answer,) = conversations.answers(wait=True)
             heard.append((opened.ids, toy.model.tokenizer.decode(answer.token_ids)))
     assert heard[0] == heard[1]
@@ -365,7 +367,7 @@ def test_workers_get_the_images(toy_of: Any, name: str) -> None:
 def test_a_template_that_only_appends_rewrites_nothing(toy_of: Any) -> None:
     """Prompts are compared as the template wrote them: with one placeholder an image."""
     toy = toy_of("idefics3")
-    batch, rewriting = asked(toy, image(3)), TemplateRewriting(toy.model.tokenizer)
+    batch, rewriting = asked(toy, image(3)), TemplateRewriteCheck(toy.model.tokenizer)
     _, conversations = begun(toy, CustomEnvironment(vision_worlds.Sizes, **LIMITS), batch)
     with closing(conversations):
         seen = batch.vision(batch.rows) if batch.vision else []

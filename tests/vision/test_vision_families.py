@@ -10,12 +10,12 @@ import torch
 from vision_kinds import KINDS, kinds
 from vision_seen import SEEN, Toy, drawn
 
+from lit_rl.core.rollout import Sampling
 from lit_rl.models import LanguageModel
-from lit_rl.models.export.policy import export_policy
-from lit_rl.models.policy.forward import response_logprobs
-from lit_rl.models.policy.positions import counted_positions, prompt_positions, trunk_inputs
-from lit_rl.models.policy.vision_parts import part_of
-from lit_rl.rollout import Sampling
+from lit_rl.models.forward import response_logprobs
+from lit_rl.models.forward_inputs import counted_positions, prompt_positions, trunk_inputs
+from lit_rl.models.hf_export import export_policy
+from lit_rl.models.vision_parts import part_of
 
 TEXT = ("No picture at all?", [])
 TURNED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -14,14 +14,12 @@ from vision_seen import image
 from vision_toys import picture
 
 from lit_rl.algorithms import BCO, CPO, DPO, GRPO, KTO, ORPO, XPO, NashMD, OnlineDPO, Reinforce
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.forward import score
-from lit_rl.models.reference.base import AdapterBase, FrozenCopy, InitialAdapter
-from lit_rl.models.reference.moving import BEMA, EMA, Mixing
-from lit_rl.models.reference.other_model import OtherModel
-from lit_rl.rollout import Sampling
+from lit_rl.models.forward import score
+from lit_rl.models.references import BEMA, EMA, AdapterBase, FrozenCopy, InitialAdapter, Mixing, OtherModel
 
 ASKED = [{"role": "user", "content": "Which?"}]
 SHORT = {"sampling": Sampling(max_new_tokens=5)}

@@ -27,15 +27,14 @@ import oracle_sft
 from oracle_cases import GIVEN, LIMIT, TEMPERATURE, WEIGHTS, Outcome, assert_same_step, backward, first, second
 from oracle_ours import our_grpo, our_rloo
 
-from lit_rl.algorithms.rollouts.micro_batches import frozen_logprobs, micro_batch, step_counts, totals_of
-from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, frozen_logprobs, micro_batch, step_counts, step_totals
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.core.rollout import Completions, PromptBatch, Rollout, Sampling
+from lit_rl.core.vision_inputs import Vision
+from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
 from lit_rl.models import LanguageModel
-from lit_rl.models.policy.forward import score
-from lit_rl.ops.masking import masked_sum
-from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling
-from lit_rl.vision import Vision
+from lit_rl.models.forward import score
+from lit_rl.ops.reductions import masked_sum
 
 pytestmark = pytest.mark.all
 
@@ -231,7 +230,7 @@ def our_step(trainer: Any, module: Any, rollout: Rollout, parts: Sequence[Tensor
     """Our loss of a step in micro-batches of these rows."""
     module.policy = trainer.model
     plan = BatchPlan(len(SEEN), GROUP, minibatches=1, iterations=1, accumulate=len(parts), world_size=1)
-    totals = totals_of(step_counts(rollout, plan, seed=0, index=0)[0], plan)
+    totals = step_totals(step_counts(rollout, plan, seed=0, index=0)[0], plan)
     shares = []
     for rows in parts:
         part = micro_batch(rollout, rows)

@@ -15,14 +15,14 @@ from vision_seen import SEEN, Toy, drawn
 from vision_toys import picture
 
 from lit_rl.algorithms import GRPO, PPO
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.export.shipping import whole_weights
-from lit_rl.models.policy.forward import response_logprobs
-from lit_rl.models.policy.vision_parts import part_of
-from lit_rl.models.scoring.critic import AdapterCritic, SeparateCritic
-from lit_rl.rollout import Sampling
+from lit_rl.models.critics import AdapterCritic, SeparateCritic
+from lit_rl.models.engine_weights import whole_weights
+from lit_rl.models.forward import response_logprobs
+from lit_rl.models.vision_parts import part_of
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.all

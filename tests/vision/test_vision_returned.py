@@ -37,22 +37,22 @@ from vision_seen import SEEN, Toy, image, prompts
 from vision_toys import picture, shown
 
 from lit_rl.algorithms import PPO
-from lit_rl.algorithms.terms.replay import GroupReplay
+from lit_rl.algorithms.terms.groups import GroupReplay
 from lit_rl.callbacks import Samples
-from lit_rl.callbacks.sample_files import write_parquet
-from lit_rl.commands.transcripts import transcripts
-from lit_rl.data.images import image_of
+from lit_rl.callbacks.output_files import write_parquet
+from lit_rl.core.episode import EnvironmentTurn, PolicyTurn
+from lit_rl.core.rollout import Completions, Message, Sampling, select
+from lit_rl.core.vision_inputs import Later, Vision
+from lit_rl.data.row_visuals import image_of
 from lit_rl.environments import CustomEnvironment
+from lit_rl.environments.episode_replay import Journal
 from lit_rl.environments.frames import ChatFrames
-from lit_rl.environments.journal import Journal
-from lit_rl.environments.observations import IMAGE_LIMIT, ImageReturned, bare, content_of, images_of_content
+from lit_rl.environments.observations import IMAGE_LIMIT, ImageReturned, content_of, images_of_content, without_payload
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel
+from lit_rl.reports.transcripts import transcripts
 from lit_rl.rewards import environment
-from lit_rl.rollout import Completions, Message, Sampling, select
-from lit_rl.turns import Heard, Said
-from lit_rl.vision import Later, Vision
 
 SHAPES = [(32, 32), (40, 24), (24, 32), (32, 56)]
 """Of images that are returned: grids and tiles differ."""
@@ -62,7 +62,7 @@ def part(number: int) -> dict[str, Any]:
     return {"type": "image", "image": image(number, *SHAPES[number % 4])}
 
 
-def answer(said: Said) -> list[Message] | None:
+def answer(said: PolicyTurn) -> list[Message] | None:
     """Text, one image or two, or no more, by what was said; every fourth row sees none."""
     total = sum(said.token_ids) + said.turn
     if said.turn == 2 or total % 5 == 0:
@@ -78,27 +78,27 @@ def answer(said: Said) -> list[Message] | None:
 class Shows(Scripted):
     """Answers by messages, which show images."""
 
-    def __init__(self, frames: ChatFrames, eos_ids: Sequence[int], reply: Callable[[Said], Any] = answer) -> None:
+    def __init__(self, frames: ChatFrames, eos_ids: Sequence[int], reply: Callable[[PolicyTurn], Any] = answer) -> None:
         super().__init__(lambda said: None, max_tokens=300)
         self._frames, self._eos_ids, self._messages = frames, eos_ids, reply
         self.messages: dict[int, list[list[Message]]] = {}
 
-    def tell(self, said: Said) -> None:
+    def tell(self, said: PolicyTurn) -> None:
         self.told.setdefault(said.row, []).append(said)
         messages = self._messages(said)
         if messages is None:
-            self._waiting.append(Heard(said.row, None))
+            self._waiting.append(EnvironmentTurn(said.row, None))
             return
         self.messages.setdefault(said.row, []).append(messages)
         closed = said.token_ids[-1] in self._eos_ids
         if isinstance(messages[0]["content"], str):
-            self._waiting.append(Heard(said.row, self._frames.encode(messages, closed=closed), 6))
+            self._waiting.append(EnvironmentTurn(said.row, self._frames.encode(messages, closed=closed), 6))
         else:
             ids, seen = self._frames.encode_seen(messages, closed=closed)
-            self._waiting.append(Heard(said.row, ids, 6, seen=seen))
+            self._waiting.append(EnvironmentTurn(said.row, ids, 6, seen=seen))
 
 
-def shows(toy: Toy, reply: Callable[[Said], Any] = answer) -> Shows:
+def shows(toy: Toy, reply: Callable[[PolicyTurn], Any] = answer) -> Shows:
     model = toy.model
     frames = ChatFrames(model.tokenizer, eos_ids=model.eos_ids, kinds=("user",), processor=model.processor)
     return Shows(frames, model.eos_ids, reply)
@@ -159,7 +159,7 @@ def test_rows_are_what_the_processor_makes_of_the_whole_conversation(toy_of: Any
             if turn < 2:
                 (message,) = told(row, turn)
                 images += images_of_content(message["content"])
-                shown.append({**message, "content": bare(message["content"])})
+                shown.append({**message, "content": without_payload(message["content"])})
         rendered = tokenizer.apply_chat_template(shown, tokenize=False)
         inputs = processor.processor(
             text=[rendered], images=[[each.open() for each in images]], add_special_tokens=False, return_tensors="pt"
@@ -198,13 +198,13 @@ def select_row(rows: Completions, row: int) -> Completions:
 def test_families_that_show_an_image_otherwise_in_a_conversation(toy_of: Any, kind: str, why: str) -> None:
     responder = shows(toy_of(kind))
     with pytest.raises(ImageReturned, match=why):
-        responder.tell(Said(0, 0, [73], False))
+        responder.tell(PolicyTurn(0, 0, [73], False))
 
 
 # ------------------------------------------------------------------ what the world gives
 
 
-def looked(toy: Toy, form: str, **more: Any) -> tuple[Heard, Any]:
+def looked(toy: Toy, form: str, **more: Any) -> tuple[EnvironmentTurn, Any]:
     """What the policy is told when its tool looks, and the episode so far."""
     env = CustomEnvironment(vision_worlds.Camera, parser="regex", **LIMITS)
     batch = asked(toy, image(1), answer="4")
@@ -212,7 +212,7 @@ def looked(toy: Toy, form: str, **more: Any) -> tuple[Heard, Any]:
     _, conversations = source.begin(batch, [3], max_new_tokens=60, seen=batch.vision(batch.rows))
     with closing(conversations):
         said = toy.model.tokenizer.encode(f'look("{form}")', add_special_tokens=False)
-        conversations.tell(Said(0, 0, [*said, toy.model.eos_ids[0]], True))
+        conversations.tell(PolicyTurn(0, 0, [*said, toy.model.eos_ids[0]], True))
         (heard,) = conversations.answers(wait=True)
         return heard, conversations.episodes()[0]
 
@@ -312,7 +312,7 @@ def test_workers_and_the_journal_give_the_same_image(toy_of: Any, tmp_path: Path
         if len(found) == 3:  # what is written down is not asked for again
             source.factory.kinds["environment"].make = None  # type: ignore[method-assign]
         with closing(conversations):
-            conversations.tell(Said(0, 0, [70, toy.model.eos_ids[0]], True))
+            conversations.tell(PolicyTurn(0, 0, [70, toy.model.eos_ids[0]], True))
             (heard,) = conversations.answers(wait=True)
             found.append((opened[0].ids, opened[0].seen.inputs, heard.token_ids, heard.seen[0].seen.inputs))
     for other in found[1:]:

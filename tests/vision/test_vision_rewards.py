@@ -16,18 +16,18 @@ from vision_kinds import KINDS
 from vision_toys import picture
 
 from lit_rl.algorithms import GRPO, PPO, AdamW, Constant, RewardModeling
-from lit_rl.algorithms.process_reward import ProcessRewardModeling
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.digits import Digits
-from lit_rl.data.images import image_of
-from lit_rl.data.offline.datamodule import PreferenceDataModule
-from lit_rl.errors import ConfigError, DataError, RewardError
+from lit_rl.algorithms.reward_modeling import ProcessRewardModeling
+from lit_rl.core.errors import ConfigError, DataError, RewardError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.row_visuals import image_of
+from lit_rl.data.tasks import Digits
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.reference.base import AdapterBase
-from lit_rl.models.scoring.critic import AdapterCritic
-from lit_rl.models.scoring.reward_adapter import RewardAdapter
+from lit_rl.models.critics import AdapterCritic
+from lit_rl.models.references import AdapterBase
+from lit_rl.models.scoring import RewardAdapter
 from lit_rl.rewards import RewardModel, Rewards
-from lit_rl.rollout import Sampling
 
 ASKED = [{"role": "user", "content": "Which?"}]
 SHORT = Sampling(max_new_tokens=3)

@@ -10,15 +10,15 @@ import torch
 from peft import LoraConfig
 from vision_seen import SEEN, Toy, drawn, image, prompts
 
-from lit_rl.errors import ConfigError
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Completions, Sampling, join_completions, select, trim
+from lit_rl.core.vision_inputs import Vision
 from lit_rl.generation.hf import HFGenerator
-from lit_rl.models.policy.forward import response_logprobs, score
-from lit_rl.models.policy.head import Targets, run
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.policy.positions import trunk_inputs
-from lit_rl.ops.linear_logprobs import Distribution
-from lit_rl.rollout import Completions, Sampling, join_completions, select, trim
-from lit_rl.vision import Vision
+from lit_rl.models.forward import response_logprobs, score
+from lit_rl.models.forward_inputs import trunk_inputs
+from lit_rl.models.head import Targets, run
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.ops.fused_head import Distribution
 
 TOWERS = ("vision_tower", "vision_model", "visual")
 APART = ForwardOptions(shared_prompts=False, rows_by_length=False)
@@ -189,8 +189,8 @@ def test_no_policy_says_a_placeholder(toy: Toy) -> None:
 
 def test_what_is_not_trained_and_what_adapters_leave_alone(toy: Toy, toy_folder: Any) -> None:
     from lit_rl.models import LanguageModel, Lora
-    from lit_rl.models.policy.vision_parts import part_of
-    from lit_rl.models.scoring.critic import AdapterCritic
+    from lit_rl.models.critics import AdapterCritic
+    from lit_rl.models.vision_parts import part_of
 
     folder = str(toy_folder(toy.kind))
 
@@ -233,8 +233,8 @@ def test_what_only_images_train_is_found_under_adapters_and_other_heads(toy: Toy
     from torch import nn
 
     from lit_rl.models import LanguageModel, Lora
-    from lit_rl.models.policy.vision_parts import modules_outside_text, trained_by_images
-    from lit_rl.models.scoring.critic import SeparateCritic
+    from lit_rl.models.critics import SeparateCritic
+    from lit_rl.models.vision_parts import modules_outside_text, trained_by_images
 
     model = LanguageModel(str(toy_folder(toy.kind)), freeze=[])
     policy = model.load()

@@ -10,16 +10,16 @@ from typing import Any
 import lightning as L
 import pytest
 
-from lit_rl.commands.chat import Chat
-from lit_rl.commands.chat import chat as talk
-from lit_rl.data.digits import Digits
-from lit_rl.data.images import image_of
-from lit_rl.data.templates import render_prompt
+from lit_rl.core.rollout import Prompts, Sampling
+from lit_rl.data.rendering import render_prompt
+from lit_rl.data.row_visuals import image_of
+from lit_rl.data.tasks import Digits
 from lit_rl.generation.collect import response_ids
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
 from lit_rl.models import LanguageModel
-from lit_rl.rollout import Prompts, Sampling
+from lit_rl.runs.chat import Chat
+from lit_rl.runs.chat import chat as talk
 
 ROWS = Digits().val()[:4]
 ASKED = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which digit?"}]}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from vision_toys import picture
 
-from lit_rl.commands.data_check import data_check
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.digits import DigitTexts
-from lit_rl.data.offline.datamodule import SupervisedDataModule
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.tasks import DigitTexts
 from lit_rl.models import LanguageModel
+from lit_rl.runs.data_check import data_check
 
 ASKED = [{"role": "user", "content": "Which?"}]
 

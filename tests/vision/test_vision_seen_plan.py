@@ -17,26 +17,32 @@ from vision_seen import Toy, image
 from vision_toys import of_idefics, picture, shown, text_of, tokenizer_of
 
 from lit_rl.algorithms import DPO, GRPO
-from lit_rl.algorithms.preflight.footprint import critic_network, policy_network, shape_of
-from lit_rl.algorithms.preflight.images import LargestPrompt, most_shown, with_images
-from lit_rl.algorithms.preflight.memory import Lengths, Memory, MemoryPlan, Network, Numbers
-from lit_rl.commands.plan import prepared
-from lit_rl.commands.run_dir import RunDir
-from lit_rl.commands.train import Run
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.digits import Digits
-from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.algorithms.checks.memory import Memory, MemoryPlan, Network, NumberSizes, RowLengths
+from lit_rl.algorithms.checks.model_sizes import (
+    LargestPrompt,
+    critic_network,
+    find_largest_prompt,
+    model_shape,
+    policy_network,
+    with_images,
+)
+from lit_rl.core.rollout import Completions, Sampling
+from lit_rl.core.vision_inputs import Vision
+from lit_rl.data.example_module import PreferenceDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.tasks import Digits
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.forward import score
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.scoring.critic import AdapterCritic, SeparateCritic
-from lit_rl.rollout import Completions, Sampling
-from lit_rl.vision import Vision
+from lit_rl.models.critics import AdapterCritic, SeparateCritic
+from lit_rl.models.forward import score
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.runs.plan import prepare_plan
+from lit_rl.runs.run_dir import RunDir
+from lit_rl.runs.train import Run
 
 PROMPTS, GROUP, RESPONSE, SIDE = 3, 4, 24, 112
 SMALL = {"hidden_size": 192, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 512}
 ALL = ("vision", "projector")
-NUMBERS = Numbers.of("32-true", 8)
+NUMBERS = NumberSizes.of("32-true", 8)
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +74,10 @@ class Case:
         ids, vision = self.prompts[0]
         assert model.processor is not None and vision is not None
         self.rows = rollout(self.prompts, response)
-        shape = shape_of(model)
+        shape = model_shape(model)
         assert shape is not None
         self.network = policy_network(model, shape, NUMBERS, "fused")
-        lengths = Lengths(len(ids), response, group=GROUP, shares=shared)
+        lengths = RowLengths(len(ids), response, group=GROUP, shares=shared)
         tokens = sum(token in model.processor.placeholders for token in ids)
 
         def planned(network: Network) -> MemoryPlan:
@@ -155,10 +161,10 @@ def test_a_frozen_tower_works_before_the_text_runs(folder: Path) -> None:
 )
 def test_trained_parameters_are_those_of_the_model(folder: Path, freeze: Any, lora: Any) -> None:
     model = LanguageModel(str(folder), freeze=freeze, lora=lora)
-    shape = shape_of(model)
+    shape = model_shape(model)
     assert shape is not None
     trained = sum(each.numel() for each in model.load().parameters() if each.requires_grad)
-    assert policy_network(model, shape, Numbers(), "fused").trained == trained
+    assert policy_network(model, shape, NumberSizes(), "fused").trained == trained
 
 
 @pytest.mark.parametrize(
@@ -194,12 +200,12 @@ def test_the_largest_prompt_is_the_one_of_most_images() -> None:
     prompts.prepare(model.tokenizer, processor=model.processor)
     pairs.prepare(model.tokenizer, processor=model.processor)
     for data in (prompts, pairs):
-        found = most_shown(data, model.processor)
+        found = find_largest_prompt(data, model.processor)
         assert found is not None and (found.tokens, found.vision.row) == (12, 1)
         assert found.vision.inputs["pixel_values"].numel() == 3 * 3 * 32 * 32
     words = RolloutDataModule(rows=[{"prompt": asked}] * 2, val_fraction=0.0, prompts_per_rollout=2)
     words.prepare(model.tokenizer, processor=model.processor)
-    assert most_shown(words, model.processor) is None
+    assert find_largest_prompt(words, model.processor) is None
 
 
 @pytest.mark.parametrize("method", ["grpo", "dpo"])
@@ -213,7 +219,7 @@ def test_the_command_counts_images(method: str, tmp_path: Path) -> None:
         rows = [{**row, **said} for row in Digits().val()[:32]]
         module, data = DPO(model), PreferenceDataModule(rows=rows, batch_size=8, val_fraction=0.0)
     run = Run(module, data, quiet_trainer(tmp_path, 1), RunDir(tmp_path), None, "", "")
-    _, sizes, _ = prepared(run)
+    _, sizes, _ = prepare_plan(run)
     assert sizes is not None
     rows = 8 if method == "grpo" else 16  # a prompt a group; a text of a pair
     pixels = 32 * 32 * (3 * 4 + 8)  # and which of them are there

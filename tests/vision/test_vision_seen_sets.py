@@ -12,11 +12,11 @@ from vision_toys import picture
 
 from lit_rl.algorithms import DPO, GRPO
 from lit_rl.callbacks import PreferenceSets
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.digits import Digits
-from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.tasks import Digits
 from lit_rl.models import LanguageModel
-from lit_rl.rollout import Sampling
 
 ASKED = [{"role": "user", "content": "Which?"}]
 
@@ -74,11 +74,11 @@ def test_files_stay_where_they_are_and_rows_without_images_are_text(toy_folder: 
 
 
 def test_a_second_file_of_an_image_is_not_written(tmp_path: Path) -> None:
-    from lit_rl.callbacks.kept_images import KeptImages
-    from lit_rl.data.images import image_of
+    from lit_rl.callbacks.output_files import ImageWriter
+    from lit_rl.data.row_visuals import image_of
 
     ref = image_of(Digits().train()[0]["image"], "row", max_pixels=10**6)
-    images = KeptImages(tmp_path)
+    images = ImageWriter(tmp_path)
     assert images.named({"image": ref, "answer": "7"}) == {"image": f"images/{ref.digest}.png", "answer": "7"}
     assert not list(tmp_path.iterdir()), "names alone write nothing"
     images.write({"image": ref})

@@ -23,15 +23,15 @@ from vision_toys import picture
 
 from lit_rl.algorithms import GRPO
 from lit_rl.callbacks import Samples
-from lit_rl.callbacks.pictures import Pictures
-from lit_rl.callbacks.sample_files import write_parquet
-from lit_rl.commands.transcripts import transcripts
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.digits import Digits
-from lit_rl.data.images import image_of
+from lit_rl.callbacks.display import Pictures
+from lit_rl.callbacks.output_files import write_parquet
+from lit_rl.core.rollout import Sampling
+from lit_rl.core.visuals import ImageRef
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.row_visuals import image_of
 from lit_rl.data.sources import load_rows
-from lit_rl.images import ImageRef
-from lit_rl.rollout import Sampling
+from lit_rl.data.tasks import Digits
+from lit_rl.reports.transcripts import transcripts
 
 ASKED = [{"role": "user", "content": "Which?"}]
 
@@ -157,9 +157,9 @@ def test_tables_of_text_need_no_pillow(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from lit_rl.callbacks.sample_files import write_parquet
+from lit_rl.callbacks.output_files import write_parquet
 from lit_rl.callbacks.samples import Samples
-from lit_rl.callbacks.text import console_table
+from lit_rl.callbacks.display import console_table
 sys.modules["PIL"] = None  # torchmetrics imports it where it is there; from here on nothing can
 table = {"prompt": ["1+1="], "completion": ["2"], "reward": [1.0], "advantage": [0.5], "answer": ["2"]}
 write_parquet(table, Path("text.parquet"))

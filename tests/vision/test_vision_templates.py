@@ -6,8 +6,8 @@ from typing import Any
 
 from vision_toys import picture
 
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.data.example_module import PreferenceDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models import LanguageModel
 
 SMOLVLM = (

@@ -15,13 +15,13 @@ from vision_toys import picture
 
 from lit_rl.algorithms import DPO, GRPO, PPO, RLOO, SFT, Constant
 from lit_rl.algorithms.optim.optimizers import ByPath
-from lit_rl.algorithms.rollouts import state
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
-from lit_rl.errors import ConfigError, DataError
+from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.vision_parts import part_of
-from lit_rl.rollout import Sampling
+from lit_rl.models.vision_parts import part_of
 
 ASKED = [{"role": "user", "content": "Which?"}]
 
@@ -81,7 +81,7 @@ def test_a_run_that_was_stopped_in_the_middle_of_a_rollout_goes_on_to_the_bit(
 
 
 def test_a_buffer_of_groups_sees_again_after_a_resume(toy_folder: Any, tmp_path: Path) -> None:
-    from lit_rl.algorithms.terms.replay import GroupReplay
+    from lit_rl.algorithms.terms.groups import GroupReplay
 
     class Saves(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -131,9 +131,9 @@ def test_checkpoints_hold_no_pixels(toy_folder: Any, tmp_path: Path) -> None:
 def test_checkpoints_of_before_there_were_images_are_read(toy_of: Any) -> None:
     toy = toy_of("idefics3")
     drawn = toy.drawn(toy.asked([toy.prompt("No picture", [])]))
-    plain = state.to_plain(replace(drawn, vision=None))
+    plain = checkpoints.to_plain(replace(drawn, vision=None))
     del plain["vision"]
-    again = state.completions_of(plain | {"model_inputs": {}}, torch.device("cpu"))
+    again = checkpoints.completions_from_plain(plain | {"model_inputs": {}}, torch.device("cpu"))
     assert again.vision is None and torch.equal(again.response_ids, drawn.response_ids)
 
 
@@ -205,7 +205,7 @@ def grpo_at_start(folder: Any, place: Path) -> GRPO:
 @pytest.mark.parametrize("kind", kinds("idefics3", "qwen2_5_vl"))
 @pytest.mark.parametrize("critic", ["separate", "shared", "adapter"])
 def test_a_critic_sees_too(toy_folder: Any, kind: str, critic: str, tmp_path: Path) -> None:
-    from lit_rl.models.scoring.critic import AdapterCritic, SeparateCritic, SharedTrunk
+    from lit_rl.models.critics import AdapterCritic, SeparateCritic, SharedTrunk
 
     model: Any = str(toy_folder(kind))
     if critic == "adapter":
@@ -224,7 +224,7 @@ def test_a_critic_sees_too(toy_folder: Any, kind: str, critic: str, tmp_path: Pa
 
 @pytest.mark.parametrize("method", ["rloo", "lora", "dynamic", "replay"])
 def test_other_methods_take_images(toy_folder: Any, method: str, tmp_path: Path) -> None:
-    from lit_rl.algorithms.terms.replay import GroupReplay
+    from lit_rl.algorithms.terms.groups import GroupReplay
     from lit_rl.models import LanguageModel
 
     folder = toy_folder("idefics3")

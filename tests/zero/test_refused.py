@@ -18,10 +18,10 @@ from lightning.pytorch.accelerators import CPUAccelerator  # noqa: E402
 from lightning.pytorch.strategies import DeepSpeedStrategy  # noqa: E402
 from zero_on_cpu import ZeROOnCPU  # noqa: E402
 
-from lit_rl.algorithms.optim.zero import FACTS, ZeROStrategy, check_facts  # noqa: E402
-from lit_rl.algorithms.preflight.deepspeed import model_fits_zero, optimizer_fits_zero, settings_fit_zero  # noqa: E402
-from lit_rl.errors import BackendError, ConfigError, StorageError  # noqa: E402
-from lit_rl.models.policy.language_model import LanguageModel  # noqa: E402
+from lit_rl.algorithms.checks.strategy_checks import check_zero_model, check_zero_optimizer, check_zero_settings  # noqa: E402
+from lit_rl.algorithms.optim.strategies import FACTS, ZeROStrategy, check_facts  # noqa: E402
+from lit_rl.core.errors import BackendError, ConfigError, StorageError  # noqa: E402
+from lit_rl.models.language_model import LanguageModel  # noqa: E402
 
 pytestmark = pytest.mark.all
 
@@ -87,10 +87,10 @@ def test_the_same_settings_without_what_is_refused_reach_the_weights(tmp_path, m
 def test_lightnings_own_strategy_and_machines_without_a_gpu():
     plain, ours = DeepSpeedStrategy(stage=2), ZeROStrategy(3)
     with pytest.raises(ConfigError, match="divides the loss.*strategy=deepspeed_1, deepspeed_2 or deepspeed_3"):
-        settings_fit_zero(LanguageModel("tiny"), "32-true", plain)
+        check_zero_settings(LanguageModel("tiny"), "32-true", plain)
     ours.accelerator = CPUAccelerator()
     with pytest.raises(BackendError, match="deepspeed_3 needs GPUs.*strategy=ddp or fsdp"):
-        settings_fit_zero(LanguageModel("tiny"), "32-true", ours)
+        check_zero_settings(LanguageModel("tiny"), "32-true", ours)
 
 
 def test_settings_of_the_strategy():
@@ -125,16 +125,16 @@ def test_checkpoints_of_other_runs(tmp_path):
 def test_only_optimizers_that_move_each_number_by_itself():
     weight = nn.Parameter(torch.ones(2, 2))
     for moved in (torch.optim.AdamW([weight]), torch.optim.SGD([weight])):
-        optimizer_fits_zero(moved)
+        check_zero_optimizer(moved)
     for looks in (torch.optim.Adafactor([weight]), torch.optim.LBFGS([weight])):
         with pytest.raises(ConfigError, match=f"{type(looks).__name__}.*optimizer=adamw"):
-            optimizer_fits_zero(looks)
+            check_zero_optimizer(looks)
 
 
 def test_experts_that_ranks_would_wait_for():
     policy = LanguageModel("tiny").load()
-    model_fits_zero(policy, ZeROOnCPU(3))
+    check_zero_model(policy, ZeROOnCPU(3))
     policy.config.num_local_experts = 4
-    model_fits_zero(policy, ZeROOnCPU(2))
+    check_zero_model(policy, ZeROOnCPU(2))
     with pytest.raises(ConfigError, match="mixture of experts.*strategy=fsdp or strategy=deepspeed_2"):
-        model_fits_zero(policy, ZeROOnCPU(3))
+        check_zero_model(policy, ZeROOnCPU(3))

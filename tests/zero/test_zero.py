@@ -14,9 +14,9 @@ from dist_equal import Ones, assert_equal_runs, assert_same_weights, in_processe
 from runs_helpers import rows
 from safetensors.torch import load_file
 
-from lit_rl.callbacks.checkpoint_files import is_whole
-from lit_rl.commands.run_dir import RunDir
-from lit_rl.durable import MANIFEST
+from lit_rl.callbacks.checkpoint_io import is_whole
+from lit_rl.core.durable_files import MANIFEST
+from lit_rl.runs.run_dir import RunDir
 
 pytestmark = pytest.mark.all
 

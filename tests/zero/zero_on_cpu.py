@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from lit_rl.algorithms.optim.zero import ZeROStrategy
+from lit_rl.algorithms.optim.strategies import ZeROStrategy
 
 
 class ZeROOnCPU(ZeROStrategy):

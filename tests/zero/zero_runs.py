@@ -21,10 +21,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from runs_helpers import interrupted  # noqa: E402
 from zero_on_cpu import ZeROOnCPU  # noqa: E402
 
-from lit_rl import durable  # noqa: E402
-from lit_rl.algorithms.optim import shared_folder  # noqa: E402
-from lit_rl.errors import ConfigError, StorageError  # noqa: E402
-from lit_rl.models.policy.sharding import full_state_dict  # noqa: E402
+from lit_rl.algorithms.optim import strategies  # noqa: E402
+from lit_rl.core import durable_files  # noqa: E402
+from lit_rl.core.errors import ConfigError, StorageError  # noqa: E402
+from lit_rl.models.sharding import full_state_dict  # noqa: E402
 
 WORDS = [
     "data.task.max_operand=9",
@@ -164,7 +164,7 @@ class FindsRoom(L.Callback):
         self.came: dict[float, str] = {}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        first, durable.WAITS, usage = self.folder / "first.ckpt", (), shutil.disk_usage
+        first, durable_files.RETRY_WAITS, usage = self.folder / "first.ckpt", (), shutil.disk_usage
         trainer.save_checkpoint(first)
         size = sum(path.stat().st_size for path in first.rglob("*"))
         for share in (0.9, 1.1):
@@ -209,7 +209,7 @@ def as_two_nodes(folder: Path) -> None:
     """
     before = os.environ["LOCAL_RANK"], os.environ.get("NODE_RANK", "0")
     os.environ["LOCAL_RANK"], os.environ["NODE_RANK"] = "0", str(torch.distributed.get_rank())
-    shared_folder.SEEN_WITHIN, said = 1.0, {}
+    strategies.SEEN_WITHIN, said = 1.0, {}
     for name, strategy in {"apart": OtherDisk(2), "shared": ZeROOnCPU(2)}.items():
         for node in ("node0", "node1"):
             (folder / name / node).mkdir(parents=True, exist_ok=True)
@@ -262,8 +262,8 @@ def command(
 
     from lit_rl.cli import schemas
     from lit_rl.cli.hydra_app import assemble
-    from lit_rl.commands.run_dir import RunDir
-    from lit_rl.commands.train import train
+    from lit_rl.runs.run_dir import RunDir
+    from lit_rl.runs.train import train
 
     stage, own = WHOLE_RUNS[name]
     words = [*SMALL, f"algo={name}", *own, *words]
@@ -271,7 +271,7 @@ def command(
         target = f"trainer.strategy._target_={ZeROOnCPU.__module__}.{ZeROOnCPU.__qualname__}"
         words += [f"strategy=deepspeed_{stage}", target, "trainer.devices=2", "trainer.accelerator=cpu"]
         words += [f"allow_targets=[{ZeROOnCPU.__module__}]"]
-    schemas.register()
+    schemas.register_schemas()
     GlobalHydra.instance().clear()
     with initialize_config_module("lit_rl.conf", version_base="1.3"):
         words = [*words, f"run_dir={folder}"]

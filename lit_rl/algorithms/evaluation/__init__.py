@@ -1,1 +1,1 @@
-"""How a policy is measured: validation by generating or by loss, win rates, statistics."""
+"""Evaluation of a policy: validation by generating, win rates, statistics, tables of samples."""

@@ -1,4 +1,7 @@
-"""Validation by generating: own sampling, means with 95 % intervals, pass@k, each prompt counted once."""
+"""Validation by generating: own sampling, means with 95 % intervals, pass@k, each prompt counted once.
+
+With `eval.log_policy` the policy and its reference score the completions too: entropy and distance to the reference.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +11,38 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lit_rl.algorithms.evaluation.statistics import Averages, mean_with_interval, pass_at_k
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.rollouts.episodes import metrics_of
-from lit_rl.episodes import Episode
-from lit_rl.errors import in_range
-from lit_rl.ops.masking import masked_sum
-from lit_rl.rewards.sums.weighted import Scores
-from lit_rl.rollout import Completions, PromptBatch, Sampling
-from lit_rl.transfers import to_host
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.evaluation.summary_statistics import Averages, mean_with_interval, pass_at_k
+from lit_rl.algorithms.optim.strategies import shards_weights
+from lit_rl.algorithms.rollouts.episode_outcomes import episode_metrics
+from lit_rl.algorithms.rollouts.rollout_plan import without_gradient
+from lit_rl.core.episode import Episode
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.rollout import Completions, PromptBatch, Sampling
+from lit_rl.core.transfers import to_host
+from lit_rl.models.forward import score
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.ops.reductions import masked_sum
+from lit_rl.rewards.weighted_rewards import Scores
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How `validate`, `test` and `predict` sample. Nothing of it is inherited from the training's truncation.
+    """The sampling of `validate`, `test` and `predict`, independent of the training's truncation.
 
     Args:
         group_size: Completions a prompt. Above 1, pass@k is reported too.
-        temperature: 0 is greedy decoding; sampling needs it above 0 where `group_size` is above 1 to be of use.
+        temperature: 0 is greedy decoding; a `group_size` above 1 is useful only above 0.
         top_p: As `Sampling.top_p`.
         top_k: As `Sampling.top_k`.
         max_new_tokens: Longest response in tokens; null takes `sampling.max_new_tokens`.
-        limit: At most this many prompts of each validation set; null takes all.
-        win_rate_against: A model whose completions of the same prompts the policy's are compared with: its name, folder
-            or hub id, or "base" for the policy as it was before its first step. Null compares with none.
-        log_policy: Score the completions once more, with the policy and, where the objective has a KL, with the
-            reference, under the training's distribution: `val/entropy`, `val/kl`.
+        limit: Most prompts of each validation set; null takes all.
+        win_rate_against: A model to compare the policy's completions with, on the same prompts: its name, folder or hub
+            id, or "base" for the policy before its first step. Null compares with none.
+        log_policy: Score the completions again, with the policy and, where the objective has a KL, with the reference,
+            under the training's distribution: `val/entropy`, `val/kl`.
     """
 
     group_size: int = 1
@@ -57,7 +65,7 @@ class Evaluation:
                 in_range(f"eval.{key}", value, low=1)
 
     def sampling(self, training: Sampling) -> Sampling:
-        """The training's stop strings and lengths with the evaluation's own distribution."""
+        """Return the training's stop strings and lengths with the evaluation's own distribution."""
         return replace(
             training,
             temperature=self.temperature,
@@ -71,7 +79,7 @@ class Evaluation:
 
 
 class EvaluationRows:
-    """What the validation of one data set has seen, by row of the set: a row seen twice counts once."""
+    """The results of the validation of one data set, by row of the set: a row seen twice counts once."""
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, Any]] = {}
@@ -85,15 +93,15 @@ class EvaluationRows:
         wins: torch.Tensor | None = None,
         of_tokens: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Keep the numbers of one batch; completions of a prompt are neighbours.
+        """Add the numbers of one batch; completions of a prompt are neighbours.
 
         `wins`: `(b,)`, the probability of each completion to be better than the other model's; NaN without a verdict.
-        `of_tokens`: `(b, t)` by name, of which the mean over sampled tokens is logged.
+        `of_tokens`: `(b, t)` by name, whose means over sampled tokens are logged.
         """
         sums = {name: masked_sum(each, completions.response_mask, 1) for name, each in (of_tokens or {}).items()}
         self.names = scores.names
         per_prompt = len(scores.total) // len(batch)
-        # Of the whole batch at once: what lies on a device is waited for.
+        # In one transfer for the whole batch, as it waits for the device.
         totals, values, *counted = to_host([scores.total, scores.values, *sums.values()])
         lengths, ended = completions.on_host.lengths, completions.on_host.ended
         sums = dict(zip(sums, counted))
@@ -106,22 +114,22 @@ class EvaluationRows:
                 "ended": ended[part].tolist(),
                 "wins": None if wins is None else wins[part].tolist(),
                 "sums": {name: each[part].tolist() for name, each in sums.items()},
-                "episodes": [_counted(each) for each in (completions.episodes or ())[part]],
+                "episodes": [_without_texts(each) for each in (completions.episodes or ())[part]],
             }
 
     def gather(self, ranks: Ranks) -> None:
-        """Take in the rows of every rank."""
+        """Gather the rows of every rank."""
         parts = ranks.objects((self.rows, self.names))
         self.rows = {row: seen for rows, _ in parts for row, seen in rows.items()}
         self.names = max((names for _, names in parts), key=len)
 
     @property
     def episodes(self) -> list[Episode]:
-        """By prompt; without what was said in them."""
+        """The episodes by prompt, without their texts."""
         return [each for row in sorted(self.rows) for each in self.rows[row]["episodes"]]
 
     def metrics(self) -> dict[str, float]:
-        """Means over prompts of the means over their completions, the reward with its 95 % interval."""
+        """Return means over prompts of the means over their completions, the reward with its 95 % interval."""
         seen = [self.rows[row] for row in sorted(self.rows)]
         totals = torch.tensor([row["total"] for row in seen], dtype=torch.float64).reshape(len(seen), -1)
         by_prompt = totals.nanmean(1)
@@ -140,7 +148,7 @@ class EvaluationRows:
             metrics[f"rewards/{name}/mean"] = float(values[..., i].nanmean())
         if episodes := self.episodes:
             averages = Averages()
-            averages.add(metrics_of(episodes, Ranks()))  # of all ranks by now
+            averages.add(episode_metrics(episodes, Ranks()))  # already gathered over all ranks
             metrics |= averages.reduce()
         for name in seen[0]["sums"] if seen else ():
             total = sum(sum(row["sums"][name]) for row in seen)
@@ -149,9 +157,9 @@ class EvaluationRows:
         return metrics | (self._pass_at_k(totals) if self.names else {}) | (_win_rate(wins) if wins else {})
 
     def _pass_at_k(self, totals: torch.Tensor) -> dict[str, float]:
-        """pass@k for k = 1, 2, 4, ... up to the group size; a completion passes with a total of 1 or more.
+        """Return pass@k for k = 1, 2, 4, ... up to the group size; a completion passes with a total of 1 or more.
 
-        An unscored completion is no sample: a prompt counts for the k that its scored ones reach.
+        An unscored completion is no sample: a prompt counts for each k up to its number of scored ones.
         """
         n = totals.shape[1]
         if n < 2:
@@ -164,13 +172,13 @@ class EvaluationRows:
         return metrics
 
 
-def _counted(episode: Episode) -> Episode:
-    """An episode without what was said in it."""
+def _without_texts(episode: Episode) -> Episode:
+    """Return an episode without its texts."""
     return replace(episode, prompt="", messages=[], extra={})
 
 
 def _win_rate(rows: list[list[float]]) -> dict[str, float]:
-    """Mean over prompts of the mean over their comparisons, a tie being half a win, with its 95 % interval."""
+    """Return the mean over prompts of the mean win rate, a tie being half a win, with its 95 % interval."""
     wins = torch.tensor(rows, dtype=torch.float64)
     by_prompt = wins.nanmean(1)
     mean, low, high = mean_with_interval(by_prompt[~by_prompt.isnan()])
@@ -185,6 +193,51 @@ def _win_rate(rows: list[list[float]]) -> dict[str, float]:
 
 
 def prefixed(metrics: Mapping[str, float], *parts: str) -> dict[str, float]:
-    """Names under a prefix: `prefixed({"reward": 1}, "val", "math")` is `{"val/math/reward": 1}`."""
+    """Return metrics with a prefix: `prefixed({"reward": 1}, "val", "math")` is `{"val/math/reward": 1}`."""
     head = "/".join(part for part in parts if part)
     return {f"{head}/{name}": value for name, value in metrics.items()}
+
+
+MOST_ROWS = 16
+"""Most completions of one forward pass: validation batches are larger than micro-batches."""
+
+
+def check_policy_scores(name: str, rolls_out: bool, sampling: Sampling, strategy: Any) -> None:
+    """Refuse `eval.log_policy` where it has nothing to log, or is not supported.
+
+    Args:
+        name: Name of the method.
+        rolls_out: Whether it learns from its own completions.
+        sampling: Sampling of the training, under whose distribution the completions are scored.
+        strategy: The Trainer's strategy; None without one.
+
+    Raises:
+        ConfigError: names what to set.
+    """
+    if not rolls_out:
+        raise ConfigError(
+            f"eval.log_policy=true: {name} learns from a data set, and logs val/entropy and its distances with the "
+            "validation's loss. Leave it out."
+        )
+    if sampling.greedy:
+        raise ConfigError(
+            "eval.log_policy=true scores completions under the training's distribution, and with "
+            "sampling.temperature=0 there is none. Set it above 0; the validation itself may be greedy "
+            "(eval.temperature=0)."
+        )
+    if shards_weights(strategy):
+        raise ConfigError(
+            f"eval.log_policy=true is not built for weights in parts ({type(strategy).__name__}): take strategy=auto "
+            "or ddp, or leave it out."
+        )
+
+
+def entropies(policy: Any, completions: Completions, sampling: Sampling, options: ForwardOptions) -> Tensor:
+    """Return `(b, t)`, in nats: the entropy of the policy's distribution at each sampled token."""
+
+    def of_rows(part: Completions) -> Tensor:
+        found = score(policy, part, sampling, entropy=True, options=options).entropy
+        assert found is not None
+        return found
+
+    return without_gradient(policy, completions, of_rows, rows_at_once=MOST_ROWS)

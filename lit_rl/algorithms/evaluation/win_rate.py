@@ -1,7 +1,7 @@
-"""How often the policy's validation completions beat those of another model: `eval.win_rate_against`.
+"""Win rates of the policy's validation completions against those of another model: `eval.win_rate_against`.
 
 The other model completes the same prompts under the same evaluation sampling, once for each sampling; its completions
-are kept and its weights are freed. What is compared is text, so it may be any model: it reads the prompts by its own
+are kept and its weights are freed. Texts are compared, so it may be any model: it reads the prompts by its own
 tokenizer and chat template.
 """
 
@@ -17,56 +17,56 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
-from lit_rl.data.message_forms import told_of
-from lit_rl.data.templates import control_tokens, encode_prompt, kwargs_of_row
-from lit_rl.errors import ConfigError, LitRLError
+from lit_rl.algorithms.rollouts.rollout_source import RolloutRequest, RolloutSource
+from lit_rl.core.errors import ConfigError, LitRLError
+from lit_rl.core.process_state import preserve_generators
+from lit_rl.core.rollout import PromptBatch
+from lit_rl.data.message_forms import tools_argument
+from lit_rl.data.rendering import control_tokens, encode_prompt, row_template_kwargs
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.loaded import LoadedModel
-from lit_rl.process_state import generators_kept
-from lit_rl.rewards.judges.base import Judge, ask, check_verdicts
-from lit_rl.rewards.sums.weighted import TrainerState
-from lit_rl.rollout import PromptBatch
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.loaded_model import LoadedModel
+from lit_rl.rewards.judges import Judge, ask_judge, check_verdicts
+from lit_rl.rewards.weighted_rewards import TrainerState
 
 BASE = "base"
-"""The name of the policy as it was before its first step."""
+"""The name of the policy before its first step."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One completion of the other model."""
+class ComparedAnswer:
+    """A completion of the other model."""
 
     text: str
     ids: list[int]
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """How the other model's completions are drawn: as the policy's are, with random numbers of their own."""
+class ComparedDrawing:
+    """The settings for drawing the other model's completions: those of the policy's, with noise of their own."""
 
     source: RolloutSource
     asked: RolloutRequest
-    """What the policy was asked for; `batch.rollout` tells validation sets apart."""
+    """The policy's request; `batch.rollout` distinguishes validation sets."""
     device: torch.device
     context: Callable[[], AbstractContextManager[None]]
-    """Open while completions are drawn: no gradient, the run's precision."""
+    """The context in which completions are drawn: no gradient, the run's precision."""
 
 
 class ComparedModel:
-    """The other model: loaded when a prompt has no completion of it yet, and let go by `release`.
+    """The other model, loaded when a prompt lacks a completion of it, and freed by `release`.
 
     Args:
-        policy: The description of the policy, which is the other model where that is `BASE`.
+        policy: The description of the policy, which is itself the other model for `BASE`.
     """
 
     def __init__(self, policy: LanguageModel) -> None:
         self.policy = policy
-        self._answers: dict[tuple[Any, ...], list[Answer]] = {}
+        self._answers: dict[tuple[Any, ...], list[ComparedAnswer]] = {}
         self._loaded: tuple[LanguageModel, nn.Module] | None = None
 
     def describe(self, against: str) -> LanguageModel:
-        """The other model's description.
+        """Return the other model's description.
 
         Raises:
             ConfigError: there is no model of that name.
@@ -82,13 +82,13 @@ class ComparedModel:
             return LanguageModel(against, dtype=self.policy.dtype)
 
     @torch.no_grad()
-    def answers(self, against: str, drawing: Drawing, options: Any = None) -> list[Answer]:
-        """As many completions of every prompt as the policy gives; those of a prompt are neighbours.
+    def answers(self, against: str, drawing: ComparedDrawing, options: Any = None) -> list[ComparedAnswer]:
+        """Return as many completions of every prompt as the policy gives; those of a prompt are neighbours.
 
         Args:
             against: The other model.
-            drawing: How they are drawn.
-            options: Of the data module: how a prompt becomes tokens.
+            drawing: Settings for drawing.
+            options: Options of the data module for the encoding of prompts.
         """
         batch, sampling, group = drawing.asked.batch, drawing.asked.sampling, drawing.asked.group_size
         keys = [(against, sampling, group, batch.rollout, row) for row in batch.rows]
@@ -101,7 +101,7 @@ class ComparedModel:
         """Free the weights; the completions stay."""
         self._loaded = None
 
-    def _draw(self, against: str, drawing: Drawing, options: Any) -> list[Answer]:
+    def _draw(self, against: str, drawing: ComparedDrawing, options: Any) -> list[ComparedAnswer]:
         model, weights = self._load(against, drawing)
         tokenizer: Any = model.tokenizer
         batch = drawing.asked.batch
@@ -111,12 +111,12 @@ class ComparedModel:
         with drawing.source.aside(), drawing.context():
             completions = drawing.source.draw_other(asked)
         texts = texts_of(completions, tokenizer)
-        return [Answer(*answer) for answer in zip(texts, response_ids(completions), strict=True)]
+        return [ComparedAnswer(*answer) for answer in zip(texts, response_ids(completions), strict=True)]
 
-    def _load(self, against: str, drawing: Drawing) -> tuple[LanguageModel, nn.Module]:
+    def _load(self, against: str, drawing: ComparedDrawing) -> tuple[LanguageModel, nn.Module]:
         if self._loaded is None:
             description = self.describe(against)
-            with _keys_of_the_evaluation(), generators_kept():
+            with _keys_of_the_evaluation(), preserve_generators():
                 torch.manual_seed(drawing.asked.seed)  # fresh adapters are random, and change nothing yet
                 weights = description.load()
             self._loaded = description, weights.eval().requires_grad_(False).to(drawing.device)  # pyright: ignore
@@ -136,13 +136,13 @@ def compare(
     """Ask the judge which of two completions is better, the i-th of ours or the i-th of theirs.
 
     Args:
-        judge: Who says so.
+        judge: The judge.
         batch: The prompts.
         ours: The policy's completions; those of a prompt are neighbours.
         theirs: As many of the other model's.
         our_rewards: `(b * group,)` summed rewards, NaN where none applies.
         their_rewards: The same of theirs. None: the judge reads no rewards.
-        trainer_state: Where the training stands, for the judge.
+        trainer_state: Progress of the training, for the judge.
 
     Returns:
         Float64 `(b * group,)`: the probability that ours is better, 0.5 for a tie, NaN without a verdict.
@@ -151,11 +151,11 @@ def compare(
     prompts, our_messages, columns = as_reward_input(batch, ours, group)
     _, their_messages, _ = as_reward_input(batch, theirs, group)
     second: list[float | None] = [None] * len(ours) if their_rewards is None else _or_none(their_rewards)
-    # A judge may favour what it reads first: every other time that is the other model's completion.
+    # A judge may favour the first completion: every other time that is the other model's.
     turned = [i % 2 == 1 for i in range(len(ours))]
-    firsts, seconds = _seats(our_messages, their_messages, turned)
-    first_rewards, second_rewards = _seats(_or_none(our_rewards), second, turned)
-    verdicts: Any = ask(
+    firsts, seconds = _order_pairs(our_messages, their_messages, turned)
+    first_rewards, second_rewards = _order_pairs(_or_none(our_rewards), second, turned)
+    verdicts: Any = ask_judge(
         judge,
         prompts,
         firsts,
@@ -171,19 +171,19 @@ def compare(
 
 
 def _prompt_ids(tokenizer: Any, batch: PromptBatch, against: str, options: Any) -> list[list[int]]:
-    """The prompts as tokens of another model."""
+    """Return the prompts as tokens of another model."""
     settings: dict[str, Any] = {"where": f"eval.win_rate_against={against}", "control": control_tokens(tokenizer)}
     given = dict(getattr(options, "chat_template_kwargs", None) or {})
     found = []
     for number, prompt in enumerate(batch.prompts):  # the policy reads the row's tools and arguments too
         columns = {name: values[number] for name, values in batch.columns.items()}
-        kwargs = given | kwargs_of_row(columns, settings["where"]) | told_of(columns.get("tools"))
+        kwargs = given | row_template_kwargs(columns, settings["where"]) | tools_argument(columns.get("tools"))
         found.append(encode_prompt(tokenizer, prompt, chat_template_kwargs=kwargs, **settings))
     return found
 
 
-def _seats(ours: Sequence[Any], theirs: Sequence[Any], turned: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """What sits first and what sits second in each comparison: ours and theirs, or the other way round."""
+def _order_pairs(ours: Sequence[Any], theirs: Sequence[Any], turned: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """Return the first and second side of each comparison: ours and theirs, or swapped."""
     pairs = [(b, a) if turn else (a, b) for a, b, turn in zip(ours, theirs, turned, strict=True)]
     return [a for a, _ in pairs], [b for _, b in pairs]
 
@@ -194,7 +194,7 @@ def _or_none(values: Tensor) -> list[float | None]:
 
 @contextmanager
 def _keys_of_the_evaluation() -> Iterator[None]:
-    """The loader's errors name the policy's keys."""
+    """Rename keys in the loader's errors from the policy's to the evaluation's."""
     try:
         yield
     except LitRLError as error:

@@ -1,1 +1,1 @@
-"""What some methods share: one abstract class a file, with every term of its objective in the order of the formula."""
+"""Abstract bases of several methods each, with every term of their objectives in the order of the formula."""

@@ -1,4 +1,4 @@
-"""What the methods share that learn from pairs by the log-probs of their completions."""
+"""The base of the methods that learn from pairs by the log-probs of their completions."""
 
 from __future__ import annotations
 
@@ -10,37 +10,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
-from lit_rl.algorithms.preflight import given
-from lit_rl.algorithms.preflight import preferences as pair_checks
+from lit_rl.algorithms.checks import argument_checks
+from lit_rl.algorithms.checks import preference_checks as pair_checks
+from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.signatures import copies_for
-from lit_rl.algorithms.terms.whole_step import WholeStep, share_of
-from lit_rl.errors import in_range
-from lit_rl.examples import PairBatch
-from lit_rl.models.policy.text_forward import TextScores
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.preference.divergences import reverse_kl
-from lit_rl.ops.preference.losses import sigmoid
-from lit_rl.ops.preference.pairs import Pairs, sums_of_pairs
-from lit_rl.ops.step import Metrics, mean_entropy, mean_of
+from lit_rl.algorithms.terms.whole_step import WholeStep, micro_batch_share
+from lit_rl.core.errors import in_range
+from lit_rl.core.examples import PairBatch
+from lit_rl.models.forward import TextScores
+from lit_rl.ops.preference_losses import Pairs, reverse_kl, sigmoid, sums_of_pairs
+from lit_rl.ops.reductions import Metrics, masked_sum, mean_entropy, mean_of
 
 Preference = Callable[..., Tensor]
-"""A function of `lit_rl.ops.preference`: `(pairs, beta)` to one loss a pair."""
+"""A function of `lit_rl.ops.preference_losses`: `(pairs, beta)` to the loss of each pair."""
 
 Columns = dict[str, Tensor]
 """Columns `(b,)` by their name in `Pairs`."""
 
 
 class PairModule(OfflinePolicyModule, ABC):
-    """Abstract: subclasses say what the log-probs are compared with.
+    """Abstract base of methods that learn from pairs: subclasses define what the log-probs are compared with.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
         beta: Scale of the implicit reward, above 0.
-        preference: The loss of a pair, or several by name, whose weighted sum is learned (MPO, 2411.10442).
-        preference_weights: Weight of each of them by name (1 where not given).
-        shared: What every `OfflinePolicyModule` takes.
+        preference: The loss of a pair, or several by name, which are added with their weights (MPO, 2411.10442).
+        preference_weights: Weight of each of them by name (1 by default).
+        shared: Arguments of every `OfflinePolicyModule`.
     """
 
     learns_from = "pairs"
@@ -59,24 +56,24 @@ class PairModule(OfflinePolicyModule, ABC):
         super().__init__(model, reward, **shared)
         in_range("algo.beta", beta, low=0, open_low=True)
         self.beta = beta
-        self.preference = pair_checks.by_name(preference)
-        self.preference_weights = pair_checks.weights(self.preference, preference_weights)
-        self.coupled_losses = pair_checks.over_step(self.preference)
+        self.preference = pair_checks.losses_by_name(preference)
+        self.preference_weights = pair_checks.loss_weights(self.preference, preference_weights)
+        self.coupled_losses = pair_checks.losses_over_step(self.preference)
         self.couples_rows = bool(self.coupled_losses)
 
     @abstractmethod
     def columns(self, batch: PairBatch, scores: TextScores) -> Columns:
-        """The columns of `Pairs`, with gradient where the policy is in them."""
+        """Return the columns of `Pairs`, with the gradient of the policy."""
 
     divergence: Callable[[Tensor], Tensor] = staticmethod(reverse_kl)
-    """What turns a log ratio into a score."""
+    """The function from a log ratio to a score."""
 
     def pairs(self, columns: Columns, batch: PairBatch) -> Pairs:
-        """The columns as what a loss reads."""
+        """Return the argument of a preference loss, made of the columns."""
         return Pairs(**columns, **self._constants(batch))  # pyright: ignore[reportArgumentType]
 
     def _constants(self, batch: PairBatch) -> dict[str, Any]:
-        """What a loss reads beside the columns: what the step counts, and the divergence."""
+        """Return the arguments of a loss that are no columns: totals of the step, and the divergence."""
         totals = batch.totals
         return {
             "nll_tokens": float(totals.tokens),
@@ -90,18 +87,18 @@ class PairModule(OfflinePolicyModule, ABC):
     def preference_loss(
         self, batch: PairBatch, columns: Columns, whole: WholeStep | None, weights: Tensor | None = None
     ) -> Tensor:
-        """The weighted sum of the preference losses, this micro-batch's share.
+        """Return this micro-batch's share of the weighted sum of the preference losses.
 
         Args:
             batch: The micro-batch, of `b` pairs.
-            columns: Its columns.
-            whole: Those of the whole step, where a loss couples rows.
-            weights: `(b,)`: what each pair's loss is multiplied by. None: 1.
+            columns: The columns of the micro-batch.
+            whole: The columns of the whole step, if a loss couples rows.
+            weights: `(b,)`: a factor for each pair's loss. None: 1.
         """
         total, constants = torch.zeros((), device=self.device), self._constants(batch)
         for name, function in self.preference.items():
             compared = partial(_losses_of_pairs, function, self.beta, constants)
-            rows = share_of(compared, batch, whole if name in self.coupled_losses else None, **columns)
+            rows = micro_batch_share(compared, batch, whole if name in self.coupled_losses else None, **columns)
             if weights is not None:
                 rows = rows * weights
             total = total + self.preference_weights[name] * rows.sum() / self.denominator(batch.totals)
@@ -111,26 +108,26 @@ class PairModule(OfflinePolicyModule, ABC):
 def _losses_of_pairs(function: Preference, beta: float, constants: dict[str, Any], **columns: Tensor) -> Tensor:
     columns = dict(zip(columns, copies_for(function, *columns.values())))
     losses = function(Pairs(**columns, **constants), beta)
-    given.of_shape("preference", losses, tuple(next(iter(columns.values())).shape[:1]))
+    argument_checks.check_shape("preference", losses, tuple(next(iter(columns.values())).shape[:1]))
     return losses
 
 
-class Sides(NamedTuple):
-    """One value `(b,)` of the chosen completions, and one of the rejected ones."""
+class ChosenRejected(NamedTuple):
+    """Values `(b,)` of the chosen and of the rejected completions."""
 
     chosen: Tensor
     rejected: Tensor
 
 
 @torch.no_grad()
-def pair_metrics(rewards: Sides, logps: Sides, batch: PairBatch, scores: TextScores) -> Metrics:
-    """TRL's metrics of a micro-batch.
+def pair_metrics(rewards: ChosenRejected, logps: ChosenRejected, batch: PairBatch, scores: TextScores) -> Metrics:
+    """Return TRL's metrics of a micro-batch.
 
     Args:
-        rewards: What the method takes for the reward of a completion.
+        rewards: The method's implicit rewards of the completions.
         logps: Log-probs of the completions.
         batch: The micro-batch.
-        scores: Of its texts, with their statistics.
+        scores: Log-probs of its texts, with statistics.
     """
     assert scores.stats is not None
     mask, every = batch.tokens.learned, torch.ones_like(rewards.chosen, dtype=torch.bool)
@@ -150,7 +147,7 @@ def pair_metrics(rewards: Sides, logps: Sides, batch: PairBatch, scores: TextSco
 
 
 def policy_columns(batch: PairBatch, scores: TextScores, *, tail_weight: float = 1.0) -> Columns:
-    """The columns of `Pairs` that the policy is in, and the lengths."""
+    """Return the columns of `Pairs` that depend on the policy, and the lengths."""
     mask = batch.tokens.learned
     chosen, rejected = sums_of_pairs(scores.logprobs, mask, tail_weight=tail_weight).chunk(2)
     lengths = mask.sum(1).float().chunk(2)

@@ -1,4 +1,4 @@
-"""The objective that the critic-free methods and PPO's actor share, each of its terms a choice of its own.
+"""The objective that the critic-free methods and PPO's actor share, with each term a separate choice.
 
 With rewards R_i of rows i, log-probs lp_it of tokens under the policy now, old_it when the rollout was taken, ref_it
 under the reference, sampler_it as the engine reported them, and the loss mask m_it:
@@ -9,8 +9,8 @@ under the reference, sampler_it as the engine reported them, and the loss mask m
     tokens       l_it = loss(lp_it, old_it, A) off_policy_mask_i selection_it u_it + beta kl(lp_it, ref_it, old_it)
     objective    reduction(l, m) - entropy coefficient * mean entropy + router_aux_loss_coef * router loss
 
-Of the last three lines `loss` and `reduction` are on by default, and `correction` for an engine of its own (vLLM).
-`PolicyGradient.advantages` is the first three lines, and `PolicyGradient.loss` the others.
+In the last three lines `loss` and `reduction` are on by default, and `correction` for a separate engine (vLLM).
+`PolicyGradient.advantages` computes the first three lines, and `PolicyGradient.loss` the others.
 """
 
 from __future__ import annotations
@@ -22,40 +22,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.checks import argument_checks, policy_gradient_checks
+from lit_rl.algorithms.checks import policy_gradient_checks as preflight
+from lit_rl.algorithms.checks.policy_gradient_checks import check_lag, check_sampling
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
-from lit_rl.algorithms.preflight import estimators, given, losses, zero_advantages
-from lit_rl.algorithms.preflight import policy_gradient as preflight
-from lit_rl.algorithms.preflight.sampling import lag_is_corrected, sampling_teaches
-from lit_rl.algorithms.rollouts import state
+from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.signatures import copies_for, multiplies_weights, name_of, parameters, reads
-from lit_rl.algorithms.terms.advantages import AdvantageClip, Whitening
-from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL, KLControl
-from lit_rl.algorithms.terms.credit import CreditAssignment
-from lit_rl.algorithms.terms.engine_correction import EngineCorrection
-from lit_rl.algorithms.terms.entropy import EntropyBonus
-from lit_rl.algorithms.terms.groups import needs_spread
-from lit_rl.algorithms.terms.kl import KLPenalty, ReferenceKL
-from lit_rl.algorithms.terms.replay import GroupReplay
-from lit_rl.algorithms.terms.running_norm import RunningNorm
-from lit_rl.algorithms.terms.selection import OffPolicyMask, TokenSelection
-from lit_rl.algorithms.terms.step_tokens import step_tokens
-from lit_rl.algorithms.terms.turn_rewards import TurnRewards
-from lit_rl.environments.source import Interactive
-from lit_rl.errors import in_range
-from lit_rl.models.policy.forward import TokenScores, score
-from lit_rl.models.policy.loaded import GivenModel
-from lit_rl.models.policy.loading import drops_out
+from lit_rl.algorithms.signatures import copies_for, multiplies_weights, name_of, parameters, reads_column
+from lit_rl.algorithms.terms.credit import AdvantageClip, CreditAssignment, RunningNorm, TurnRewardWarning, Whitening
+from lit_rl.algorithms.terms.groups import GroupReplay, needs_spread
+from lit_rl.algorithms.terms.regularizers import (
+    AdaptiveEntropy,
+    AdaptiveKL,
+    EntropyBonus,
+    FixedEntropy,
+    FixedKL,
+    KLControl,
+    KLPenalty,
+    ReferenceKL,
+)
+from lit_rl.algorithms.terms.token_weights import EngineCorrection, OffPolicyMask, TokenSelection, step_tokens
+from lit_rl.core.errors import in_range
+from lit_rl.core.rollout import Completions, Rollout
+from lit_rl.environments.environment_base import Interactive
+from lit_rl.models.forward import TokenScores, score
+from lit_rl.models.loaded_model import ModelLike
+from lit_rl.models.loading import drops_out
 from lit_rl.ops.kl import k1
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens
-from lit_rl.rewards.sums.weighted import Rewards
-from lit_rl.rollout import Completions, Rollout
+from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum
+from lit_rl.rewards.weighted_rewards import Rewards
 
 
 class PolicyGradient(OnPolicyModule, ABC):
-    """Abstract: its subclasses say which terms are on by default, and what more they need.
+    """Abstract base of policy-gradient methods: subclasses set the terms that are on by default, and add their own.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
@@ -63,41 +62,41 @@ class PolicyGradient(OnPolicyModule, ABC):
         advantage: `(rewards (n,), group_id (n,), ...) -> (n,) or (n, t)`; it may also name `values`, `weights`,
             `lengths`, `greedy_rewards`, `token_rewards`, `mask`, `step_ends`, `turn`, `state`.
         loss: `(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`: the loss of each token.
-        reduction: `(per_token, mask, totals) -> scalar`: which tokens and sequences the loss is averaged over.
+        reduction: `(per_token, mask, totals) -> scalar`: the average of the loss over tokens and sequences.
         beta: Weight of the KL in the loss.
         kl: `(logprobs, ref_logprobs, old_logprobs) -> (b, t)`: the estimator of the KL in the loss.
         reward_beta: Weight of the KL in the reward.
-        reward_kl: The estimator of the KL in the reward, taken when the rollout is.
-        kl_control: What changes the weights of the KL during the run. None keeps them.
-        whitening: `(advantages, ...) -> advantages`, to mean 0 and variance 1 over the rows or tokens of every rank; it
-            names `scored` (rows) or `mask` (tokens; an advantage of a row then counts at each). None: no whitening.
-        shaping: `(rewards, group_id, ...) -> rewards`: what is done to the rewards of rows first; it may also name
-            `lengths` and `ended`.
+        reward_kl: The estimator of the KL in the reward, computed when the rollout is taken.
+        kl_control: Controller of the weights of the KL during the run. None keeps them.
+        whitening: `(advantages, ...) -> advantages`, to mean 0 and variance 1 over the rows or tokens of all ranks; it
+            names `scored` (rows) or `mask` (tokens; a row's advantage then counts once a token). None: no whitening.
+        shaping: `(rewards, group_id, ...) -> rewards`: the first transformation of the rewards of rows; it may also
+            name `lengths` and `ended`.
         reward_norm: Running normalisation of the rewards, after the shaping.
-        reward_clip: Lowest and highest reward of a row, after the normalisation, before the KL is taken off.
+        reward_clip: Lowest and highest reward of a row, after the normalisation, before the KL is subtracted.
         advantage_clip: Largest size of an advantage.
-        correction: `(old_logprobs, sampler_logprobs, mask) -> (b, t)`: weights against an engine that samples from a
-            slightly other policy. `auto_correction` is truncated importance sampling by tokens where the generator is
-            such an engine, and none where it decodes with the policy itself. None: no weights.
+        correction: `(old_logprobs, sampler_logprobs, mask) -> (b, t)`: importance weights for an engine that samples
+            from a slightly different policy. `auto_correction` is truncated importance sampling by tokens for such an
+            engine, and none for a generator that decodes with the policy itself. None: no weights.
         rejection: `(old_logprobs, sampler_logprobs, mask) -> bool (b, t)`: tokens that stay in the loss.
-        weight_norm: `(weights, totals) -> (b, t)`: the weights brought to mean 1 over the optimizer step.
+        weight_norm: `(weights, totals) -> (b, t)`: normalisation of the weights to mean 1 over the optimizer step.
         selection: `(entropy, mask, step) -> bool (b, t)`: tokens that the policy loss acts on.
         off_policy_threshold: Rows with a negative advantage that have moved further than this from the policy that
             sampled them, in nats a token, take no part in the policy loss (2512.02556, eq. 9). None: all do.
         entropy: Coefficient of the entropy bonus. None: no bonus.
         router_aux_loss_coef: Weight of the router's load-balancing loss of a mixture-of-experts model.
-        mask_truncated: Leave completions that `max_new_tokens` cut out of the loss.
-        replay: Groups without spread are replaced by good ones of earlier rollouts. None: they are not.
-        env: What answers the policy between its turns, tools and environments, or a function that makes whole
-            rollouts. None: a completion is one turn.
-        skip_zero_advantages: Leave rows whose advantages are all 0 out of the training's forward pass, where that
-            changes no gradient: where no other term learns from them, and loss and reduction are lit_rl's own.
-        shared: What every `OnPolicyModule` takes.
+        mask_truncated: Leave completions that `max_new_tokens` truncated out of the loss.
+        replay: Buffer of good groups of earlier rollouts, which replace groups without spread. None: no buffer.
+        env: Tools or an environment that answer the policy between its turns, or a function that makes whole rollouts.
+            None: a completion is one turn.
+        skip_zero_advantages: Leave rows whose advantages are all 0 out of the training's forward pass, if that changes
+            no gradient: if no other term learns from them, and loss and reduction are lit_rl's own.
+        shared: Arguments of every `OnPolicyModule`.
     """
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         reward: Rewards | Callable,
         *,
         advantage: Callable,
@@ -126,12 +125,17 @@ class PolicyGradient(OnPolicyModule, ABC):
         skip_zero_advantages: bool = True,
         **shared: Any,
     ) -> None:
-        given.functions(loss=loss, kl=kl, reward_kl=reward_kl, reduction=reduction)
-        given.functions(True, advantage=advantage, correction=correction, rejection=rejection, whitening=whitening)
-        given.environment(env)
-        given.functions(True, shaping=shaping, weight_norm=weight_norm, selection=selection)
+        argument_checks.check_functions(loss=loss, kl=kl, reward_kl=reward_kl, reduction=reduction)
+        argument_checks.check_functions(
+            True, advantage=advantage, correction=correction, rejection=rejection, whitening=whitening
+        )
+        argument_checks.check_environment(env)
+        argument_checks.check_functions(True, shaping=shaping, weight_norm=weight_norm, selection=selection)
         super().__init__(model, reward, **shared)
-        self.credit, self.turn_rewards = CreditAssignment(shaping, reward_norm, reward_clip), TurnRewards(advantage)
+        self.credit, self.turn_rewards = (
+            CreditAssignment(shaping, reward_norm, reward_clip),
+            TurnRewardWarning(advantage),
+        )
         self.kl = ReferenceKL(
             in_reward=KLPenalty("algo.reward_beta", reward_beta, reward_kl),
             in_loss=KLPenalty("algo.beta", beta, kl),
@@ -149,14 +153,14 @@ class PolicyGradient(OnPolicyModule, ABC):
         self._check_terms()
         self.needs_reference = self.kl.needs_reference
         self.needs_greedy_rewards = "greedy_rewards" in parameters(advantage)
-        reads_step = reads(loss, "step") or self.selection.needs_step
+        reads_step = reads_column(loss, "step") or self.selection.needs_step
         self.needs_step = reads_step or (selection is not None and entropy is not None)
         made_of_old = self.kl.needs_old_logprobs, self.engine.needs_old_logprobs, replay
         self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
-        self._loss_reads = tuple(name for name in ("weights", "step") if reads(loss, name))
+        self._loss_reads = tuple(name for name in ("weights", "step") if reads_column(loss, name))
         self._loss_multiplies_weights = multiplies_weights(loss)
         self.skip_zero_advantages = skip_zero_advantages
-        self._zero_advantages_teach_nothing = zero_advantages.teach_nothing(loss, reduction)
+        self._zero_advantages_teach_nothing = policy_gradient_checks.can_skip_zero_advantages(loss, reduction)
 
     @property
     def beta(self) -> float:
@@ -178,7 +182,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         credit = self.credit(scored, tokenizer=self.model.tokenizer, ranks=self.ranks)
         credit, distances = self.kl.take_off_rewards(credit, old, ref, sampled)
         advantages = self.ranks.apply(self.advantage, credit.columns(completions))
-        given.of_shape("advantage", advantages, (len(sampled),), tuple(sampled.shape))
+        argument_checks.check_shape("advantage", advantages, (len(sampled),), tuple(sampled.shape))
         advantages = self.whitening(advantages, credit.rewards, completions, self.ranks)
         rollout = Rollout(
             completions=completions.without_episodes,
@@ -194,7 +198,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         return rollout, distances | weighing
 
     def loss_mask(self, scored: Scored) -> Tensor:
-        """Bool `(b, t)`: the sampled tokens, less those of rows that were left out, or cut where these are masked."""
+        """Return the sampled tokens, bool `(b, t)`, without rows that are left out, or masked as truncated."""
         mask = scored.completions.response_mask
         if self.mask_truncated:
             mask = mask & scored.completions.ended[:, None]
@@ -204,15 +208,15 @@ class PolicyGradient(OnPolicyModule, ABC):
         return (rollout, {}) if self.replay is None else self.replay(rollout, seed=self.seed, ranks=self.ranks)
 
     def compares_completions(self) -> bool:
-        """Whether an advantage needs several completions of one prompt."""
-        return estimators.compares_within_groups(self.advantage)
+        """Tell whether the advantage needs several completions of one prompt."""
+        return policy_gradient_checks.compares_within_groups(self.advantage)
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Taken anew only where the ratio can differ from 1, or a term is made of them.
+        """True if old log-probs are computed: where the ratio can differ from 1, or a term reads them.
 
-        For weights against an engine alone the training's own forward pass will do, unless it has dropout: then it is
-        of another policy than the one that sampled.
+        The engine correction alone can use the training's own forward pass, unless that has dropout: then it is of
+        another policy than the one that sampled.
         """
         engine_meets_dropout = self.engine.measures_mismatch and self.policy is not None and drops_out(self.policy)
         return self._reads_old_logprobs or engine_meets_dropout
@@ -232,7 +236,9 @@ class PolicyGradient(OnPolicyModule, ABC):
         offered = {"weights": copied, "step": step}
         read = {name: offered[name] for name in self._loss_reads}
         columns = copies_for(self.policy_loss, logprobs, old, rollout.advantages, mask)
-        tokens, metrics = losses.checked(self.policy_loss(*columns, **read), logprobs, self.policy_loss)
+        tokens, metrics = policy_gradient_checks.check_loss_output(
+            self.policy_loss(*columns, **read), logprobs, self.policy_loss
+        )
         tokens, off_policy = self.off_policy(tokens, logprobs, sampler, rollout.advantages, mask)
         selected = self.selection(entropy, mask, step)
         tokens = tokens * selected
@@ -241,7 +247,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         tokens, distances = self.kl.add_to_loss(tokens, rollout, logprobs, old)
 
         objective = self.reduction(*copies_for(self.reduction, tokens, mask), totals)
-        given.of_shape("reduction", objective, ())
+        argument_checks.check_shape("reduction", objective, ())
         metrics = metrics | weighing | off_policy | distances
         if entropy is not None:
             metrics |= {"entropy": (masked_sum(entropy.detach(), mask), mask.sum())}
@@ -252,15 +258,15 @@ class PolicyGradient(OnPolicyModule, ABC):
             objective = objective - self.entropy(entropy, selected, self.selection.count(selected, totals, step))
         if self.router_aux_loss_coef:
             assert scores.aux_loss is not None
-            # Balance is a property of a batch: the router's loss is of a micro-batch, and averaged over them.
+            # Balance is a property of a batch: the router's loss is computed and averaged by micro-batches.
             objective = objective + self.router_aux_loss_coef * scores.aux_loss / totals.micro_batches
             metrics |= {"aux_loss": (scores.aux_loss.detach(), one)}
-        losses.check_gradient(objective, logprobs)
+        policy_gradient_checks.check_gradient(objective, logprobs)
         return objective, metrics
 
     @property
     def shares_prompts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A router's loss is over the tokens of prompts, too, row by row."""
+        """True if prompts may be shared: not with a router's loss, which reads the tokens of prompts row by row."""
         return self.router_aux_loss_coef == 0
 
     def token_scores(self, completions: Completions) -> TokenScores:
@@ -268,7 +274,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     @property
     def score_terms(self) -> dict[str, Any]:
-        """What the objective needs of the policy's forward pass beside log-probs, and how it is computed."""
+        """Arguments of `score`: the outputs that the objective needs besides log-probs, and the forward options."""
         wanted = {
             "entropy": self.log_entropy or self.selection.choose is not None,
             "entropy_gradient": self.entropy is not None,
@@ -281,10 +287,10 @@ class PolicyGradient(OnPolicyModule, ABC):
         return step_tokens(self.policy, micro_batches, self.sampling, options, self.selection, self.ranks)
 
     def rows_that_teach(self, rollout: Rollout) -> Tensor | None:
-        """All but those without an advantage at any loss token, where no term but the policy loss is learned.
+        """Return the rows with a nonzero advantage at some loss token, if only the policy loss is learned; else None.
 
-        A subclass with a loss of its own may learn from every row: there all are computed. So they are where the loss
-        is what measures how far an engine is from the policy.
+        A subclass with its own loss may learn from every row, so all are computed. So are they if the loss measures the
+        mismatch between engine and policy.
         """
         measured_in_loss = self.engine.measures_mismatch and rollout.old_logprobs is None
         others = self.beta, self.entropy, self.router_aux_loss_coef, self.selection.choose, self.needs_step
@@ -321,12 +327,12 @@ class PolicyGradient(OnPolicyModule, ABC):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         super().load_rank_state(saved)
         for name, term in self._stateful().items():
-            term.load_state(state.saved_by_term(saved["terms"], name, type(term).__name__))
+            term.load_state(checkpoints.saved_by_term(saved["terms"], name, type(term).__name__))
         if self.replay is not None:
             self.replay.see(self.seen_rows(), self.processor)
 
     def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        terms = dict(saved[0]["terms"])  # what they hold is of all ranks, but for the groups that each keeps
+        terms = dict(saved[0]["terms"])  # states are equal on all ranks, but for the replay buffers
         if self.replay is not None and "replay" in terms:
             kept = [each["terms"]["replay"] for each in saved]
             terms["replay"] = self.replay.dealt_out(kept, self.data_rank, self.data_ranks)
@@ -342,29 +348,29 @@ class PolicyGradient(OnPolicyModule, ABC):
         }
         return {name: term for name, term in terms.items() if term is not None}
 
-    # ------------------------------------------------------------------ what is refused
+    # ------------------------------------------------------------------ checks
 
     def _check_terms(self) -> None:
-        """Refuse terms that do not go together, before anything is loaded; each has checked itself."""
+        """Refuse incompatible terms before anything is loaded; each term has already checked its own settings."""
         name, weighted = type(self).__name__, self.engine.correction is not None
-        preflight.rewards_are_there(name, self.reward_functions.names)
-        sampling_teaches(self.sampling, self.generator, weighted=weighted)
-        lag_is_corrected(self.generator, weighted=weighted)
+        preflight.require_rewards(name, self.reward_functions.names)
+        check_sampling(self.sampling, self.generator, weighted=weighted)
+        check_lag(self.generator, weighted=weighted)
         self.check_advantage()
-        losses.loss_settings(self.policy_loss)
-        losses.weights_are_declared(self.policy_loss)
-        preflight.terms_take_their_settings(self.policy_loss, self.selection.choose, self.engine, self.credit.shaping)
-        preflight.group_is_large_enough(name, self.group_size, compares_completions=self.compares_completions)
+        policy_gradient_checks.check_loss_settings(self.policy_loss)
+        policy_gradient_checks.check_declared_weights(self.policy_loss)
+        preflight.check_term_settings(self.policy_loss, self.selection.choose, self.engine, self.credit.shaping)
+        preflight.check_group_size(name, self.group_size, compares_completions=self.compares_completions)
         if self.groups is not None:
             self.groups.fits(self.group_size, compares_completions=self.compares_completions)
             self.groups.check_rewards(self.reward_functions.names)
         if self.replay is not None:
             needs_spread("algo/replay=buffer", self.group_size)
-        preflight.controller_has_a_term(self.kl.control, self.beta, self.reward_beta)
-        preflight.weights_fit(self.engine, multiplied_by_loss=multiplies_weights(self.policy_loss))
+        preflight.check_controller(self.kl.control, self.beta, self.reward_beta)
+        preflight.check_engine_weights(self.engine, multiplied_by_loss=multiplies_weights(self.policy_loss))
 
     def check_advantage(self) -> None:
-        """Refuse an estimator that `advantages` cannot call, or that does not read what is done to the rewards."""
-        estimators.is_there(self.advantage, such_as="group_normalized")
-        estimators.check_of_rows(self.advantage, type(self).__name__)
-        estimators.check_what_it_reads(self.advantage, self.credit, self.reward_beta, self.whitening)
+        """Refuse an estimator that `advantages` cannot call, or that ignores a transformation of the rewards."""
+        policy_gradient_checks.require_estimator(self.advantage, such_as="group_normalized")
+        policy_gradient_checks.check_row_estimator(self.advantage, type(self).__name__)
+        policy_gradient_checks.check_estimator_inputs(self.advantage, self.credit, self.reward_beta, self.whitening)

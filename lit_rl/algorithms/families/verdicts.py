@@ -1,4 +1,4 @@
-"""What the methods share that learn from single completions, each found desirable or not."""
+"""The base of the methods that learn from single completions, each labelled desirable or undesirable."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
+from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
-from lit_rl.errors import ConfigError, in_range
-from lit_rl.examples import VerdictBatch
-from lit_rl.models.policy.text_forward import TextScores
-from lit_rl.models.reference.base import ReferenceFree
-from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.step import Metrics, mean_entropy, mean_of
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.examples import VerdictBatch
+from lit_rl.models.forward import TextScores
+from lit_rl.models.references import ReferenceFree
+from lit_rl.ops.reductions import Metrics, masked_sum, mean_entropy, mean_of
 
 
 class VerdictModule(OfflinePolicyModule, ABC):
-    """Abstract: subclasses say what a reward is compared with. Pairs serve too: each is a good and a bad completion.
+    """Abstract base: subclasses define what a reward is compared with. A pair counts as two labelled completions.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
         beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
         precompute_reference: Compute the reference's log-probs of all rows once, before the first step, keep them on
             disk, and train without the reference in memory. Batches of `data.val_batch_size` rows; the same numbers.
         reference_cache: Folder for them; runs with the same data and reference share them. null: `cache` in `run_dir`.
-        shared: What every `OfflinePolicyModule` takes.
+        shared: Arguments of every `OfflinePolicyModule`.
     """
 
     learns_from = "verdicts"
@@ -56,16 +55,16 @@ class VerdictModule(OfflinePolicyModule, ABC):
         self.precomputed = PrecomputedReference.of(self.reference, precompute_reference, reference_cache)
 
     def ratios(self, batch: VerdictBatch, scores: TextScores) -> Tensor:
-        """`(b,)`: log pi - log pi_ref of each completion, summed over its tokens, with gradient."""
+        """Return `(b,)`: log pi - log pi_ref of each completion, summed over its tokens, with gradient."""
         return masked_sum(scores.logprobs - self.ref_logprobs(batch), batch.tokens.learned, dim=1)
 
     @torch.no_grad()
     def verdict_metrics(self, batch: VerdictBatch, scores: TextScores, ratios: Tensor) -> Metrics:
-        """TRL's metrics of a micro-batch, and rows of a step by verdict. Means over no rows are NaN."""
+        """Return TRL's metrics of a micro-batch, and the counts of rows by verdict. Means over no rows are NaN."""
         good, mask, rewards = _desirable(batch), batch.tokens.learned, self.beta * ratios
         metrics = mean_entropy(scores.entropy, mask)
         logps = masked_sum(scores.logprobs, mask, dim=1)
-        steps = rewards.new_full((), 1 / batch.totals.shares)  # so that all micro-batches of a step are one
+        steps = rewards.new_full((), 1 / batch.totals.shares)  # all micro-batches of a step sum to 1
         for name, rows in (("chosen", good), ("rejected", ~good)):
             metrics[f"count/{name}"] = (rows.sum(), steps)
             metrics[f"rewards/{name}"] = mean_of(rewards, rows)
@@ -75,7 +74,7 @@ class VerdictModule(OfflinePolicyModule, ABC):
         return metrics | self._margin(batch, rewards)
 
     def _margin(self, batch: VerdictBatch, rewards: Tensor) -> Metrics:
-        """The difference of two means over the step; a step with one verdict only has none."""
+        """Return the difference of two means over the step, undefined in a step with one kind of verdict only."""
         totals, good = batch.totals, _desirable(batch)
         if not 0 < totals.desirable < totals.rows:
             nothing = rewards.new_zeros(())

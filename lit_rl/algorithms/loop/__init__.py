@@ -1,1 +1,1 @@
-"""What Lightning calls: loading and optimizer, validation by generating, the rollout clock, the steps of a data set."""
+"""Lightning modules without an objective: loading, optimizer, validation, rollouts, steps over a data set."""

@@ -1,4 +1,4 @@
-"""A policy that writes and is scored: generation, rewards, and validation by generating."""
+"""A policy with a generator: completions, rewards, and validation by generating."""
 
 from __future__ import annotations
 
@@ -10,57 +10,53 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.evaluation.policy_scores import check_policy_scores
-from lit_rl.algorithms.evaluation.tables import sample_table
-from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, prefixed
-from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedModel, Drawing, compare
+from lit_rl.algorithms.checks import argument_checks
+from lit_rl.algorithms.checks import data_and_trainer as preflight
+from lit_rl.algorithms.checks.memory import RowLengths
+from lit_rl.algorithms.checks.preference_checks import check_win_rate, warn_unused_judge
+from lit_rl.algorithms.evaluation.sample_tables import sample_table
+from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, check_policy_scores, prefixed
+from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedDrawing, ComparedModel, compare
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.strategies import whole_weights
-from lit_rl.algorithms.preflight import data as preflight
-from lit_rl.algorithms.preflight import given
-from lit_rl.algorithms.preflight.memory import Lengths
-from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
-from lit_rl.algorithms.rollouts.early_rewards import EarlyRewards
-from lit_rl.algorithms.rollouts.episodes import check_spans, sound_rows, warn_of_failures
-from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource, given_up_together
-from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
-from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.environments.source import EpisodeSource
-from lit_rl.episodes import Episode
-from lit_rl.errors import ConfigError
-from lit_rl.generation.base import Generator, InProcessGenerator, as_generator
+from lit_rl.algorithms.rollouts.episode_outcomes import check_spans, sound_rows, warn_of_failures
+from lit_rl.algorithms.rollouts.phase_costs import Stopwatch
+from lit_rl.algorithms.rollouts.rollout_source import EarlyRewards, RolloutRequest, RolloutSource, abort_on_all_ranks
+from lit_rl.core.episode import Episode
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.interrupts import interruptible, run_ending_hook
+from lit_rl.core.process_state import preserve_settings
+from lit_rl.core.rollout import Completions, PromptBatch, Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.environments.environment_base import EpisodeSource
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
+from lit_rl.generation.generator import Generator, InProcessGenerator, as_generator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
-from lit_rl.interruption import ends_the_run, may_be_given_up
-from lit_rl.models.policy.foresight import refuse_foresight
-from lit_rl.process_state import settings_kept
-from lit_rl.rewards.judges.base import Judge
-from lit_rl.rewards.judges.functions import as_judge
-from lit_rl.rewards.scorers.placed import Placed
-from lit_rl.rewards.sums.begun import BegunRewards
-from lit_rl.rewards.sums.weighted import Rewards, Scores, TrainerState
-from lit_rl.rollout import Completions, PromptBatch, Sampling
+from lit_rl.models.forward import refuse_lookahead
+from lit_rl.rewards.classifiers import OnRunDevice
+from lit_rl.rewards.judges import Judge, as_judge
+from lit_rl.rewards.weighted_rewards import PendingRewards, Rewards, Scores, TrainerState
 
-_NOT_CHOSEN = Sampling()
-"""The sampling of who gives none: its completions are made shorter where the model's context is."""
+_DEFAULT_SAMPLING = Sampling()
+"""The default sampling, whose completions are shortened to fit the model's context."""
 
 
 class GeneratingModule(PolicyModule):
-    """A `PolicyModule` with a generator and rewards. Every policy is validated with it, whatever it learns from.
+    """A `PolicyModule` with a generator and rewards, the base of all methods that train a policy.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
-        generator: Draws the completions. None is the in-process decode loop.
-        sampling: How training completions are drawn. Where a script gives none, completions have 512 tokens at most, or
-            as many as the model's context leaves behind the longest prompt.
-        evaluation: How validation samples.
-        judge: Says which of two completions is better: a judge of `lit_rl.rewards`, or a function. None compares
-            the summed rewards. Asked by `eval.win_rate_against`.
-        log_entropy: Log the mean entropy of the policy at the tokens that it learns. Computing it takes a few percent
-            of the head's time; where a term reads entropies, it is computed and logged all the same.
-        shared: What every `PolicyModule` takes.
+        generator: The generator of completions. None is the in-process decode loop.
+        sampling: Sampling settings of training completions. By default completions have at most 512 tokens, or as many
+            as the model's context leaves after the longest prompt.
+        evaluation: Settings of validation.
+        judge: Judge of which of two completions is better: a judge of `lit_rl.rewards`, or a function. None compares
+            the summed rewards. Used by `eval.win_rate_against`.
+        log_entropy: Log the mean entropy of the policy at the learned tokens. Computing it takes a few percent of the
+            head's time; if a term reads entropies, they are computed and logged anyway.
+        shared: Arguments of every `PolicyModule`.
     """
 
     def __init__(
@@ -69,21 +65,25 @@ class GeneratingModule(PolicyModule):
         reward: Any,
         *,
         generator: Generator | None = None,
-        sampling: Sampling = _NOT_CHOSEN,
+        sampling: Sampling = _DEFAULT_SAMPLING,
         evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
         judge: Judge | Callable[..., Any] | None = None,
         log_entropy: bool = True,
         **shared: Any,
     ) -> None:
-        given.keywords(type(self), shared, PolicyModule)
-        given.reward(type(self), model, reward)
-        given.instance("sampling", sampling, Sampling, "sampling=Sampling(max_new_tokens=256), of lit_rl")
-        given.instance("evaluation", evaluation, Evaluation, "evaluation=Evaluation(group_size=4), of lit_rl")
+        argument_checks.check_keywords(type(self), shared, PolicyModule)
+        argument_checks.check_reward(type(self), model, reward)
+        argument_checks.check_instance(
+            "sampling", sampling, Sampling, "sampling=Sampling(max_new_tokens=256), of lit_rl"
+        )
+        argument_checks.check_instance(
+            "evaluation", evaluation, Evaluation, "evaluation=Evaluation(group_size=4), of lit_rl"
+        )
         super().__init__(model, **shared)
         self.reward_functions = reward if isinstance(reward, Rewards) else Rewards(reward)
         self.generator: Generator = NativeGenerator() if generator is None else as_generator(generator)
         self.sampling, self.evaluation = sampling, evaluation
-        self._sampling_is_chosen = sampling is not _NOT_CHOSEN
+        self._sampling_is_chosen = sampling is not _DEFAULT_SAMPLING
         self.judge = as_judge(judge)
         self.log_entropy = log_entropy
         self.stopwatch = Stopwatch("generate", "reward", memory=self.phase_memory)
@@ -95,42 +95,42 @@ class GeneratingModule(PolicyModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         self.reward_functions.run_on(self.trainer.strategy.root_device)
-        if isinstance(self.judge, Placed):
+        if isinstance(self.judge, OnRunDevice):
             self.judge.run_device = self.trainer.strategy.root_device
 
-    def decoding(self) -> Lengths | None:
+    def decoding(self) -> RowLengths | None:
         data: Any = self.trainer.datamodule  # pyright: ignore
         if not isinstance(self.generator, InProcessGenerator):
             return None
         longest = self.longest_prompt(max(getattr(data, "longest_prompt", 0), data.longest_val_prompt))
         new_tokens = max(self.longest_response(self.sampling), self.evaluation.max_new_tokens or 0)
-        return Lengths(longest, new_tokens, self.group_size)
+        return RowLengths(longest, new_tokens, self.group_size)
 
     def bound_decoding(self, sequences: int | None) -> None:
         if isinstance(self.generator, InProcessGenerator):
             self.generator.bound = sequences
 
     learns_by_judge = False
-    """Whether the judge decides what is learned; otherwise `eval.win_rate_against` alone asks it."""
+    """True if the method learns from the judge; otherwise only `eval.win_rate_against` uses it."""
 
     group_size = 1
-    """Completions a prompt, where nothing else is asked for."""
+    """Completions a prompt by default."""
 
     interaction: EpisodeSource | None = None
-    """Makes completions of more than one turn. None: a completion is one turn."""
+    """The source of completions of several turns. None: a completion is one turn."""
 
     def shorten_to_context(self, longest: int) -> None:
-        """Make a sampling that nobody chose fit behind prompts of so many tokens. An episode's length is `env`'s."""
+        """Shorten the default sampling to fit after prompts of `longest` tokens. `env` limits episodes itself."""
         if not self._sampling_is_chosen and self.interaction is None and longest:
-            self.sampling = preflight.shortened(self.model, self.sampling, longest)
+            self.sampling = preflight.shorten_sampling(self.model, self.sampling, longest)
             self._sampling_is_chosen = True
 
     def longest_prompt(self, longest: int) -> int:
-        """Tokens that a prompt of the data may have as the policy reads it."""
+        """Return the number of tokens of the data's longest prompt, as the policy reads it."""
         return longest if self.interaction is None else self.interaction.longest_prompt(longest)
 
     def longest_response(self, sampling: Sampling) -> int:
-        """Tokens that a completion may have, what the policy reads between its turns included."""
+        """Return the most tokens of a completion, including what the policy reads between its turns."""
         return sampling.max_new_tokens if self.interaction is None else self.interaction.settings.max_tokens
 
     def configure_model(self) -> None:
@@ -139,10 +139,10 @@ class GeneratingModule(PolicyModule):
             self._check_draws_beside_images(against)
         if against is not None:
             data = getattr(self.trainer_or_none, "datamodule", None)
-            can_be_compared(against, self.judge, self.reward_functions.names, data)
+            check_win_rate(against, self.judge, self.reward_functions.names, data)
             self._compared_model.describe(against)
         elif not self.learns_by_judge:
-            judge_is_asked(type(self).__name__, self.judge)
+            warn_unused_judge(type(self).__name__, self.judge)
         if self.evaluation.log_policy:
             strategy = getattr(self.trainer_or_none, "strategy", None)
             check_policy_scores(type(self).__name__, self.rolls_out, self.sampling, strategy)
@@ -172,10 +172,10 @@ class GeneratingModule(PolicyModule):
         shown = data.first_shown() if self.model.sees and hasattr(data, "first_shown") else None
         if shown is not None:
             with self.rollout_context():
-                refuse_foresight(self.policy, *shown)
+                refuse_lookahead(self.policy, *shown)
 
     def close(self) -> None:
-        """Stop the generator's engine, where it has one; another is started when it is needed again."""
+        """Stop the generator's engine, if it has one; another is started when it is needed again."""
         self.generator.close()
 
     # ------------------------------------------------------------------ generate -> reward
@@ -191,12 +191,12 @@ class GeneratingModule(PolicyModule):
     def generate(
         self, batch: PromptBatch | str | list[str], sampling: Sampling | None = None, group_size: int | None = None
     ) -> Completions | str | list[str]:
-        """Completions of every prompt of the batch, with the training's settings unless told otherwise.
+        """Generate completions of every prompt of the batch, by default with the training's settings.
 
-        A text, or a list of texts, is answered with a text each; `group_size` is 1 then.
+        A text, or a list of texts, gets one completion each, as text; `group_size` is 1 then.
 
         Raises:
-            ConfigError: the policy is not loaded yet, or what came is neither a batch nor text.
+            ConfigError: the policy is not loaded yet, or `batch` is neither a batch nor text.
         """
         is_text = isinstance(batch, str)
         texts: Any = [batch] if is_text else batch
@@ -219,7 +219,7 @@ class GeneratingModule(PolicyModule):
             return self.source.draw(asked, self.ranks)
 
     def _answers(self, texts: list[str], sampling: Sampling | None) -> list[str]:
-        """A completion of each text, which is tokenised as a prompt of the training is."""
+        """Generate a completion of each text, which is tokenised like a training prompt."""
         data = RolloutDataModule([{"prompt": text} for text in texts], val_fraction=0, overlong="error")
         data.prepare(self.tokenizer, stage="predict")
         with self.rollout_context():
@@ -229,9 +229,9 @@ class GeneratingModule(PolicyModule):
     def generate_to_score(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
     ) -> Completions:
-        """`generate`, for completions that `reward` is asked about next: functions that can, score them as they come.
+        """Call `generate`, for completions that `reward` will score next: functions may score finished ones early.
 
-        What `reward` says is the same, and asked of other completions it begins anew.
+        The result of `reward` is the same; for other completions it starts anew.
         """
         with self._early.expected():
             return self.generate(batch, sampling, group_size)
@@ -239,7 +239,7 @@ class GeneratingModule(PolicyModule):
     def request(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
     ) -> RolloutRequest:
-        """What the source of rollouts is asked for: these prompts, answered by the policy of now."""
+        """Return the request to the source of rollouts: completions of these prompts by the current policy."""
         return RolloutRequest(
             batch,
             self.policy,
@@ -253,17 +253,17 @@ class GeneratingModule(PolicyModule):
 
     @property
     def ranks_score_together(self) -> bool:
-        """Whether all ranks score equally often. Where completions of another model are compared, one may by itself."""
+        """True if all ranks score equally often, which the comparison with another model does not."""
         return self.evaluation.win_rate_against is None
 
     def load_rewards(self) -> None:
-        """Load the reward models, and spread them where the ranks score equally often."""
+        """Load the reward models, sharded over the ranks if these score equally often."""
         self.reward_functions.load(self.reward_mesh if self.ranks_score_together else None)
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
-        """What the reward functions say of each completion, special tokens left out of the text.
+        """Score each completion with the reward functions; its text has no special tokens.
 
-        Of an episode that failed by no fault of the policy they are not asked: it is unscored.
+        An episode that failed by no fault of the policy is not scored.
         """
         texts, episodes = texts_of(completions, self.model.tokenizer), completions.episodes
         scores = self.reward_texts(batch, texts, response_ids(completions), episodes, self._early.take(batch))
@@ -272,8 +272,8 @@ class GeneratingModule(PolicyModule):
         return scores
 
     def reward_together(self, batch: PromptBatch, completions: Completions) -> Scores:
-        """`reward`, on every rank: where one of them gives it up, all do. A collective."""
-        with given_up_together(self.ranks):
+        """Call `reward` on every rank: if one of them aborts, all do. A collective."""
+        with abort_on_all_ranks(self.ranks):
             scores = self.reward(batch, completions)
         return self.of_tensor_group(scores)
 
@@ -283,13 +283,13 @@ class GeneratingModule(PolicyModule):
         texts: Sequence[str],
         ids: Sequence[Sequence[int]],
         episodes: Sequence[Episode] | None = None,
-        begun: BegunRewards | None = None,
+        begun: PendingRewards | None = None,
     ) -> Scores:
-        """What the reward functions say of completions, whoever wrote them; those of a prompt are neighbours.
+        """Score completions of any model with the reward functions; those of a prompt are contiguous.
 
-        `begun` are calls of the functions that know some of these completions.
+        `begun` are early calls of the functions on some of these completions.
         """
-        leave = nullcontext() if self.reward_functions.waits_for_ranks else may_be_given_up()
+        leave = nullcontext() if self.reward_functions.waits_for_ranks else interruptible()
         with self.stopwatch.measure("reward"), leave:
             prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch), episodes)
             return self.reward_functions.score(
@@ -304,49 +304,51 @@ class GeneratingModule(PolicyModule):
 
     @property
     def trainer_state(self) -> TrainerState:
-        """Where the run is, as reward functions and judges see it."""
+        """The progress of the run, as reward functions and judges see it."""
         trainer = self.trainer_or_none
         return TrainerState(self.global_step, trainer.max_steps, trainer.current_epoch) if trainer else TrainerState()
 
     def state_at(self, batch: PromptBatch) -> TrainerState:
-        """Return the same with the seed of the functions that are asked about this batch of one or more prompts."""
+        """Return the progress of the run with the seed for functions that score this batch of one or more prompts."""
         key = prompt_key(self.seed, batch.rollout, batch.rows[0], batch.occurrences[0])
         return replace(self.trainer_state, seed=key % 2**32)
 
     def may_log(self, name: str) -> bool:
-        """Tell whether a metric that no step has logged so far may still come: rewards log when they like, and one that
-        has applied to no completion yet has no mean."""
+        """Tell whether a metric that no step has logged so far may be logged later.
+
+        Rewards may log at any time, and a function that has applied to no completion yet has no mean.
+        """
         _, _, own = name.partition("/")
         means = {f"rewards/{function}/{of}" for function in self.reward_functions.names for of in ("mean", "std")}
         return self.reward_functions.logs_metrics or own in means
 
     @contextmanager
     def rollout_context(self) -> Iterator[None]:
-        """No gradient, the Trainer's precision, and a sharded policy gathered once where it is what decodes.
+        """Disable gradients, set the Trainer's precision, and gather a sharded policy once if it decodes itself.
 
-        Functions of the user's run in it, some of them in other threads: what they draw and set moves no training.
+        User functions run inside, some of them in other threads: random draws and settings of theirs are undone.
         """
         trainer = self.trainer_or_none
         precision = trainer.precision_plugin.forward_context() if trainer else nullcontext()
         strategy = trainer.strategy if trainer else None
         here = isinstance(self.generator, InProcessGenerator)
         whole = whole_weights(strategy, self.policy) if here else nullcontext()
-        with settings_kept("a rollout"), torch.no_grad(), precision, whole:
+        with preserve_settings("a rollout"), torch.no_grad(), precision, whole:
             yield
 
     def rest(self) -> None:
-        """Nothing is drawn for now: an engine may give its memory back."""
+        """Let an idle engine release its memory."""
         self.generator.rest()
 
     # ------------------------------------------------------------------ validate, test, predict
 
     def evaluate(self, batch: PromptBatch, dataloader_idx: int = 0) -> tuple[Completions, Scores]:
-        """Complete and score a batch with the evaluation's own sampling; its noise is never the training's."""
+        """Complete and score a batch with the evaluation's own sampling and noise that the training never uses."""
         apart = replace(batch, rollout=-1 - dataloader_idx)
-        together = given_up_together(self.ranks)
-        with ends_the_run(), together, self.source.aside(), self.rollout_context():
-            # To score is a collective then, to which no rank may come while another one has left its work.
-            drawn = given_up_together(self.ranks) if self.reward_functions.waits_for_ranks else nullcontext()
+        together = abort_on_all_ranks(self.ranks)
+        with run_ending_hook(), together, self.source.aside(), self.rollout_context():
+            # Scoring is a collective then, so no rank may enter it while another has aborted.
+            drawn = abort_on_all_ranks(self.ranks) if self.reward_functions.waits_for_ranks else nullcontext()
             with drawn:
                 completions = self.generate_to_score(
                     apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size
@@ -355,7 +357,7 @@ class GeneratingModule(PolicyModule):
         return completions, self.of_tensor_group(scores)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
-        """The batch as a table: prompt, completion, each reward, length, and the data's own columns."""
+        """Return the batch as a table: prompt, completion, each reward, length, and the data's own columns."""
         completions, scores = self.evaluate(batch, dataloader_idx)
         texts = texts_of(completions, self.model.tokenizer)
         while len(self._evaluated) <= dataloader_idx:
@@ -363,7 +365,7 @@ class GeneratingModule(PolicyModule):
         table = sample_table(self.global_step, batch, texts, completions, scores, advantages=None)
         wins, against = None, self.evaluation.win_rate_against
         if against is not None and not self.trainer.predicting:
-            with ends_the_run(), may_be_given_up(alone=False):
+            with run_ending_hook(), interruptible(alone=False):
                 theirs, wins = self._compared(against, replace(batch, rollout=-1 - dataloader_idx), texts, scores)
             table = {"opponent": theirs, "win": wins.tolist()} | table
         of_tokens = self.said_by_policy(completions) if self.evaluation.log_policy else {}
@@ -373,10 +375,10 @@ class GeneratingModule(PolicyModule):
     def _compared(
         self, against: str, batch: PromptBatch, texts: Sequence[str], scores: Scores
     ) -> tuple[list[str], Tensor]:
-        """Completions of the other model, and how likely each of the policy's is better, as `compare` says."""
+        """Return completions of the other model, and the probability that the policy's are better, by `compare`."""
         asked = self.request(batch, self.evaluation.sampling(self.sampling), self.evaluation.group_size)
         options = getattr(getattr(self.trainer, "datamodule", None), "options", None)
-        drawing = Drawing(self.source, asked, self.device, self.rollout_context)
+        drawing = ComparedDrawing(self.source, asked, self.device, self.rollout_context)
         answers = self._compared_model.answers(against, drawing, options)
         theirs, their_rewards = [answer.text for answer in answers], None
         if self.judge.reads_rewards:
@@ -386,13 +388,13 @@ class GeneratingModule(PolicyModule):
         return theirs, compare(self.judge, batch, texts, theirs, **rewards, trainer_state=self.state_at(batch))
 
     rolls_out = False
-    """Whether completions of its own are what it learns from."""
+    """True if the method learns from its own completions."""
 
     second_decoding = ""
-    """What names it while `decoding_at` validates."""
+    """The suffix of the stage while `decoding_at` validates."""
 
     def said_by_policy(self, completions: Completions) -> dict[str, Tensor]:
-        """`(b, t)` by name: what `eval.log_policy` logs of the sampled tokens."""
+        """Return columns `(b, t)` of the sampled tokens for `eval.log_policy`, by name."""
         return {}
 
     validation_step = predict_step
@@ -400,9 +402,9 @@ class GeneratingModule(PolicyModule):
 
     @contextmanager
     def decoding_at(self, temperature: float) -> Iterator[None]:
-        """Validate at another temperature than the `eval` group's, by completions alone.
+        """Validate at another temperature than the `eval` group's, by completions only.
 
-        Logged as `val_sampled/`, or as `val_greedy/` where the temperature is 0: `val/` stays the `eval` group's.
+        Metrics are logged as `val_sampled/`, or as `val_greedy/` for temperature 0; `val/` stays the `eval` group's.
         """
         configured = self.evaluation
         self.evaluation = replace(configured, temperature=temperature)
@@ -418,7 +420,7 @@ class GeneratingModule(PolicyModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def log_evaluation(self, stage: str) -> set[str]:
-        """Log what the completions of every validation set were like; returns the names."""
+        """Log the metrics of the completions of every validation set, and return the metric names."""
         self.rest()
         self._compared_model.release()
         stage += f"_{self.second_decoding}" if self.second_decoding else ""

@@ -1,6 +1,6 @@
-"""What every algorithm with a policy shares: loading, sharding, optimizer, clipping, what a checkpoint holds.
+"""The base of all algorithms: loading, sharding, optimizer, clipping, memory plan, checkpoints.
 
-Mechanics only: no advantage, no loss and no reward formula stands here.
+Mechanics only: no advantage, no loss and no reward formula is here.
 """
 
 from __future__ import annotations
@@ -21,86 +21,105 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from lit_rl.algorithms.evaluation.speed import Speed, peak_of
-from lit_rl.algorithms.loop.save_on_error import SaveOnError
-from lit_rl.algorithms.optim import going_on
-from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
-from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_masters, is_narrow, with_masters
-from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
-from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
-from lit_rl.algorithms.optim.schedules import GivenSchedule, Linear, Schedule, as_schedule, by_group, fits_run
-from lit_rl.algorithms.optim.shared_folder import check_checkpoints_are_shared
-from lit_rl.algorithms.optim.strategies import (
-    FSDPTPStrategy,
-    check_mesh,
-    flattens,
-    offload_policy,
-    shards,
-    step_one_by_one,
+from lit_rl.algorithms.checks import argument_checks
+from lit_rl.algorithms.checks.data_and_trainer import check_monitors, check_run_length, check_trainer_settings
+from lit_rl.algorithms.checks.memory import AuxiliaryTexts, DDPBuckets, Head, Memory, Network, NumberSizes, RowLengths
+from lit_rl.algorithms.checks.micro_batching import (
+    MicroBatchPlan,
+    MicroBatchRequest,
+    StepRows,
+    device_memory,
+    hard_memory_limit,
+    host_memory_budget,
+    largest_decode_batch,
+    memory_budget,
+    plan_micro_batches,
 )
-from lit_rl.algorithms.optim.torch_schedules import FromTorch
-from lit_rl.algorithms.optim.zero import ZeROStrategy
-from lit_rl.algorithms.preflight import given
-from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
-from lit_rl.algorithms.preflight.data import monitors, run_fits, trainer_settings
-from lit_rl.algorithms.preflight.deepspeed import (
-    method_fits_zero,
-    model_fits_zero,
-    optimizer_fits_zero,
-    settings_fit_zero,
-)
-from lit_rl.algorithms.preflight.footprint import (
-    buckets,
-    gathered,
+from lit_rl.algorithms.checks.model_sizes import (
+    ddp_buckets,
+    find_largest_prompt,
+    gathered_weights,
     masters_at_once,
-    numbers_of,
+    model_shape,
+    number_sizes,
     policy_network,
     reference_bytes,
-    shape_of,
     stored_bytes,
+    with_images,
 )
-from lit_rl.algorithms.preflight.images import most_shown, with_images
-from lit_rl.algorithms.preflight.memory import Beside, Buckets, Head, Lengths, Memory, Network, Numbers
-from lit_rl.algorithms.preflight.precision import (
-    optimizer_fits,
-    refuse_unproven,
-    something_is_trained,
-    weights_can_be_trained,
+from lit_rl.algorithms.checks.strategy_checks import (
+    check_optimizer_shards,
+    check_proven_precision,
+    check_something_is_trained,
+    check_tensor_parallel,
+    check_tensor_parallel_method,
+    check_tensor_parallel_optimizer,
+    check_trainable_weights,
+    check_zero_method,
+    check_zero_model,
+    check_zero_optimizer,
+    check_zero_settings,
 )
-from lit_rl.algorithms.preflight.room import free_of, host_room, room, whole_device
-from lit_rl.algorithms.preflight.tensor_parallel import (
-    fits_tensor_parallel,
-    method_fits_tensor_parallel,
-    optimizer_fits_tensor_parallel,
+from lit_rl.algorithms.data_parallel import Ranks, data_rank, data_ranks
+from lit_rl.algorithms.loop.save_on_error import SaveOnError
+from lit_rl.algorithms.optim import resumed_optimizer
+from lit_rl.algorithms.optim.broken_steps import BrokenSteps, save_bad_batch
+from lit_rl.algorithms.optim.master_weights import (
+    average_over_ranks,
+    check_masters,
+    checkpoint_precision,
+    is_narrow,
+    replace_half_precision,
+    shard_precision,
+    with_masters,
 )
-from lit_rl.algorithms.ranks import Ranks, data_rank, data_ranks
-from lit_rl.algorithms.rollouts import identity, state, worlds
-from lit_rl.algorithms.rollouts.phase_memory import PhaseMemory
-from lit_rl.algorithms.rollouts.plan import mix
-from lit_rl.errors import ConfigError, StorageError, seed_in_range
+from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
+from lit_rl.algorithms.optim.schedules import (
+    FromTorch,
+    Linear,
+    Schedule,
+    ScheduleLike,
+    as_schedule,
+    check_schedule,
+    scheduler_by_group,
+)
+from lit_rl.algorithms.optim.strategies import (
+    FSDPTPStrategy,
+    ZeROStrategy,
+    check_checkpoints_are_shared,
+    check_mesh,
+    flattens_weights,
+    offload_policy,
+    shards_weights,
+    step_one_by_one,
+)
+from lit_rl.algorithms.rollouts import checkpoints, identity
+from lit_rl.algorithms.rollouts.phase_costs import PhaseMemory, SpeedMeter, peak_of
+from lit_rl.algorithms.rollouts.rollout_plan import mix
+from lit_rl.core.errors import ConfigError, StorageError, seed_in_range
+from lit_rl.core.process_state import preserve_generators
 from lit_rl.generation.ranks import gather_objects
-from lit_rl.models.export.policy import ExportReport, export_policy, model_card
-from lit_rl.models.policy import liger
-from lit_rl.models.policy.checkpointing import set_checkpointing
-from lit_rl.models.policy.flops import ModelFlops, Span
-from lit_rl.models.policy.loaded import GivenModel, GivenTokenizer, LoadedModel, described
-from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.policy.sharding import full_state_dict, shard
-from lit_rl.models.policy.tensor_parallel import clip_over_meshes, spread_over_group
-from lit_rl.models.policy.vision_parts import trained_by_images
-from lit_rl.models.reference.base import Auto, Copy, Reference, Scorer
-from lit_rl.ops.fixed_order import fixed_order
-from lit_rl.ops.linear_logprobs import part_numbers
+from lit_rl.models import kernels
+from lit_rl.models.hf_export import ExportReport, export_policy
+from lit_rl.models.kernels import fixed_order
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.models.loaded_model import LoadedModel, ModelLike, TokenizerLike, as_language_model
+from lit_rl.models.model_card import model_card
+from lit_rl.models.model_costs import ModelFlops, Span
+from lit_rl.models.modes import set_checkpointing
+from lit_rl.models.references import Auto, Copy, Reference, Scorer
+from lit_rl.models.sharding import clip_over_meshes, full_state_dict, parallelize_layers, shard
+from lit_rl.models.vision_parts import trained_by_images
+from lit_rl.ops.fused_head import part_numbers
 from lit_rl.ops.logprobs import block_numbers
-from lit_rl.ops.transforms import NO_TRUNCATION
-from lit_rl.process_state import generators_kept
+from lit_rl.ops.sampling_distribution import NO_TRUNCATION
 
-_GROUPS = {
+_CONFIG_GROUPS = {
     **{name: name for name in ("reward", "sampling", "generator", "env", "judge", "reference", "scheduler")},
     "evaluation": "eval",
 }
-"""Arguments that are a group of the command line; all others are settings of `algo`."""
-_OF_THE_MODEL = (
+"""Arguments that are config groups of their own; all others are settings of `algo`."""
+_MODEL_SETTINGS = (
     *(
         "dtype",
         "attn_implementation",
@@ -113,84 +132,85 @@ _OF_THE_MODEL = (
     ),
     *("init_kwargs", "eos_token", "pad_token"),
 )
-_OF_THE_TRAINER = (
+_TRAINER_SETTINGS = (
     *("max_steps", "max_epochs", "precision", "gradient_clip_val", "gradient_clip_algorithm", "overfit_batches"),
     *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch"),
 )
 
-_WORDS_OF_THE_MODEL = ("dtype", "attn_implementation", "quantization")
-"""Strings that are no secret, and are noted as they are."""
+_PLAIN_MODEL_STRINGS = ("dtype", "attn_implementation", "quantization")
+"""Strings that are no secrets, and are recorded in plain text."""
 
-IN_BAR = {
+PROGRESS_BAR_METRICS = {
     "train/reward": "reward",
     "train/kl": "kl",
     "train/rewards/accuracies": "accuracy",
     "train/mean_token_accuracy": "token_accuracy",
     "train/loss": "loss",
 }
-"""What Lightning's progress bar shows of the metrics of a training, and under which name."""
+"""Training metrics in Lightning's progress bar, with their short names."""
 
 
-def _word(value: Any) -> Any:
+def _plain_string(value: Any) -> Any:
     return identity.Word(value) if isinstance(value, str) else value
 
 
 class _Resumed(NamedTuple):
-    """Notes of a checkpoint on the run that wrote it."""
+    """A checkpoint's record of the run that wrote it."""
 
     optimizer: dict[str, Any] | None
-    """`going_on.as_made`; None of an earlier version of lit_rl."""
+    """`going_on.as_made`; None in checkpoints of earlier versions of lit_rl."""
     groups: list[dict[str, Any]]
-    """Of its optimizer."""
+    """Parameter groups of its optimizer."""
     said: list[str]
-    """What that run had otherwise, in words."""
+    """Descriptions of settings that differ from this run's."""
 
 
-class PolicyModule(L.LightningModule, given.Arguments):
-    """A LightningModule with a policy that is described at once and loaded in `configure_model`.
+class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
+    """A LightningModule with a policy, which is described in the constructor and loaded in `configure_model`.
 
     Args:
         model: The policy: a description, or its name, folder or hub id. In Python also a model of transformers or PEFT
-            that is loaded already: it is trained in place.
-        tokenizer: Of a model that is loaded already.
-        reference: What the KL is measured against, loaded only where a term needs it. None chooses by the policy.
-        optimizer: Makes the optimizer. None is AdamW at a learning rate of 1e-6.
+            that is already loaded: it is trained in place.
+        tokenizer: The tokenizer of a model that is already loaded.
+        reference: The model against which the KL is measured, loaded only if a term needs it. None chooses by the
+            policy.
+        optimizer: Factory of the optimizer. None is AdamW at a learning rate of 1e-6.
         scheduler: The learning-rate schedule, or a function from an optimizer to a scheduler of torch, which steps once
             an optimizer step. None is linear to zero.
-        seed: Of the samples and of the order of groups.
-        micro_batch_size: Rows of a forward pass on each rank, in place of `trainer.accumulate_grad_batches`:
+        seed: Seed of the samples and of the order of groups.
+        micro_batch_size: Rows of a forward pass on each rank, instead of `trainer.accumulate_grad_batches`:
             completions of whole groups or their slices, or rows of a data set. "auto" takes as many as fit into memory;
             None leaves it to the Trainer.
     """
 
     def __init__(
         self,
-        model: GivenModel,
+        model: ModelLike,
         *,
-        tokenizer: GivenTokenizer = None,
+        tokenizer: TokenizerLike = None,
         reference: Reference | None = None,
         optimizer: OptimizerFactory | None = None,
-        scheduler: GivenSchedule | None = None,
+        scheduler: ScheduleLike | None = None,
         seed: int = 0,
         micro_batch_size: int | Literal["auto"] | None = None,
     ) -> None:
         super().__init__()
-        self.model = described(model, tokenizer)
+        self.model = as_language_model(model, tokenizer)
         self.reference: Reference = Auto() if reference is None else reference
         self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
-        given.reference(self.reference)
-        given.optimizer_factory(self.optimizer)
-        given.instance("seed", seed, int, "a whole number, such as seed=0")
+        argument_checks.check_reference(self.reference)
+        argument_checks.check_optimizer_factory(self.optimizer)
+        argument_checks.check_instance("seed", seed, int, "a whole number, such as seed=0")
         self.scheduler: Schedule | FromTorch = Linear() if scheduler is None else as_schedule(scheduler)
         seed_in_range("algo.seed", seed)
         self.seed = seed
         self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
         self.command = ""
-        """What was typed to train it, for the cards of exports; empty where nothing was."""
+        """The command line of the training, for the cards of exports; empty if there was none."""
         self.memory_gb: float | None = None
         self.precision_by_device = False
-        self.cut: Cut | None = None
-        self.step: Step | None = None
+        self.cut: MicroBatchPlan | None = None
+        self.step: StepRows | None = None
         self._room: int | None = None
         self._host_room: int | None = None
         self.policy: Any = None
@@ -198,42 +218,42 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self.grad_norm = torch.zeros(())
         self.broken_steps = BrokenSteps()
         self.phase_memory = PhaseMemory()
-        self.speed = Speed()
+        self.speed = SpeedMeter()
         self._flops: list[ModelFlops] | None = None
-        """Of the policy and of what is trained beside it, once a step has asked; none where they cannot be counted."""
+        """FLOPs of the policy and of other trained models, once a step needed them; empty if they cannot be counted."""
         self._resumed_rng: dict[str, Any] | None = None
         self._stands_on: identity.Record = {}
-        """What the weights stand on, see `identity.model_record`; empty until the policy is loaded."""
+        """The record of the base weights, see `identity.model_record`; empty until the policy is loaded."""
         self._began_with: identity.Record = {}
-        """`_settings` as they were when the fit began: files of functions may be edited while it runs."""
+        """`_settings` at the start of the fit: files of functions may be edited while it runs."""
         self._optimizer_as_made: identity.Record = {}
         self._resumed: _Resumed | None = None
         self._other_world = False
         self.in_a_step = False
-        """Whether a step has begun and not ended: what is counted then is in no checkpoint."""
+        """True if a step has begun and not ended: its counts are in no checkpoint."""
         self.moves_weights = False
-        """Whether the optimizer is at work: an error in it may leave weights half moved."""
+        """True if the optimizer is stepping: an error in it may leave weights partly updated."""
         self.told_at: int | None = None
-        """The optimizer step that the metrics of the training are of, as callbacks see them."""
-        self.strict_loading = False  # a checkpoint holds what is trained; state.check_weights refuses anything else
+        """The optimizer step of the training metrics that callbacks see."""
+        self.strict_loading = False  # checkpoints contain trained tensors only; state.check_weights is the strict check
 
     takes_images = True
-    """Whether prompts may show images."""
+    """True if prompts may contain images."""
 
     needs_reference = False
-    """Whether a term of the objective reads the reference; without one no reference is loaded."""
+    """True if a term of the objective reads the reference; otherwise no reference is loaded."""
 
     proven_with_zero = False
-    """Whether tests hold the method against one process under DeepSpeed's ZeRO; others are refused there."""
+    """True if tests compare the method under DeepSpeed's ZeRO with one process; others are refused there."""
 
     proven_with_tensor_parallel = False
-    """Whether tests hold the method against one process under strategy=fsdp_tp; others are refused there."""
+    """True if tests compare the method under strategy=fsdp_tp with one process; others are refused there."""
 
     hub_tags: tuple[str, ...] = ("reinforcement-learning",)
-    """The hub's words for how it trains, for model cards."""
+    """The hub's tags for the way of training, for model cards."""
 
     trained_beside: tuple[str, ...] = ()
-    """Attribute names of `companions`: modules whose weights belong into a checkpoint too."""
+    """Attribute names of the `companions` that are trained: their weights are in checkpoints too."""
 
     @property
     def tokenizer(self) -> Any:
@@ -245,65 +265,70 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @trainer.setter
     def trainer(self, trainer: L.Trainer | None) -> None:
-        """Lightning attaches the data just before, and asks nothing of them. A list it cannot attach, and says so."""
+        """Check the Trainer and its data module. Lightning attaches the data just before, unchecked."""
         if isinstance(trainer, L.Trainer):
-            given.trainer(type(self).__name__, trainer, compiled=self._compiler_ctx is not None)
+            argument_checks.check_trainer(type(self).__name__, trainer, compiled=self._compiler_ctx is not None)
             came, trainer.datamodule = trainer.datamodule, None  # pyright: ignore
-            given.data_module(type(self), came)  # Lightning would ask it for hooks as it handles the error
+            argument_checks.check_data_module(
+                type(self), came
+            )  # detached: Lightning would call its hooks while it handles the error
             trainer.datamodule = came  # pyright: ignore
         L.LightningModule.trainer.fset(self, trainer)  # pyright: ignore
 
     @property
     def trainer_or_none(self) -> L.Trainer | None:
-        """The Trainer, or None where the module is used by hand (a notebook's cells)."""
+        """The Trainer, or None if the module is used by hand (a notebook's cells)."""
         return getattr(self, "_trainer", None)
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks have rows of their own; under tensor parallelism fewer than there are processes."""
+        """The number of ranks with rows of their own; under tensor parallelism fewer than there are processes."""
         return data_ranks(self.trainer_or_none) if self.trainer_or_none else 1
 
     @property
     def data_rank(self) -> int:
-        """Which of these we are."""
+        """The index of this process among them."""
         return data_rank(self.trainer_or_none) if self.trainer_or_none else 0
 
     @property
     def forward_options(self) -> ForwardOptions:
-        """How log-probs are computed. Where ranks hold parts of the weights, each has to call the model as often as the
-        others, so all rows go into one call, without gradient too: nothing makes ranks agree on how many fit."""
+        """Options of the forward pass of log-probs.
+
+        With sharded weights each rank must call the model as often as the others, so all rows go into one call, without
+        gradient too: ranks do not agree on how many fit.
+        """
         trainer, options = self.trainer_or_none, self.model.forward_options
-        if trainer is not None and shards(trainer.strategy):
+        if trainer is not None and shards_weights(trainer.strategy):
             return options.in_one_call
         return replace(options, most_rows=self.most_texts)
 
     @property
     def most_texts(self) -> int | None:
-        """Texts of a call of the model without gradient, at most: what is validated, or asked of a reference, is as
-        large as the data say, and what fits is in the memory plan. None: all."""
+        """The most texts in a forward pass without gradient, from the memory plan: in validation or of a reference a
+        batch is as large as the data module makes it. None: all."""
         return None
 
     @property
     def ranks(self) -> Ranks:
-        """The processes of the run that have rows of their own; this one alone where the module is used by hand."""
+        """The data-parallel ranks of the run; this process alone if the module is used by hand."""
         trainer = self.trainer_or_none
         return Ranks.of(trainer, self.device) if trainer else Ranks(self.device)
 
     @property
     def reward_mesh(self) -> Any:
-        """The ranks over which FSDP2 spreads reward models; None where each has whole ones."""
+        """The mesh over which FSDP2 shards reward models; None if each rank has whole ones."""
         return getattr(self.trainer_or_none and self.trainer_or_none.strategy, "reward_mesh", None)
 
     def of_tensor_group(self, mine: Any) -> Any:
-        """What the first rank of our tensor-parallel group gives; ours where there is none. A collective."""
+        """Return the object of the first rank of our tensor-parallel group, or `mine` without one. A collective."""
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         return strategy.first_of_group(mine) if isinstance(strategy, FSDPTPStrategy) else mine
 
     def check_processes(self, data: Any, trainer: Any) -> None:
-        """Refuse what the run's processes cannot do together, before any of them is started.
+        """Refuse settings that do not fit the number of processes, before any of them is started.
 
-        The command lines ask it. In Python nothing of a module is asked before `trainer.fit` has started them: there
-        `setup` refuses the same on every rank, before weights are read.
+        The command lines call this. In Python Lightning calls no method before `trainer.fit` has started the processes:
+        there `setup` refuses the same on every rank, before weights are read.
 
         Args:
             data: The run's data module; its rows need not be read yet.
@@ -314,15 +339,15 @@ class PolicyModule(L.LightningModule, given.Arguments):
         """
 
     def setup(self, stage: str) -> None:
-        """`trainer.precision=bf16-true` decides the type of the weights, and of nothing else."""
+        """Check the strategy and the precision. `trainer.precision=bf16-true` sets the dtype of the weights only."""
         strategy = self.trainer.strategy
-        trainer_settings(self.trainer)
-        given.whole_checkpoints(strategy)
-        refuse_unproven(self.model, str(self.trainer.precision), strategy)
+        check_trainer_settings(self.trainer)
+        argument_checks.refuse_damaged_checkpoints(strategy)
+        check_proven_precision(self.model, str(self.trainer.precision), strategy)
         check_mesh(strategy)
         if isinstance(strategy, DeepSpeedStrategy):
-            settings_fit_zero(self.model, str(self.trainer.precision), strategy)
-            method_fits_zero(
+            check_zero_settings(self.model, str(self.trainer.precision), strategy)
+            check_zero_method(
                 type(self).__name__,
                 self.proven_with_zero,
                 strategy,
@@ -334,7 +359,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             if stage == "fit" and self.trainer.num_nodes > 1:
                 check_checkpoints_are_shared(self.trainer)
         if isinstance(strategy, FSDPTPStrategy):
-            fits_tensor_parallel(
+            check_tensor_parallel(
                 type(self).__name__,
                 proven=self.proven_with_tensor_parallel,
                 stage=stage,
@@ -342,7 +367,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
                 precision=str(self.trainer.precision),
                 model=self.model,
             )
-            method_fits_tensor_parallel(
+            check_tensor_parallel_method(
                 reference=self.reference if self.needs_reference else None,
                 generator=getattr(self, "generator", None),
                 rewards=getattr(self, "reward_functions", None),
@@ -355,20 +380,20 @@ class PolicyModule(L.LightningModule, given.Arguments):
                 optimizer=getattr(self.optimizer, "path", None),
             )
         if self.model.use_liger_kernel:
-            liger.check_device(strategy.root_device)
+            kernels.check_liger_device(strategy.root_device)
         if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
             self.model = self.model.held_in("bfloat16")
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Bring along what saves a run that an error ends, where the Trainer has nothing of that kind. It comes first:
-        a callback that raises in `on_exception` keeps those behind it from being told."""
+        """Add `SaveOnError` unless the Trainer has one. It comes first: a callback that raises in `on_exception` keeps
+        later ones from being called."""
         callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if not any(isinstance(each, SaveOnError) for each in callbacks):
             callbacks.insert(0, SaveOnError())
         return []
 
     def check_length(self, data: Any) -> None:
-        """Refuse what does not fit the length of the run, once the batches are planned and before weights are loaded.
+        """Refuse settings that do not fit the length of the run, after batches are planned and before weights load.
 
         Args:
             data: The run's data module.
@@ -377,15 +402,15 @@ class PolicyModule(L.LightningModule, given.Arguments):
             ConfigError: see `run_fits` and `fits_run`.
         """
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not dist.is_initialized():
-            return  # `lit-rl plan` stands for processes that have not met: how they share batches is not known yet
+            return  # `lit-rl plan` stands in for processes without a rendezvous: their batches are not known yet
         val_batches = [len(loader) for loader in data.val_dataloader()]
-        run_fits(self.trainer, len(data.train_dataloader()), self.total_steps, val_batches)
+        check_run_length(self.trainer, len(data.train_dataloader()), self.total_steps, val_batches)
         for schedule in self.schedules():
-            fits_run(schedule, self.total_steps)
+            check_schedule(schedule, self.total_steps)
 
     @property
     def unproven_with_zero(self) -> Mapping[str, Any]:
-        """Parts that no test holds against one process under DeepSpeed's ZeRO, by key; None and 0 where it has none."""
+        """Features, by key, that no test compares under DeepSpeed's ZeRO with one process; falsy values are unused."""
         win_rate_against = getattr(getattr(self, "evaluation", None), "win_rate_against", None)
         groups, replay = getattr(self, "groups", None), getattr(self, "replay", None)
         parts = {"algo/groups": groups, "algo/replay": replay, "eval.win_rate_against": win_rate_against}
@@ -393,38 +418,38 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     # ------------------------------------------------------------------ memory
 
-    def lengths(self) -> Lengths | None:
-        """The tokens of a row that is learned from, at most; None where they are not known."""
+    def lengths(self) -> RowLengths | None:
+        """Return the most tokens of a row that is learned from; None if unknown."""
         return None
 
-    def decoding(self) -> Lengths | None:
-        """The tokens of a sequence, where the policy itself decodes; None where it does not."""
+    def decoding(self) -> RowLengths | None:
+        """Return the most tokens of a decoded sequence; None if the policy itself does not decode."""
         return None
 
     head: Head = "fused"
-    """What stands behind the last layer; a fused head where the model's options allow one."""
+    """The kind of head for the memory plan; a fused head only if the model's options allow one."""
 
-    def critic_network(self, policy: Network, numbers: Numbers) -> Network | None:
-        """A model that learns beside the policy."""
+    def critic_network(self, policy: Network, numbers: NumberSizes) -> Network | None:
+        """Return the sizes of a critic that is trained with the policy."""
         return None
 
-    def beside(self) -> Beside | None:
-        """Texts that the policy learns from beside the rows of a step."""
+    def beside(self) -> AuxiliaryTexts | None:
+        """Return the sizes of further texts that the policy learns from in a step."""
         return None
 
     def read_only(self) -> dict[str, int]:
-        """Bytes of the weights of models that are only read, by name, beside those of a reference."""
+        """Return the bytes of the weights of frozen models besides the reference, by name."""
         return {}
 
     def memory(self) -> Memory | None:
-        """What the run needs on each rank, by how a step is cut; None where model or rows are unknown, and
+        """Return the memory model of a rank, as a function of the micro-batch; None if model or rows are unknown, and
         under DeepSpeed."""
         trainer: Any = self.trainer
-        shape, lengths = shape_of(self.model), self.lengths()
+        shape, lengths = model_shape(self.model), self.lengths()
         if shape is None or lengths is None or isinstance(trainer.strategy, DeepSpeedStrategy):
             return None
         fsdp2 = isinstance(trainer.strategy, ModelParallelStrategy)
-        numbers = numbers_of(self.model, str(trainer.precision), self.optimizer, shards=fsdp2)
+        numbers = number_sizes(self.model, str(trainer.precision), self.optimizer, shards=fsdp2)
         head = self.head if self.head == "none" or self.model.forward_options.fused_head else "logits"
         policy = policy_network(self.model, shape, numbers, head)
         critic, stored = self.critic_network(policy, numbers), stored_bytes(self.model, numbers)
@@ -441,12 +466,14 @@ class PolicyModule(L.LightningModule, given.Arguments):
             beside=self.beside(),
             buckets=self._buckets(networks, numbers),
             others={"reference": reference, **self.read_only()},
-            engine=int(share * (whole_device(device, gigabytes=self.memory_gb) or 0)),
+            engine=int(share * (device_memory(device, gigabytes=self.memory_gb) or 0)),
             decoding=self.decoding(),
             grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
-            spread_over=self.data_ranks if shards(trainer.strategy) else 1,
+            spread_over=self.data_ranks if shards_weights(trainer.strategy) else 1,
             ranks=trainer.world_size,
-            gathered=gathered(policy, numbers, critic, reference=reference > 0, stored=stored) if fsdp2 else None,
+            gathered=gathered_weights(policy, numbers, critic, reference=reference > 0, stored=stored)
+            if fsdp2
+            else None,
             shards_on_host=device.type == "cuda" and isinstance(offload_policy(trainer.strategy), CPUOffloadPolicy),
             masters=masters_at_once(networks, numbers, self.optimizer),
             block=block_numbers(device, NO_TRUNCATION),
@@ -456,44 +483,44 @@ class PolicyModule(L.LightningModule, given.Arguments):
             host=self.host_room(),
         )
         if self.model.processor is not None:
-            sizes = with_images(sizes, self.model, most_shown(trainer.datamodule, self.model.processor))
+            sizes = with_images(sizes, self.model, find_largest_prompt(trainer.datamodule, self.model.processor))
         return sizes.recomputing(self.cut.offload) if self.cut is not None and self.cut.recompute else sizes
 
-    def _buckets(self, networks: Sequence[Network], numbers: Numbers) -> Buckets | None:
-        """DDP's, where that is the strategy."""
+    def _buckets(self, networks: Sequence[Network], numbers: NumberSizes) -> DDPBuckets | None:
+        """Return the gradient buckets of DDP; None under other strategies."""
         strategy: Any = self.trainer.strategy
         if not isinstance(strategy, DDPStrategy):
             return None
-        return buckets(networks, numbers, viewed=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view")))
+        return ddp_buckets(networks, numbers, viewed=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view")))
 
     def room(self) -> int | None:
-        """Bytes that a plan may give out on every rank, as they were before the policy was loaded; None if unknown.
+        """Return the bytes that a plan may use on every rank, as before the policy was loaded; None if unknown.
 
-        Of this process alone where no other was started (`lit-rl plan`).
+        For this process alone if no other was started (`lit-rl plan`).
         """
         if self._room is None:
             trainer: Any = self.trainer
             device = trainer.strategy.root_device
             loaded = sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()) if tensor.device == device)
-            mine = room(device, gigabytes=self.memory_gb, processes=trainer.num_devices, planned=loaded)
+            mine = memory_budget(device, gigabytes=self.memory_gb, processes=trainer.num_devices, planned=loaded)
             self._room = min(gather_objects(mine or 0))
         return self._room or None
 
     def host_room(self) -> int | None:
-        """Bytes of main memory that every rank may fill from its GPU; None without one, and where it is not known."""
+        """Return the bytes of host memory that every rank may offload to; None without a GPU, or if unknown."""
         trainer: Any = self.trainer
         device = trainer.strategy.root_device
         if device.type != "cuda" or self.memory_gb is not None:
             return None
         if self._host_room is None:
-            self._host_room = min(gather_objects(host_room(trainer.num_devices) or 0))
+            self._host_room = min(gather_objects(host_memory_budget(trainer.num_devices) or 0))
         return self._host_room or None
 
-    def cut_step(self, step: Step) -> tuple[int, str]:
-        """Cut the optimizer step: set the Trainer's micro-batches, and return their number, and why it is that.
+    def cut_step(self, step: StepRows) -> tuple[int, str]:
+        """Split the optimizer step: set the Trainer's micro-batches, and return their number, and the reason for it.
 
         Raises:
-            ConfigError: nothing fits, or the user's cut does not divide the step.
+            ConfigError: nothing fits, or the user's micro-batches do not divide the step.
         """
         trainer: Any = self.trainer
         if self.model.gradient_checkpointing == "offload" and trainer.strategy.root_device.type != "cuda":
@@ -502,12 +529,12 @@ class PolicyModule(L.LightningModule, given.Arguments):
                 "GPU. Set it to true."
             )
         self.step = step = replace(step, sequences=self.decoded_at_once(step))
-        given = Given(self.micro_batch_size, self.accumulation_by_hand)
+        given = MicroBatchRequest(self.micro_batch_size, self.accumulation_by_hand)
         given.check()
         if self.cut is None or self.cut.micro_batches != trainer.accumulate_grad_batches:
             room, device = self.room(), trainer.strategy.root_device
-            most = None if room is None else free_of(room, device, gigabytes=self.memory_gb)
-            self.cut, warning = cut(given, step, self.memory(), room, most)
+            most = None if room is None else hard_memory_limit(room, device, gigabytes=self.memory_gb)
+            self.cut, warning = plan_micro_batches(given, step, self.memory(), room, most)
             if warning:
                 rank_zero_warn(warning)
         self._take_cut()
@@ -515,47 +542,47 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @property
     def accumulation_by_hand(self) -> int:
-        """What the user gave the Trainer: 1 where `cut_step` set its micro-batches, as in an earlier `setup`."""
+        """The user's `accumulate_grad_batches`: 1 if `cut_step` set the Trainer's, as in an earlier `setup`."""
         trainer: Any = self.trainer
         ours = self.cut is not None and self.cut.micro_batches == trainer.accumulate_grad_batches
         return 1 if ours else trainer.accumulate_grad_batches
 
     @property
     def parts_of_step(self) -> int:
-        """What a rank's rows of a step are a multiple of, as the user cuts a step."""
+        """The divisor that the user's micro-batches require of a rank's rows of a step."""
         size = self.micro_batch_size
         return max(1, size) if isinstance(size, int) else self.accumulation_by_hand
 
     def teardown(self, stage: str) -> None:
-        """The Trainer gets its micro-batches back, so that it may train another module."""
+        """Restore the Trainer's micro-batches, so that it may train another module."""
         if stage == "fit":
             self.trainer.accumulate_grad_batches = self.accumulation_by_hand
 
     def fit_decoding(self) -> None:
-        """Bound what is decoded where nothing is learned."""
+        """Bound the sequences decoded at once in a validation without training."""
         if self.micro_batch_size == "auto" and self.cut is None:
             memory, room = self.memory(), self.room()
             if memory is not None and room is not None:
-                self.bound_decoding(max(1, most_decoded(memory, room)))
+                self.bound_decoding(max(1, largest_decode_batch(memory, room)))
 
-    def decoded_at_once(self, step: Step) -> int:
-        """Sequences that are decoded together."""
+    def decoded_at_once(self, step: StepRows) -> int:
+        """Return the number of sequences that are decoded together."""
         at_once = getattr(getattr(self, "generator", None), "rows_a_batch", None)
         return step.sequences if at_once is None else min(at_once, step.sequences)
 
     def _take_cut(self) -> None:
-        """Samples and gradients do not depend on it."""
+        """Apply the micro-batch plan to the Trainer and the generator. Samples and gradients do not depend on it."""
         if self.cut is not None:
             self.trainer.accumulate_grad_batches = self.cut.micro_batches
             self.bound_decoding(self.cut.decoded)
 
     def bound_decoding(self, sequences: int | None) -> None:
-        """Tell a generator that decodes in this process how many sequences may run at once."""
+        """Bound the number of sequences that an in-process generator decodes at once."""
 
     # ------------------------------------------------------------------ loading
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Refuse: a module is trained by a Trainer, and what answers is its policy."""
+        """Raise a ConfigError: a Trainer trains the module, and its policy is what can be called."""
         raise ConfigError(
             f"{type(self).__name__} is not called. Train it with trainer.fit(module, datamodule=...); of tokens call "
             "module.policy(input_ids) after module.configure_model()."
@@ -569,24 +596,24 @@ class PolicyModule(L.LightningModule, given.Arguments):
             return
         if self.model.sees:
             self._check_sees()
-        with generators_kept():
-            torch.manual_seed(self.seed)  # fresh adapters are random: the same ones on every rank and in every run
+        with preserve_generators():
+            torch.manual_seed(self.seed)  # fresh adapters are random: equal on every rank and in every run
             policy = self.load_policy()
             if self._fitting:
-                something_is_trained(policy)
+                check_something_is_trained(policy)
             reference = self.reference.module(policy) if self.needs_reference else None
             others = self.companions(policy)
         stays = reference if self.needs_reference and not self.reference.moves else None
         self._stands_on = identity.model_record(self.model, policy, stays)
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         if isinstance(strategy, ZeROStrategy):
-            model_fits_zero(policy, strategy)
+            check_zero_model(policy, strategy)
         if isinstance(strategy, ModelParallelStrategy):
             mesh, how = strategy.device_mesh["data_parallel"], (shard_precision(strategy), offload_policy(strategy))
             for module in (policy, reference, *others.values()):
                 if isinstance(module, nn.Module):
                     if isinstance(strategy, FSDPTPStrategy):
-                        spread_over_group(module, strategy.device_mesh["tensor_parallel"])
+                        parallelize_layers(module, strategy.device_mesh["tensor_parallel"])
                     shard(module, mesh, *how)
         self.policy, self.reference_policy = policy, reference
         for name, module in others.items():
@@ -594,8 +621,10 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self._recompute_as_cut()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's. Processes that are made of this one (`ddp_notebook`, `ddp_spawn`) send back what they learned
-        while no policy is loaded here: then it is loaded first."""
+        """Load weights as torch does, and load the policy first if it is not.
+
+        Processes spawned from this one (`ddp_notebook`, `ddp_spawn`) send back weights while no policy is loaded here.
+        """
         if self.policy is None and any(name.startswith("policy.") for name in state_dict):
             self.configure_model()
             if isinstance(self.model, LoadedModel):
@@ -603,20 +632,20 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _check_sees(self) -> None:
-        """Refuse what a model over images cannot do yet, before any weight is loaded."""
+        """Refuse settings that do not support a model over images, before any weight is loaded."""
         what = f"model.name={self.model.name!r} is a model over images, and"
         if not self.takes_images:
             raise ConfigError(f"{what} {type(self).__name__} reads prompts as text alone.")
         trainer = self.trainer_or_none
-        if trainer is not None and flattens(trainer.strategy):
+        if trainer is not None and flattens_weights(trainer.strategy):
             name = type(trainer.strategy).__name__
             raise ConfigError(f"{what} {name} is not there for it. Use strategy=ddp or strategy=fsdp.")
 
     def with_blind_rows(self, loss: Tensor) -> Tensor:
-        """The loss, with a gradient of 0 for what only rows with images train.
+        """Add a gradient of 0 for weights that only rows with images train.
 
-        Where the rows of one rank show nothing, the others would wait for its gradient; and without one an optimizer
-        would leave these weights out of a step that shows nothing, on one rank and not on several.
+        If the rows of one rank have no images, the others would wait for its gradient; and without a gradient an
+        optimizer would skip these weights in a step without images, on one rank and not on several.
         """
         if not self.model.sees:
             return loss
@@ -624,23 +653,23 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return loss + sum(0 * parameter.sum() for module in modules for parameter in trained_by_images(module))
 
     def _recompute_as_cut(self) -> None:
-        """Gradient checkpointing is on where the model's description says so, or where the plan chose it."""
+        """Turn on gradient checkpointing if the memory plan chose it."""
         if self.model.gradient_checkpointing == "auto" and self.cut is not None:
             how = "offload" if self.cut.offload else self.cut.recompute
             for name in ("policy", *self.trained_beside):
                 set_checkpointing(getattr(self, name), how)
 
     def load_policy(self) -> nn.Module:
-        """What is trained, made from the description: a language model, unless a method trains another head."""
+        """Load the trained model from its description: a language model, unless a method trains another head."""
         return self.model.load()
 
     def export(self, weights: Mapping[str, Tensor], folder: str | Path, facts: Mapping[str, Any]) -> ExportReport:
-        """Write what was trained as a Hugging Face folder, and verify it.
+        """Write the trained model as a Hugging Face folder, and verify it.
 
         Args:
-            weights: Every tensor of the policy, whole, under the policy's own names.
+            weights: Every tensor of the policy, unsharded, under the policy's own names.
             folder: A new folder, or an earlier export, which is replaced.
-            facts: Of the model card, see `model_card`.
+            facts: Facts for the model card, see `model_card`.
         """
         from peft import PeftModel
 
@@ -650,7 +679,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return export_policy(self.model, weights, self.policy, folder, card=card, prompts=facts.get("prompts"))
 
     def save_pretrained(self, folder: str | Path) -> ExportReport | None:
-        """`export` the weights as they are now, with a card that says of which model and method they are.
+        """Call `export` with the current weights, and a card that names model and method.
 
         Called on all ranks; rank 0 writes.
 
@@ -658,7 +687,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             folder: A new folder, or an earlier export, which is replaced.
 
         Returns:
-            What the verification saw; None on other ranks.
+            The report of the verification; None on other ranks.
 
         Raises:
             ConfigError: the policy is not loaded yet.
@@ -672,54 +701,54 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @property
     def loaded_by(self) -> str:
-        """The class of transformers that loads what `export` writes."""
+        """The class of transformers that loads an export."""
         return "AutoModelForImageTextToText" if self.model.sees else "AutoModelForCausalLM"
 
     def companions(self, policy: nn.Module) -> dict[str, nn.Module]:
-        """What is trained beside the policy, made from the policy as it is loaded, by attribute name."""
+        """Return further modules, trained or frozen, made from the loaded policy, by attribute name."""
         return {}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """What the optimizer trains, the policy's group first."""
+        """Return the optimizer's parameter groups, the policy's first."""
         return [{"params": [p for p in self.policy.parameters() if p.requires_grad], "name": "policy"}]
 
     def schedules(self) -> list[Schedule | FromTorch]:
-        """One for each parameter group."""
+        """Return one schedule for each parameter group."""
         return [self.scheduler]
 
     def configure_optimizers(self) -> Any:
         trained = {name: tensor for name, tensor in self._trained_names().items() if tensor.requires_grad}
-        weights_can_be_trained(trained, self.trainer.strategy)
-        optimizer_fits(self.optimizer, self.trainer.strategy)
+        check_trainable_weights(trained, self.trainer.strategy)
+        check_optimizer_shards(self.optimizer, self.trainer.strategy)
         groups = self.parameter_groups()
         keeps_its_own = isinstance(self.trainer.strategy, DeepSpeedStrategy)
         optimizer = self.optimizer(groups) if keeps_its_own else with_masters(self.optimizer, groups)
-        given.made_optimizer(optimizer)
+        argument_checks.check_made_optimizer(optimizer)
         if keeps_its_own:
-            optimizer_fits_zero(optimizer)
+            check_zero_optimizer(optimizer)
         if self._averages_gradients(optimizer):
             self.trainer.strategy.model.require_backward_grad_sync = False  # pyright: ignore
         if isinstance(self.trainer.strategy, FSDPTPStrategy):
-            optimizer_fits_tensor_parallel(optimizer)
+            check_tensor_parallel_optimizer(optimizer)
             step_one_by_one(optimizer)
-        # Fused optimizers say that they unscale fp16 gradients themselves; then these would be clipped while scaled.
+        # Fused optimizers declare that they unscale fp16 gradients; these would then be clipped while still scaled.
         optimizer._step_supports_amp_scaling = False  # pyright: ignore
-        schedule = by_group(optimizer, self.total_steps, self.schedules())
-        self._optimizer_as_made = going_on.as_made(optimizer, schedule)
+        schedule = scheduler_by_group(optimizer, self.total_steps, self.schedules())
+        self._optimizer_as_made = resumed_optimizer.initial_settings(optimizer, schedule)
         self._check_optimizer()
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _averages_gradients(self, optimizer: Any) -> bool:
-        """Whether gradients are averaged over ranks here: DDP would send, and sum up, those of the weights' type."""
+        """Tell whether gradients are averaged over ranks here: DDP would reduce them in the narrow dtype of weights."""
         narrow = any(is_narrow(weight) for group in optimizer.param_groups for weight in group["params"])
         return narrow and isinstance(self.trainer.strategy, DDPStrategy)
 
     @property
     def total_steps(self) -> float:
-        """Optimizer steps of the whole run; infinite where nothing ends it.
+        """Optimizer steps of the whole run; infinite if nothing ends it.
 
-        Not `Trainer.estimated_stepping_batches`: read before a checkpoint is restored, that makes Lightning set up the
-        training data at once, and the restored position of the loader is never used.
+        `Trainer.estimated_stepping_batches` will not do: read before a checkpoint is restored, it makes Lightning set
+        up the training data at once, and the restored position of the loader is never used.
         """
         trainer: Any = self.trainer
         steps = math.inf if trainer.max_steps in (None, -1) else trainer.max_steps
@@ -728,7 +757,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return min(steps, math.ceil(self._epoch_batches() / trainer.accumulate_grad_batches) * trainer.max_epochs)
 
     def _epoch_batches(self) -> int:
-        """Batches that Lightning's loop takes in an epoch, on this rank."""
+        """Return the number of batches of an epoch in Lightning's loop, on this rank."""
         trainer: Any = self.trainer
         batches, limit = len(trainer.datamodule.train_dataloader()), trainer.limit_train_batches
         return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
@@ -739,14 +768,14 @@ class PolicyModule(L.LightningModule, given.Arguments):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip, and keep the norm from before the clipping. Without a limit the norm is measured all the same.
+        """Clip, and keep the norm from before the clipping. Without a limit the norm is measured too.
 
-        It is the last that is asked before the optimizer moves weights.
+        It is the last hook before the optimizer updates weights.
         """
         self.moves_weights = True
         strategy = self.trainer.strategy
         if isinstance(strategy, DeepSpeedStrategy):
-            return  # its engine clips in its step, with the Trainer's setting: see `optimizer_step`
+            return  # the engine clips in its step, with the Trainer's setting: see `optimizer_step`
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         if self._averages_gradients(optimizer):
             average_over_ranks(trained, self.data_ranks)
@@ -772,7 +801,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             super().backward(loss, *args, **kwargs)
 
     def drop_gradients(self, optimizer: Any) -> None:
-        """After a backward pass: without gradients an optimizer moves neither a weight nor a moment."""
+        """Drop the gradients of a backward pass, so that the optimizer changes neither weights nor moments."""
         strategy = self.trainer.strategy
         if isinstance(strategy, ZeROStrategy):
             strategy.leave_out_step()
@@ -782,7 +811,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """One optimizer step. That of DeepSpeed's engine clips by itself and leaves out what is not finite."""
+        """Take an optimizer step. DeepSpeed's engine clips by itself and skips a step that is not finite."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.moves_weights = self.in_a_step = False
         strategy = self.trainer.strategy
@@ -799,19 +828,19 @@ class PolicyModule(L.LightningModule, given.Arguments):
             self._report_broken()
 
     def _report_broken(self) -> None:
-        """Keep the batch of a step that is left out, and say so."""
+        """Save the batch of a skipped step, and report it."""
         norm, kept = float(self.grad_norm), ""
         if not self.trainer.fast_dev_run:  # pyright: ignore
             batch = {"step": self.global_step + 1, "grad_norm": norm, **self.step_batch()}
-            kept = keep_batch(Path(self.trainer.default_root_dir), self.global_rank, batch)
+            kept = save_bad_batch(Path(self.trainer.default_root_dir), self.global_rank, batch)
         self.broken_steps.report(self.global_step + 1, norm, kept)
 
     def step_batch(self) -> dict[str, Any]:
-        """What the optimizer step at hand learns from, to be looked at where it broke: tensors, numbers and strings."""
+        """Return the data of the current optimizer step, saved if it is broken: tensors, numbers and strings."""
         return {}
 
     def on_fit_start(self) -> None:
-        self.policy.train()  # from_pretrained gives evaluation mode, where gradient checkpointing is silently off
+        self.policy.train()  # from_pretrained returns evaluation mode, which silently turns gradient checkpointing off
 
     # ------------------------------------------------------------------ validate, test
 
@@ -824,22 +853,22 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def _end_validation(self, stage: str) -> None:
         logged = self.log_evaluation(stage)
         if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
-            monitors(self.trainer, logged, may_come=self.may_log)
+            check_monitors(self.trainer, logged, may_come=self.may_log)
 
     def log_evaluation(self, stage: str) -> set[str]:
-        """Log what was measured on every validation set; returns the names."""
+        """Log the metrics of every validation set, and return their names."""
         return set()
 
     def may_log(self, name: str) -> bool:
-        """Tell whether a metric that no step has logged so far may still come."""
+        """Tell whether a metric that no step has logged so far may be logged later."""
         return False
 
     def flops_of_update(self, spans: Sequence[Span], own: Sequence[Span], scored: int, *, reads: int = 0) -> float:
-        """Return the operations of forward and backward passes of what is trained; 0 where they cannot be counted.
+        """Return the FLOPs of forward and backward passes of the trained models; 0 if they cannot be counted.
 
         Args:
-            spans: That the policy computes.
-            own: That a model beside it computes: each row by itself.
+            spans: Spans that the policy computes.
+            own: Spans that another trained model computes: each row by itself.
             scored: Positions whose log-probs are computed.
             reads: Forward passes without gradient of models as large as the policy.
         """
@@ -854,11 +883,11 @@ class PolicyModule(L.LightningModule, given.Arguments):
         return float(sum(cost.training for cost in costs) + reads * sum(cost.forward for cost in costs[:1]))
 
     def speed_of(self, seconds: Mapping[str, float], sampled: float = 0.0) -> dict[str, float]:
-        """Return what `Speed.line` says since the last line of the log. A collective.
+        """Return the metrics of `Speed.line` since the last log line. A collective.
 
         Args:
-            seconds: Of each phase.
-            sampled: Tokens that all ranks have drawn.
+            seconds: Seconds of each phase.
+            sampled: Tokens that all ranks sampled.
         """
         trainer: Any = self.trainer
         half = "16" in str(trainer.precision) or getattr(self.model, "dtype", "") in ("bfloat16", "float16")
@@ -872,38 +901,37 @@ class PolicyModule(L.LightningModule, given.Arguments):
         )
 
     def tell_callbacks(self, metrics: dict[str, float], step: int) -> None:
-        """Let callbacks, and Lightning's own progress bar, read metrics of the training that are reduced over ranks
-        already, as `log` would.
+        """Publish reduced training metrics to callbacks and Lightning's progress bar, as `log` would.
 
-        Lightning makes a metric object of each number that is logged, moves it to the device, and goes through all of
-        them again at every batch: thirty cost the host some ten milliseconds, and each waits for the device.
+        Lightning makes a metric object of each logged number, moves it to the device, and visits all of them again at
+        every batch: thirty cost the host some ten milliseconds, and each waits for the device.
 
         Args:
-            metrics: By name.
-            step: The optimizer step that they are of.
+            metrics: Metrics by name, already reduced over ranks.
+            step: The optimizer step of the metrics.
         """
-        in_bar = {short: metrics[name] for name, short in IN_BAR.items() if name in metrics}
+        in_bar = {short: metrics[name] for name, short in PROGRESS_BAR_METRICS.items() if name in metrics}
         told = metrics | in_bar
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in told.items()})
         self.trainer.progress_bar_metrics.update(in_bar)
         if self.told_at is None:
-            monitors(self.trainer, metrics, "train/", self.may_log)
+            check_monitors(self.trainer, metrics, "train/", self.may_log)
         self.told_at = step
 
     def on_train_epoch_end(self) -> None:
-        """Log what has no line yet where the run ends, before callbacks see its end."""
+        """Log the remaining metrics at the end of the run, before callbacks see the end."""
         trainer, last = self.trainer, self.trainer.current_epoch + 1 == self.trainer.max_epochs
         if last or trainer.should_stop or 0 <= trainer.max_steps <= self.global_step:
             self.log_rest()
 
     def log_rest(self) -> None:
-        """Log the optimizer steps since the last line of the log. A checkpoint of now is as if that line were not."""
+        """Log the optimizer steps since the last log line. A checkpoint taken now does not depend on that line."""
 
     def log_validation(self, metrics: dict[str, float]) -> set[str]:
-        """Log under the number of the step; returns the names."""
+        """Log under the number of the step, and return the names."""
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         if fitting and not self.trainer.sanity_checking:
-            for logger in self.trainer.loggers:  # Lightning's own way counts a step less at an epoch's end
+            for logger in self.trainer.loggers:  # `log_dict` counts a step less at an epoch's end
                 logger.log_metrics(metrics, step=self.global_step)
         self.log_dict(metrics, logger=not fitting, batch_size=1)
         return set(metrics)
@@ -911,33 +939,35 @@ class PolicyModule(L.LightningModule, given.Arguments):
     # ------------------------------------------------------------------ checkpoints
 
     def rank_state(self) -> dict[str, Any]:
-        """What this rank needs beyond weights to go on exactly; tensors, numbers and strings only."""
+        """Return this rank's state besides weights for an exact resume; tensors, numbers and strings only."""
         return {}
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
-        """The counterpart of `rank_state`."""
+        """Restore what `rank_state` returned."""
 
     def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """What `load_rank_state` is given where another number of ranks wrote the checkpoint.
+        """Return the argument of `load_rank_state` for a checkpoint of another number of ranks.
 
         Args:
-            saved: The `rank_state` of each of them.
+            saved: The `rank_state` of each of these ranks.
         """
         return {}
 
     def stays(self) -> dict[str, Any]:
-        """What of `rank_state` is not taken from an earlier checkpoint when a run goes back to one."""
+        """Return the part of `rank_state` that a rollback to an earlier checkpoint does not change."""
         return {}
 
     def go_back_to(self, checkpoint: dict[str, Any]) -> None:
-        """Take the weights, the reference and the controllers of an earlier checkpoint of this run, and go on with the
-        data and the counts of now. Between two rollouts, or two lines of the log; the optimizer is not the module's.
+        """Roll back to the weights, the reference and the controllers of an earlier checkpoint of this run.
+
+        Data and counts go on from where they are. Called between two rollouts, or two log lines; the optimizer is not
+        restored here.
 
         Raises:
             StorageError: the checkpoint is of another model.
         """
-        state.check_weights(checkpoint["state_dict"], self._trained_names())
-        self.load_state_dict(checkpoint["state_dict"], strict=False)  # what is not trained is in no checkpoint
+        checkpoints.check_trained_tensors(checkpoint["state_dict"], self._trained_names())
+        self.load_state_dict(checkpoint["state_dict"], strict=False)  # checkpoints contain trained tensors only
         if self.needs_reference and self.reference.moves:
             self._load_reference(checkpoint)
         saved = [each["module"] for each in checkpoint["lit_rl"]]
@@ -946,28 +976,28 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @property
     def slots(self) -> int:
-        """Batches of Lightning's loop that are one step of the data's order, on this rank."""
+        """Batches of Lightning's loop for one step of the data's order, on this rank."""
         return self.trainer.accumulate_grad_batches  # pyright: ignore
 
     def dropped(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
-        """What does not go over to another number of ranks, and where the run goes on, in sentences.
+        """Describe the state that is dropped on a resume with another number of ranks, and the next step of the run.
 
         Args:
-            saved: The `rank_state` of each of them.
-            slots: What `slots` was.
+            saved: The `rank_state` of each rank that wrote the checkpoint.
+            slots: The value of `slots` in that run.
         """
         return "Nothing is dropped."
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep trained tensors only (no reference, no frozen base), every rank's own state, algorithm and precision."""
+        """Save trained tensors only (no reference, no frozen base), every rank's own state, algorithm and precision."""
         if checkpoint.get("state_dict"):
             trained = self._trained_names()
             weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
             checkpoint["state_dict"] = weights
-        checkpoint["algorithm"] = state.kind_of(type(self))
+        checkpoint["algorithm"] = checkpoints.algorithm_kind(type(self))
         checkpoint["run"] = self._identity()
         device = self.trainer.strategy.root_device if self.trainer_or_none else self.device
-        mine = {"format": state.FORMAT, "module": self.rank_state(), "rng": state.rng_state(device)}
+        mine = {"format": checkpoints.FORMAT, "module": self.rank_state(), "rng": checkpoints.rng_state(device)}
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
         if self.trainer_or_none is not None:
             checkpoint["precision"] = str(self.trainer.precision)
@@ -978,7 +1008,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **settings: Any) -> Any:  # pyright: ignore
-        """As Lightning's, with the constructor's arguments: a checkpoint holds weights and state, and builds nothing.
+        """Load as in Lightning, with the constructor's arguments: a checkpoint contains weights and state only.
 
         Raises:
             ConfigError: the file or the arguments are missing.
@@ -991,7 +1021,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             )
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **settings)  # pyright: ignore
-        except (TypeError, given.Missing) as error:
+        except (TypeError, argument_checks.MissingArgument) as error:
             if isinstance(error, TypeError) and "required" not in str(error):
                 raise
             raise ConfigError(
@@ -1002,14 +1032,14 @@ class PolicyModule(L.LightningModule, given.Arguments):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._fitting:
-            state.check_kind(checkpoint, type(self))
+            checkpoints.check_algorithm_kind(checkpoint, type(self))
             if self.needs_reference and not self.reference.moves:
                 self._check_reference_began()
         self._check_identity(checkpoint)
         if weights := checkpoint.get("state_dict"):
-            state.check_weights(weights, self._trained_names())
+            checkpoints.check_trained_tensors(weights, self._trained_names())
         if self._fitting:
-            self._check_precision(made_in(checkpoint))
+            self._check_precision(checkpoint_precision(checkpoint))
             trained = [tensor for tensor in self._trained_names().values() if tensor.requires_grad]
             check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
@@ -1020,44 +1050,44 @@ class PolicyModule(L.LightningModule, given.Arguments):
                 self._load_other_world(ranks, checkpoint["loops"])
             return
         if "cut" in checkpoint and self.micro_batch_size == "auto" and self._fitting:
-            self.resume_cut(Cut(**checkpoint["cut"]))
+            self.resume_cut(MicroBatchPlan(**checkpoint["cut"]))
         if ranks:
             saved = ranks[self.data_rank]
-            state.check_format(saved)
-            self.load_rank_state(state.saved_by_algorithm(saved["module"], type(self).__name__))
+            checkpoints.check_format(saved)
+            self.load_rank_state(checkpoints.saved_by_algorithm(saved["module"], type(self).__name__))
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
 
     def _identity(self) -> dict[str, identity.Record]:
-        """Return what a checkpoint notes of the run, see `lit_rl.algorithms.rollouts.identity`."""
+        """Return a checkpoint's record of the run, see `lit_rl.algorithms.rollouts.identity`."""
         found = {"model": self._stands_on, "settings": self._began_with or self._settings()}
         return found | ({"optimizer": self._optimizer_as_made} if self._optimizer_as_made else {})
 
     def _settings(self) -> identity.Record:
-        """Those of constructors and of the Trainer that change what a run learns or logs, but for the optimizer's."""
-        held = {name: getattr(self.model, name) for name in _OF_THE_MODEL}
-        given: dict[str, Any] = {"model": held | {name: _word(held[name]) for name in _WORDS_OF_THE_MODEL}}
+        """Return the settings that change what a run learns or logs, without the optimizer's."""
+        held = {name: getattr(self.model, name) for name in _MODEL_SETTINGS}
+        given: dict[str, Any] = {"model": held | {name: _plain_string(held[name]) for name in _PLAIN_MODEL_STRINGS}}
         given["model"]["chat_template"] = getattr(self.model.tokenizer, "chat_template", None)
         given["model"]["lora.dropout"] = getattr(self.model.lora, "dropout", None)
         given["algo"] = type(self)
         for name, value in identity.with_choices(type(self), self._arguments).items():
-            if name in _GROUPS:
-                given[_GROUPS[name]] = getattr(self, name, value) if value is None else value
+            if name in _CONFIG_GROUPS:
+                given[_CONFIG_GROUPS[name]] = getattr(self, name, value) if value is None else value
             elif name not in ("optimizer", "micro_batch_size"):
                 given[f"algo.{name}"] = value
         if (trainer := self.trainer_or_none) is not None:
-            given["trainer"] = {name: _word(getattr(trainer, name)) for name in _OF_THE_TRAINER}
+            given["trainer"] = {name: _plain_string(getattr(trainer, name)) for name in _TRAINER_SETTINGS}
             for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
                 name = getattr(callback, "choice", "") or getattr(callback, "key", "") or type(callback).__name__
                 given[f"callbacks.{name}"] = identity.numbers_of(callback)
-            given["trainer"]["strategy"] = _word(type(trainer.strategy).__name__)
-            given["trainer"]["accelerator"] = _word(trainer.strategy.root_device.type)
+            given["trainer"]["strategy"] = _plain_string(type(trainer.strategy).__name__)
+            given["trainer"]["accelerator"] = _plain_string(trainer.strategy.root_device.type)
         return identity.settings_record(given)
 
     def _check_identity(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse weights of another model, and an optimizer that cannot read the state; say what else changed.
+        """Refuse weights of another model, and an optimizer that cannot read the state; report other changes.
 
         Raises:
-            StorageError: names what differs.
+            StorageError: names the difference.
         """
         noted: dict[str, Any] = checkpoint.get("run", {})
         said = []
@@ -1079,20 +1109,22 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self._check_optimizer()
 
     def _check_optimizer(self) -> list[str]:
-        """Refuse one that cannot read the checkpoint's; which is known before the other depends on the strategy."""
+        """Refuse an optimizer that cannot read the checkpoint's state. Waits until both are known, in either order."""
         if self._resumed is None or not self._optimizer_as_made:
             return []
-        return going_on.check(self._resumed.optimizer, self._optimizer_as_made, self._resumed.groups)
+        return resumed_optimizer.check_optimizer_state(
+            self._resumed.optimizer, self._optimizer_as_made, self._resumed.groups
+        )
 
     def _take_settings(self, resumed: _Resumed) -> None:
-        """Go on with the optimizer's settings of this run, and say what the run of the checkpoint had otherwise."""
+        """Continue with the optimizer's settings of this run, and report the differences from the checkpoint's run."""
         config, optimizer = self.trainer.lr_scheduler_configs[0], self.trainer.optimizers[0]
-        config.scheduler = going_on.take_settings(
+        config.scheduler = resumed_optimizer.apply_settings(
             optimizer,
             config.scheduler,  # pyright: ignore[reportArgumentType]
             resumed.optimizer,
             self._optimizer_as_made,
-            lambda made: by_group(made, self.total_steps, self.schedules()),
+            lambda made: scheduler_by_group(made, self.total_steps, self.schedules()),
         )
         if said := [*self._check_optimizer(), *resumed.said]:
             rank_zero_info(
@@ -1102,18 +1134,19 @@ class PolicyModule(L.LightningModule, given.Arguments):
         self._resumed = None
 
     def _load_other_world(self, ranks: Sequence[dict[str, Any]], loops: dict[str, Any]) -> None:
-        """Go on at the rollout or step after the last one, where another number of ranks wrote the checkpoint.
+        """Resume at the next rollout or step from a checkpoint of another number of ranks.
 
-        How steps are cut is planned anew: a process has another share of them.
+        Micro-batches are planned anew: a process has another share of a step.
         """
-        before = worlds.slots_before(loops, len(ranks), self.data_ranks)
-        worlds.move_on(loops, before, self.slots, self._epoch_batches())
+        before = checkpoints.slots_when_written(loops, len(ranks), self.data_ranks)
+        checkpoints.advance_loops(loops, before, self.slots, self._epoch_batches())
         name = type(self).__name__
-        saved = [state.saved_by_algorithm(each["module"], name) for each in ranks]
-        self.load_rank_state(state.saved_by_algorithm(self.of_other_ranks(saved), name))
+        saved = [checkpoints.saved_by_algorithm(each["module"], name) for each in ranks]
+        self.load_rank_state(checkpoints.saved_by_algorithm(self.of_other_ranks(saved), name))
         self.broken_steps.in_a_row, self._other_world = ranks[0]["broken_steps"], True
         rank_zero_info(
-            f"The checkpoint was written by {worlds.processes(len(ranks))}, and this run has {self.data_ranks}. "
+            f"The checkpoint was written by {checkpoints.count_processes(len(ranks))}, and this run has "
+            f"{self.data_ranks}. "
             f"{self.dropped(saved, before)} Steps have as many rows as before, a process "
             f"{len(ranks) / self.data_ranks:g} times as many."
         )
@@ -1122,14 +1155,14 @@ class PolicyModule(L.LightningModule, given.Arguments):
     def _fitting(self) -> bool:
         return self.trainer_or_none is not None and self.trainer_or_none.state.fn == TrainerFn.FITTING
 
-    def resume_cut(self, cut: Cut) -> None:
-        """Cut steps as the run did that is gone on with, whatever memory is free today: last bits depend on it."""
+    def resume_cut(self, cut: MicroBatchPlan) -> None:
+        """Split steps as the resumed run did, whatever memory is free now: last bits depend on it."""
         self.cut = cut
         self._take_cut()
         self._recompute_as_cut()
 
     def _check_precision(self, before: str) -> None:
-        """A run goes on in the precision that it had; the user may say another one."""
+        """Refuse `trainer.precision=auto` if it is another precision than the checkpoint's."""
         now = str(self.trainer.precision)
         if self.precision_by_device and now != before:
             raise StorageError(
@@ -1148,7 +1181,7 @@ class PolicyModule(L.LightningModule, given.Arguments):
             )
 
     def _check_reference_began(self) -> None:
-        """Refuse to resume on an object that an earlier run has trained, where the reference is what it was before."""
+        """Refuse to resume with a model object that was trained in place, if the reference would be a copy of it."""
         trained = isinstance(self.model, LoadedModel) and self.model.began_trained
         if trained and isinstance(self.reference, Copy | Auto):
             raise StorageError(
@@ -1162,15 +1195,15 @@ class PolicyModule(L.LightningModule, given.Arguments):
         if isinstance(self.model, LoadedModel):
             self.model.note_training()
         if self._resumed_rng is not None:
-            state.set_rng_state(self._resumed_rng, self.trainer.strategy.root_device)
+            checkpoints.set_rng_state(self._resumed_rng, self.trainer.strategy.root_device)
             self._resumed_rng = None
         elif self._other_world:
             torch.manual_seed(mix(self.seed, self.data_rank, self.global_step))
-        else:  # dropout and Clip-Cov draw from torch's own generator: the same in every run, another on every rank
+        else:  # dropout and Clip-Cov draw from torch's global generator: equal in every run, different on every rank
             torch.manual_seed(mix(self.seed, self.data_rank))
 
     def _trained_names(self) -> dict[str, Tensor]:
-        """Names and tensors of what training changes: parameters with gradient, and buffers that are saved."""
+        """Return the tensors that training changes, by name: parameters with gradient, and saved buffers."""
         modules = {name: getattr(self, name) for name in ("policy", *self.trained_beside)}
         return {
             f"{prefix}.{name}": tensor

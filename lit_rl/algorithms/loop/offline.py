@@ -1,57 +1,77 @@
-"""What every method shares that learns from a data set: the steps, their metrics, and validation by the loss.
+"""The loop of the methods that learn from a data set: optimizer steps, their metrics, and validation.
 
-The data module cuts an optimizer step of `data.batch_size` rows into micro-batches, and tells each what the whole step
-counts; so a loss has the step's denominator, however the step is cut. No term of an objective is here, and nothing is
-generated: `offline_policy.py` adds that for policies, and reward models go without.
+The data module cuts an optimizer step of `data.batch_size` rows into micro-batches, and each carries the totals of
+the whole step; so a loss has the step's denominator, however the step is cut. No term of an objective is here.
+`OfflineModule` generates nothing, and is the base of reward models. `OfflinePolicyModule` adds a policy: log-probs of
+texts, a reference whose log-probs may be computed before the training, and validation that also generates
+(`GeneratingModule`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.evaluation.speed import Work
-from lit_rl.algorithms.evaluation.statistics import Averages
+from lit_rl.algorithms.checks import data_and_trainer as preflight
+from lit_rl.algorithms.checks.data_and_trainer import (
+    NeedsAllRows,
+    check_example_data,
+    check_stream,
+    check_text_lengths,
+    trainer_examples,
+)
+from lit_rl.algorithms.checks.memory import RowLengths
+from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows, rows_scored_at_once
+from lit_rl.algorithms.data_parallel import data_ranks
+from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.evaluation.validation import prefixed
+from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.algorithms.preflight import data as preflight
-from lit_rl.algorithms.preflight.cut import Cut, Step, rows_scored_at_once
-from lit_rl.algorithms.preflight.memory import Lengths
-from lit_rl.algorithms.preflight.offline import AllRows, example_data, examples_of, stream_will_do, texts_fit
-from lit_rl.algorithms.ranks import data_ranks
+from lit_rl.algorithms.optim.strategies import flattens_weights
 from lit_rl.algorithms.records import OfflineRecords, learning_rates
-from lit_rl.algorithms.rollouts import state
-from lit_rl.algorithms.rollouts.plan import OfflinePlan
+from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.algorithms.rollouts.phase_costs import UpdateWork
+from lit_rl.algorithms.rollouts.rollout_plan import OfflinePlan
+from lit_rl.algorithms.terms.precomputed_reference import (
+    PrecomputedReference,
+    ReferenceFiles,
+    ReferenceSource,
+    free_own_weights,
+    hash_of_weights,
+)
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.data.offline.example import Kind
-from lit_rl.errors import in_range
-from lit_rl.examples import ExampleBatch, Totals
-from lit_rl.models.policy.flops import Span
-from lit_rl.ops.step import Metrics
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.examples import ExampleBatch, TokenBatch, Totals
+from lit_rl.core.rollout import PromptBatch
+from lit_rl.data.example_set import ExampleSet, Kind
+from lit_rl.models.forward import TextScores, refuse_leaks, score_texts
+from lit_rl.models.model_costs import Span
+from lit_rl.ops.reductions import Metrics
 
 
 class OfflineModule(PolicyModule, ABC):
-    """Abstract: subclasses say what a loss is. Validation measures it.
+    """Abstract base of methods that learn from a data set: subclasses define the loss. Validation measures it.
 
     Args:
-        model: What is trained: a description, or its name, folder or hub id.
+        model: The model to train: a description, or its name, folder or hub id.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), which
             is defined over a micro-batch.
-        shared: What every `PolicyModule` takes.
+        shared: Arguments of every `PolicyModule`.
     """
 
     learns_from: ClassVar[Kind]
-    """The kind of examples that the data module has to make."""
+    """The kind of examples that the data module must provide."""
 
     hub_tags = ()
 
     headline: ClassVar[tuple[str, ...]] = ("loss",)
-    """Validation metrics that a run shows before and after."""
+    """Validation metrics that a run shows before and after training."""
 
     def __init__(self, model: Any, *, router_aux_loss_coef: float = 0.0, **shared: Any) -> None:
         super().__init__(model, **shared)
@@ -66,49 +86,49 @@ class OfflineModule(PolicyModule, ABC):
         self._whole: WholeStep | None = None
         self._scored: int | None = None
 
-    # ------------------------------------------------------------------ what a method is
+    # ------------------------------------------------------------------ interface of a method
 
     @abstractmethod
     def loss(self, batch: Any, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
-        """This micro-batch's share of the objective (shares of a step sum to it), and its metrics. Changes no state.
+        """Return this micro-batch's share of the objective (shares of a step sum to it), and metrics. Changes no state.
 
         Args:
-            batch: The micro-batch; `batch.totals` is what its step counts.
-            whole: What `look` said of the whole step, where `couples_rows`. None: this micro-batch is all of it.
+            batch: The micro-batch; `batch.totals` are the totals of its step.
+            whole: The columns of `look` of the whole step, if `couples_rows`. None: this micro-batch is the whole step.
         """
 
     def training_loss(self, batch: Any, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
-        """The loss in a training step. A method that keeps something of it until `after_step` does that here."""
+        """Return the loss in a training step. A method that keeps values until `after_step` overrides this."""
         return self.loss(batch, whole)
 
     couples_rows = False
-    """Whether a row's loss depends on the other rows of its optimizer step: `look` is then asked before the step."""
+    """True if a row's loss depends on the other rows of its optimizer step: then `look` is called before the step."""
 
     def look(self, batch: Any) -> dict[str, Tensor]:
-        """Columns `(b,)` of a micro-batch, without gradient, that the losses of other rows depend on."""
+        """Return columns `(b,)` of a micro-batch, without gradient, that the losses of other rows depend on."""
         return {}
 
     def denominator(self, totals: Totals) -> int:
-        """What the objective of a step is averaged over: its rows, unless a method says otherwise."""
+        """Return the denominator of a step's objective: its rows, unless a method overrides this."""
         return max(1, totals.rows)
 
-    def reads_all_rows(self) -> Iterator[AllRows]:
-        """Terms in force that look at every row before the first step, so that a stream will not do."""
+    def reads_all_rows(self) -> Iterator[NeedsAllRows]:
+        """Return the active terms that read every row before the first step, so that streams are refused."""
         return iter(())
 
     def after_step(self) -> None:
-        """Called after each optimizer step: what changes between steps changes here."""
+        """Update what changes between optimizer steps. Called after each of them."""
 
     def coefficients(self) -> dict[str, float]:
-        """Numbers in force that are no constants of the run, for the log."""
+        """Return current values of coefficients that change during the run, for the log."""
         return {}
 
     def take_generation_seconds(self) -> float:
-        """Seconds since the last line of the log in which a model wrote what was learned from."""
+        """Return the seconds since the last log line of generating texts to learn from."""
         return 0.0
 
     def with_aux(self, loss: Tensor, aux_loss: Tensor | None, totals: Totals) -> tuple[Tensor, Metrics]:
-        """The loss with the micro-batch's part of the router's load-balancing term, and that term's metric."""
+        """Add the micro-batch's part of the router's load-balancing term to the loss, and return it with its metric."""
         if aux_loss is None:
             return loss, {}
         one = torch.ones((), device=loss.device)
@@ -117,23 +137,24 @@ class OfflineModule(PolicyModule, ABC):
     # ------------------------------------------------------------------ the steps
 
     def setup(self, stage: str) -> None:
-        """Check everything that can be known before weights are loaded, and work out the batches.
+        """Check everything that can be known before weights are loaded, and plan the batches.
 
         Raises:
-            ConfigError: the Trainer has no data module of the right kind, lengths do not fit, or batches do not divide.
+            ConfigError: the Trainer has no data module of the right kind, lengths do not fit, or batch sizes do not
+                divide.
         """
         super().setup(stage)
         trainer: Any = self.trainer
-        data = examples_of(trainer, self.learns_from, type(self).__name__)
-        preflight.one_accumulation(trainer, "data.batch_size counts the rows of a whole step")
-        texts_fit(self.model, data.longest_text, streamed=data.stream_buffer is not None)
+        data = trainer_examples(trainer, self.learns_from, type(self).__name__)
+        preflight.check_one_accumulation(trainer, "data.batch_size counts the rows of a whole step")
+        check_text_lengths(self.model, data.longest_text, streamed=data.stream_buffer is not None)
         unused = f"{type(self).__name__} has no use for one."
-        preflight.reference_is_read(self.reference, self.needs_reference, unused)
+        preflight.warn_unused_reference(self.reference, self.needs_reference, unused)
         if stage == "fit":
             columns = data.unread_columns(margins=self.reads_margins)
-            preflight.say_unread(data, columns, self.columns_read(columns), sees=self.model.sees)
+            preflight.report_unread_columns(data, columns, self.columns_read(columns), sees=self.model.sees)
             if data.stream_buffer is not None:
-                stream_will_do(self.reads_all_rows())
+                check_stream(self.reads_all_rows())
             plan = OfflinePlan(
                 batch_size=data.batch_size,
                 accumulate=self.accumulation_by_hand,
@@ -141,23 +162,23 @@ class OfflineModule(PolicyModule, ABC):
                 rows=len(data.corpus.train),
                 stream_buffer=data.stream_buffer,
             )
-            accumulate, why = self.cut_step(Step(data.batch_size // self.data_ranks, 1))
+            accumulate, why = self.cut_step(StepRows(data.batch_size // self.data_ranks, 1))
             self.plan = replace(plan, accumulate=accumulate, why=why)
             self.check_length(data)
         elif self.cut is None:
             self.fit_scoring()
 
     reads_margins = False
-    """Whether the loss of pairs reads the column `margin`."""
+    """True if the loss of pairs reads the column `margin`."""
 
     def columns_read(self, columns: Sequence[str]) -> set[str]:
-        """Those of the columns that are read beside what is learned from."""
+        """Return the columns that are read besides the learned texts."""
         return set()
 
     def check_processes(self, data: Any, trainer: Any) -> None:
-        examples = example_data(data, self.learns_from, type(self).__name__)
+        examples = check_example_data(data, self.learns_from, type(self).__name__)
         if not examples.size_is_given:
-            return  # known, and checked, once the rows are read
+            return  # checked once the rows are read
         OfflinePlan(
             batch_size=examples.batch_size,
             accumulate=trainer.accumulate_grad_batches,
@@ -165,9 +186,9 @@ class OfflineModule(PolicyModule, ABC):
             rows=0,
         )
 
-    def lengths(self) -> Lengths:
+    def lengths(self) -> RowLengths:
         longest, scored = self.longest_text(), self.most_scored_tokens()
-        return Lengths(longest - scored, scored, texts=2 if self.learns_from == "pairs" else 1)
+        return RowLengths(longest - scored, scored, texts=2 if self.learns_from == "pairs" else 1)
 
     @property
     def most_texts(self) -> int | None:
@@ -175,7 +196,7 @@ class OfflineModule(PolicyModule, ABC):
         return None if rows is None else rows * (2 if self.learns_from == "pairs" else 1)
 
     def fit_scoring(self) -> None:
-        """Bound what is scored where nothing is learned."""
+        """Bound the rows scored at once in a validation without training."""
         if self.micro_batch_size != "auto":
             return
         memory, room = self.memory(), self.room()
@@ -184,16 +205,16 @@ class OfflineModule(PolicyModule, ABC):
             self._scored = rows_scored_at_once(replace(memory, numbers=unlearned, masters=0), room)
 
     def longest_text(self) -> int:
-        """Tokens of the longest text that a step reads."""
+        """Return the number of tokens of the longest text of a step."""
         data: Any = self.trainer.datamodule  # pyright: ignore
         return data.longest_text
 
     def most_scored_tokens(self) -> int:
-        """Tokens of a text whose log-probs a step computes, at most. Without a fused head rows have one width."""
+        """Return the most tokens of a text that a step scores. Without a fused head all rows have the same width."""
         data: Any = self.trainer.datamodule  # pyright: ignore
         return data.most_learned if self.model.forward_options.fused_head else self.longest_text()
 
-    def resume_cut(self, cut: Cut) -> None:
+    def resume_cut(self, cut: MicroBatchPlan) -> None:
         super().resume_cut(cut)
         if self.plan is not None:
             self.plan = replace(self.plan, accumulate=cut.micro_batches, why=cut.why)
@@ -206,7 +227,7 @@ class OfflineModule(PolicyModule, ABC):
             self.phase_memory.begin()
             self._whole = None
             if self.couples_rows and batch.totals.shares > 1:
-                with self.trainer.precision_plugin.forward_context():  # open in `training_step`, and not out here
+                with self.trainer.precision_plugin.forward_context():  # Lightning opens it in `training_step` only
                     self._whole = WholeStep.of(self.look, batch, self.ranks)
 
     def training_step(self, batch: ExampleBatch, batch_idx: int) -> Tensor:
@@ -221,7 +242,7 @@ class OfflineModule(PolicyModule, ABC):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """One optimizer step, after which its metrics are logged, before any callback can save."""
+        """Take an optimizer step, and log its metrics before any callback can save."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.after_step()
         self.speed.add(self._work())
@@ -237,7 +258,7 @@ class OfflineModule(PolicyModule, ABC):
             self._log_steps(self.global_step, kept=True)
 
     def _log_steps(self, step: int, *, kept: bool = False) -> None:
-        """One line of metrics for the optimizer steps since the last one."""
+        """Log one line of metrics for the optimizer steps since the last line."""
         seconds = self.take_generation_seconds()
         metrics = self._records.line(self.ranks, self.coefficients(), self._rates, seconds, kept=kept)
         metrics |= self.speed_of({"generate": seconds, "update": metrics["time/update"]})
@@ -245,21 +266,20 @@ class OfflineModule(PolicyModule, ABC):
             logger.log_metrics(metrics, step=step)
         self.tell_callbacks(metrics, step)
 
-    def _work(self) -> Work:
-        """This rank's share of what the optimizer step had to compute. Of KTO and GKD it is less than that: what they
-        ask of mismatched texts, and of a teacher, is left out."""
+    def _work(self) -> UpdateWork:
+        """Return this rank's share of the optimizer step's work, without KTO's mismatched texts and GKD's teacher."""
         assert self._micro is not None
         totals, ref = self._micro.totals, self._micro.ref_logprobs
         spans, reads = [Span(0, tokens) for tokens in totals.texts], int(self.needs_reference and ref is None)
         flops = self.flops_of_update(spans, spans, totals.learned, reads=reads)
-        return Work(flops / self.data_ranks, totals.learned / self.data_ranks)
+        return UpdateWork(flops / self.data_ranks, totals.learned / self.data_ranks)
 
     def step_batch(self) -> dict[str, Any]:
         micro = self._micro
         return (
             {}
             if micro is None
-            else {"slot": micro.slot, "rows": list(micro.rows), "tokens": state.to_plain(micro.tokens)}
+            else {"slot": micro.slot, "rows": list(micro.rows), "tokens": checkpoints.to_plain(micro.tokens)}
         )
 
     def rank_state(self) -> dict[str, Any]:
@@ -269,7 +289,7 @@ class OfflineModule(PolicyModule, ABC):
         self._records.load_state(saved, self.trainer.strategy.root_device)
 
     def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Without averages: what every rank counts alike, such as a step's norm, would weigh otherwise than here."""
+        """Return the counts without averages, whose weights depend on the number of ranks."""
         kept = {"tokens_seen": saved[0]["tokens_seen"], "averages": Averages().state()}
         return super().of_other_ranks(saved) | kept
 
@@ -285,7 +305,7 @@ class OfflineModule(PolicyModule, ABC):
     # ------------------------------------------------------------------ validate, test
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]] | None:
-        """Measure the loss of a batch of examples; no table comes of it."""
+        """Measure the loss of a batch of examples; return no table."""
         while len(self._val_averages) <= dataloader_idx:
             self._val_averages.append(Averages())
         with torch.no_grad():
@@ -302,8 +322,185 @@ class OfflineModule(PolicyModule, ABC):
     on_test_epoch_start = on_validation_epoch_start
 
     def log_evaluation(self, stage: str) -> set[str]:
-        """Log the loss on every validation set; returns the names."""
+        """Log the loss on every validation set, and return the metric names."""
         logged: set[str] = set()
         for name, averages in zip(self.trainer.datamodule.loss_names, self._val_averages):  # pyright: ignore
             logged |= self.log_validation(prefixed(averages.reduce(self.ranks), stage, name))
         return logged
+
+
+class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
+    """Abstract base of methods that train a policy from a data set: subclasses define the loss.
+
+    Validation measures the loss, and generates completions of the validation prompts.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions and weights, or one function, for the completions that validation generates; None only
+            generates them. Nothing is learned from it.
+        shared: Arguments of every `OfflineModule` and every `GeneratingModule`.
+    """
+
+    def __init__(self, model: Any, reward: Any = None, **shared: Any) -> None:
+        super().__init__(model, reward=reward, **shared)  # by name: `OfflineModule` passes it to `GeneratingModule`
+
+    precomputed: PrecomputedReference | None = None
+    """Log-probs of the reference that are computed before the training, in the methods that support it."""
+
+    def texts_beside(self) -> Iterable[tuple[str, ExampleSet]]:
+        """Return named sets of further texts, besides the rows, whose reference log-probs the loss reads."""
+        return ()
+
+    def before_release(self) -> None:
+        """Compute whatever else needs the reference, before a precomputed one is released."""
+
+    def reads_all_rows(self) -> Iterator[NeedsAllRows]:
+        if self.precomputed is not None:
+            yield NeedsAllRows("algo.precompute_reference=true asks the reference about", "set it to false")
+
+    def after_step(self) -> None:
+        if self.needs_reference:
+            self.reference.update(self.policy, self.reference_policy, self.global_step + 1)
+
+    def take_generation_seconds(self) -> float:
+        return self.stopwatch.take("generate")
+
+    # ------------------------------------------------------------------ log-probs for losses
+
+    def text_scores(self, tokens: TokenBatch, *, stats: bool = False) -> TextScores:
+        """Return log-probs `(b, s - 1)` of the learned tokens under the policy, with gradient.
+
+        Args:
+            tokens: `b` rows.
+            stats: Whether to compute statistics for metrics too, and entropies with `log_entropy`.
+        """
+        wanted = {"entropy": stats and self.log_entropy, "stats": stats, "router_aux": self.router_aux_loss_coef > 0}
+        return score_texts(self.policy, tokens, **wanted, options=self.forward_options)
+
+    @torch.no_grad()
+    def ref_logprobs(self, batch: ExampleBatch, tokens: TokenBatch | None = None) -> Tensor:
+        """Return log-probs `(b, s - 1)` under the reference, without gradient, of the batch's texts or of `tokens`.
+
+        Precomputed log-probs are used if there are any.
+        """
+        if tokens is None and batch.ref_logprobs is not None:
+            return batch.ref_logprobs
+        if tokens is not None and self.precomputed is not None:
+            known = self.precomputed.of_texts(tokens)
+            if known is not None:
+                return known
+        with self.reference.scoring(self.policy, self.reference_policy) as scorer:
+            texts = batch.tokens if tokens is None else tokens
+            return score_texts(scorer, texts, options=self.forward_options).logprobs  # pyright: ignore
+
+    # ------------------------------------------------------------------ the steps
+
+    def setup(self, stage: str) -> None:
+        """Check the settings of validation by generating, too.
+
+        Raises:
+            ConfigError: as in `OfflineModule`, or validation prompts do not fit.
+            RewardError: a reward needs a column that is missing.
+        """
+        super().setup(stage)
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        if longest := data.longest_val_prompt:
+            self.shorten_to_context(longest)
+            own = self.evaluation.max_new_tokens
+            group, new_tokens = ("sampling", self.sampling.max_new_tokens) if own is None else ("eval", own)
+            preflight.check_context_length(
+                self.model, f"{group}.max_new_tokens", longest, new_tokens, "data.max_length"
+            )
+        preflight.warn_unused_evaluation(self.evaluation, self.trainer, data.val_names, stage)
+        preflight.bind_validation(self.reward_functions, data)
+        self.load_rewards()
+        if stage != "fit":
+            self.fit_decoding()
+
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        return self.reward_functions.reads(columns)
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        if data.options.packing != "none":
+            with self.rollout_context():
+                self.refuse_leaks()
+        if self.precomputed is not None and self.model.sees and next(iter(self.texts_beside()), None) is not None:
+            raise ConfigError(
+                f"algo.precompute_reference=true knows the mismatched completions of {type(self).__name__} by their "
+                "tokens, which do not tell images apart. Set it to false with a model over images."
+            )
+        if self.precomputed is not None:
+            self._precompute(self.precomputed, data)
+
+    def refuse_leaks(self) -> None:
+        """Refuse a model in which packed texts attend to each other, before the first step.
+
+        Raises:
+            ConfigError: they do.
+        """
+        refuse_leaks(self.policy)
+
+    def _precompute(self, precomputed: PrecomputedReference, data: Any) -> None:
+        """Precompute all reference log-probs of the run, and release the reference. A collective."""
+        corpus = data.corpus
+        sets = {"train": corpus.train} | {f"val/{name}".removesuffix("/"): held for name, held in corpus.val.items()}
+        if precomputed.released:
+            precomputed.prepare(sets, self.texts_beside(), None)
+            return
+        precomputed.prepare(sets, self.texts_beside(), self._reference_source(precomputed.folder, data.val_batch_size))
+        self.before_release()
+        if not flattens_weights(self.trainer.strategy):
+            free_own_weights(self.reference_policy, self.policy)
+        self.reference_policy = None
+        precomputed.release()
+
+    def _reference_source(self, folder: str | None, batch_size: int) -> ReferenceSource:
+        trainer: Any = self.trainer
+        files = ReferenceFiles(
+            folder=Path(trainer.default_root_dir) / "cache" if folder is None else Path(folder).expanduser(),
+            weights=hash_of_weights(self.reference_policy, self.policy, self.ranks),
+            precision=str(trainer.precision),
+            ranks=self.ranks,
+            writes=not trainer.fast_dev_run,
+        )
+        files.check()
+        return ReferenceSource(self.ref_logprobs, batch_size, self.rollout_context, files, self.ranks)
+
+    def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
+        if self.precomputed is not None:
+            self.precomputed.fill(batch, self.trainer.datamodule.corpus.train)  # pyright: ignore
+        super().on_train_batch_start(batch, batch_idx)
+
+    # ------------------------------------------------------------------ validate, test, predict
+
+    def _example_set(self, dataloader_idx: int) -> int:
+        """Return the index of a loader's set of examples: loaders of prompts come before those of examples."""
+        return dataloader_idx - len(self.trainer.datamodule.val_names)  # pyright: ignore
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if self.precomputed is not None and not isinstance(batch, PromptBatch):
+            data: Any = self.trainer.datamodule  # pyright: ignore
+            self.precomputed.fill(batch, data.corpus.val[data.loss_names[self._example_set(dataloader_idx)]])
+
+    on_test_batch_start = on_validation_batch_start
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]] | None:
+        """Generate for a batch of prompts, as in `predict_step`; measure the loss of a batch of examples."""
+        if isinstance(batch, PromptBatch):
+            return self.predict_step(batch, batch_idx, dataloader_idx)
+        if self.second_decoding:
+            return None  # a loss does not depend on how completions are drawn
+        return super().validation_step(batch, batch_idx, self._example_set(dataloader_idx))
+
+    test_step = validation_step
+
+    def on_validation_epoch_start(self) -> None:
+        OfflineModule.on_validation_epoch_start(self)
+        GeneratingModule.on_validation_epoch_start(self)
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def log_evaluation(self, stage: str) -> set[str]:
+        return GeneratingModule.log_evaluation(self, stage) | OfflineModule.log_evaluation(self, stage)

@@ -1,9 +1,9 @@
-"""What every on-policy algorithm shares: the rollout clock.
+"""The loop of the on-policy methods: rollouts inside Lightning's automatic optimisation.
 
 One rollout lasts R batches of Lightning's loop (`slots_per_rollout`). The data module yields the same prompts R times,
-tagged `slot`; slot 0 takes the rollout, and each `training_step` learns from one micro-batch of it. So everything that
-Lightning's automatic optimisation does (accumulation, clipping, precision, schedules, `max_steps`) means what it says,
-and `global_step` counts optimizer steps. No term of an objective is here.
+tagged `slot`; slot 0 takes the rollout, and each `training_step` learns from one micro-batch of it. So Lightning's
+automatic optimisation (accumulation, clipping, precision, schedules, `max_steps`) has its usual meaning, and
+`global_step` counts optimizer steps. No term of an objective is here.
 """
 
 from __future__ import annotations
@@ -18,59 +18,57 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.evaluation.policy_scores import MOST_ROWS, entropies
-from lit_rl.algorithms.evaluation.speed import Work
+from lit_rl.algorithms.checks import argument_checks, episode_checks, model_sizes
+from lit_rl.algorithms.checks import data_and_trainer as preflight
+from lit_rl.algorithms.checks.memory import REWARD_MODELS, Memory, RowLengths
+from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows
+from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
+from lit_rl.algorithms.data_parallel import data_ranks
+from lit_rl.algorithms.evaluation.validation import MOST_ROWS, entropies
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.preflight import data as preflight
-from lit_rl.algorithms.preflight import environments, footprint, given
-from lit_rl.algorithms.preflight.cut import Cut, Step
-from lit_rl.algorithms.preflight.memory import REWARD_MODELS, Lengths, Memory
-from lit_rl.algorithms.preflight.sampling import weights_are_copied
-from lit_rl.algorithms.ranks import data_ranks
 from lit_rl.algorithms.records import Records, learning_rates
-from lit_rl.algorithms.rollouts import state
-from lit_rl.algorithms.rollouts.micro_batches import (
+from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.algorithms.rollouts.phase_costs import UpdateWork
+from lit_rl.algorithms.rollouts.rollout_plan import (
+    BatchPlan,
     RowCounts,
     SeenRows,
     deal_rows,
     frozen_logprobs,
     micro_batch,
     step_counts,
-    totals_of,
+    step_totals,
 )
-from lit_rl.algorithms.rollouts.plan import BatchPlan
-from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.rollouts.source import RolloutRequest, failing_together
-from lit_rl.algorithms.rollouts.spare import Spare
+from lit_rl.algorithms.rollouts.rollout_source import RolloutRequest, fail_on_all_ranks
+from lit_rl.algorithms.rollouts.scored import Scored, Spare
 from lit_rl.algorithms.terms.groups import GroupSelection
-from lit_rl.data.image_prompts import Processor
-from lit_rl.environments.source import EpisodeSource, Interactive
-from lit_rl.errors import ConfigError, GenerationError, in_range
-from lit_rl.interruption import ends_the_run
-from lit_rl.models.policy.flops import Span
-from lit_rl.models.policy.forward import TokenScores, score
-from lit_rl.models.policy.shared_prefix import worth_sharing
+from lit_rl.core.errors import ConfigError, GenerationError, in_range
+from lit_rl.core.interrupts import run_ending_hook
+from lit_rl.core.rollout import Completions, PromptBatch, Rollout, Sampling, Width, used_columns_of_parts
+from lit_rl.core.vision_inputs import PromptVision
+from lit_rl.data.visual_prompts import Processor
+from lit_rl.environments.environment_base import EpisodeSource, Interactive
+from lit_rl.models.forward import TokenScores, score
+from lit_rl.models.model_costs import Span
+from lit_rl.models.shared_prefix import worth_sharing
 from lit_rl.ops.kl import k3
-from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens
-from lit_rl.rewards.judges.base import RewardJudge
-from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, Width, used_columns_of_parts
-from lit_rl.vision import PromptVision
+from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals
+from lit_rl.rewards.judges import RewardJudge
 
 
 class OnPolicyModule(GeneratingModule, ABC):
-    """Abstract: subclasses say what an advantage and a loss are.
+    """Abstract base of on-policy methods: subclasses define the advantage and the loss.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
-        group_size: Completions a prompt; 2 or more where the advantage compares completions of one prompt.
+        group_size: Completions a prompt; 2 or more if the advantage compares completions of one prompt.
         minibatches: Optimizer steps per pass over a rollout.
         iterations: Passes over a rollout.
-        split_groups: Slices that every group is cut into, where a whole group is too large for a micro-batch. "auto"
-            cuts groups where `micro_batch_size` asks for it, or its memory plan does.
-        groups: Which groups, or members of groups, are learned from. None: all.
-        shared: What every `GeneratingModule` takes.
+        split_groups: Slices of every group, if a whole group is too large for a micro-batch. "auto" splits groups if
+            `micro_batch_size` or the memory plan requires it.
+        groups: Selection of the groups, or members of groups, to learn from. None: all.
+        shared: Arguments of every `GeneratingModule`.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         groups: GroupSelection | None = None,
         **shared: Any,
     ) -> None:
-        given.instance("group_size", group_size, int, "a whole number, such as group_size=8")
+        argument_checks.check_instance("group_size", group_size, int, "a whole number, such as group_size=8")
         for key, value in (("algo.minibatches", minibatches), ("algo.iterations", iterations)):
             in_range(key, value, low=1)
         super().__init__(model, reward, **shared)
@@ -99,58 +97,58 @@ class OnPolicyModule(GeneratingModule, ABC):
         """The last micro-batch that was learned from, for callbacks."""
         self._slot, self._counts = -1, torch.zeros(0)
         self._dealt: tuple[Rollout, list[Tensor], list[dict[Width, slice]]] | None = None
-        self._work: list[Work] = []
-        """Of each slot of the rollout that is dealt out."""
+        self._work: list[UpdateWork] = []
+        """Work of each slot of the current rollout."""
         self._step_tokens: StepTokens | None = None
         self._records = Records()
         self._rates: dict[str, float] = {}
         self._unlogged: dict[str, float] = {}
-        """Of a rollout that ended between two steps that are logged."""
+        """Metrics of a rollout that ended between two logged steps."""
 
-    # ------------------------------------------------------------------ what an algorithm is
+    # ------------------------------------------------------------------ interface of a method
 
     @abstractmethod
     def advantages(
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
     ) -> tuple[Rollout, Metrics]:
-        """Credit: from scored completions to a rollout that the loss can learn from. Runs without gradient.
+        """Assign credit: make a rollout for the loss from scored completions. Runs without gradient.
 
         Args:
             scored: `b` completions with their rewards.
-            old: `(b, t)`: their log-probs under the policy now, where `needs_old_logprobs`.
-            ref: `(b, t)`: those under the reference, where `needs_reference`.
+            old: `(b, t)`: their log-probs under the policy now, if `needs_old_logprobs`.
+            ref: `(b, t)`: those under the reference, if `needs_reference`.
         """
 
     @abstractmethod
     def loss(
         self, rollout: Rollout, scores: TokenScores, totals: StepTotals, step: StepTokens | None = None
     ) -> tuple[Tensor, Metrics]:
-        """This micro-batch's share of the objective (shares of a step sum to it), and its metrics. Changes no state.
+        """Return this micro-batch's share of the objective (shares of a step sum to it), and metrics. Changes no state.
 
         Args:
             rollout: The micro-batch.
-            scores: What the policy thinks of its tokens now, with gradient.
-            totals: What the optimizer step counts.
-            step: The loss tokens of the whole step, where `needs_step`. None: this micro-batch is all of it.
+            scores: Log-probs and entropies of its tokens under the policy now, with gradient.
+            totals: Totals of the optimizer step.
+            step: The loss tokens of the whole step, if `needs_step`. None: this micro-batch is the whole step.
         """
 
     needs_old_logprobs = False
-    """Whether `advantages` is given the log-probs of the policy that took the rollout."""
+    """True if `advantages` gets the log-probs of the policy that took the rollout."""
 
     needs_greedy_rewards = False
-    """Whether `advantages` compares with the greedy completion of each prompt."""
+    """True if `advantages` compares with the greedy completion of each prompt."""
 
     compares_in_step = False
-    """Whether `loss` compares completions of one prompt, so that a micro-batch has to hold whole groups."""
+    """True if `loss` compares completions of one prompt, so that a micro-batch must contain whole groups."""
 
     env: Interactive | None = None
-    """The settings of what makes completions of more than one turn. None: a completion is one turn."""
+    """Settings of the environment of multi-turn completions. None: a completion is one turn."""
 
     shares_prompts = True
-    """Whether the objective can do with the prompt of a group run once: it reads nothing but response tokens."""
+    """True if a group's prompt may be computed once, as the objective reads response tokens only."""
 
     needs_step = False
-    """Whether a term of `loss` is defined over all tokens of an optimizer step."""
+    """True if a term of `loss` is defined over all tokens of an optimizer step."""
 
     # ------------------------------------------------------------------ generate -> reward -> advantages -> loss
 
@@ -159,7 +157,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.stopwatch.reset()
             self.speed.begin()
             self.source.begin_rollout()
-            with ends_the_run(), self.rollout_context(), self.source.kept_if_given_up():
+            with run_ending_hook(), self.rollout_context(), self.source.kept_if_given_up():
                 rollout = self.take_rollout(batch)
             self.rest()
             self.in_a_step = True
@@ -167,7 +165,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.in_a_step, self._slot = True, batch.slot
 
     def take_rollout(self, batch: PromptBatch) -> tuple[Scored, Rollout, Metrics]:
-        """The rollout of these prompts: as it was scored, and as it is learned from, with its metrics."""
+        """Take the rollout of these prompts; return it as scored, and as learned from, with metrics."""
         completions, draws_more = self.completions(batch), self.groups is not None or self.needs_greedy_rewards
         if not draws_more:
             self._check_failures()
@@ -188,7 +186,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         return scored, rollout, chosen | metrics
 
     def _check_failures(self) -> None:
-        """Refuse a rollout of which too many episodes failed, as soon as all of it is drawn.
+        """Refuse a rollout with too many failed episodes, as soon as all of it is drawn.
 
         Raises:
             GenerationError: see `Failures.check`.
@@ -210,7 +208,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.needs_step and number == 0 and self.plan.accumulate * self.plan.world_size > 1:
             self._step_tokens = self.look_ahead([self._micro_batch(batch, i) for i in range(self.plan.accumulate)])
         scores = self.token_scores(micro.completions)
-        loss, metrics = self.loss(micro, scores, totals_of(self._counts[step], self.plan), self._step_tokens)
+        loss, metrics = self.loss(micro, scores, step_totals(self._counts[step], self.plan), self._step_tokens)
         shares = self.plan.accumulate * self.plan.world_size
         self._records.add({"loss": (loss, loss.new_full((), 1 / shares)), **metrics})
         self.after_micro_batch(micro, scores, self._step_tokens)
@@ -218,26 +216,26 @@ class OnPolicyModule(GeneratingModule, ABC):
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
         return self.with_blind_rows(loss * shares)
 
-    # ------------------------------------------------------------------ what a rollout is made with
+    # ------------------------------------------------------------------ parts of a rollout
 
     def completions(self, batch: PromptBatch) -> Completions:
-        """The completions of a rollout's prompts: drawn ahead where the generator lags, else now.
+        """Return the completions of a rollout's prompts: drawn ahead if the generator lags, else now.
 
         Raises:
             GenerationError: the generator of any rank failed.
         """
         oldest = self.generator.lag * self.minibatches * self.iterations
-        with failing_together(self.ranks):
+        with fail_on_all_ranks(self.ranks):
             ahead = self.source.take_ahead(self.request(batch), self.ranks, oldest=oldest)
             return self.draw_now(batch) if ahead is None else ahead
 
     def request(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
     ) -> RolloutRequest:
-        """See `GeneratingModule.request`.
+        """Return the request as in `GeneratingModule.request`.
 
         Raises:
-            ConfigError: nothing has set the module up yet, so that one turn would be taken for an episode.
+            ConfigError: the module is not set up yet, so that one turn would be taken for an episode.
         """
         if self.env is not None and self.interaction is None:
             raise ConfigError(
@@ -248,14 +246,14 @@ class OnPolicyModule(GeneratingModule, ABC):
         return super().request(batch, sampling, group_size)
 
     def draw_now(self, batch: PromptBatch) -> Completions:
-        """The completions of a rollout's prompts, drawn with the weights of now."""
+        """Generate the completions of a rollout's prompts with the current weights."""
         return self.generate_to_score(batch)
 
     def _request_ahead(self, upcoming: Sequence[PromptBatch]) -> None:
         self.source.request_ahead([self.request(batch) for batch in upcoming])
 
     def choose(self, scored: Scored) -> tuple[Scored, Metrics]:
-        """The groups, and members of groups, that are learned from."""
+        """Select the groups, and members of groups, to learn from."""
         if self.groups is None:
             return scored, {}
         datamodule = getattr(self.trainer_or_none, "datamodule", None)
@@ -263,45 +261,42 @@ class OnPolicyModule(GeneratingModule, ABC):
         return self.groups(scored, spare=spare, tokenizer=self.tokenizer, ranks=self.ranks)
 
     def judged(self, scored: Scored) -> Scored:
-        """The rollout, with what a comparison of the completions of each prompt adds to it.
-
-        `take_rollout` calls this after `choose`. Methods with a judge ask it here; all others change nothing.
-        """
+        """Return the rollout with the judge's verdicts. Called after `choose`; unchanged in methods without a judge."""
         return scored
 
     def greedy_rewards(self, batch: PromptBatch) -> Tensor:
-        """`(b,)`: the reward of the likeliest completion of each row's prompt."""
+        """Return the reward `(b,)` of the greedy completion of each row's prompt."""
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        with failing_together(self.ranks):
+        with fail_on_all_ranks(self.ranks):
             completions = self.generate_to_score(batch, greedy, group_size=1)
         total = self.reward_together(batch, completions).total
         return total.to(completions.response_ids.device).repeat_interleave(self.group_size)
 
     @property
     def ratio_is_one(self) -> bool:
-        """One optimizer step a rollout: the policy that learns is the one that sampled."""
+        """True if a rollout is one optimizer step: the policy that learns is the one that sampled."""
         return self.minibatches * self.iterations == 1
 
     def token_scores(self, completions: Completions) -> TokenScores:
-        """Log-probs `(b, t)` of the response under the policy, with gradient, and entropies `(b, t)` where logged."""
+        """Return log-probs `(b, t)` of the response under the policy, with gradient, and entropies if logged."""
         entropy, options = self.log_entropy, self.forward_options
         return score(self.policy, completions, self.sampling, entropy=entropy, options=options)
 
     def look_ahead(self, micro_batches: Sequence[Rollout]) -> StepTokens | None:
-        """The loss tokens of a whole step, from its micro-batches on this rank, where `needs_step`."""
+        """Return the loss tokens of a whole step, from its micro-batches on this rank, if `needs_step`."""
         return None
 
     def old_logprobs(self, completions: Completions) -> Tensor:
-        """`(b, t)` under the policy now, without gradient: to be taken when the rollout is."""
+        """Return log-probs `(b, t)` under the policy now, without gradient. Called when the rollout is taken."""
         return self._frozen(self.policy, completions)
 
     def ref_logprobs(self, completions: Completions) -> Tensor:
-        """`(b, t)` under the reference, without gradient."""
+        """Return log-probs `(b, t)` under the reference, without gradient."""
         with self.reference.scoring(self.policy, self.reference_policy) as scorer:
             return self._frozen(scorer, completions)
 
     def reference_of(self, scored: Scored) -> Tensor:
-        """`(b, t)`: what `advantages` is told of the reference."""
+        """Return the reference's log-probs `(b, t)` for `advantages`."""
         return self.ref_logprobs(scored.completions)
 
     def _frozen(self, model: Any, completions: Completions) -> Tensor:
@@ -327,12 +322,12 @@ class OnPolicyModule(GeneratingModule, ABC):
         return said | {"kl": k3(now, ref, now)}
 
     def rows_at_once(self, completions: Completions) -> int:
-        """As many rows as a micro-batch has: scoring must not need more memory than learning."""
+        """Return the rows of a micro-batch: scoring must not need more memory than learning."""
         parts = self.minibatches * (self.plan.accumulate if self.plan else 1)
         return max(1, len(completions) // parts)
 
     def rows_that_teach(self, rollout: Rollout) -> Tensor | None:
-        """Bool `(b,)`: the rows that the value or the gradient of the loss comes from; only they are computed.
+        """Return the rows, bool `(b,)`, that contribute to the loss or its gradient; only they are computed.
 
         None: all.
         """
@@ -341,34 +336,34 @@ class OnPolicyModule(GeneratingModule, ABC):
     # ------------------------------------------------------------------ between steps
 
     def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
-        """What is learned from, made of the rollout that was drawn."""
+        """Return the rollout to learn from, made of the rollout that was drawn."""
         return rollout, {}
 
     def after_micro_batch(self, rollout: Rollout, scores: TokenScores, step: StepTokens | None = None) -> None:
-        """Called after each `loss`, with its arguments: a term that adapts after the step sums up what it needs."""
+        """Observe a micro-batch, after its `loss` and with its arguments, for terms that adapt after the step."""
 
     def after_step(self) -> None:
-        """Called after each optimizer step: what changes between steps changes here."""
+        """Update what changes between optimizer steps. Called after each of them."""
         if self.needs_reference:
             self.reference.update(self.policy, self.reference_policy, self.global_step + 1)
 
     def coefficients(self) -> dict[str, float]:
-        """Numbers in force that are no constants of the run, for the log."""
+        """Return current values of coefficients that change during the run, for the log."""
         return {}
 
     # ------------------------------------------------------------------ the clock
 
     def setup(self, stage: str) -> None:
-        """Check everything that can be known before weights are loaded, and work out the batches."""
+        """Check everything that can be known before weights are loaded, and plan the batches."""
         super().setup(stage)
         data = preflight.rollout_data(self.trainer)
-        preflight.one_accumulation(self.trainer, "a rollout would no longer divide into them")
+        preflight.check_one_accumulation(self.trainer, "a rollout would no longer divide into them")
         if self.env is not None:
             self.interaction = self._interaction_with(self.env, data, stage)
         self._check_data(data, stage)
         self.load_rewards()
         if stage == "fit":
-            weights_are_copied(self.generator, self.trainer)
+            check_weight_copies(self.generator, self.trainer)
             self._plan_batches(data)
             self.check_length(data)
         else:
@@ -376,61 +371,61 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     @property
     def ranks_score_together(self) -> bool:
-        """A rank scores by itself, too, where all episodes of another one failed, and where groups are drawn anew."""
+        """True if all ranks score equally often: not if episodes may fail, or groups are drawn anew."""
         return super().ranks_score_together and self.env is None and self.groups is None
 
     def _interaction_with(self, env: Interactive, data: Any, stage: str) -> EpisodeSource:
-        """Return what holds the policy's conversations with an environment, whose sizes fit the context.
+        """Return the source of the policy's conversations with an environment, with sizes that fit the context.
 
         Raises:
-            ConfigError: reward, generator or sampling do not go with it.
+            ConfigError: reward, generator or sampling are incompatible with it.
         """
-        environments.rewarded(env, self.reward_functions)
+        episode_checks.check_episode_rewards(env, self.reward_functions)
         self._lower_turns(env)
-        environments.fits(env, self.generator, self.sampling, self.evaluation)
-        journal = environments.journal_of(env, self.trainer.default_root_dir, self.trainer.global_rank)
-        source = environments.source_of(env, self.model, data, journal)
+        episode_checks.check_episodes(env, self.generator, self.sampling, self.evaluation)
+        journal = episode_checks.open_journal(env, self.trainer.default_root_dir, self.trainer.global_rank)
+        source = episode_checks.make_episode_source(env, self.model, data, journal)
         longest = max(data.longest_prompt if stage == "fit" else 0, data.longest_val_prompt or 0)
         new_tokens = self.sampling.max_new_tokens if self._sampling_is_chosen else 1
         new_tokens = max(new_tokens, self.evaluation.max_new_tokens or 0)
-        self.env = environments.shortened(env, self.model, source, longest, new_tokens)
+        self.env = episode_checks.shorten_episodes(env, self.model, source, longest, new_tokens)
         self._lower_turns(self.env)
-        return source if self.env is env else environments.source_of(self.env, self.model, data, journal)
+        return source if self.env is env else episode_checks.make_episode_source(self.env, self.model, data, journal)
 
     def _lower_turns(self, env: Interactive) -> None:
-        """Make turns of a sampling that nobody chose no longer than an episode."""
+        """Make turns of the default sampling no longer than an episode."""
         if not self._sampling_is_chosen and self.sampling.max_new_tokens > env.max_tokens:
             self.sampling = replace(self.sampling, max_new_tokens=env.max_tokens)
 
     def _check_data(self, data: Any, stage: str) -> None:
-        """Tell the rewards which columns there are; refuse rows that they cannot score, and prompts that leave no room
-        for a completion."""
+        """Bind the rewards to the data's columns; refuse rows that they cannot score, and prompts too long for the
+        context."""
         episodes = () if self.env is None else self.env.columns
         self.shorten_to_context(max(data.longest_prompt if stage == "fit" else 0, data.longest_val_prompt or 0))
         if stage == "fit":
             self.reward_functions.bind([*data.columns, *episodes])
             self._fits(data.longest_prompt, self.sampling, "sampling.max_new_tokens")
             wants = "no KL term needs it. Set algo.beta or algo.reward_beta above 0 to measure the KL against it."
-            preflight.reference_is_read(self.reference, self.needs_reference, wants)
-            preflight.say_unread(data, data.columns, self.columns_read(data.columns), sees=self.model.sees)
+            preflight.warn_unused_reference(self.reference, self.needs_reference, wants)
+            preflight.report_unread_columns(data, data.columns, self.columns_read(data.columns), sees=self.model.sees)
         if longest := data.longest_val_prompt:
             group = "sampling" if self.evaluation.max_new_tokens is None else "eval"
             self._fits(longest, self.evaluation.sampling(self.sampling), f"{group}.max_new_tokens")
-        preflight.evaluation_is_used(self.evaluation, self.trainer, data.val_names, stage)
+        preflight.warn_unused_evaluation(self.evaluation, self.trainer, data.val_names, stage)
         preflight.bind_validation(self.reward_functions, data, episodes)
-        preflight.values_are_scored(self.reward_functions, data, episodes)
+        preflight.check_scored_values(self.reward_functions, data, episodes)
 
     def columns_read(self, columns: Sequence[str]) -> set[str]:
-        """Those of the columns that may be read by rewards, or by whoever else is given all of a row."""
+        """Return the columns that rewards, a judge, an environment or a group selection may read."""
         asks_judge = not isinstance(self.judge, RewardJudge)
         given_all = asks_judge or self.env is not None or hasattr(self.groups, "score")
         return {*columns} if given_all else self.reward_functions.reads(columns)
 
     def check_processes(self, data: Any, trainer: Any) -> None:
-        weights_are_copied(self.generator, trainer)
-        prompts = preflight.prompts_of(data)
+        check_weight_copies(self.generator, trainer)
+        prompts = preflight.check_prompt_data(data)
         if not getattr(prompts, "size_is_given", True):
-            return  # known, and checked, once the rows are read
+            return  # checked once the rows are read
         BatchPlan(
             prompts_per_rollout=prompts.prompts_per_rollout,
             group_size=self.group_size,
@@ -442,7 +437,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         )
 
     def _plan_batches(self, data: Any) -> None:
-        """Work out the batches of a rollout, and into how many micro-batches a step is cut."""
+        """Plan the batches of a rollout, and the micro-batches of a step."""
         plan = BatchPlan(
             prompts_per_rollout=data.prompts_per_rollout,
             group_size=self.group_size,
@@ -453,7 +448,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             split_groups=self._slices_by_hand,
             max_new_tokens=self.longest_response(self.sampling),
         )
-        step = Step(
+        step = StepRows(
             plan.units,
             plan.group_size // plan.split_groups,
             sequences=plan.completions // plan.world_size,
@@ -463,16 +458,16 @@ class OnPolicyModule(GeneratingModule, ABC):
         )
         accumulate, why = self.cut_step(step)
         self.plan = self._cut_plan(plan, step, accumulate, why)
-        preflight.whole_rollouts(self.trainer, self.plan.slots)
+        preflight.warn_partial_rollouts(self.trainer, self.plan.slots)
 
     def _fits(self, longest: int, sampling: Sampling, key: str) -> None:
-        """Refuse prompts and completions that the model's context cannot hold, and what the engine cannot draw."""
+        """Refuse prompts and completions that do not fit the model's context, or that the engine cannot generate."""
         if self.interaction is None:
-            preflight.fits_context(self.model, key, longest, sampling.max_new_tokens)
+            preflight.check_context_length(self.model, key, longest, sampling.max_new_tokens)
         else:
-            environments.fits_context(self.model, self.interaction, longest)
+            episode_checks.check_episode_length(self.model, self.interaction, longest)
         whole = replace(sampling, max_new_tokens=self.longest_response(sampling))
-        preflight.engine_takes(self.generator, whole, self.longest_prompt(longest))
+        preflight.check_engine(self.generator, whole, self.longest_prompt(longest))
 
     @property
     def _slices_by_hand(self) -> int:
@@ -480,55 +475,55 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     @property
     def parts_of_step(self) -> int:
-        """What a rank's prompts of a rollout are a multiple of, as the user cuts a rollout and its groups."""
+        """The divisor that the user's batch settings require of a rank's prompts of a rollout."""
         slices, size = self._slices_by_hand, self.micro_batch_size
         parts = self.accumulation_by_hand
         if isinstance(size, int):
             parts, left = divmod(max(1, size), max(1, self.group_size // slices))
-            parts = 1 if left or not parts else parts  # a part of a group, or refused with the batches
+            parts = 1 if left or not parts else parts  # a part of a group, or refused by the batch plan
         return self.minibatches * (parts // math.gcd(parts, slices))
 
     def _slices(self) -> Sequence[int]:
-        """Into how many slices the memory plan may cut a group."""
+        """Return the numbers of slices that the memory plan may split a group into."""
         if self.split_groups != "auto" or self.compares_in_step:
             return (1,)
         return [parts for parts in range(1, self.group_size + 1) if self.group_size % parts == 0]
 
-    def lengths(self) -> Lengths:
+    def lengths(self) -> RowLengths:
         data: Any = self.trainer.datamodule  # pyright: ignore
-        rows = max(1, self.group_size // self._slices_by_hand)  # what does not divide is refused with the batches
+        rows = max(1, self.group_size // self._slices_by_hand)  # a remainder is refused by the batch plan
         shares = rows > 1 and self.shares_prompts and self.forward_options.shared_prompts
-        shares = shares and footprint.shares_prompts(self.model)
+        shares = shares and model_sizes.shares_prompts(self.model)
         device: Any = self.trainer.strategy.root_device
-        # With a size of memory by hand the plan may be for a GPU, which does not.
+        # With `memory_gb` the plan may be for a GPU, which does not fold.
         here = device.type == "cpu" and self.memory_gb is None
         folds = shares and self.forward_options.folded_attention and here
         longest, new_tokens = self.longest_prompt(data.longest_prompt), self.longest_response(self.sampling)
-        return Lengths(longest, new_tokens, rows, shares=shares, folds=folds)
+        return RowLengths(longest, new_tokens, rows, shares=shares, folds=folds)
 
     def read_only(self) -> dict[str, int]:
-        # They are loaded by now: what is free on this machine is without them, what the user says is there is not.
+        # They are loaded by now, so measured free memory is already without them, and a user's `memory_gb` is not.
         return super().read_only() | ({REWARD_MODELS: self.reward_functions.weight_bytes} if self.memory_gb else {})
 
     def memory(self) -> Memory | None:
         found, lag = super().memory(), self.generator.lag
         if found is None or lag < 2:
             return found
-        copies = lag * footprint.copy_bytes(found.policy, found.numbers)
+        copies = lag * model_sizes.copy_bytes(found.policy, found.numbers)
         return replace(found, others={**found.others, "copies for rollouts ahead": copies})
 
-    def resume_cut(self, cut: Cut) -> None:
+    def resume_cut(self, cut: MicroBatchPlan) -> None:
         super().resume_cut(cut)
         if self.plan is not None and self.step is not None:
             self.plan = self._cut_plan(self.plan, self.step, cut.micro_batches, cut.why)
 
-    def _cut_plan(self, plan: BatchPlan, step: Step, micro_batches: int, why: str) -> BatchPlan:
+    def _cut_plan(self, plan: BatchPlan, step: StepRows, micro_batches: int, why: str) -> BatchPlan:
         split = self._slices_by_hand * step.slices_of(micro_batches)
         return replace(plan, accumulate=micro_batches, split_groups=split, why=why)
 
     @property
     def slots_per_rollout(self) -> int:
-        """Micro-batches a rollout lasts: what the data module repeats its batches by."""
+        """Micro-batches of a rollout: the number of times that the data module repeats its batches."""
         return self.iterations * self.minibatches * self.trainer.accumulate_grad_batches
 
     @property
@@ -538,12 +533,12 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     @property
     def noted(self) -> dict[str, list[Any]]:
-        """Rewards of each function, columns of the data and notes of rewards of the rows that are learned from; empty
-        where a replay buffer or an opponent put other rows in."""
+        """Rewards of each function, columns of the data and notes of rewards, for the rows that are learned from; empty
+        if a replay buffer or an opponent put other rows in."""
         return self._records.noted
 
     def shown(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
-        """What records and callbacks see of a rollout that was drawn."""
+        """Return the view of a drawn rollout for records and callbacks."""
         return scored, rollout
 
     def _begin_rollout(self, scored: Scored, rollout: Rollout, metrics: Metrics) -> None:
@@ -579,7 +574,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         return {name: (number(above), number(below)) for name, (above, below) in found.items()}
 
     def _micro_batch(self, batch: PromptBatch, ahead: int = 0) -> Rollout:
-        """The rows of this slot, or of one further on. How a rollout is dealt out is worked out once."""
+        """Return the rows of this slot, or of a later one."""
         rollout, rows, used = self.dealt_out(batch)
         return micro_batch(rollout, rows[batch.slot + ahead], used[batch.slot + ahead])
 
@@ -587,16 +582,16 @@ class OnPolicyModule(GeneratingModule, ABC):
         return self.dealt_out(batch)[1][batch.slot]
 
     def dealt_out(self, batch: PromptBatch) -> tuple[Rollout, list[Tensor], list[dict[Width, slice]]]:
-        """What is learned from, the rows of each slot, and the columns that they use."""
+        """Return the rollout to learn from, the rows of each slot, and the columns that they use. Computed once."""
         if self._dealt is None:
             self._dealt = self._deal(batch.rollout)
         return self._dealt
 
     def _deal(self, index: int) -> tuple[Rollout, list[Tensor], list[dict[Width, slice]]]:
-        """What is learned from, the rows of each slot, and the columns that they use.
+        """Return the rollout to learn from, the rows of each slot, and the columns that they use.
 
-        Rows that teach nothing have no loss token there: where one is computed all the same, so that ranks keep pace,
-        no metric counts it.
+        Rows that contribute nothing have no loss token in it: if one is computed anyway, so that every rank makes the
+        same number of passes, no metric counts it.
         """
         assert self.rollout is not None and self.plan is not None
         rollout, teaching = self.rollout, self.rows_that_teach(self.rollout)
@@ -611,8 +606,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._work = [self._work_of(counts, *slot) for slot in zip(rows, widths)]
         return rollout, rows, used
 
-    def _work_of(self, counts: RowCounts, rows: Tensor, widths: tuple[int, int]) -> Work:
-        """Return the work of a micro-batch of these rows, with so many columns of prompts and responses."""
+    def _work_of(self, counts: RowCounts, rows: Tensor, widths: tuple[int, int]) -> UpdateWork:
+        """Return the work of a micro-batch of these rows, with these widths of prompts and responses."""
         mine = RowCounts(*(column[rows] for column in counts))
         prompts, shared = dict(zip(mine.group.tolist(), mine.prompt.tolist())), False
         if self.shares_prompts and self.forward_options.shared_prompts:
@@ -622,17 +617,17 @@ class OnPolicyModule(GeneratingModule, ABC):
         together = [Span(0, prompt) for prompt in prompts.values()]
         together += [Span(prompt, max(0, read - 1)) for prompt, read in texts]  # the last token predicts nothing
         scored = int(mine.sampled.sum())
-        return Work(self.flops_of_update(together if shared else own, own, scored), scored)
+        return UpdateWork(self.flops_of_update(together if shared else own, own, scored), scored)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """One optimizer step; after a rollout's last one, its metrics are logged, before any callback can save."""
+        """Take an optimizer step; after a rollout's last one, log its metrics before any callback can save."""
 
         def backward_and_drop_gradient() -> Any:
-            """Run the step's backward pass, then drop its gradient: a rollout without any reward moves no weight.
+            """Run the step's backward pass, then drop its gradient: a rollout without any reward changes no weight.
 
-            Gradients become None and not 0, so that the optimizer leaves out moments and weight decay too.
+            Gradients become None and not 0, so that the optimizer skips moments and weight decay too.
             """
             result = optimizer_closure() if optimizer_closure else None
             self.drop_gradients(optimizer)
@@ -647,7 +642,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self._log_rollout(self.global_step + 1)
 
     def _log_rollout(self, step: int) -> None:
-        """Log what the rollout and its updates were like, under the number of the optimizer step that ended it."""
+        """Log the metrics of the rollout and its updates, under the number of the optimizer step that ended it."""
         self._unlogged = metrics = self._metrics_of_rollout(kept=False)
         every: Any = self.trainer.log_every_n_steps  # pyright: ignore
         if every and step // every > (step - self.minibatches * self.iterations) // every:
@@ -655,7 +650,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.tell_callbacks(metrics, step)
 
     def log_rest(self) -> None:
-        """A rollout that the run ends in has its line too; averages go on for the run that goes on in it."""
+        """Log a rollout that the run ends in, too; its averages are kept for a resumed run."""
         metrics, half_used = self._unlogged, self.plan is not None and 0 <= self._slot < self.plan.slots - 1
         if half_used and self.told_at != self.global_step:
             metrics = self._metrics_of_rollout(kept=True)
@@ -685,7 +680,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def step_batch(self) -> dict[str, Any]:
         assert self.rollout is not None
-        return {"slot": self._slot, "rollout": state.to_plain(self.rollout)}
+        return {"slot": self._slot, "rollout": checkpoints.to_plain(self.rollout)}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -695,9 +690,9 @@ class OnPolicyModule(GeneratingModule, ABC):
     def rank_state(self) -> dict[str, Any]:
         counts = self._records.counts() | self.source.state(self.ranks)
         if self.plan is None or self.rollout is None or self._slot == self.plan.slots - 1:
-            return counts  # between two rollouts there is nothing half-used
+            return counts  # between two rollouts
         mine = {"slot": self._slot, "seconds": dict(self.stopwatch.seconds), "parts": dict(self.stopwatch.parts)}
-        mine |= {"rollout": state.to_plain(self.rollout), "totals": state.to_plain(self._counts)}
+        mine |= {"rollout": checkpoints.to_plain(self.rollout), "totals": checkpoints.to_plain(self._counts)}
         return counts | self._records.half_used() | mine
 
     def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -722,12 +717,12 @@ class OnPolicyModule(GeneratingModule, ABC):
         return " ".join([*(said or ["Nothing is dropped."]), "The run goes on with the next rollout."])
 
     def seen_rows(self) -> Callable[[int], PromptVision | None]:
-        """Makes what the model sees of a training row beside its tokens."""
+        """Return the function from a training row to its images."""
         data: Any = self.trainer.datamodule  # pyright: ignore
-        return getattr(data, "vision", _nothing_seen)
+        return getattr(data, "vision", _no_vision)
 
     def processor(self) -> Processor | None:
-        """What makes pixels of the images that an environment gave."""
+        """Return the processor that makes pixels of an environment's images."""
         return self.model.processor
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
@@ -736,12 +731,12 @@ class OnPolicyModule(GeneratingModule, ABC):
         see = self.seen_rows()
         self.source.load_state(saved, device, see, self.processor)
         if "rollout" in saved:
-            loaded = state.rollout_of(saved["rollout"], device)
-            self.rollout, self._dealt = state.made(loaded, see, self.processor), None
+            loaded = checkpoints.rollout_from_plain(saved["rollout"], device)
+            self.rollout, self._dealt = checkpoints.restore_pixels(loaded, see, self.processor), None
             self._records.load_half_used(saved, device)
             self._slot, self._counts = saved["slot"], saved["totals"].to(device)
             self.stopwatch.load(saved["seconds"], saved.get("parts", {}))
 
 
-def _nothing_seen(row: int) -> None:
-    """Of a data module without images."""
+def _no_vision(row: int) -> None:
+    """Return None, for a data module without images."""

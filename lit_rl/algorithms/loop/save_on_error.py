@@ -1,7 +1,6 @@
-"""An error ends a run, of a generator, an environment, a reward or somebody's callback: what was learned until then is
-saved.
+"""A checkpoint when an error ends a run: of a generator, an environment, a reward or a user's callback.
 
-A checkpoint that is written between an optimizer step and a validation that is due says so, whoever writes it.
+A checkpoint that any callback writes between an optimizer step and a validation that is due records that it is due.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_rl.algorithms.rollouts.state import rng_state, set_rng_state
-from lit_rl.errors import GenerationError, NumericError, StorageError
+from lit_rl.algorithms.rollouts.checkpoints import rng_state, set_rng_state
+from lit_rl.core.errors import GenerationError, NumericError, StorageError
 
 Saved = TypeVar("Saved")
 _LIBRARIES = ("lit_rl", "lightning", "pytorch_lightning")
 
 
 class SaveOnError(L.Callback):
-    """A checkpoint of the run as it was after its last optimizer step, or validation, where an error ends its training.
+    """A callback that saves the run as it was after its last optimizer step, or validation, if an error ends it.
 
-    Every module of lit_rl brings it along (`configure_callbacks`). The file lies beside those of the Trainer's
-    checkpoint callback: `step_00000012.ckpt`. Nothing is saved where checkpoints are off, nor of an error in the middle
-    of an optimizer step, whose counts are of no place to go on from.
+    Every module of lit_rl adds it (`configure_callbacks`). The file is next to those of the Trainer's checkpoint
+    callback: `step_00000012.ckpt`. Nothing is saved if checkpoints are off, nor after an error in the middle of an
+    optimizer step, whose counts belong to no place to resume from.
     """
 
     def __init__(self) -> None:
         self._place: dict[str, Any] | None = None
         self._last_place: dict[str, Any] | None = None
-        """Of a training that is over, of which a hook may still raise."""
+        """The place at the end of the training, after which a hook may still raise."""
         self._validated = False
         self._failed = False
 
@@ -42,7 +41,7 @@ class SaveOnError(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Only where every rank stands at the end of an optimizer step: no half-accumulated gradient has to be saved.
+        # Only at the end of an optimizer step on every rank: there is no half-accumulated gradient to save.
         if trainer.fit_loop._should_accumulate():
             self._place = None
         else:
@@ -57,27 +56,33 @@ class SaveOnError(L.Callback):
         alone = trainer.state.fn == TrainerFn.VALIDATING
         loop: Any = trainer.validate_loop if alone else trainer.fit_loop.epoch_loop.val_loop
         if alone or trainer.state.fn == TrainerFn.FITTING:
-            _refuse_swallowed(loop.batch_progress.current, "a validation", f"at optimizer step {trainer.global_step}")
+            _refuse_stop_iteration(
+                loop.batch_progress.current, "a validation", f"at optimizer step {trainer.global_step}"
+            )
         if self._place is not None:
             self._take_down(trainer)
             self._validated = True
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         loop = trainer.fit_loop.epoch_loop
-        _refuse_swallowed(loop.batch_progress.current, "the training", f"behind optimizer step {trainer.global_step}")
+        _refuse_stop_iteration(
+            loop.batch_progress.current, "the training", f"behind optimizer step {trainer.global_step}"
+        )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         epochs: Any = trainer.fit_loop.epoch_progress.current
         if epochs.ready > max(epochs.started, epochs.completed) or epochs.processed > epochs.completed:
-            raise _swallowed("the training", f"where an epoch begins or ends, at optimizer step {trainer.global_step}")
+            raise _stop_iteration_error(
+                "the training", f"where an epoch begins or ends, at optimizer step {trainer.global_step}"
+            )
         self._last_place, self._place = self._place, None
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._place = None
 
     def _take_down(self, trainer: L.Trainer) -> None:
-        """Note where loops and data stand, which a rollout that cannot be drawn moves on, and torch's generators, of
-        which a reward function may draw."""
+        """Record the state of loops and data, which a failed rollout advances, and of torch's generators, from which a
+        reward function may draw."""
         self._place = {
             "epoch": trainer.current_epoch,
             "fit_loop": trainer.fit_loop.state_dict(),
@@ -85,13 +90,13 @@ class SaveOnError(L.Callback):
         }
 
     def saves_after(self, exception: BaseException) -> bool:
-        """Tell whether what was learned is worth saving behind this: not where it is no number, or nobody waits."""
+        """Tell whether to save after this exception: not after a NumericError, whose weights may be broken."""
         return not isinstance(exception, NumericError)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if trainer.state.fn != TrainerFn.FITTING or not self.saves_after(exception):
             return
-        if self._last_place is not None:  # the loops are through, and stand where they ended
+        if self._last_place is not None:  # the loops have ended, and their state is the end of the run
             self._place, self._last_place = {"rng": self._last_place["rng"]}, None
         together = trainer.world_size == 1 or (isinstance(exception, GenerationError) and exception.on_every_rank)
         if _in_a_step(trainer) and not isinstance(exception, GenerationError):
@@ -99,8 +104,8 @@ class SaveOnError(L.Callback):
         how: dict[str, Any] = {"in_validation": trainer.validating and not self._validated, "alone": not together}
         how["folder"] = folder_of(trainer)  # of the checkpoint callback, which may be the one that fails to save
         try:
-            path = without_others(trainer, lambda: self._save_place(trainer, **how))
-        except Exception as error:  # a disk that is full, or a module that fails to save
+            path = save_without_user_callbacks(trainer, lambda: self._save_place(trainer, **how))
+        except Exception as error:  # a full disk, or a module that fails to save
             said = f"(No checkpoint of step {trainer.global_step} could be saved: {type(error).__name__}: {error})"
             return exception.add_note(said)
         finally:
@@ -120,16 +125,16 @@ class SaveOnError(L.Callback):
         anew: bool = False,
         folder: Path | None = None,
     ) -> Path | None:
-        """Save the run as it was after its last optimizer step, or validation; nothing that was learned is lost.
+        """Save the run as it was after its last optimizer step, or validation; no training is lost.
 
         Args:
-            in_validation: One has begun and not ended.
-            alone: The other ranks do not come here.
-            anew: In place of a checkpoint of this step, which may not know of the validation.
-            folder: For the checkpoint; None is the Trainer's.
+            in_validation: Whether a validation has begun and not ended.
+            alone: Whether the other ranks do not get here.
+            anew: Whether to replace a checkpoint of this step, which may not contain the validation.
+            folder: Folder of the checkpoint; None is the Trainer's.
 
         Returns:
-            The checkpoint; None where none can be saved.
+            The checkpoint; None if none can be saved.
         """
         if _ends_step(trainer):  # as any callback saves here
             self._place, anew = {"rng": rng_state(trainer.strategy.root_device)}, False
@@ -148,16 +153,16 @@ class SaveOnError(L.Callback):
         return path
 
     def is_saved(self, path: Path) -> bool:
-        """Tell whether a checkpoint that can be used is there."""
+        """Tell whether a usable checkpoint exists."""
         return path.exists()
 
     def save(self, trainer: L.Trainer, path: Path) -> None:
-        """Write one. Of a run whose checkpoints keep weights alone, which ends with an error, it keeps all."""
+        """Write a full checkpoint, even in a run whose checkpoints contain only weights."""
         trainer.save_checkpoint(path, weights_only=False)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if "loops" not in checkpoint:
-            return  # weights alone
+            return  # weights only
         if self._failed and self._place is not None:
             checkpoint["epoch"] = self._place["epoch"]
             checkpoint["loops"]["fit_loop"] = self._place["fit_loop"]
@@ -165,8 +170,8 @@ class SaveOnError(L.Callback):
             checkpoint["loops"]["fit_loop"] = _validation_to_begin(checkpoint["loops"]["fit_loop"])
 
 
-def without_others(trainer: L.Trainer, save: Callable[[], Saved]) -> Saved:
-    """Save; where that fails, once more without the state of the user's own callbacks, of which one may be why."""
+def save_without_user_callbacks(trainer: L.Trainer, save: Callable[[], Saved]) -> Saved:
+    """Save; if that fails, retry without the state of the user's own callbacks, one of which may be the cause."""
     callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     known = [each for each in callbacks if type(each).__module__.partition(".")[0] in _LIBRARIES]
     try:
@@ -185,14 +190,16 @@ def without_others(trainer: L.Trainer, save: Callable[[], Saved]) -> Saved:
         return saved
 
 
-def _refuse_swallowed(batches: Any, what: str, where: str) -> None:
-    """Raise an error where somebody's StopIteration has cut a loop of Lightning's, which takes it for the end of the
-    data: a batch was begun, and is not over. One that a hook leaves out by returning -1 is not begun."""
+def _refuse_stop_iteration(batches: Any, what: str, where: str) -> None:
+    """Raise an error if a user's StopIteration has ended a loop of Lightning's, which takes it for the end of the data.
+
+    Then a batch was started and is not completed. A batch that a hook skips by returning -1 is not started.
+    """
     if batches.processed < batches.ready or batches.completed < batches.started:
-        raise _swallowed(what, where)
+        raise _stop_iteration_error(what, where)
 
 
-def _swallowed(what: str, where: str) -> RuntimeError:
+def _stop_iteration_error(what: str, where: str) -> RuntimeError:
     return RuntimeError(
         f"A function that {what} calls (a callback, a loss, a logger) raised StopIteration {where}, and what comes "
         "then would be left out without a word: next(iterator) raises it where nothing is left. Give it a default, "
@@ -201,26 +208,26 @@ def _swallowed(what: str, where: str) -> RuntimeError:
 
 
 def _in_a_step(trainer: L.Trainer) -> bool:
-    """Tell whether a step has begun and not ended, so that what the module counts is of no place of the loop."""
+    """Tell whether a step has begun and not ended, so that the module's counts match no place of the loop."""
     steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
     return getattr(trainer.lightning_module, "in_a_step", steps.ready > steps.completed)
 
 
 def _ends_step(trainer: L.Trainer) -> bool:
-    """Tell whether callbacks are being told that the last micro-batch of an optimizer step is over."""
+    """Tell whether callbacks are in `on_train_batch_end` of the last micro-batch of an optimizer step."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     at_end = trainer.training and batches.processed == batches.ready == batches.completed + 1
     return at_end and not trainer.fit_loop._should_accumulate()
 
 
 def folder_of(trainer: L.Trainer) -> Path | None:
-    """Return where checkpoints are written; None where none are, or not on a disk of this machine (``s3://...``)."""
+    """Return the folder of checkpoints; None if there is none, or not on a disk of this machine (``s3://...``)."""
     folder = None if trainer.fast_dev_run else getattr(trainer.checkpoint_callback, "dirpath", None)  # pyright: ignore
     return None if folder is None or "://" in str(folder) else Path(folder)
 
 
 def validates_next(trainer: L.Trainer) -> bool:
-    """Tell whether Lightning validates after this optimizer step, whatever has come."""
+    """Tell whether Lightning validates after this optimizer step."""
     epoch_loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     batches = sum(epoch_loop.val_loop.max_batches)
     return fetcher is not None and batches > 0 and epoch_loop._should_check_val_fx(fetcher)
@@ -229,28 +236,28 @@ def validates_next(trainer: L.Trainer) -> bool:
 def _between_step_and_validation(trainer: L.Trainer) -> bool:
     """Tell whether a callback saves at the end of a step, and a validation is due in the middle of an epoch.
 
-    Lightning takes it for made where such a checkpoint is resumed, unless the checkpoint says that it has begun. (At
-    the end of an epoch it makes it by itself.)
+    Lightning skips this validation when such a checkpoint is resumed, unless the checkpoint records that it has begun.
+    (At the end of an epoch Lightning runs it anyway.)
     """
     fit_loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
     current: Any = progress.current
     ends_batch = trainer.training and current.processed == current.completed + 1
     if not ends_batch or progress.is_last_batch or fit_loop._should_accumulate():
         return False
-    if trainer._val_check_time_interval is not None:  # pyright: ignore  # by the clock, which begins anew
+    if trainer._val_check_time_interval is not None:  # pyright: ignore  # by a timer, which starts anew
         return False
     return validates_next(trainer)
 
 
 def _validation_to_begin(fit_loop: dict[str, Any]) -> dict[str, Any]:
-    """Return loops at the end of a batch, as if in the first batch of the validation behind it."""
+    """Return loops at the end of a batch, changed to the first batch of the validation after it."""
     train, validation = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"
     done = {part: {**fit_loop[train][part]} for part in ("total", "current")}
     for counts in done.values():
         counts["completed"] += 1
     begun = {
-        "total": _before_a_batch(fit_loop[validation]["total"]["completed"]),
-        "current": _before_a_batch(0),
+        "total": _counts_in_next_batch(fit_loop[validation]["total"]["completed"]),
+        "current": _counts_in_next_batch(0),
         "is_last_batch": False,
     }
     return {
@@ -261,13 +268,13 @@ def _validation_to_begin(fit_loop: dict[str, Any]) -> dict[str, Any]:
 
 
 def _before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
-    """Return loops that stopped in a validation, as if in its first batch: else half of its numbers would be lost."""
+    """Return loops that stopped in a validation, set back to its first batch, so that no metrics are lost."""
     key = "epoch_loop.val_loop.batch_progress"
     done = fit_loop[key]["current"]["completed"]
-    counts = {part: _before_a_batch(fit_loop[key][part]["completed"] - done) for part in ("total", "current")}
+    counts = {part: _counts_in_next_batch(fit_loop[key][part]["completed"] - done) for part in ("total", "current")}
     return {**fit_loop, key: {**fit_loop[key], **counts, "is_last_batch": False}}
 
 
-def _before_a_batch(done: int) -> dict[str, int]:
-    """Return Lightning's counts where so many batches are done and the next one has begun."""
+def _counts_in_next_batch(done: int) -> dict[str, int]:
+    """Return Lightning's counts with `done` batches completed and the next one started."""
     return {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}

@@ -1,4 +1,4 @@
-"""Optimizer steps whose gradient is not finite: left out, counted, and kept for a look."""
+"""Optimizer steps whose gradient is not finite: skipped, counted, and saved for inspection."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.errors import NumericError
+from lit_rl.core.errors import NumericError
 
 LIMIT = 5
 """Broken steps in a row after which a run ends."""
 
 
 class BrokenSteps:
-    """Keeps NaN and infinity out of the weights and out of the optimizer's moments.
+    """A guard that keeps NaN and infinity out of the weights and the optimizer's moments.
 
-    The norm of a gradient is the same on every rank, so all leave out the same steps. Under a gradient scaler
-    (16-mixed) infinity means that the scale was too large: the scaler leaves such steps out itself.
+    The norm of a gradient is the same on every rank, so all skip the same steps. Under a gradient scaler (16-mixed)
+    infinity means that the scale was too large: the scaler skips such steps itself.
     """
 
     def __init__(self) -> None:
         self.in_a_row = 0
         self.last = False
-        """Whether the step at hand is left out."""
+        """Whether the current step is skipped."""
 
     def look(self, norm: float, *, scaled: bool) -> bool:
-        """Count the step, and say whether it is to be left out.
+        """Count the step, and tell whether to skip it.
 
         Args:
-            norm: Of its gradient, over all ranks.
-            scaled: Whether a gradient scaler looks after it.
+            norm: Norm of its gradient, over all ranks.
+            scaled: Whether a gradient scaler handles it.
         """
         self.last = not math.isfinite(norm) and not scaled
         self.in_a_row = self.in_a_row + 1 if self.last else 0
         return self.last
 
     def report(self, step: int, norm: float, kept: str) -> None:
-        """Warn of the step that is left out; end the run after too many in a row.
+        """Warn of a skipped step; end the run after too many in a row.
 
         Args:
-            step: Its number.
-            norm: Of its gradient.
-            kept: Where its batch is, a sentence, or nothing.
+            step: Number of the step.
+            norm: Norm of its gradient.
+            kept: A sentence with the place of its batch, or empty.
 
         Raises:
             NumericError: `LIMIT` steps in a row were broken.
@@ -60,15 +60,15 @@ class BrokenSteps:
         )
 
 
-def keep_batch(folder: Path, rank: int, batch: Mapping[str, Any]) -> str:
-    """Write what a broken step would have learned from, tensors and numbers only; the newest one stays.
+def save_bad_batch(folder: Path, rank: int, batch: Mapping[str, Any]) -> str:
+    """Write the batch of a broken step, tensors and numbers only; the newest one stays.
 
     Returns:
-        Where it is, as a sentence.
+        A sentence with its place.
     """
     path = folder / ("bad_batch.pt" if rank == 0 else f"bad_batch_rank{rank}.pt")
     try:
         torch.save(dict(batch), path)
-    except (OSError, RuntimeError) as error:  # a full disk must not end what the skipped step saved
+    except (OSError, RuntimeError) as error:  # a full disk must not end a run that the skipped step saved
         return f" Its batch could not be written to {path}: {error}."
     return f" Its batch is in {path} (torch.load)."

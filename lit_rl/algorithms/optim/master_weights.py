@@ -1,4 +1,4 @@
-"""Weights in bfloat16 whose optimizer steps in float32.
+"""Weights in bfloat16 whose optimizer steps in float32, and `trainer.precision=bf16-true`, which means them.
 
 A bfloat16 weight ``w`` has a float32 master ``m``, and the user's optimizer (any of `optim.optimizers`) moves masters:
 
@@ -6,9 +6,13 @@ A bfloat16 weight ``w`` has a float32 master ``m``, and the user's optimizer (an
     w <- round(m)                to the nearest bfloat16, after every step
 
 So small updates add up in ``m`` until ``w`` takes the next of its values, and nothing is added that float32 weights
-would not add. What computes (forward passes, the in-process generator, the export) reads ``w``. Between steps a master
-is its weight and a 16-bit remainder (`optim.split_master`), and a step makes the masters of some weights at a time, or
-of slices of a large one. A trained weight takes 2 bytes, its remainder 2 and its gradient 4.
+would not add. Forward passes, the in-process generator and the export read ``w``. Between steps a master is its weight
+and a 16-bit remainder (`optim.split_adamw`), and a step makes the masters of some weights at a time, or of slices of a
+large one. A trained weight takes 2 bytes, its remainder 2 and its gradient 4.
+
+Under bf16-true the weights are bfloat16, and nothing else (`BFloat16Weights`). Lightning's own plugin would make
+bfloat16 of everything: of the frequencies of position embeddings (wrong by up to 1/512), of rewards and advantages
+that are made while it is in force, and of the float columns of a batch.
 """
 
 from __future__ import annotations
@@ -18,31 +22,33 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import LBFGS, Optimizer
 
 from lit_rl.algorithms.optim.optimizers import AdamWSplit, OptimizerFactory
-from lit_rl.algorithms.optim.split_adamw import SplitAdamW
-from lit_rl.algorithms.optim.split_master import join, split
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.algorithms.optim.split_adamw import SplitAdamW, join, split
+from lit_rl.core.errors import ConfigError, StorageError
 
 REMAINDER = "remainder"
-"""The key of what makes a weight its master, in the state of the optimizer."""
+"""Key of the remainder of a weight's master, in the optimizer's state."""
 
 MASTER = "master"
-"""The key of a whole float32 master, in checkpoints of earlier versions."""
+"""Key of a whole float32 master, in checkpoints of earlier versions."""
 
 BUCKET = 1 << 23
-"""Numbers, about: of gradients that are sent in one message, and of masters that there are at a time."""
+"""Approximate numbers of gradients in one message, and of masters that exist at a time."""
 
 
 def with_masters(make: OptimizerFactory, groups: Iterable[dict[str, Any]]) -> Optimizer:
-    """The optimizer of these groups; inside a `MasterWeights` where a parameter is bfloat16 and it keeps no masters.
+    """Make the optimizer of these groups, in a `MasterWeights` if a parameter is bfloat16 and it keeps no masters.
 
     Gradients of bfloat16 parameters are float32 from now on (`Tensor.grad_dtype`), and so are their sums.
 
     Args:
-        make: Makes the optimizer.
+        make: Factory of the optimizer.
         groups: Parameter groups.
     """
     held = [{**group, "params": list(group["params"])} for group in groups]
@@ -55,18 +61,18 @@ def with_masters(make: OptimizerFactory, groups: Iterable[dict[str, Any]]) -> Op
 def check_masters(
     optimizer_states: Iterable[Mapping[str, Any]], weights: Iterable[Tensor], make: OptimizerFactory
 ) -> None:
-    """Refuse to go on where the masters and moments that a checkpoint keeps would be dropped or misread.
+    """Refuse a resume in which the masters and moments of a checkpoint would be dropped or misread.
 
     Args:
-        optimizer_states: Of the checkpoint.
-        weights: What is trained now.
-        make: Makes the optimizer of this run.
+        optimizer_states: Optimizer states of the checkpoint.
+        weights: Trained weights of this run.
+        make: Factory of this run's optimizer.
 
     Raises:
         StorageError: no trained weight is bfloat16, and an optimizer has masters or remainders; or one of the two is
             `SplitAdamW`, whose state no other optimizer can read, and the other is not.
     """
-    kept = _kept(optimizer_states)
+    kept = _state_names(optimizer_states)
     was_split, is_split = SplitAdamW.BOUND in kept, isinstance(make, AdamWSplit)
     if kept and was_split != is_split:
         names = {True: "optimizer=adamw_split", False: "another optimizer"}
@@ -85,17 +91,17 @@ def check_masters(
 
 
 def holds_masters(optimizer_states: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the optimizers of a checkpoint keep masters, or the remainders that make them."""
-    return not _kept(optimizer_states).isdisjoint((MASTER, REMAINDER))
+    """Tell whether the optimizers of a checkpoint keep masters or remainders."""
+    return not _state_names(optimizer_states).isdisjoint((MASTER, REMAINDER))
 
 
-def _kept(optimizer_states: Iterable[Mapping[str, Any]]) -> set[str]:
-    """What they keep of their weights, by name."""
+def _state_names(optimizer_states: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the names of the state that optimizers keep for weights."""
     return {key for state in optimizer_states for one in state["state"].values() for key in one}
 
 
 def is_narrow(weight: Tensor) -> bool:
-    """Whether a master stands for it."""
+    """Tell whether a weight has a master."""
     return weight.dtype == torch.bfloat16
 
 
@@ -120,7 +126,8 @@ def average_over_ranks(weights: Iterable[Tensor], world_size: int) -> None:
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours, about `BUCKET` numbers together, and at least one: little memory beside what is held of all."""
+    """Yield neighbours of about `BUCKET` numbers in sum, and at least one, so that little memory is needed at a
+    time."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         bucket.append(tensor)
@@ -132,14 +139,14 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class MasterWeights(Optimizer):
-    """An optimizer over weights in bfloat16, around one over their float32 masters; other weights it moves itself.
+    """An optimizer of bfloat16 weights, around one of their float32 masters; other weights are moved directly.
 
     `param_groups` hold the weights: schedules, clipping and `zero_grad` work as with any optimizer. Gradients
     have to be float32, see `with_masters`. `state` holds for each weight what the inner optimizer keeps, and its
     remainder; it is the whole state, and restoring it is exact. Masters begin as the weights of their first step.
 
     Args:
-        make: Makes the inner optimizer.
+        make: Factory of the inner optimizer.
         groups: Parameter groups.
 
     Raises:
@@ -149,9 +156,9 @@ class MasterWeights(Optimizer):
     def __init__(self, make: OptimizerFactory, groups: list[dict[str, Any]]) -> None:
         weights = [weight for group in groups for weight in group["params"]]
         self._stands_for: dict[Tensor, Tensor] = {weight: _empty_master(weight) for weight in weights}
-        """Each weight's master, in the order of the groups; a weight that is not bfloat16 is its own."""
+        """Masters by weight, in the order of the groups; a weight that is not bfloat16 is its own."""
         self._remainders: dict[Tensor, Tensor] = {}
-        """By weight, of the bfloat16 ones that were moved."""
+        """Remainders by weight, of the bfloat16 weights that were moved."""
         moved = [{**group, "params": [self._stands_for[weight] for weight in group["params"]]} for group in groups]
         self.inner = make(moved)
         if isinstance(self.inner, LBFGS):
@@ -164,7 +171,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step of the inner optimizer, which is called for some weights after the others.
+        """Take a step of the inner optimizer, which is called for some weights at a time.
 
         A weight without a gradient stays, and so does its remainder. The closure is called once, before.
         """
@@ -188,10 +195,10 @@ class MasterWeights(Optimizer):
         return result
 
     def _moved_together(self, weights: list[Tensor]) -> Iterable[list[Tensor]]:
-        return _buckets(weights) if moves_each_alone(path_of(self.inner)) else [weights]
+        return _buckets(weights) if moves_each_alone(optimizer_path(self.inner)) else [weights]
 
     def _move(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Move these weights, whose masters there are meanwhile."""
+        """Move these weights, whose masters exist meanwhile."""
         masters = {weight: self._stands_for[weight] for weight in gradients}
         narrow = {weight: master for weight, master in masters.items() if weight is not master}
         for weight, master in narrow.items():
@@ -203,17 +210,17 @@ class MasterWeights(Optimizer):
             master.grad = None
         for weight, master in narrow.items():
             split(master.data, weight, self._remainders[weight])
-            master.data = _nothing_like(weight)
+            master.data = _no_memory_like(weight)
 
     def _moves_in_slices(self, weight: Tensor) -> bool:
         large = is_narrow(weight) and weight.numel() > BUCKET and weight.is_contiguous()
-        return large and moves_numbers_alone(path_of(self.inner))
+        return large and moves_numbers_alone(optimizer_path(self.inner))
 
     def _move_in_slices(self, weight: Tensor, gradient: Tensor) -> None:
-        """Move a large weight. Its master, and what the inner optimizer keeps, are one slice of it after the other."""
+        """Move a large weight slice by slice, with the slice's master and optimizer state."""
         master = self._stands_for[weight]
         before = self.inner.state.pop(master, {})  # nothing, if this is its first step
-        of_numbers = {name: value for name, value in before.items() if _is_like(value, weight)}
+        of_numbers = {name: value for name, value in before.items() if _is_per_number(value, weight)}
         after: dict[str, Any] = {}
         parts = (each.reshape(-1).split(BUCKET) for each in (weight, self._remainder_of(weight), gradient))
         for number, (of_weight, of_remainder, of_gradient) in enumerate(zip(*parts, strict=True)):
@@ -226,11 +233,11 @@ class MasterWeights(Optimizer):
             split(master.data, of_weight, of_remainder)
             after = self.inner.state.pop(master, {})
             for name, value in after.items():
-                if _is_like(value, of_weight):
-                    _room(of_numbers, name, value, weight).view(-1)[some] = value
+                if _is_per_number(value, of_weight):
+                    _full_size(of_numbers, name, value, weight).view(-1)[some] = value
         self.inner.state[master] = {name: of_numbers.get(name, value) for name, value in after.items()}
         master.grad = None
-        master.data = _nothing_like(weight)
+        master.data = _no_memory_like(weight)
 
     def _remainder_of(self, weight: Tensor) -> Tensor:
         if weight not in self._remainders:
@@ -242,8 +249,8 @@ class MasterWeights(Optimizer):
         """Restore what `state_dict` gave, each tensor in the type that it was kept in.
 
         The inner optimizer reads it, whose parameters are the masters: `Optimizer.load_state_dict` casts state to the
-        type of the parameter, which would round moments. A state of whole masters, as earlier versions kept it, gives
-        the weights too. One without either (of a run with float32 weights) makes masters of the weights as they are.
+        type of the parameter, which would round moments. A state of whole masters, from earlier versions, gives the
+        weights too. One without either (of a run with float32 weights) makes masters of the weights as they are.
         """
         ours = (MASTER, REMAINDER)
         states = state_dict["state"].items()
@@ -268,7 +275,7 @@ class MasterWeights(Optimizer):
         self._remainders[weight] = remainder
 
     def _show_state(self) -> None:
-        """The inner optimizer's state under the names of the weights, not copied."""
+        """Expose the inner optimizer's state by weight, not copied."""
         self.state.clear()
         for weight, master in self._stands_for.items():
             kept = dict(self.inner.state.get(master, {}))
@@ -279,23 +286,23 @@ class MasterWeights(Optimizer):
 
     @staticmethod
     def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        """Learning rates and all else but the parameters, from one optimizer's groups to the other's."""
+        """Copy learning rates and all settings but the parameters from one optimizer's groups to another's."""
         for theirs, ours in zip(source, target, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
 
 
 def moves_each_alone(path: str) -> bool:
-    """Whether an optimizer, by its dotted path, is known to move a weight by its own gradient and state alone.
+    """Tell whether an optimizer, by its dotted path, is known to move each weight by its own gradient and state.
 
-    Torch's and bitsandbytes' do. Others may have numbers of all weights together, such as a step size that is learned.
+    Those of torch and bitsandbytes do. Others may have state of all weights together, such as a learned step size.
     """
     return path.partition(".")[0] in ("torch", "bitsandbytes")
 
 
 def moves_numbers_alone(path: str) -> bool:
-    """Whether an optimizer, by its dotted path, moves each number of a weight by its own gradient and state alone.
+    """Tell whether an optimizer, by its dotted path, moves each number of a weight by its own gradient and state.
 
-    Many of torch's do; others look at rows and columns of a matrix, as Adafactor and Muon do.
+    Many of torch's do; others use rows and columns of a matrix, as Adafactor and Muon do.
     """
     return path.startswith("torch.optim.") and path.rpartition(".")[2] in _BY_NUMBER
 
@@ -303,32 +310,84 @@ def moves_numbers_alone(path: str) -> bool:
 _BY_NUMBER = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
 
 
-def path_of(optimizer: Any) -> str:
-    """The dotted path of an optimizer's class, as a config writes it: `torch.optim.AdamW`."""
+def optimizer_path(optimizer: Any) -> str:
+    """Return the dotted path of an optimizer's class, as in a config: `torch.optim.AdamW`."""
     path = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     return f"torch.optim.{type(optimizer).__name__}" if path.startswith("torch.optim.") else path
 
 
-def _is_like(value: Any, weight: Tensor) -> bool:
-    """Whether an optimizer keeps it of each number of a weight."""
+def _is_per_number(value: Any, weight: Tensor) -> bool:
+    """Tell whether a value of the state has an entry for each number of a weight."""
     return isinstance(value, Tensor) and value.shape == weight.shape
 
 
 def _in_slice(value: Any, weight: Tensor, some: slice) -> Any:
-    """Of what an optimizer keeps of a weight. A count of steps is copied: each slice takes the same step."""
-    return value.view(-1)[some] if _is_like(value, weight) else copy.deepcopy(value)
+    """Return the slice of a state value. A count of steps is copied: each slice takes the same step."""
+    return value.view(-1)[some] if _is_per_number(value, weight) else copy.deepcopy(value)
 
 
-def _room(of_numbers: dict[str, Tensor], name: str, value: Tensor, weight: Tensor) -> Tensor:
+def _full_size(of_numbers: dict[str, Tensor], name: str, value: Tensor, weight: Tensor) -> Tensor:
     if name not in of_numbers:
         of_numbers[name] = value.new_empty(weight.shape)
     return of_numbers[name]
 
 
 def _empty_master(weight: Tensor) -> Tensor:
-    return nn.Parameter(_nothing_like(weight)) if is_narrow(weight) else weight
+    return nn.Parameter(_no_memory_like(weight)) if is_narrow(weight) else weight
 
 
-def _nothing_like(weight: Tensor) -> Tensor:
-    """Float32, of the shape of the weight, and without its memory: one number stands for all."""
+def _no_memory_like(weight: Tensor) -> Tensor:
+    """Return a float32 tensor of the weight's shape that takes no memory: one number stands for all."""
     return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
+
+
+BF16 = "bf16-true"
+FLOAT32 = "32-true"
+
+
+class BFloat16Weights(Precision):
+    """A precision plugin that leaves autocast, inputs and default types; the policy is loaded in bfloat16."""
+
+    precision: Any = BF16
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Tell whether a device multiplies bfloat16 in hardware: AMX, AVX-512 BF16, Arm's BF16; Ampere or newer.
+
+    Others emulate it, and are several times as fast in float32.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    known = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return any(known.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+def checkpoint_precision(checkpoint: Mapping[str, Any]) -> str:
+    """Return the `trainer.precision` of the run that wrote a checkpoint.
+
+    One that does not name it is from an earlier version, whose default was float32; bfloat16 weights have masters.
+    """
+    named = checkpoint.get("precision")
+    return str(named) if named else BF16 if holds_masters(checkpoint.get("optimizer_states", ())) else FLOAT32
+
+
+def replace_half_precision(strategy: Any) -> bool:
+    """Replace Lightning's plugin by `BFloat16Weights`; return whether that is in force now.
+
+    DeepSpeed and FSDP1 have plugins of their own, which stay.
+    """
+    plugin = strategy.precision_plugin
+    if isinstance(plugin, HalfPrecision) and plugin.precision == BF16:
+        strategy.precision_plugin = BFloat16Weights()
+    return isinstance(strategy.precision_plugin, BFloat16Weights)
+
+
+def shard_precision(strategy: ModelParallelStrategy) -> MixedPrecisionPolicy:
+    """Return FSDP2's precision policy.
+
+    Under bf16-true the shards are float32, which are the masters, and gathered weights are bfloat16; gradients are
+    summed over ranks and micro-batches in float32.
+    """
+    if not isinstance(strategy.precision_plugin, BFloat16Weights):
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

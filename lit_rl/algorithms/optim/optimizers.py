@@ -6,27 +6,57 @@ fine-tuning of pretrained models; LoRA wants about ten times that, the shipped t
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from lit_rl.algorithms.optim.named_class import class_at
 from lit_rl.algorithms.optim.split_adamw import SplitAdamW
-from lit_rl.errors import BackendError, ConfigError, check_betas, in_range
-from lit_rl.keywords import answered
+from lit_rl.core.errors import BackendError, ConfigError, check_betas, did_you_mean, in_range, reject_unknown_keywords
+
+T = TypeVar("T")
+
+
+def import_class(path: str, key: str, kind: type[T], known: Iterable[str]) -> type[T]:
+    """Import the class that a setting names.
+
+    Args:
+        path: `package.module.Class`.
+        key: The setting, for messages.
+        kind: Required base class.
+        known: Names to suggest for a mistyped one.
+
+    Raises:
+        ConfigError: nothing can be imported from there, or it is no subclass of `kind`.
+    """
+    module_name, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}={path!r} cannot be imported ({error}).{did_you_mean(name, known)}") from error
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"{key}={path!r} is {found!r}; allowed is a {_public_name(kind)} class.")
+    return found
+
+
+def _public_name(kind: type) -> str:
+    """Return a class's path in its package, as users write it, without the inner module."""
+    package = kind.__module__.removesuffix(".optimizer")
+    return f"{package}.{kind.__name__}"
+
 
 ParamGroups = Iterable[dict[str, Any]]
 
 
 class OptimizerFactory(Protocol):
-    """Parameter groups in, optimizer out. With `keeps_masters` true, it steps bfloat16 weights in float32 by itself."""
+    """A factory from parameter groups to an optimizer. With `keeps_masters`, that steps bfloat16 weights in float32."""
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer: ...
 
 
-_ELSEWHERE = {
+_ALIAS_HINTS = {
     **dict.fromkeys(("learning_rate", "base_lr"), "here it is lr="),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), "here it is betas=(0.9, 0.999)"),
     **dict.fromkeys(("adam_epsilon", "epsilon"), "here it is eps="),
@@ -38,23 +68,25 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(("fused", "foreach"), "torch's fused implementation is what runs"),
 }
-"""What other libraries call a setting of an optimizer, and where it stands here."""
+"""Names of optimizer settings in other libraries, with their place here."""
 
 
-def _check(lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0, eps: float = 1e-8) -> None:
+def _check_settings(
+    lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0, eps: float = 1e-8
+) -> None:
     in_range("optimizer.lr", lr, low=0, high=1, open_low=True)
     check_betas("optimizer.betas", betas)
     in_range("optimizer.weight_decay", weight_decay, low=0, open_high=True)
     in_range("optimizer.eps", eps, low=0, open_high=True)
 
 
-@answered(_ELSEWHERE)
+@reject_unknown_keywords(_ALIAS_HINTS)
 @dataclass(frozen=True)
 class AdamW:
     """AdamW (1711.05101) in torch's fused implementation.
 
     Args:
-        lr: Learning rate at its highest, in (0, 1].
+        lr: Peak learning rate, in (0, 1].
         betas: Decay rates of the two moments.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
@@ -68,7 +100,7 @@ class AdamW:
     path: ClassVar[str] = "torch.optim.AdamW"
 
     def __post_init__(self) -> None:
-        _check(self.lr, self.betas, self.weight_decay, self.eps)
+        _check_settings(self.lr, self.betas, self.weight_decay, self.eps)
         object.__setattr__(self, "betas", tuple(self.betas))
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
@@ -77,13 +109,13 @@ class AdamW:
         )
 
 
-@answered(_ELSEWHERE)
+@reject_unknown_keywords(_ALIAS_HINTS)
 @dataclass(frozen=True)
 class AdamW8bit:
     """AdamW with its moments in 8 bits (2110.02861, bitsandbytes; extra `quant`): a quarter of the state's memory.
 
     Args:
-        lr: Learning rate at its highest, in (0, 1].
+        lr: Peak learning rate, in (0, 1].
         betas: Decay rates of the two moments.
         weight_decay: Decoupled weight decay.
     """
@@ -95,7 +127,7 @@ class AdamW8bit:
     path: ClassVar[str] = "bitsandbytes.optim.AdamW8bit"
 
     def __post_init__(self) -> None:
-        _check(self.lr, self.betas, self.weight_decay)
+        _check_settings(self.lr, self.betas, self.weight_decay)
         object.__setattr__(self, "betas", tuple(self.betas))
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
@@ -108,13 +140,13 @@ class AdamW8bit:
         return Implementation(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
 
-@answered(_ELSEWHERE)
+@reject_unknown_keywords(_ALIAS_HINTS)
 @dataclass(frozen=True)
 class AdamWSplit:
     """AdamW with 4 bytes of state a bfloat16 weight: a 16-bit remainder, which makes it float32, and 8-bit moments.
 
     Args:
-        lr: Learning rate at its highest, in (0, 1].
+        lr: Peak learning rate, in (0, 1].
         betas: Decay rates of the two moments.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
@@ -128,21 +160,21 @@ class AdamWSplit:
     keeps_masters: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check(self.lr, self.betas, self.weight_decay, self.eps)
+        _check_settings(self.lr, self.betas, self.weight_decay, self.eps)
         object.__setattr__(self, "betas", tuple(self.betas))
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
         return SplitAdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
 
-@answered(_ELSEWHERE)
+@reject_unknown_keywords(_ALIAS_HINTS)
 @dataclass(frozen=True)
 class ByPath:
     """Any `torch.optim.Optimizer` by its dotted path.
 
     Args:
         path: For example `torch.optim.SGD`, or a class of your own package.
-        lr: Learning rate at its highest, in (0, 1].
+        lr: Peak learning rate, in (0, 1].
         kwargs: Further keyword arguments of that class.
     """
 
@@ -151,10 +183,10 @@ class ByPath:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check(self.lr)
+        _check_settings(self.lr)
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        cls: Any = class_at(self.path, "optimizer.path", torch.optim.Optimizer, dir(torch.optim))
+        cls: Any = import_class(self.path, "optimizer.path", torch.optim.Optimizer, dir(torch.optim))
         try:
             return cls(groups, **{"lr": self.lr, **self.kwargs})
         except TypeError as error:

@@ -1,41 +1,90 @@
-"""Learning-rate schedules as values: warm-up, then constant, linear or cosine. Counted in optimizer steps."""
+"""Learning-rate schedules as values, counted in optimizer steps: warm-up, then constant, linear, cosine, or torch's.
+
+`FromTorch` wraps a scheduler of torch that is made from the optimizer of the run. `ScheduleByPath` imports one by its
+dotted path and records the rates that it makes of a learning rate of 1.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from lit_rl.algorithms.optim.torch_schedules import FromTorch
-from lit_rl.errors import ConfigError, in_range
+from lit_rl.algorithms.optim.optimizers import import_class
+from lit_rl.core.errors import ConfigError, in_range
+
+
+@dataclass(frozen=True)
+class FromTorch:
+    """A scheduler of torch for all parameter groups. It steps once an optimizer step.
+
+    Args:
+        make: Function from an optimizer to a scheduler, such as
+            `functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)`.
+        key: Name of the setting, for messages.
+    """
+
+    make: Callable[[Optimizer], Any]
+    key: str = "scheduler"
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        """Return the scheduler of this optimizer.
+
+        Raises:
+            ConfigError: the function needs more than an optimizer, made something else, or a scheduler that waits for a
+                metric.
+        """
+        name = getattr(self.make, "__name__", None) or getattr(
+            getattr(self.make, "func", None), "__name__", repr(self.make)
+        )
+        try:
+            made = self.make(optimizer)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self.key}={name} was called with the optimizer alone and failed: {error}. Bind its "
+                "other arguments: functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)."
+            ) from error
+        if isinstance(made, ReduceLROnPlateau):
+            raise ConfigError(
+                f"{self.key}=ReduceLROnPlateau waits for a metric of the validation, and schedules here step once an "
+                "optimizer step. Take another scheduler of torch, or Linear, Cosine or Constant of lit_rl."
+            )
+        if not isinstance(made, LRScheduler):
+            raise ConfigError(
+                f"{self.key}={name} gave a {type(made).__name__}. It takes the optimizer and returns a "
+                "scheduler of torch."
+            )
+        return made
 
 
 class Schedule(Protocol):
-    """Optimizer and total number of optimizer steps in, per-step scheduler out."""
+    """A factory from an optimizer and the number of optimizer steps to a per-step scheduler."""
 
     def factor(self, step: int, total_steps: float) -> float:
-        """What the learning rate is multiplied by in step `step`, which counts from 0."""
+        """Return the factor of the learning rate in step `step`, which counts from 0."""
         ...
 
     def __call__(self, optimizer: Optimizer, total_steps: float) -> LRScheduler: ...
 
 
-GivenSchedule = Schedule | Callable[[Optimizer], LRScheduler]
-"""A schedule of ours, or what makes a scheduler of torch from an optimizer."""
+ScheduleLike = Schedule | Callable[[Optimizer], LRScheduler]
+"""A schedule of ours, or a function from an optimizer to a scheduler of torch."""
 
 
-def as_schedule(given: GivenSchedule, key: str = "scheduler") -> Schedule | FromTorch:
-    """What was given, if it is a schedule, or a function that makes a scheduler of torch.
+def as_schedule(given: ScheduleLike, key: str = "scheduler") -> Schedule | FromTorch:
+    """Return a schedule, or a function that makes a scheduler of torch, as a schedule.
 
     Args:
-        given: What a user gave.
-        key: What the error calls it.
+        given: The user's value.
+        key: Name of the setting, for the error.
 
     Raises:
         ConfigError: it is something else, such as a scheduler that has an optimizer already.
@@ -55,11 +104,11 @@ def as_schedule(given: GivenSchedule, key: str = "scheduler") -> Schedule | From
     )
 
 
-def fits_run(given: Schedule | FromTorch, total_steps: float) -> None:
-    """Refuse a schedule that gives no first learning rate, before anything is loaded; say where warm-up never ends.
+def check_schedule(given: Schedule | FromTorch, total_steps: float) -> None:
+    """Refuse a schedule without a first learning rate, before anything is loaded; report a warm-up that never ends.
 
     Args:
-        given: Of one parameter group.
+        given: The schedule of one parameter group.
         total_steps: Optimizer steps of the run; infinite where they are unknown.
 
     Raises:
@@ -77,11 +126,13 @@ def fits_run(given: Schedule | FromTorch, total_steps: float) -> None:
         )
 
 
-def by_group(optimizer: Optimizer, total_steps: float, schedules: Sequence[Schedule | FromTorch]) -> LRScheduler:
-    """One scheduler with a schedule for each parameter group, in the groups' order.
+def scheduler_by_group(
+    optimizer: Optimizer, total_steps: float, schedules: Sequence[Schedule | FromTorch]
+) -> LRScheduler:
+    """Return one scheduler with a schedule for each parameter group, in the groups' order.
 
     Raises:
-        ConfigError: a scheduler of torch came for some of the groups, or is to wait.
+        ConfigError: a scheduler of torch is set for some of the groups, or is to be delayed.
     """
     first, *others = schedules
     if isinstance(first, FromTorch) and all(other is first for other in others):
@@ -93,17 +144,17 @@ def by_group(optimizer: Optimizer, total_steps: float, schedules: Sequence[Sched
             "has several: a critic's own schedule, or its warm-up. Take Linear, Cosine or Constant of lit_rl, or an "
             "object with factor(step, total_steps) -> float."
         )
-    return LambdaLR(optimizer, [_bound(schedule, total_steps) for schedule in schedules])
+    return LambdaLR(optimizer, [_with_total_steps(schedule, total_steps) for schedule in schedules])
 
 
-def _bound(schedule: Any, total_steps: float) -> Callable[[int], float]:
-    # A plain function: of any other callable LambdaLR would put the attributes into every checkpoint.
+def _with_total_steps(schedule: Any, total_steps: float) -> Callable[[int], float]:
+    # A plain function: LambdaLR would save the attributes of any other callable in every checkpoint.
     return lambda step: schedule.factor(step, total_steps)
 
 
 @dataclass(frozen=True)
 class _WarmedUp(ABC):
-    """Linear warm-up from 1/warmup to 1, then `decay` of the fraction of the remaining steps that is done."""
+    """The base of schedules: linear warm-up from 1/warmup to 1, then `decay` of the done share of the other steps."""
 
     warmup_steps: int = 0
 
@@ -117,7 +168,11 @@ class _WarmedUp(ABC):
         return self.decay(min(1.0, (step - self.warmup_steps) / max(1.0, total_steps - self.warmup_steps)))
 
     def check(self, total_steps: float) -> None:
-        """Raises ConfigError: the schedule falls towards an end that is not known."""
+        """Refuse an unknown number of steps, for a schedule that falls towards the last.
+
+        Raises:
+            ConfigError: names the settings for it.
+        """
         if not math.isfinite(total_steps):
             raise ConfigError(
                 f"scheduler={type(self).__name__.lower()} falls towards the last step, but the number of steps is "
@@ -126,22 +181,22 @@ class _WarmedUp(ABC):
 
     @abstractmethod
     def decay(self, done: float) -> float:
-        """The factor after the share `done` of the steps after the warm-up, in [0, 1]."""
+        """Return the factor after the share `done`, in [0, 1], of the steps after the warm-up."""
 
     def __call__(self, optimizer: Optimizer, total_steps: float) -> LRScheduler:
-        return by_group(optimizer, total_steps, [self] * len(optimizer.param_groups))
+        return scheduler_by_group(optimizer, total_steps, [self] * len(optimizer.param_groups))
 
 
 @dataclass(frozen=True)
 class Constant(_WarmedUp):
-    """The learning rate stays where it is after the warm-up.
+    """A constant learning rate after the warm-up.
 
     Args:
         warmup_steps: Optimizer steps of linear warm-up.
     """
 
     def check(self, total_steps: float) -> None:
-        """Nothing falls."""
+        """Accept any number of steps."""
 
     def decay(self, done: float) -> float:
         return 1.0
@@ -149,7 +204,7 @@ class Constant(_WarmedUp):
 
 @dataclass(frozen=True)
 class Linear(_WarmedUp):
-    """Down on a line to `final` times the learning rate at the last step.
+    """A linear decay to `final` times the learning rate at the last step.
 
     Args:
         warmup_steps: Optimizer steps of linear warm-up.
@@ -168,7 +223,7 @@ class Linear(_WarmedUp):
 
 @dataclass(frozen=True)
 class Cosine(_WarmedUp):
-    """Down on half a cosine (1608.03983, without restarts) to `final` times the learning rate at the last step.
+    """A decay by half a cosine (1608.03983, without restarts) to `final` times the learning rate at the last step.
 
     Args:
         warmup_steps: Optimizer steps of linear warm-up.
@@ -187,15 +242,15 @@ class Cosine(_WarmedUp):
 
 @dataclass(frozen=True)
 class After:
-    """Nothing for `steps` optimizer steps, then `schedule`, whose first step is the next and whose last is the run's.
+    """A delayed schedule: 0 for `steps` optimizer steps, then `schedule` over the remaining ones.
 
     Args:
         steps: Optimizer steps with a learning rate of 0.
-        schedule: What comes then.
+        schedule: The schedule after them.
     """
 
     steps: int
-    schedule: Any  # a scheduler of torch cannot wait: `by_group` refuses it, where there is an optimizer to say so of
+    schedule: Any  # a scheduler of torch cannot be delayed: `scheduler_by_group` refuses it
 
     def __post_init__(self) -> None:
         in_range("steps", self.steps, low=0)
@@ -206,4 +261,116 @@ class After:
         return self.schedule.factor(step - self.steps, total_steps - self.steps)
 
     def __call__(self, optimizer: Optimizer, total_steps: float) -> LRScheduler:
-        return by_group(optimizer, total_steps, [self] * len(optimizer.param_groups))
+        return scheduler_by_group(optimizer, total_steps, [self] * len(optimizer.param_groups))
+
+
+LENGTH_ARGUMENTS = ("T_max", "total_steps")
+"""Arguments of torch's schedulers that default to the length of the run."""
+
+
+@dataclass(frozen=True)
+class ScheduleByPath:
+    """A `torch.optim.lr_scheduler.LRScheduler` by its dotted path, stepped once an optimizer step.
+
+    Learning rates among its arguments (`eta_min`, `max_lr`, `base_lr`) are shares of `optimizer.lr`, so that they fit
+    every parameter group. `T_max` and `total_steps`, left out, are the optimizer steps of the run after the warm-up.
+
+    Args:
+        path: For example `torch.optim.lr_scheduler.StepLR`, or a class of your own package.
+        warmup_steps: Optimizer steps of linear warm-up; the scheduler's first step comes after them.
+        kwargs: Further keyword arguments of that class.
+
+    Raises:
+        ConfigError: it cannot be imported, is no scheduler, goes by a metric, or its arguments do not fit.
+    """
+
+    path: str
+    warmup_steps: int = 0
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    _walks: dict[float, _RecordedRates] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        in_range("scheduler.warmup_steps", self.warmup_steps, low=0)
+        kind = self._class()
+        if issubclass(kind, lr_scheduler.ReduceLROnPlateau):
+            raise ConfigError(
+                f"scheduler.path={self.path!r} goes by a metric, and a schedule here goes by the number of the step "
+                "alone. Take scheduler=cosine or linear, or a scheduler such as torch.optim.lr_scheduler.StepLR."
+            )
+        self._walk(kind, 1000.0)  # wrong arguments are found before anything is loaded
+
+    def factor(self, step: int, total_steps: float) -> float:
+        """Return the factor of the learning rate in step `step`, which counts from 0.
+
+        Raises:
+            ConfigError: the scheduler ends before, or returns no valid learning rate.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        length = total_steps - self.warmup_steps
+        if length not in self._walks:
+            self._walks[length] = self._walk(self._class(), length)
+        return self._walks[length].at(step - self.warmup_steps)
+
+    def __call__(self, optimizer: Optimizer, total_steps: float) -> LRScheduler:
+        return scheduler_by_group(optimizer, total_steps, [self] * len(optimizer.param_groups))
+
+    def _class(self) -> type[LRScheduler]:
+        return import_class(self.path, "scheduler.path", LRScheduler, dir(lr_scheduler))
+
+    def _walk(self, kind: type[LRScheduler], length: float) -> _RecordedRates:
+        known = inspect.signature(kind).parameters.keys()
+        left_out = [
+            name for name in LENGTH_ARGUMENTS if name in known - self.kwargs.keys() and "epochs" not in self.kwargs
+        ]
+        if left_out and not math.isfinite(length):
+            raise ConfigError(
+                f"scheduler.kwargs.{left_out[0]} is not set, and the number of steps is unknown: set it, or "
+                "trainer.max_steps or trainer.max_epochs."
+            )
+        return _RecordedRates(self.path, kind, {**self.kwargs, **{name: max(1, int(length)) for name in left_out}})
+
+
+class _RecordedRates:
+    """The learning rates that a scheduler makes of 1, recorded step by step.
+
+    Args:
+        path: Path of the scheduler, for messages.
+        kind: Class of the scheduler.
+        kwargs: Its arguments.
+    """
+
+    def __init__(self, path: str, kind: type[LRScheduler], kwargs: dict[str, Any]) -> None:
+        self._path, self._kwargs = path, kwargs
+        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        try:
+            self._scheduler = kind(self._optimizer, **kwargs)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"scheduler.kwargs={kwargs} do not fit {path}: {error}") from error
+        if self._optimizer.param_groups[0]["momentum"]:
+            raise ConfigError(
+                f"scheduler.path={path!r} would also change the momentum, and learning rates alone are scheduled here. "
+                "Set scheduler.kwargs.cycle_momentum=false."
+            )
+        self._rates = [self._rate()]
+
+    def at(self, step: int) -> float:
+        """Return the rate in this step."""
+        while len(self._rates) <= step:
+            self._optimizer.step()
+            try:
+                self._scheduler.step()
+            except ValueError as error:
+                told = f"scheduler.path={self._path!r} with {self._kwargs} ends at step {len(self._rates)}"
+                raise ConfigError(f"{told}: {error} Give it as many steps as the run has.") from error
+            self._rates.append(self._rate())
+        return self._rates[step]
+
+    def _rate(self) -> float:
+        rate = float(self._optimizer.param_groups[0]["lr"])
+        if not 0 <= rate < math.inf:
+            raise ConfigError(
+                f"scheduler.path={self._path!r} with {self._kwargs} makes {rate:g} of a learning rate of 1. Allowed is "
+                "a finite number that is not below 0."
+            )
+        return rate

@@ -1,21 +1,31 @@
-"""AdamW (1711.05101) in 4 bytes a bfloat16 weight: its master is split, and its moments are kept in 8 bits.
+"""Split masters of bfloat16 weights, and AdamW (1711.05101) in 4 bytes of state a weight on top of them.
 
-The float32 master is the weight and a 16-bit remainder, to the bit (`optim.split_master`). Moments (2110.02861 keeps
-them in 8 bits too) are codes c below the power of two 2^e that bounds their block of `BLOCK` numbers:
+The bits of the float32 master ``m`` are those of the weight ``w`` and of a 16-bit remainder ``r``, to the bit:
+
+    w = the upper 16 bits of (bits(m) + 2^15)        m rounded to the nearest bfloat16
+    r = bits(m) - 2^16 w,  in [-2^15, 2^15)          bits(m) = 2^16 w + r
+
+so no second copy of the weight is held. A master halfway between two bfloat16 numbers goes to the one farther from
+zero, where torch's own rounding takes the even one: an even weight would then have remainders from -2^15 to 2^15, one
+value more than 16 bits can distinguish. A weight that is changed from outside takes its master along: the remainder
+stays.
+
+`SplitAdamW` also keeps its moments in 8 bits (as 2110.02861 does): codes c below the power of two 2^e that bounds their
+block of `BLOCK` numbers:
 
     |m1| ~ 2^(e - (127 - c) / 6), a sign and 7 bits        m2 ~ 2^(e - (255 - c) / 6), 8 bits
 
 Codes are drawn between the two nearest so that their mean is the number: a second moment changes by 1 part in 1000 a
 step, which rounding to the nearest would lose. The draws are a hash of the step, the weight and the place of the number
-in it, so a resumed run repeats them, and how a weight is cut into parts changes none.
-A bound that moves, does so by whole octaves, which moves codes to codes: only what changes a number adds noise to it.
-The roots of second moments have the range of first ones, and none above 0 becomes 0: steps stay of AdamW's size.
+in it, so a resumed run repeats them, and cutting a weight into parts changes none. A bound that moves, does so by whole
+octaves, which moves codes to codes: only what changes a number adds noise to it. The roots of second moments have the
+range of first ones, and none above 0 becomes 0: steps stay of AdamW's size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -23,13 +33,43 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_rl.algorithms.optim.split_master import join, split
+_LARGEST = 2**31 - 1 - 2**15
+"""The largest bits that can be rounded: NaNs are above, such as a GPU's, whose bits are all set."""
+
+_SPLIT_PART = 2**18
+"""Numbers that are processed at a time: intermediate results stay in a CPU's cache."""
+
+
+def join(weight: Tensor, remainder: Tensor) -> Tensor:
+    """Return the float32 master, a new tensor, of a bfloat16 weight and its int16 remainder of the same shape."""
+    master = torch.empty_like(weight, dtype=torch.float32)
+    for m, w, r in _parts(master, weight, remainder):
+        m.copy_(w).view(torch.int32).add_(r)
+    return master
+
+
+def split(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write a master into its weight and remainder; the master's own values are lost."""
+    for m, w, r in _parts(master, weight, remainder):
+        bits = m.view(torch.int32)
+        r.copy_(bits)  # the lower 16 bits, as a signed number, are the remainder
+        w.view(torch.int16).copy_(bits.clamp_(max=_LARGEST).add_(2**15).bitwise_right_shift_(16))
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of the same numbers of each; whole tensors where these are not contiguous."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        size = _SPLIT_PART if tensors[0].device.type == "cpu" else tensors[0].numel()
+        yield from zip(*(tensor.view(-1).split(max(size, 1)) for tensor in tensors), strict=True)
+    else:
+        yield tensors
+
 
 BLOCK = 256
 
 PART, GPU_PART = 2**17, 2**24
-"""Numbers that are moved at a time, multiples of `BLOCK`: what is computed of them stays in the cache of a CPU; a GPU
-is kept busy, and its memory bounded."""
+"""Numbers that are moved at a time, multiples of `BLOCK`: intermediate results stay in a CPU's cache; a GPU is kept
+busy, and its memory bounded."""
 
 _MIX = (-1640531535, -2048144777, -1028477379)
 """Odd factors that spread a change of any bit over all bits (those of xxHash, as signed integers of 32 bits)."""
@@ -50,7 +90,7 @@ class SplitAdamW(Optimizer):
     """
 
     BOUND = "first_bound"
-    """A key that the state of no other optimizer has."""
+    """A key of the state that no other optimizer has."""
 
     def __init__(
         self, groups: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8, weight_decay: float = 0.0
@@ -59,7 +99,7 @@ class SplitAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step. Float32 numbers exist of a part of one weight tensor at a time."""
+        """Take a step. Float32 copies exist for a part of one weight tensor at a time."""
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -73,10 +113,10 @@ class SplitAdamW(Optimizer):
         state, grad = self.state[weight], weight.grad
         assert grad is not None
         if not state:
-            state |= _fresh(weight)
+            state |= _initial_state(weight)
         state["step"] += 1
         seed = (int(state["step"]) << 20) + number
-        numbers, of_numbers = weight.flatten(), grad.flatten()  # views, where they lie as they are counted
+        numbers, of_numbers = weight.flatten(), grad.flatten()  # views, where they are contiguous
         size = PART if weight.device.type == "cpu" else GPU_PART
         for start in range(0, len(numbers), size):
             part = slice(start, start + size)
@@ -96,7 +136,7 @@ class SplitAdamW(Optimizer):
 
 
 def _part_of(state: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
-    """The state of some numbers, as views; they begin and end with whole blocks."""
+    """Return the state of some numbers, as views; they begin and end with whole blocks."""
     blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
     parts = {name: state[name].view(-1)[part] for name in ("first", "second", "remainder") if name in state}
     return {"step": state["step"], **parts, **{name: state[name][blocks] for name in ("first_bound", "second_bound")}}
@@ -105,7 +145,7 @@ def _part_of(state: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
 def _move_part(
     group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor], draws: tuple[Tensor, Tensor]
 ) -> None:
-    """One step of some numbers of a weight; their gradient, state and draws are as long."""
+    """Take a step for some numbers of a weight; their gradient, state and draws are as long."""
     step, (beta1, beta2) = int(state["step"]), group["betas"]
     grad = grad.float()
     master = join(weight, state["remainder"]) if "remainder" in state else weight.clone()
@@ -122,7 +162,7 @@ def _move_part(
         weight.copy_(master)
 
 
-def _fresh(weight: Tensor) -> dict[str, Tensor]:
+def _initial_state(weight: Tensor) -> dict[str, Tensor]:
     blocks = -(-weight.numel() // BLOCK)
     zeros = torch.zeros(weight.numel(), dtype=torch.uint8, device=weight.device)
     bound = torch.zeros(blocks, dtype=torch.float32, device=weight.device)
@@ -157,19 +197,19 @@ def _keep_positive(numbers: Tensor, state: dict[str, Any], draws: Tensor) -> Non
 
 @cache
 def _table(device: torch.device, top: int, *, signed: bool = False) -> Tensor:
-    """What each code stands for below a bound of 1: 0, and 2^(-(top - code) / _OCTAVE); negative from `top + 1` on."""
+    """Return the value of each code for a bound of 1: 0, or 2^(-(top - code) / _OCTAVE); negative from `top + 1` on."""
     sizes = torch.exp2((torch.arange(top + 1, device=device, dtype=torch.float32) - top) / _OCTAVE)
     sizes[0] = 0
     return torch.cat([sizes, -sizes]) if signed else sizes
 
 
 def _numbers(codes: Tensor, bound: Tensor, table: Tensor) -> Tensor:
-    """What codes `(n,)` stand for, whose blocks have these bounds."""
+    """Return the values of codes `(n,)` whose blocks have these bounds."""
     return table.index_select(0, codes.int()).mul_(bound.repeat_interleave(BLOCK)[: len(codes)])
 
 
 def _codes(numbers: Tensor, bound: Tensor, draws: Tensor, *, top: int) -> Tensor:
-    """The code below or above each number of at least 0, so that over `draws`, even in (0, 1), the mean is the number.
+    """Return the code below or above each number >= 0, so that over `draws`, uniform in (0, 1), the mean is exact.
 
     Neighbours v < q v, q = 2^(1 / _OCTAVE), have a number s between them: q s / (1 + (q - 1) u) is at least the upper
     one where u is at most (s / v - 1) / (q - 1), and its code is then the upper one. The first two are 0 and the least,
@@ -184,25 +224,25 @@ def _codes(numbers: Tensor, bound: Tensor, draws: Tensor, *, top: int) -> Tensor
 
 
 def _draws(seed: int, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two independent numbers in (0, 1), in steps of 2^-16, for each place of a weight from `start` on."""
+    """Return two independent numbers in (0, 1), in steps of 2^-16, for each place of a weight from `start` on."""
     places = torch.arange(count, dtype=torch.int32, device=device)
     bits = places.mul_(_MIX[0]).add_(_as_int32(start * _MIX[0] + seed * _MIX[1]))
     for factor in _MIX[1:]:
         _fold(bits).mul_(factor)
     _fold(bits)
-    return _even(bits >> 16), _even(bits.bitwise_left_shift_(16).bitwise_right_shift_(16))
+    return _to_unit_interval(bits >> 16), _to_unit_interval(bits.bitwise_left_shift_(16).bitwise_right_shift_(16))
 
 
 def _fold(bits: Tensor) -> Tensor:
-    """Upper bits onto lower ones, in place. What a shift repeats of the sign is taken off."""
+    """Fold upper bits onto lower ones, in place, without the sign bits that a shift repeats."""
     return bits.bitwise_xor_((bits >> 15).bitwise_and_(2**17 - 1))
 
 
-def _even(halves: Tensor) -> Tensor:
-    """From integers of 16 bits to numbers in (0, 1)."""
+def _to_unit_interval(halves: Tensor) -> Tensor:
+    """Map integers of 16 bits to numbers in (0, 1)."""
     return halves.float().mul_(2**-16).add_(0.5 + 2**-17)
 
 
 def _as_int32(number: int) -> int:
-    """Its last 32 bits, as torch takes them."""
+    """Return the last 32 bits as a signed integer, as torch takes them."""
     return (number + 2**31) % 2**32 - 2**31

@@ -1,1 +1,1 @@
-"""From a batch of prompts to the micro-batches that are learned from."""
+"""Rollouts: from a batch of prompts to the micro-batches that are learned from."""

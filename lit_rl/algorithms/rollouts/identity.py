@@ -1,13 +1,13 @@
-"""What makes a run this run, as a checkpoint notes it, and what a run that goes on makes of a difference.
+"""The identity of a run in its checkpoints: models and settings, compared at a resume.
 
-    a part                                             where it has changed
+    part                                               if it has changed
     frozen weights, adapter, tokenizer, reference      refused by name; `model.allow_changed` accepts it
     class of the optimizer                             refused: no optimizer reads the state of another
-    settings of optimizer and schedule                 used from the next step on, and said
-    everything else a constructor or the Trainer got   used from the next step on, and said
+    settings of optimizer and schedule                 used from the next step on, and reported
+    other arguments of constructors and the Trainer    used from the next step on, and reported
 
 The rows of the data, their order and the cut of a step are noted by the loader, the kind of the algorithm and the
-precision by the module. All is plain values, and no string of a setting is kept, as it may be a secret: a digest is.
+precision by the module. All values are plain. Strings of settings may be secrets, so only their digests are kept.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_rl.by_path import named_by
-from lit_rl.environments.source import Interactive
-from lit_rl.errors import StorageError
-from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.trunk import name_in_base
-from lit_rl.user_code import digest, is_mark, named, read_by
+from lit_rl.core.errors import StorageError
+from lit_rl.core.fingerprints import dependencies_of, fingerprint_of, is_mark, text_digest
+from lit_rl.core.user_functions import load_by_path
+from lit_rl.environments.environment_base import Interactive
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.trunk import name_in_base
 
 Record = dict[str, Any]
-"""Names of parts, as users know them, and plain values."""
+"""Plain values by the names of parts, as users know them."""
 
 _SAMPLED = 1 << 14
-"""Numbers of each tensor that are looked at, at least."""
+"""Least numbers of each tensor in its digest."""
 _DEEPEST = 6
 _LISTED = 50
-"""Parts of a mapping, or of what code reads, that are noted one by one; of more, one mark."""
+"""Most parts of a mapping, or of what code reads, that are recorded singly; more get one digest."""
 _LOOKED_AT = 10_000
-"""Things in a container that are looked at; of more, their number."""
+"""Most items of a container that are recorded; of more, only their number."""
 
 _OF_ADAPTERS = {
     "peft_type": "kind",
@@ -51,22 +51,22 @@ _OF_ADAPTERS = {
     "use_dora": "dora",
     "lora_dropout": "dropout",
 }
-"""What PEFT calls a setting of `model.lora`."""
+"""Settings of `model.lora` by PEFT's names."""
 _NO_SETTINGS_OF_ADAPTERS = {
     *("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version"),
     *("runtime_config", "init_lora_weights", "init_weights", "loftq_config", "eva_config", "corda_config"),
     *("lora_dropout", "module_dropout"),
 }
-"""What says nothing of the function that trained adapters compute, beside their weights and those of the base."""
+"""PEFT's settings that do not change the function of trained adapters, given their weights and the base."""
 
 
 def model_record(description: LanguageModel, policy: nn.Module, reference: Any) -> Record:
-    """Return what a checkpoint's weights stand on, and are read by. To be asked before the policy is sharded.
+    """Return the record of base model, adapter, tokenizer and reference. To be called before the policy is sharded.
 
     Args:
-        description: Of the policy.
-        policy: As it was loaded.
-        reference: The module that a term measures against, whose weights stay; None where there is none.
+        description: The description of the policy.
+        policy: The loaded policy.
+        reference: The frozen reference module of a term; None where there is none.
     """
     from peft import PeftModel
 
@@ -83,10 +83,10 @@ def model_record(description: LanguageModel, policy: nn.Module, reference: Any) 
 
 
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
-    """Return a mark that is equal for equal weights, of whatever floating type they are held in.
+    """Return a digest that is equal for equal weights, in any floating type.
 
-    It is another one where a row of a tensor is, or many numbers are: one number of each row is looked at, each in the
-    next column, and 16,384 of the whole at least.
+    It changes with any row of a tensor, or with many numbers: it includes one number of each row, each in the next
+    column, and at least 16,384 of the whole.
     """
     made = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(weights.items()):
@@ -101,11 +101,13 @@ def weights_digest(weights: Mapping[str, Tensor]) -> str:
 
 
 def _tokenizer(tokenizer: Any) -> str:
-    return digest(repr((sorted(tokenizer.get_vocab().items()), tokenizer.encode("naïve 日本語 🙂 2+2=4\n\t x  y"))))
+    return text_digest(
+        repr((sorted(tokenizer.get_vocab().items()), tokenizer.encode("naïve 日本語 🙂 2+2=4\n\t x  y")))
+    )
 
 
 def _adapter(config: Any) -> Record:
-    """The settings of an adapter that are not PEFT's defaults, by the names of `model.lora`."""
+    """Return the settings of an adapter that differ from PEFT's defaults, by the names of `model.lora`."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     said = {
         name: value
@@ -115,36 +117,36 @@ def _adapter(config: Any) -> Record:
     plain: Record = {}
     for name, value in said.items():
         listed = sorted(value) if isinstance(value, set | frozenset) else value
-        if name == "target_modules" and isinstance(listed, list):  # which layer of each name, weights tell
+        if name == "target_modules" and isinstance(listed, list):  # the weights tell which layers of each name
             listed = sorted({path.rpartition(".")[2] for path in listed})
         text = str(getattr(listed, "value", listed)) if listed not in (None, {}, []) else None
         if text is not None:
-            short = listed if isinstance(listed, int | float) else text if len(text) <= 200 else digest(text)
+            short = listed if isinstance(listed, int | float) else text if len(text) <= 200 else text_digest(text)
             plain[f"model.lora.{_OF_ADAPTERS.get(name, name)}"] = short
     return plain
 
 
 _PATHS = ("path", "functions", "read", "show")
-"""Parameters of environments that name code."""
+"""Parameters of environments that are paths of code."""
 
 
 def _at_path(given: Any) -> Any:
-    """Return functions and classes in the place of their paths, which were loaded already."""
+    """Replace paths of code by the functions and classes, which are loaded already."""
     if isinstance(given, list | tuple):
         return [_at_path(each) for each in given]
     if not isinstance(given, str) or not re.fullmatch(r"[^\s:]+:[A-Za-z_]\w*", given):
         return given
-    with contextlib.suppress(Exception):  # it is a text of another kind
-        return named_by(given, "env").value
+    with contextlib.suppress(Exception):  # any other text
+        return load_by_path(given, "env").value
     return given
 
 
 class Word(str):
-    """A word of a fixed list, which is no secret, and so is noted as it is."""
+    """An option of a `Literal`, which is no secret, and so is recorded as it is."""
 
 
 def with_choices(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a constructor was given, less the choices: strings that its annotations list become `Word`."""
+    """Return a constructor's arguments, with the strings that its annotations list as `Word`."""
     listed = _listed(kind)
     return {
         name: Word(value) if isinstance(value, str) and value in listed.get(name, ()) else value
@@ -157,7 +159,7 @@ def _listed(kind: type) -> dict[str, set[Any]]:
     found: dict[str, set[Any]] = {}
     for each in reversed(kind.__mro__):
         if "__init__" in vars(each):
-            with contextlib.suppress(Exception):  # names that are imported for type checkers alone
+            with contextlib.suppress(Exception):  # annotations may be imported for type checkers only
                 hints = typing.get_type_hints(each.__init__)
                 found |= {name: choices for name, hint in hints.items() if (choices := _choices(hint))}
     return found
@@ -171,17 +173,17 @@ def _choices(hint: Any) -> set[Any]:
 
 
 def numbers_of(value: Any) -> dict[str, Any]:
-    """Return the numbers and switches among what an object's constructor was given."""
+    """Return the numbers and booleans among an object's constructor arguments."""
     return {name: held for name, held in _settings_of(value).items() if isinstance(held, bool | int | float)}
 
 
 def settings_record(given: Mapping[str, Any]) -> Record:
-    """Return what constructors were given, flat.
+    """Return constructor arguments as a flat record.
 
     ``{"algo.beta": 0.1, "reward": "score #3f5a..", "sampling.temperature": 1.0}``
 
     Args:
-        given: Settings by name; objects are taken apart by what their constructors take.
+        given: Settings by name; objects are flattened by their constructor arguments.
     """
     return {key: value for key, value in _flat(given, "", 0) if value is not None}
 
@@ -194,7 +196,7 @@ def _flat(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, Word) or is_mark(value):
         yield key, str(value)
     elif isinstance(value, str | bytes):
-        yield key, digest(value)
+        yield key, text_digest(value)
     elif isinstance(value, Mapping | list | tuple | set | frozenset):
         yield from _flat_container(value, key, depth)
     elif isinstance(value, Tensor):
@@ -204,13 +206,13 @@ def _flat(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
         yield from _flat(dict(enumerate(getattr(value, "args", ()))), key, depth + 1)
         yield from _flat(getattr(value, "keywords", {}), key, depth + 1)
     elif inspect.ismethod(value) and not inspect.isclass(value.__self__):
-        yield key, named(value)
+        yield key, fingerprint_of(value)
         yield from _flat_object(value.__self__, key, depth)
     elif callable(value) and (inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, "__wrapped__")):
-        yield key, named(value)
+        yield key, fingerprint_of(value)
         yield from _flat_read(value, key, depth)
     else:
-        yield key, named(type(value))
+        yield key, fingerprint_of(type(value))
         yield from _flat_object(value, key, depth)
 
 
@@ -224,7 +226,7 @@ def _flat_container(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any
             yield from _flat(each, f"{key}.{name}" if key else str(name), depth + 1)
     else:
         parts = [dict(_flat(each, "", depth + 1)) for each in value]
-        yield key, digest(repr(sorted(map(repr, parts)) if isinstance(value, set | frozenset) else parts))
+        yield key, text_digest(repr(sorted(map(repr, parts)) if isinstance(value, set | frozenset) else parts))
 
 
 def _flat_object(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
@@ -236,24 +238,26 @@ def _flat_object(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _flat_read(function: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield what code of the user's reads beside its own text; a container as one value, and a package as one too."""
+    """Yield the globals that a user's code reads; a container as one value, and a package as one too."""
     read: dict[str, Any] = {}
-    for name, value in read_by(function):
-        with contextlib.suppress(Exception):  # objects of others may raise whatever they are asked
+    for name, value in dependencies_of(function):
+        with contextlib.suppress(Exception):  # foreign objects may raise anything
             mapping = isinstance(value, Mapping) and len(value) <= _LOOKED_AT
             found = {"": _mark_of(value, depth)} if mapping else dict(_flat(value, "", depth + 1))
             read |= {f"{key}.{name}{part and '.'}{part.removeprefix('.')}": each for part, each in found.items()}
-    yield from read.items() if len(read) <= _LISTED else [(f"{key}.code", digest(repr(sorted(read.items(), key=repr))))]
+    yield from (
+        read.items() if len(read) <= _LISTED else [(f"{key}.code", text_digest(repr(sorted(read.items(), key=repr))))]
+    )
 
 
 def _mark_of(value: Mapping[Any, Any], depth: int) -> str:
-    """Return one mark for all that a mapping holds."""
+    """Return one digest for all items of a mapping."""
     each = (item for name, one in value.items() for item in _flat(one, str(name), depth + 1))
-    return digest(repr(sorted(each, key=repr)))
+    return text_digest(repr(sorted(each, key=repr)))
 
 
 def _settings_of(value: Any) -> dict[str, Any]:
-    """Return what an object holds under the names of its constructor's parameters."""
+    """Return the attributes of an object with the names of its constructor's parameters."""
     try:
         names = inspect.signature(type(value)).parameters
     except (TypeError, ValueError):
@@ -275,18 +279,18 @@ def _settings_of(value: Any) -> dict[str, Any]:
 
 
 def check_model(before: Record, now: Record, *, allowed: bool) -> list[str]:
-    """Refuse weights that stand on another model than they were trained on.
+    """Refuse a checkpoint whose weights were trained on another model.
 
     Args:
         before: `model_record` of the run that wrote the checkpoint.
-        now: Of this one.
+        now: `model_record` of this run.
         allowed: `model.allow_changed`.
 
     Returns:
-        What differs, where that is allowed.
+        The differences, where they are allowed.
 
     Raises:
-        StorageError: names each part that differs, what it was and what it is.
+        StorageError: names each part that differs, with both values.
     """
     compared = before.keys() | now.keys()
     compared -= {"model.name", *({"reference weights"} - (before.keys() & now.keys()))}
@@ -303,8 +307,10 @@ def check_model(before: Record, now: Record, *, allowed: bool) -> list[str]:
 
 
 def differences(before: Record, now: Record) -> list[str]:
-    """Return what changed, in words: `sampling.temperature 1.0 -> 0.7`. Of callbacks that both runs have: a door adds
-    some of its own."""
+    """Describe changed settings: `sampling.temperature 1.0 -> 0.7`. Only callbacks of both runs are compared.
+
+    Each entry point adds some callbacks of its own.
+    """
     both = before.keys() & now.keys()
     compared = {key for key in before.keys() | now.keys() if key in both or not key.startswith("callbacks.")}
     keys = sorted(key for key in compared if _value(before, key) != _value(now, key))
@@ -317,7 +323,7 @@ def _value(record: Record, key: str) -> Any:
 
 
 def _words(key: str, before: Any, now: Any) -> str:
-    """A digest says only that something is another."""
+    """Describe a change; with digests only that there is one."""
     if any(isinstance(each, str) and ("#" in each or key in _DIGESTS) for each in (before, now)):
         names = [str(each).partition(" #")[0] for each in (before, now) if isinstance(each, str) and " #" in each]
         return f"{key} ({' -> '.join(dict.fromkeys(names))}) changed" if names else f"{key} changed"

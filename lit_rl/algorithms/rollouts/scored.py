@@ -1,43 +1,57 @@
-"""A rollout as it was drawn and scored, before any credit is given; callbacks see it, and groups are chosen of it."""
+"""Scored rollouts, before any credit is assigned: prompts, completions and rewards.
+
+Callbacks see them, and groups are selected from them. Dynamic groups draw spare prompts, beyond those of the epochs, in
+place of groups that teach nothing (`Spare`). Some methods have each prompt answered twice: by the policy, and by an
+opponent made of its reference (`generate_opponent_pairs`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lit_rl.rewards.sums.weighted import Scores
-from lit_rl.rollout import Completions, PromptBatch, join_completions, select
+from lit_rl.algorithms.rollouts.rollout_source import RolloutRequest, RolloutSource
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Completions, PromptBatch, join_completions, select
+from lit_rl.generation.collect import texts_of
+from lit_rl.generation.generator import InProcessGenerator
+from lit_rl.generation.native import for_another_policy
+from lit_rl.models.sharding import unsharded
+from lit_rl.rewards.weighted_rewards import Scores
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Prompts, their completions, and what the rewards said of these. Completions of a prompt are neighbours."""
+    """Prompts with completions and their scores. Completions of a prompt are neighbours."""
 
     batch: PromptBatch
     completions: Completions
     scores: Scores
     kept: Tensor | None = None
-    """Bool `(b,)`: the rows that are learned from. None: all."""
+    """Bool `(b,)`: rows that are learned from. None: all."""
     greedy_rewards: Tensor | None = None
-    """Float32 `(b,)`: reward of the greedy completion of each row's prompt. None where no advantage asks for it."""
+    """Float32 `(b,)`: reward of the greedy completion of each row's prompt. None where no advantage needs it."""
     win_rates: Tensor | None = None
-    """Float64 `(b,)` on the CPU: how often a judge finds each completion better than the others of its prompt, or NaN
-    where it said nothing. None where no judge was asked."""
+    """Float64 `(b,)` on the CPU: win rate of each completion against the others of its prompt, by a judge; NaN without
+    a verdict. None without a judge."""
 
     @property
     def group_size(self) -> int:
         return len(self.completions) // len(self.batch)
 
     def prompts(self, which: list[int]) -> Scored:
-        """The given prompts, in that order, with all their completions."""
+        """Return the given prompts, in that order, with all their completions."""
         rows = (torch.tensor(which)[:, None] * self.group_size + torch.arange(self.group_size)).flatten()
-        return Scored(_prompts_of(self.batch, which), select(self.completions, rows), scores_of(self.scores, rows))
+        return Scored(_select_prompts(self.batch, which), select(self.completions, rows), scores_of(self.scores, rows))
 
     def followed_by(self, more: Scored) -> Scored:
-        """The prompts of both, these before the others; their completions get one width."""
+        """Return the prompts of both, these first; their completions get one width."""
         return Scored(
             _join_batches(self.batch, more.batch),
             join_completions(self.completions, more.completions),
@@ -46,7 +60,7 @@ class Scored:
 
 
 def scores_of(scores: Scores, rows: Tensor) -> Scores:
-    """The scores of the given rows; what functions logged is of all of them."""
+    """Return the scores of the given rows; logged metrics are those of all rows."""
     indices, rows = rows.tolist(), rows.to(scores.total.device)
     spans = scores.span_rewards
     return dataclasses.replace(
@@ -59,7 +73,7 @@ def scores_of(scores: Scores, rows: Tensor) -> Scores:
     )
 
 
-def _prompts_of(batch: PromptBatch, which: list[int]) -> PromptBatch:
+def _select_prompts(batch: PromptBatch, which: list[int]) -> PromptBatch:
     return dataclasses.replace(
         batch,
         prompts=[batch.prompts[i] for i in which],
@@ -100,4 +114,77 @@ def _join_scores(one: Scores, two: Scores) -> Scores:
         metrics=metrics,
         extras=extras,
         span_rewards=spans,
+    )
+
+
+@dataclass(frozen=True)
+class Spare:
+    """Prompts beyond those of the epochs, completed and scored like those of the rollout."""
+
+    datamodule: Any
+    draw_now: Callable[[PromptBatch], Completions]
+    """Function that completes prompts to learn from."""
+    generate: Callable[..., Completions]
+    """Function that completes a prompt to discard, where engine calls are collective."""
+    reward: Callable[[PromptBatch, Completions], Scores]
+    exact: bool
+    """Whether the generator is the policy itself, so that each rank can draw alone."""
+
+    def draw(self, positions: range, *, rollout: int, first: int) -> Scored:
+        """Complete and score the prompts at these positions of the spare order."""
+        batch = self.datamodule.spare.batch(positions, rollout=rollout, first=first)
+        completions = self.draw_now(batch)
+        return Scored(batch, completions, self.reward(batch, completions))
+
+    def keep_pace(self, position: int, *, rollout: int, first: int) -> None:
+        """Generate and discard one completion, so that every rank makes the same number of engine calls."""
+        if not self.exact:
+            one = self.datamodule.spare.batch(range(position, position + 1), rollout=rollout, first=first)
+            self.generate(one, group_size=1)
+
+
+def generate_opponent_pairs(
+    source: RolloutSource, asked: RolloutRequest, own: Completions, opponent: Any, reference_policy: Any
+) -> Completions:
+    """Return the policy's completions with the opponent's: rows `2 i` and `2 i + 1` for each prompt `i`.
+
+    Args:
+        source: The source of the opponent's completions.
+        asked: The policy's request: one completion of each prompt.
+        own: The policy's completions.
+        opponent: The model that answers as a policy does, with noise of its own.
+        reference_policy: The reference's weights, which are gathered meanwhile where they are sharded.
+
+    Raises:
+        ConfigError: the opponent is the policy without its adapters, and the engine copies weights.
+    """
+    generator = source.generator
+    if opponent is asked.policy and not isinstance(for_another_policy(generator), InProcessGenerator):
+        raise ConfigError(
+            f"generator={type(generator).__name__} takes a copy of the weights, and this reference is the "
+            "policy with its adapters switched off. Take generator=native, or reference=initial_adapter."
+        )
+    whole = unsharded(reference_policy) if isinstance(reference_policy, nn.Module) else nullcontext()
+    with whole:
+        theirs = source.draw_other(asked.by_another(opponent))
+    joint = join_completions(own, replace(theirs, group_id=own.group_id))
+    return select(joint, torch.arange(len(joint)).view(2, -1).T.flatten())
+
+
+def policy_rows(completions: Completions) -> Tensor:
+    """Return long `(n,)`: the policy's rows among pairs with an opponent."""
+    return torch.arange(0, len(completions), 2, device=completions.response_ids.device)
+
+
+def without_opponent(scored: Scored, tokenizer: Any) -> Scored:
+    """Return the policy's completions, with the opponent's text and reward as columns, for display."""
+    rows = policy_rows(scored.completions)
+    texts = texts_of(scored.completions, tokenizer)
+    own = scores_of(scored.scores, rows)
+    beside = {"opponent": texts[1::2], "opponent_reward": scored.scores.total[1::2].tolist()}
+    return replace(
+        scored,
+        completions=select(scored.completions, rows),
+        scores=replace(own, extras=own.extras | beside),
+        win_rates=select(scored.win_rates, rows),
     )

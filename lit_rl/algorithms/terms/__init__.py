@@ -1,1 +1,1 @@
-"""The terms of objectives: each checks itself, owns its state, and returns a value with its metrics."""
+"""The terms of objectives: each checks its settings, owns its state, and returns a value with its metrics."""

@@ -1,48 +1,93 @@
-"""From what rewards said to rewards of rows and of tokens: the steps between a score and an advantage."""
+"""Credit: from reward scores to the rewards of rows and tokens, and the treatment of the advantages made of them.
+
+scores -> shaping -> running normalisation -> clip -> rewards at tokens (`CreditAssignment`), from which an estimator of
+`lit_rl.ops` makes advantages -> whitening -> clip.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.signatures import arguments_for, copies_for
-from lit_rl.algorithms.terms.running_norm import RunningNorm
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.algorithms.signatures import arguments_for, copies_for, name_of, parameters, unwrap
+from lit_rl.core.errors import ConfigError, RewardError, in_range
+from lit_rl.core.rollout import Completions
+from lit_rl.core.transfers import to_device
 from lit_rl.generation import noise
 from lit_rl.generation.collect import response_ids
-from lit_rl.rewards.functions.contract import Part
-from lit_rl.rollout import Completions
-from lit_rl.transfers import to_device
+from lit_rl.ops.returns import process_supervised
+from lit_rl.rewards.contract import Part, is_turn_reward
+
+
+class RunningNorm:
+    """Running normalisation: rewards less their mean, divided by their standard deviation, since the start of the run.
+
+    Welford's algorithm over every scored reward of every rank. The current rollout is included; rewards that are all
+    equal become 0.
+
+    Args:
+        eps: Added to the deviation.
+    """
+
+    def __init__(self, eps: float = 1e-8) -> None:
+        in_range("algo.reward_norm.eps", eps, low=0)
+        self.eps = eps
+        self._count, self._mean, self._squares = 0, 0.0, 0.0
+
+    def __call__(self, rewards: Tensor) -> Tensor:
+        """Update with the rewards `(n,)` of all ranks, NaN for unscored ones, and return them normalised."""
+        scored = rewards[~rewards.isnan()].double()
+        if len(scored):
+            count = self._count + len(scored)
+            mean, squares = float(scored.mean()), float((scored - scored.mean()).square().sum())
+            delta = mean - self._mean
+            self._squares += squares + delta * delta * self._count * len(scored) / count
+            self._mean += delta * len(scored) / count
+            self._count = count
+        return self.scaled(rewards)
+
+    def scaled(self, rewards: Tensor) -> Tensor:
+        """Return rewards normalised by the current statistics, without an update."""
+        std = math.sqrt(self._squares / max(1, self._count - 1))
+        return (rewards - self._mean) / (std + self.eps) if std else rewards - self._mean
+
+    def state(self) -> dict[str, float]:
+        return {"count": self._count, "mean": self._mean, "squares": self._squares}
+
+    def load_state(self, saved: dict[str, float]) -> None:
+        self._count, self._mean, self._squares = int(saved["count"]), saved["mean"], saved["squares"]
 
 
 @dataclass(frozen=True)
 class Credit:
-    """What an advantage is estimated from."""
+    """The rewards that an advantage is estimated from."""
 
     rewards: Tensor
-    """Float32 `(b,)`: shaped, normalised, clipped, less the KL of the row; NaN where no function applied."""
+    """Float32 `(b,)`: shaped, normalised, clipped, less the KL of the row; NaN if no function applied."""
     token_rewards: Tensor
-    """Float32 `(b, t)`: the same, at the tokens where they were earned."""
+    """Float32 `(b, t)`: the same rewards, at the tokens that earned them."""
     step_ends: Tensor
-    """Bool `(b, t)`: the tokens where something was earned: ends of spans, and of rows without spans."""
+    """Bool `(b, t)`: the tokens that earned a reward: ends of spans, and of rows without spans."""
     values: Tensor
-    """Float32 `(b, k)`: what each reward function gave; NaN where it, or all of them, did not apply."""
+    """Float32 `(b, k)`: the value of each reward function; NaN if it, or all of them, did not apply."""
     weights: Tensor
     """Float32 `(b, k)`: the weights of the functions."""
     greedy_rewards: Tensor | None = None
     """Float32 `(b,)`: the reward of the greedy completion of each row's prompt, on the scale of `rewards`."""
     end_id: int | None = None
-    """The token that ends a turn: it stands before the answer where the policy did not write it."""
+    """The token that ends a turn: the environment's answer begins with it if the policy did not write it."""
 
     def columns(self, completions: Completions) -> dict[str, Tensor]:
-        """Everything that an estimator of advantages may name."""
+        """Return all columns that an estimator of advantages may have parameters for."""
         columns = {
             "rewards": self.rewards,
             "group_id": completions.group_id,
@@ -58,14 +103,14 @@ class Credit:
         return columns if self.greedy_rewards is None else columns | {"greedy_rewards": self.greedy_rewards}
 
     def less(self, penalty: Tensor, mask: Tensor) -> Credit:
-        """With a penalty `(b, t)` of the tokens in `mask` taken off; rows without a reward pay nothing."""
+        """Subtract a penalty `(b, t)` of the tokens in `mask`, except in rows without a reward."""
         penalty = penalty.masked_fill(~mask, 0.0)
         per_token = self.token_rewards - penalty.masked_fill(self.rewards.isnan()[:, None], 0.0)
         return replace(self, rewards=self.rewards - penalty.sum(1), token_rewards=per_token)
 
 
 class CreditAssignment:
-    """Shapes, normalises and clips the rewards of rows, and puts them at tokens.
+    """The pipeline from scores to credit: shaping, normalisation and clipping of rows' rewards, then tokens.
 
     Args:
         shaping: `(rewards, group_id, ...) -> rewards`; it may also name `lengths` and `ended`. None: no shaping.
@@ -82,21 +127,21 @@ class CreditAssignment:
             raise ConfigError(f"algo.reward_clip={list(self.clip)} must be [lowest, highest], such as [-10, 10].")
 
     def __call__(self, scored: Scored, *, tokenizer: Any, ranks: Ranks) -> Credit:
-        """Rewards of rows and of tokens.
+        """Return the rewards of rows and of tokens.
 
         Args:
-            scored: Of `b` completions.
-            tokenizer: Finds the tokens of spans.
-            ranks: A norm is of the rewards of all of them.
+            scored: Scores of `b` completions.
+            tokenizer: The policy's tokenizer, to find the tokens of spans.
+            ranks: The ranks over whose rewards a running norm is taken.
 
         Raises:
-            ConfigError: the functions gave spans, and the reward of the row is changed as a whole.
+            ConfigError: the functions returned spans, and a setting changes the reward of the row as a whole.
         """
         completions, scores = scored.completions, scored.scores
         mask = completions.response_mask
         if scores.span_rewards is not None:
             self._refuse_changed_spans()
-        # Rewards come from the host, which need not wait until they have arrived.
+        # Rewards come from the host: the copies are asynchronous.
         total, values, weights = (
             to_device(each, mask.device) for each in (scores.total, scores.values, scores.weights)
         )
@@ -109,7 +154,7 @@ class CreditAssignment:
         return Credit(rewards, per_token, step_ends, values, weights, greedy, end_id)
 
     def _of_rows(self, completions: Completions, rewards: Tensor, ranks: Ranks) -> Tensor:
-        """Rewards of rows after shaping, running normalisation and clipping, in this order."""
+        """Apply shaping, running normalisation and clipping to the rewards of rows, in this order."""
         if self.shaping is not None:
             offered = {"lengths": completions.lengths, "ended": completions.ended}
             rewards = self.shaping(
@@ -121,10 +166,10 @@ class CreditAssignment:
         return self._clipped(rewards)
 
     def _greedy(self, rewards: Tensor) -> Tensor:
-        """The greedy completions' rewards, normalised and clipped as those of the drawn completions are.
+        """Normalise and clip the greedy completions' rewards like those of the sampled completions.
 
-        `__call__` normalises the drawn ones first. The running norm takes in the drawn ones alone: a greedy completion
-        says nothing of how rewards vary.
+        `__call__` normalises the sampled ones first. The running norm is updated with the sampled ones alone: greedy
+        completions do not represent the variance of rewards.
         """
         return self._clipped(rewards if self.norm is None else self.norm.scaled(rewards))
 
@@ -132,7 +177,7 @@ class CreditAssignment:
         return rewards if self.clip is None else rewards.clamp(*self.clip)
 
     def _refuse_changed_spans(self) -> None:
-        """The change of a row's reward has no place among its spans: the last token would be blamed for all of it."""
+        """Refuse settings that change a row's reward if there are spans: the change would go to the last token."""
         changes = {"shaping": self.shaping, "reward_norm": self.norm, "reward_clip": self.clip}
         if changed := [f"algo.{name}" for name, value in changes.items() if value is not None]:
             raise ConfigError(
@@ -145,14 +190,14 @@ class CreditAssignment:
 def token_rewards(
     rewards: Tensor, completions: Completions, spans: Sequence[Sequence[Part]] | None, tokenizer: Any
 ) -> tuple[Tensor, Tensor]:
-    """`(b, t)`: each row's reward at the token where it was earned, 0 everywhere in a row without a reward; and where.
+    """Return rewards `(b, t)` at the tokens that earned them, and a mask of these tokens.
 
-    A span's value stands at the token that writes its last character, a turn's at the turn's last token. What is left
-    of the row's reward (all of it, if no function gave spans or turns) stands at the row's last token. So a row always
-    sums to its reward.
+    A span's value is at the token that completes its last character, a turn's at the turn's last token. The rest of the
+    row's reward (all of it, if no function returned spans or turns) is at the row's last token. So a row always sums to
+    its reward; a row without a reward is 0 everywhere.
 
     Raises:
-        RewardError: a turn earned something, and the row has none of that number.
+        RewardError: there is a reward for a turn that the row does not have.
     """
     mask = completions.response_mask
     out, ends = torch.zeros(mask.shape, device=rewards.device), torch.zeros_like(mask)
@@ -178,15 +223,16 @@ def token_rewards(
 
 
 def turns_of(completions: Completions) -> Tensor:
-    """Long `(b, t)`: the turn of each token; 0 in responses of one turn."""
+    """Return the turn of each token, long `(b, t)`; 0 in responses of one turn."""
     mask = completions.response_mask
     return torch.zeros_like(mask, dtype=torch.long) if completions.turn is None else completions.turn
 
 
 def states_of(completions: Completions, end_id: int | None) -> Tensor:
-    """Long `(b, t)`: the state in which the turn of each token began, as a number: what the policy had read since its
-    turn before. Equal answers have equal numbers in every row and process, whatever ended the turn that was answered. 0
-    in a row's first turn: it has its prompt.
+    """Return a number for the state in which the turn of each token began, long `(b, t)`.
+
+    The state is the environment's answer since the policy's previous turn. Equal answers have equal numbers in every
+    row and process, whatever ended the turn before them. A row's first turn has 0: its state is the prompt.
     """
     turn, attended = turns_of(completions), completions.attended
     if attended is None:
@@ -198,11 +244,11 @@ def states_of(completions: Completions, end_id: int | None) -> Tensor:
         1, turn, place.masked_fill(~read, turn.shape[1]), "amin"
     )
     place = place - begins.gather(1, turn)
-    if end_id is not None:  # a turn that was cut is ended first
+    if end_id is not None:  # the answer to a truncated turn begins with the end token
         ended = read & (place == 0) & (completions.response_ids == end_id)
         read = read & ~ended
         place = place - torch.zeros_like(begins).scatter_add(1, turn, ended.long()).gather(1, turn)
-    # Each token is mixed with its place in the answer, so that a sum of them tells texts apart.
+    # Each token is hashed with its place in the answer, so that the sum identifies the text.
     nothing = torch.zeros_like(turn)
     words = noise.prompt_key(nothing, nothing, completions.response_ids, place)
     answers = words.new_zeros(len(turn), most).scatter_add(1, turn, words.masked_fill(~read, 0))
@@ -210,7 +256,7 @@ def states_of(completions: Completions, end_id: int | None) -> Tensor:
 
 
 def _last_of_turn(completions: Completions, row: int, turn: int) -> int:
-    """The column of the last token that the policy wrote in a turn."""
+    """Return the column of the last token that the policy sampled in a turn."""
     mask, turns = completions.response_mask[row], turns_of(completions)[row]
     columns = (mask & (turns == turn)).nonzero().flatten()
     if not len(columns):
@@ -222,9 +268,9 @@ def _last_of_turn(completions: Completions, row: int, turn: int) -> int:
 
 
 def _token_at(ids: list[int], end: int, tokenizer: Any) -> int:
-    """Index of the first token with which the text's first `end` characters are written: a search over prefixes.
+    """Return the index of the token that completes the text's first `end` characters, by a search over prefixes.
 
-    Part of a character's bytes is text already, but other text: it is compared, not counted.
+    A part of a character's bytes decodes to other text, so prefixes are compared and not counted.
     """
     wanted = tokenizer.decode(ids, skip_special_tokens=True)[:end]
     low, high = 0, len(ids) - 1
@@ -235,3 +281,103 @@ def _token_at(ids: list[int], end: int, tokenizer: Any) -> int:
         else:
             low = middle + 1
     return low
+
+
+class Whitening:
+    """Normalisation of advantages to mean 0 and variance 1, without rows that have no reward.
+
+    If tokens are whitened and there is one advantage a row, each of the row's tokens gets it: long rows weigh more.
+
+    Args:
+        function: `(advantages, ...) -> advantages`; it names `scored` (rows) or `mask` (tokens). None: no whitening.
+        of: Name of the estimator, for messages.
+    """
+
+    def __init__(self, function: Callable[..., Tensor] | None, of: str) -> None:
+        self.function, self.of = function, of
+
+    def __call__(self, advantages: Tensor, rewards: Tensor, completions: Completions, ranks: Ranks) -> Tensor:
+        """Return the whitened advantages, `(b,)` or `(b, t)`.
+
+        Args:
+            advantages: `(b,)` or `(b, t)`.
+            rewards: `(b,)`, NaN for rows without a reward.
+            completions: `b` completions.
+            ranks: The ranks over whose rows mean and variance are taken.
+
+        Raises:
+            ConfigError: rows are to be whitened, and the advantages are of tokens.
+        """
+        whiten = self.function
+        if whiten is None:
+            return advantages
+        self.fits(of_tokens=advantages.ndim == 2)
+        scored = ~rewards.isnan()
+        mask = completions.response_mask & scored[:, None]
+        if advantages.ndim == 1 and "mask" in parameters(whiten):
+            advantages = torch.where(mask, advantages[:, None], 0.0)
+        columns = {"rewards": advantages, "group_id": completions.group_id, "scored": scored, "mask": mask}
+
+        def over_all(advantages: Tensor, group_id: Tensor, mask: Tensor, scored: Tensor) -> Tensor:
+            return whiten(advantages, **arguments_for(whiten, {"mask": mask, "scored": scored}))
+
+        return ranks.apply(over_all, columns)
+
+    def fits(self, *, of_tokens: bool) -> None:
+        """Refuse to whiten one advantage a token by rows. (The other way round every token counts.)
+
+        Raises:
+            ConfigError: names the whitening and the estimator.
+        """
+        if self.function is None or not of_tokens:
+            return
+        names = parameters(self.function)
+        if "mask" not in names and "scored" in names:
+            raise ConfigError(
+                f"algo/whitening: {name_of(self.function)} takes one advantage a completion, and {self.of} gives "
+                "one a token. Take algo/whitening=tokens."
+            )
+
+
+class AdvantageClip:
+    """A bound on the size of advantages.
+
+    Args:
+        limit: Largest size, above 0. None: no bound.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        if limit is not None:
+            in_range("algo.advantage_clip", limit, low=0, open_low=True)
+        self.limit = limit
+
+    def __call__(self, advantages: Tensor) -> Tensor:
+        return advantages if self.limit is None else advantages.clamp(-self.limit, self.limit)
+
+
+class TurnRewardWarning:
+    """A warning, given once, if rewards of turns are used with `process_supervised`.
+
+    That estimator compares a step with the mean over all steps of the group. Four episodes that earn 1 a turn over one
+    to three turns then have advantage 0 at every token, though each further turn adds 1: it compares the rewards of
+    turns, and not their number.
+
+    Args:
+        estimator: The estimator of the advantages.
+    """
+
+    def __init__(self, estimator: Callable[..., Any]) -> None:
+        self._normalises_steps, self._warned = unwrap(estimator) is process_supervised, False
+
+    def look(self, scored: Scored) -> None:
+        """Warn if the rollout has rewards of turns. Called before they are credited."""
+        if not self._normalises_steps or self._warned or scored.completions.turn is None:
+            return
+        if any(is_turn_reward(part) for parts in scored.scores.span_rewards or () for part in parts):
+            self._warned = True
+            rank_zero_warn(
+                "algo/advantage=process_supervised compares the reward of a turn with the mean over all turns of its "
+                "group, so an episode gains nothing by going on: where every turn earns the same, every advantage is "
+                "0, however many turns there were. Take algo/advantage=centered_turns, which compares what was earned "
+                "from a turn on with that of the group's other turns of its number, or centered_return_to_go."
+            )

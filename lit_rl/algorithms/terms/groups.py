@@ -1,4 +1,8 @@
-"""Which groups, and which members of groups, are learned from: dynamic sampling, GFPO, RAFT."""
+"""The choice of groups, and of members of groups, to learn from: dynamic sampling, GFPO, RAFT, and a replay buffer.
+
+A `GroupSelection` acts on scored completions, before advantages are estimated; `GroupReplay` acts on the rollout with
+its advantages, and puts good groups of earlier rollouts in the place of groups without spread.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,31 @@ import copy
 import dataclasses
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.algorithms.rollouts.rollout_plan import mix
+from lit_rl.algorithms.rollouts.rollout_source import abort_on_all_ranks
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.rollouts.source import given_up_together
-from lit_rl.errors import ConfigError, RewardError, did_you_mean, in_range, with_its_line
+from lit_rl.core.errors import ConfigError, RewardError, describe_error, did_you_mean, in_range
+from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, preserve_process_state, seed_generators
+from lit_rl.core.rollout import Completions, Rollout, join_rollouts, select, trim_rollout
+from lit_rl.core.vision_inputs import PromptVision
+from lit_rl.data.visual_prompts import Processor
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.ops.advantages import group_std
-from lit_rl.ops.step import Metrics
-from lit_rl.process_state import mixed, process_kept, raised_by_itself, seed_generators
-from lit_rl.rewards.functions.contract import keywords
-from lit_rl.rollout import Completions
+from lit_rl.ops.reductions import Metrics
+from lit_rl.rewards.contract import keywords
 
 
 class SpareGroups(Protocol):
-    """Prompts beyond those of the epochs, completed and scored when they are asked for."""
+    """A source of prompts beyond those of the epochs, completed and scored on demand."""
 
     def draw(self, positions: range, *, rollout: int, first: int) -> Scored:
         """Complete and score the prompts at `positions` of the spare order.
@@ -34,69 +42,68 @@ class SpareGroups(Protocol):
         Args:
             positions: One or more.
             rollout: The number of the rollout that they are for.
-            first: How many were drawn for it before, over all ranks.
+            first: The number drawn for it before, over all ranks.
         """
         ...
 
     def keep_pace(self, position: int, *, rollout: int, first: int) -> None:
-        """Other ranks draw, and this one needs nothing: take part where asking the engine is a collective."""
+        """Join the engine calls of other ranks, if these are collectives, when this rank needs no prompts."""
         ...
 
 
 class GroupSelection(ABC):
-    """Takes a scored rollout of this rank, and gives one of the same number of rows back."""
+    """A selection from this rank's scored rollout, which keeps the number of rows."""
 
     @abstractmethod
     def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
-        """The rollout, with `kept` where some of its rows are not learned from, and what is logged of the choice."""
+        """Return the rollout, with `kept` if some of its rows are not learned from, and metrics."""
 
     def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:  # noqa: B027 (any run may fit)
-        """Refuse a run in which there is nothing to choose.
+        """Refuse a run in which there is nothing to select.
 
         Args:
             group_size: Completions of a prompt.
-            compares_completions: Says whether the advantage needs several completions of one prompt. To be asked only
-                where it matters: the estimator is tried out, and a user's own may hold a state.
+            compares_completions: Tells whether the advantage needs several completions of one prompt. Called only if
+                the answer matters: it runs the estimator, and a user's estimator may have state.
 
         Raises:
-            ConfigError: says what fits.
+            ConfigError: names settings that fit.
         """
 
     def check_rewards(self, names: Sequence[str]) -> None:  # noqa: B027 (most read the sum)
-        """Refuse a choice by a reward function that is not there.
+        """Refuse a selection by a reward function that does not exist.
 
         Args:
-            names: Of the reward functions.
+            names: Names of the reward functions.
 
         Raises:
-            ConfigError: says which there are.
+            ConfigError: names the existing ones.
         """
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on exactly."""
+        """Return the state for an exact resume."""
         return {}
 
     def load_state(self, saved: dict[str, Any]) -> None:  # noqa: B027 (most have no state)
-        """The counterpart of `state`."""
+        """Restore what `state` returned."""
 
 
 class DynamicSampling(GroupSelection):
-    """Replace groups whose completions all have the same reward, which teach nothing: DAPO (2503.14476, section 3.2).
+    """Dynamic sampling: groups whose rewards are all equal are replaced, as in DAPO (2503.14476, section 3.2).
 
     Fresh prompts are drawn, completed and scored until every place is taken by a group with some spread, or the cap is
-    reached; a group that is left over then takes no part in the loss, and its tokens are in no denominator. A group
-    without two scored rows counts as one without spread. Wrong answers may differ in the summed reward, where a penalty
-    for length is a part of it: `metric` names the functions whose values decide then. Spare prompts come from an order
-    of their own over the training rows, so the epochs, and with them the number of optimizer steps, are what they would
-    be without.
+    reached; a remaining group without spread takes no part in the loss, and its tokens are in no denominator. A group
+    with fewer than two scored rows counts as one without spread. If the summed reward includes a length penalty, wrong
+    answers may differ in it: then `metric` names the functions whose values decide. Spare prompts have a separate order
+    over the training rows, so the epochs, and with them the number of optimizer steps, do not change.
 
     Logged: `groups/dropped` (groups without spread in the first draw), `groups/drawn` (spare prompts completed) and
     `groups/empty` (places that the cap left without a group), each a count over all ranks.
 
     Args:
         max_draws: Spare prompts completed for one rollout, all ranks together; 0 only drops.
-        metric: Names of reward functions, one or several: a group has spread where the values of one of them, before
-            their weight, differ. None: where the summed rewards do.
+        metric: Names of reward functions, one or several: a group has spread if the values of one of them, before their
+            weight, differ. None: if the summed rewards do.
     """
 
     def __init__(self, max_draws: int = 256, metric: str | list[str] | None = None) -> None:
@@ -116,9 +123,9 @@ class DynamicSampling(GroupSelection):
         wanted = ranks.counts(len(places))
         dropped, completed, position = sum(wanted), 0, self._position
         while sum(wanted) and completed < self.max_draws:
-            shares = _shares(wanted, self.max_draws - completed)
+            shares = _deal_draws(wanted, self.max_draws - completed)
             before, mine = sum(shares[: ranks.rank]), shares[ranks.rank]
-            with given_up_together(ranks):
+            with abort_on_all_ranks(ranks):
                 if mine:
                     start = position + before
                     extra = spare.draw(range(start, start + mine), rollout=rollout, first=completed + before)
@@ -128,10 +135,10 @@ class DynamicSampling(GroupSelection):
             completed += sum(shares)
             position += sum(shares)
             wanted = ranks.counts(len(places))
-        self._position = position  # only now: where the generator fails, the rollout is drawn again from its beginning
+        self._position = position  # only now: if the generator fails, the rollout is drawn again from its beginning
         counts = {"groups/dropped": dropped, "groups/drawn": completed, "groups/empty": sum(wanted)}
         scored = dataclasses.replace(scored, kept=_rows_outside(places, scored.completions, len(scored.batch)))
-        return scored, {name: _count(count, ranks) for name, count in counts.items()}
+        return scored, {name: _global_count(count, ranks) for name, count in counts.items()}
 
     def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
         needs_spread("algo/groups=dynamic", group_size)
@@ -145,7 +152,7 @@ class DynamicSampling(GroupSelection):
                 )
 
     def _without_spread(self, scored: Scored) -> list[int]:
-        """Places (indices of prompts) of the groups in which every scored row has the same reward."""
+        """Return the places (indices of prompts) of the groups in which every scored row has the same reward."""
         scores, group_id = scored.scores, scored.completions.group_id.cpu()
         columns = [scores.total]
         if self.metric is not None:
@@ -163,14 +170,14 @@ class DynamicSampling(GroupSelection):
 
 @dataclass(frozen=True)
 class TopOfGroup(GroupSelection):
-    """Learn from the `keep` best completions of each group by a score of their own: GFPO (2508.09726).
+    """Selection of the `keep` best completions of each group by a separate score: GFPO (2508.09726).
 
-    Statistics of the advantages are taken inside the kept ones; the others take no part in the loss or its denominator.
+    Statistics of the advantages are taken over the kept ones; the others take no part in the loss or its denominator.
 
     Args:
         keep: Completions of a group that are learned from, from 2 to `algo.group_size`.
-        score: `f(prompts, completions, rewards, lengths, **columns) -> list[float]`, highest kept; it may name any of
-            them. Built in are `shortest` and `reward_per_token`.
+        score: `f(prompts, completions, rewards, lengths, **columns) -> list[float]`, the highest are kept; it may name
+            any of them. Built in are `shortest` and `reward_per_token`.
     """
 
     keep: int
@@ -188,10 +195,10 @@ class TopOfGroup(GroupSelection):
     def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         values = self._scores(scored, tokenizer).reshape(len(scored.batch), -1)
         values = values.masked_fill(scored.scores.total.reshape(values.shape).isnan(), -torch.inf)
-        # A stable sort: of equal scores the earlier completion is kept, the same one on every machine.
+        # A stable sort: the first of equal scores is kept, the same one on every machine.
         best = values.sort(dim=1, descending=True, stable=True).indices[:, : self.keep]
         kept = torch.zeros(values.shape, dtype=torch.bool).scatter_(1, best, True).flatten()
-        length = _mean(scored.completions.lengths.cpu(), kept)
+        length = _mean_over(scored.completions.lengths.cpu(), kept)
         return dataclasses.replace(scored, kept=kept.to(scored.completions.group_id.device)), {
             "groups/kept_length": length
         }
@@ -207,13 +214,13 @@ class TopOfGroup(GroupSelection):
         given = {name: [copy.deepcopy(each) for each in offered[name]] for name in named}
         batch = scored.batch
         try:
-            with process_kept("algo.groups.score"):
-                seed_generators(mixed("algo.groups.score", batch.rollout, batch.rows[0], batch.occurrences[0]))
+            with preserve_process_state("algo.groups.score"):
+                seed_generators(mix_seed("algo.groups.score", batch.rollout, batch.rows[0], batch.occurrences[0]))
                 returned = self.score(**given)
         except BaseException as error:  # the user's function may raise anything
-            if not raised_by_itself(error):
+            if not is_raised_by_user_code(error):
                 raise
-            raise RewardError(f"algo.groups.score raised {with_its_line(error)}") from error
+            raise RewardError(f"algo.groups.score raised {describe_error(error)}") from error
         try:
             values = torch.as_tensor(returned, dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError):  # no numbers
@@ -228,12 +235,12 @@ class TopOfGroup(GroupSelection):
 
 @dataclass(frozen=True)
 class BestOfGroup(GroupSelection):
-    """Learn from the completion with the highest reward of each group alone: RAFT (2304.06767, algorithm 1).
+    """Selection of the completion with the highest reward of each group: RAFT (2304.06767, algorithm 1).
 
-    The others take no part in the loss or in its denominator. Of several best ones the first is taken: the order of the
-    samples of a prompt says nothing about them, so it is a fair draw, and the same one on every machine. A group in
-    which all rewards are equal gives one too. A completion without a reward is never the best; a group without any
-    scored one takes no part.
+    The others take no part in the loss or in its denominator. The first of several best ones is taken: samples of a
+    prompt are exchangeable, so this is a fair draw, and the same on every machine. A group in which all rewards are
+    equal has a best one too. A completion without a reward is never the best; a group without any scored one takes no
+    part.
 
     Logged: `groups/best_reward` (mean reward of the chosen ones), `groups/tied` (share of groups with several best) and
     `groups/unscored` (groups without a scored completion, over all ranks).
@@ -251,7 +258,7 @@ class BestOfGroup(GroupSelection):
         metrics: Metrics = {
             "groups/best_reward": (rewards[kept].sum(), count),
             "groups/tied": (tied.sum().double(), count),
-            "groups/unscored": _count(unscored, ranks),
+            "groups/unscored": _global_count(unscored, ranks),
         }
         return dataclasses.replace(scored, kept=kept.flatten().to(scored.completions.group_id.device)), metrics
 
@@ -269,7 +276,7 @@ class BestOfGroup(GroupSelection):
 
 
 def needs_spread(key: str, group_size: int) -> None:
-    """What chooses groups by their spread finds none in a group of one completion, and the run would learn nothing.
+    """Refuse a selection of groups by their spread if groups have one completion: the run would learn nothing.
 
     Raises:
         ConfigError: the group has one completion.
@@ -282,17 +289,17 @@ def needs_spread(key: str, group_size: int) -> None:
 
 
 def shortest(lengths: list[int]) -> list[float]:
-    """The shorter the better (GFPO's first metric)."""
+    """Score completions by negative length (GFPO's first metric)."""
     return [-float(length) for length in lengths]
 
 
 def reward_per_token(rewards: list[float], lengths: list[int]) -> list[float]:
-    """Reward divided by length (GFPO's token efficiency); an unscored completion comes last anyway."""
+    """Score completions by reward divided by length (GFPO's token efficiency); unscored ones come last anyway."""
     return [0.0 if reward != reward else reward / max(1, length) for reward, length in zip(rewards, lengths)]
 
 
-def _shares(wanted: list[int], left: int) -> list[int]:
-    """How many prompts each rank draws next: what it wants, in the order of ranks, as long as there are any left."""
+def _deal_draws(wanted: list[int], left: int) -> list[int]:
+    """Return the number of prompts that each rank draws next: what it wants, in the order of ranks, up to `left`."""
     shares = []
     for count in wanted:
         shares.append(min(count, left))
@@ -301,7 +308,7 @@ def _shares(wanted: list[int], left: int) -> list[int]:
 
 
 def _fill(scored: Scored, places: list[int], extra: Scored, flat: set[int]) -> tuple[Scored, list[int]]:
-    """Put fresh groups into the empty places, those of `flat` aside; what is left of both is given back or dropped."""
+    """Put fresh groups, without those of `flat`, into the empty places; return the rollout and the remaining places."""
     good = [i for i in range(len(extra.batch)) if i not in flat][: len(places)]
     count = len(scored.batch)
     source = list(range(count))
@@ -321,11 +328,119 @@ def _rows_outside(places: list[int], completions: Completions, prompts: int) -> 
     return kept.to(completions.group_id.device)
 
 
-def _count(count: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """A count over all ranks: each adds the same number, so that the average over ranks is the count."""
+def _global_count(count: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Return a metric of a count over all ranks: each adds the same number, so the average is the count."""
     one = torch.ones((), device=ranks.device)
     return one * count, one
 
 
-def _mean(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _mean_over(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return values[rows].double().sum(), rows.double().sum()
+
+
+class GroupReplay:
+    """A buffer of groups with spread, which replace groups whose completions all have the same advantage.
+
+    A group's score is the sum of the sizes of its advantages times the standard deviation of its rewards; the buffer
+    keeps the highest scores, and draws in proportion to them. A drawn group keeps the log-probs of the policy that
+    sampled it, so its importance ratio is right; its KL is to the reference of that time. Each rank has its own buffer.
+
+    Logged: `replay/groups`, the number of groups of the rollout from the buffer, and `replay/age`, their mean age in
+    policy versions.
+
+    Args:
+        size: Number of groups to keep, on each rank.
+    """
+
+    def __init__(self, size: int = 64) -> None:
+        in_range("algo.replay.size", size, low=1)
+        self.size = size
+        self._groups: list[tuple[float, Rollout]] = []
+        self._rollouts = 0
+
+    def __call__(self, rollout: Rollout, *, seed: int, ranks: Ranks) -> tuple[Rollout, Metrics]:
+        """Replace the groups without spread; afterwards add the rollout's own good groups to the buffer."""
+        ids = rollout.completions.group_id
+        rows = {int(group): (ids == group).nonzero().flatten() for group in ids.unique()}
+        scores = {group: _replay_score(rollout, at) for group, at in rows.items()}
+        flat = [group for group, score in scores.items() if score == 0]
+        replacements = self._draw(len(flat), seed=mix(seed, self._rollouts, ranks.rank))
+        fresh = [(score, _group_without_padding(rollout, rows[group])) for group, score in scores.items() if score > 0]
+        for group, stored in zip(flat, replacements):
+            rollout = _with_group_replaced(rollout, rows[group], stored)
+        self._groups = sorted([*self._groups, *fresh], key=lambda item: -item[0])[: self.size]
+        self._rollouts += 1
+        count = torch.tensor(float(len(replacements)), device=ranks.device)
+        age = sum(rollout.completions.version - stored.completions.version for stored in replacements)
+        return rollout, {
+            "replay/groups": (count, torch.ones_like(count)),
+            "replay/age": (torch.full_like(count, age), count),
+        }
+
+    def _draw(self, count: int, *, seed: int) -> list[Rollout]:
+        """Draw distinct groups in proportion to their scores."""
+        count = min(count, len(self._groups))
+        if not count:
+            return []
+        weights = torch.tensor([score for score, _ in self._groups], dtype=torch.float64)
+        chosen = torch.multinomial(weights, count, generator=torch.Generator().manual_seed(seed))
+        return [self._groups[i][1] for i in chosen.tolist()]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "groups": [{"score": score, "rollout": checkpoints.to_plain(group)} for score, group in self._groups],
+            "rollouts": self._rollouts,
+        }
+
+    def dealt_out(self, saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """Return the state of rank `rank` of `world_size`, from the buffers of another number of ranks.
+
+        Ranks take the groups in turn, from the highest score down, up to their size.
+
+        Args:
+            saved: The `state` of each rank that wrote the checkpoint.
+        """
+        groups = sorted((group for kept in saved for group in kept["groups"]), key=lambda group: -group["score"])
+        return {"groups": groups[rank::world_size][: self.size], "rollouts": saved[0]["rollouts"]}
+
+    def see(self, see: Callable[[int], PromptVision | None], processor: Callable[[], Processor | None]) -> None:
+        """Restore the pixels of a checkpoint's groups, which names rows of the data, or contains encoded images.
+
+        The arguments are those of `state.made`.
+        """
+        self._groups = [(score, checkpoints.restore_pixels(group, see, processor)) for score, group in self._groups]
+
+    def load_state(self, saved: dict[str, Any]) -> None:
+        self._rollouts = saved["rollouts"]
+        self._groups = [
+            (item["score"], checkpoints.rollout_from_plain(item["rollout"], torch.device("cpu")))
+            for item in saved["groups"]
+        ]
+
+
+def _group_without_padding(rollout: Rollout, rows: Tensor) -> Rollout:
+    """Return one group, without padding and without the images of other groups."""
+    group = trim_rollout(select(rollout, rows))
+    if group.completions.vision is None:
+        return group
+    return dataclasses.replace(
+        group, completions=dataclasses.replace(group.completions, vision=group.completions.vision.used())
+    )
+
+
+def _replay_score(rollout: Rollout, rows: Tensor) -> float:
+    assert rollout.advantages is not None
+    advantages, rewards = rollout.advantages[rows], rollout.rewards[rows]
+    scored = rewards[~rewards.isnan()]
+    return float(advantages.abs().sum() * scored.std()) if len(scored) > 1 else 0.0
+
+
+def _with_group_replaced(rollout: Rollout, rows: Tensor, stored: Rollout) -> Rollout:
+    """Return the rollout with `stored` in the place of `rows`, under their group id."""
+    device, count = rollout.rewards.device, len(rollout)
+    both = join_rollouts(rollout, checkpoints.to_device_dataclass(stored, device))
+    source = torch.arange(count, device=device)
+    source[rows] = count + torch.arange(len(rows), device=device)
+    found = select(both, source)
+    completions = dataclasses.replace(found.completions, group_id=rollout.completions.group_id)
+    return dataclasses.replace(found, completions=completions)

@@ -1,40 +1,144 @@
-"""Log-probs of a reference that stays where it is, computed once: before training, for every row of every set, and for
-every further text that a method is going to ask about (`OfflinePolicyModule.texts_beside`).
+"""Log-probs of a fixed reference, computed once before training and kept on disk.
 
-They are kept on disk under a hash of all that they depend on, so that the next run on the same data with the same
-reference only reads them; and the reference is let go before the first step, which is what this is for.
+They cover every row of every set, and every further text that a method will ask about
+(`OfflinePolicyModule.texts_beside`). Files are named by a hash of all that the numbers depend on, so the next run on
+the same data with the same reference only reads them. The reference is released before the first step, which saves its
+memory.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.terms.reference_files import ReferenceFiles
-from lit_rl.data.offline.example_set import ExampleSet
-from lit_rl.errors import ConfigError
-from lit_rl.examples import ExampleBatch, TokenBatch
-from lit_rl.models.reference.base import Reference, ReferenceFree
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.core.durable_files import replacing
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.core.examples import ExampleBatch, TokenBatch
+from lit_rl.data.example_set import ExampleSet
+from lit_rl.models.references import OnCPU, Reference, ReferenceFree, Scorer
+from lit_rl.models.trunk import base_of
+
+FORMAT = 1
+"""Format version, a part of the hash: raise it when the same settings would give other numbers, or another layout."""
 
 
 @dataclass(frozen=True)
-class Table:
+class ReferenceFiles:
+    """The files of one reference in one folder. Rank 0 reads and writes them."""
+
+    folder: Path
+    weights: str
+    """The `hash_of_weights` of the reference."""
+    precision: str
+    """The Trainer's precision, on which the numbers depend."""
+    ranks: Ranks
+    writes: bool = True
+    """True if new files are written; a dry run writes none."""
+
+    def check(self) -> None:
+        """Refuse a folder that cannot be written, before anything is computed for it. A collective.
+
+        Raises:
+            StorageError: no file can be made there.
+        """
+        problem = ""
+        if self.ranks.rank == 0 and self.writes:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.folder):
+                    pass
+            except OSError as error:
+                problem = error.strerror or str(error)
+        if problem := self.ranks.broadcast(problem):
+            raise StorageError(
+                f"{self.folder} cannot be written ({problem}): set algo.reference_cache to a folder that can."
+            )
+
+    def path(self, data: ExampleSet) -> Path:
+        """Return the file of a set's log-probs."""
+        key = json.dumps([FORMAT, data.fingerprint, self.weights, self.precision])
+        name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+        return self.folder / f"reference_logprobs_{name}.safetensors"
+
+    def read(self, data: ExampleSet, count: int) -> Tensor | None:
+        """Return the log-probs `(count,)` of a set, as rank 0 reads them; None without a file. A collective.
+
+        Raises:
+            StorageError: the file is damaged.
+        """
+        path, found, problem = self.path(data), None, ""
+        if self.ranks.rank == 0 and path.is_file():
+            try:
+                found = load_file(path)["logprobs"]
+                problem = "" if len(found) == count else f"it holds {len(found)} numbers for {count} tokens"
+            except (SafetensorError, KeyError, OSError) as error:
+                problem = str(error)
+        found, problem = self.ranks.broadcast((found, problem))
+        if problem:
+            raise StorageError(f"{path} cannot be used ({problem}): remove it, and it is computed anew.")
+        return found
+
+    def write(self, data: ExampleSet, flat: Tensor) -> None:
+        """Write the log-probs of a set, atomically."""
+        if self.ranks.rank != 0 or not self.writes:
+            return
+        path = self.path(data)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as partial:
+                save_file({"logprobs": flat}, partial)
+        except OSError as error:
+            raise StorageError(
+                f"{path} cannot be written ({error}): is there room? algo.reference_cache names another folder."
+            ) from error
+
+
+def hash_of_weights(reference: Scorer | None, policy: nn.Module, ranks: Ranks) -> str:
+    """Return a hash of the reference's architecture and weights, equal on all ranks. A collective.
+
+    Args:
+        reference: The reference's module. None: it is the policy without its trained weights.
+        policy: The policy.
+        ranks: The ranks that may each hold a part of the weights.
+    """
+    scorer: Any = policy if reference is None else reference.model if isinstance(reference, OnCPU) else reference
+    digest = hashlib.blake2b(str(base_of(scorer).config.to_json_string()).encode(), digest_size=16)
+    for name, tensor in sorted(scorer.state_dict(keep_vars=True).items()):
+        if isinstance(tensor, Tensor) and (reference is not None or not tensor.requires_grad):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            plain = local.detach().cpu().contiguous()
+            digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
+            digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+    mine = torch.tensor(list(digest.digest()), dtype=torch.int64)
+    of_ranks = ranks.gather(mine.unsqueeze(0)).tolist()
+    # Unsharded copies have equal hashes, and then the name does not depend on the number of ranks.
+    return bytes(of_ranks[0]).hex() if all(rank == of_ranks[0] for rank in of_ranks) else json.dumps(of_ranks)
+
+
+@dataclass(frozen=True)
+class ReferenceTable:
     """Log-probs of the learned tokens of one set, on the CPU."""
 
     texts: tuple[tuple[Tensor, ...], ...]
-    """Of each row, the float32 log-probs of each of its texts (of a pair: the chosen one, the rejected one)."""
+    """The float32 log-probs of each text of each row (of a pair: the chosen one, the rejected one)."""
 
     def of(self, batch: ExampleBatch) -> Tensor:
-        """Float32 ``(b, s - 1)``, for pairs ``(2 b, s - 1)``: those of a micro-batch, 0 where nothing is learned."""
+        """Return those of a micro-batch, float32 ``(b, s - 1)``, for pairs ``(2 b, s - 1)``; 0 at unlearned tokens."""
         mask = batch.tokens.learned
         sides = range(len(batch.tokens) // len(batch.rows))
         found = torch.zeros(mask.shape)
@@ -44,35 +148,35 @@ class Table:
 
 @dataclass(frozen=True)
 class ReferenceSource:
-    """Where log-probs of whole sets come from: a file of an earlier run, or the reference itself."""
+    """A source of log-probs of whole sets: a file of an earlier run, or the reference itself."""
 
     logprobs: Callable[[ExampleBatch], Tensor]
-    """From a batch of texts to ``(b, s - 1)`` (``2 b`` for pairs) under the reference."""
+    """A function from a batch of texts to ``(b, s - 1)`` (``2 b`` for pairs) under the reference."""
     batch_size: int
     """Rows that a rank scores at a time."""
     context: Callable[[], AbstractContextManager[None]]
-    """Open while the reference is asked: no gradient, the run's precision."""
+    """The context of the forward pass: no gradient, the run's precision."""
     files: ReferenceFiles
     ranks: Ranks
 
-    def table(self, data: ExampleSet, name: str) -> Table:
-        """Of all texts of a set, read or computed. A collective."""
+    def table(self, data: ExampleSet, name: str) -> ReferenceTable:
+        """Return the log-probs of all texts of a set, read or computed. A collective."""
         lengths = [sum(text.learned) for example in data.examples for text in example.texts]
         flat = self.files.read(data, sum(lengths))
         if flat is None:
             flat = self.compute(data, f"Reference log-probs of {name}").cpu()
             self.files.write(data, flat)
         texts = iter(flat.split(lengths))
-        return Table(tuple(tuple(next(texts) for _ in example.texts) for example in data.examples))
+        return ReferenceTable(tuple(tuple(next(texts) for _ in example.texts) for example in data.examples))
 
     @torch.no_grad()
     def compute(self, data: ExampleSet, title: str) -> Tensor:
-        """`(n,)`: the log-probs of all learned tokens of all texts, in the order of rows. Ranks share the rows."""
+        """Compute the log-probs `(n,)` of all learned tokens, in the order of rows, which the ranks share."""
         mine: list[Tensor] = []
         parts = list(self._parts(data))
         with self.context():
             for of_ranks in tqdm(parts, desc=title, unit="batch", disable=self.ranks.rank != 0):
-                # Ranks call the model equally often, also one that has no row left: a sharded one needs all of them.
+                # Ranks call the model equally often, even without rows left: a sharded model needs all of them.
                 ours = of_ranks[self.ranks.rank]
                 rows = ours or of_ranks[0]
                 batch = data.batch(rows, rows, data.totals(rows), step=0, slot=0).to(self.ranks.device)
@@ -82,7 +186,7 @@ class ReferenceSource:
         return flat[self._in_order_of_rows(data, parts)]
 
     def _parts(self, data: ExampleSet) -> Iterator[list[list[int]]]:
-        """Rows of each batch, by rank: the longest first, so that they fit or fail at once, and like ones together."""
+        """Yield the rows of each batch, by rank, sorted by length: the longest first, which fail at once if they do."""
         world, size = self.ranks.world_size, self.batch_size
         order = sorted(range(len(data)), key=lambda row: -max(map(len, data.examples[row].texts)))
         for start in range(0, len(order), size * world):
@@ -90,7 +194,7 @@ class ReferenceSource:
             yield [rows[rank::world] for rank in range(world)]
 
     def _in_order_of_rows(self, data: ExampleSet, parts: Sequence[list[list[int]]]) -> Tensor:
-        """`(n,)`: where the tokens of all texts stand in the order in which the ranks scored them."""
+        """Return the permutation `(n,)` from the order in which the ranks scored tokens to the order of rows."""
         places: dict[tuple[int, int], Tensor] = {}
         seen = 0
         for rank in range(self.ranks.world_size):
@@ -106,22 +210,22 @@ class ReferenceSource:
 
 
 class PrecomputedReference:
-    """The log-probs of a run.
+    """The precomputed reference log-probs of a run.
 
     Args:
-        reference: Whose log-probs. One that follows the policy is refused, and so is none at all.
-        folder: Where files are kept. None: ``cache`` in the Trainer's `default_root_dir`, the run directory.
+        reference: The reference, which must exist and must not follow the policy.
+        folder: Folder of the files. None: ``cache`` in the Trainer's `default_root_dir`, the run directory.
 
     Raises:
-        ConfigError: this reference has no log-probs that stay.
+        ConfigError: this reference has no fixed log-probs.
     """
 
     @classmethod
     def of(cls, reference: Reference, precompute: bool, folder: str | None) -> PrecomputedReference | None:
-        """From the two keys of a method; None where nothing is to be computed beforehand.
+        """Return an instance for the two keys of a method; None without `precompute`.
 
         Raises:
-            ConfigError: as the class, or a folder for log-probs that nothing computes.
+            ConfigError: as the class, or a folder without `precompute`.
         """
         if precompute:
             return cls(reference, folder)
@@ -142,8 +246,8 @@ class PrecomputedReference:
             )
         self.folder = folder
         self.released = False
-        """Whether the reference is gone, so that nothing further can be computed."""
-        self._tables: dict[str, Table] = {}
+        """True if the reference is released, so that nothing further can be computed."""
+        self._tables: dict[str, ReferenceTable] = {}
         self._by_text: dict[bytes, Tensor] = {}
 
     def prepare(
@@ -152,15 +256,15 @@ class PrecomputedReference:
         texts: Iterable[tuple[str, ExampleSet]],
         source: ReferenceSource | None,
     ) -> None:
-        """Read or compute what is missing for the run. A collective.
+        """Read or compute the log-probs that the run still lacks. A collective.
 
         Args:
-            sets: Of the run's rows, by name.
-            texts: Sets of further texts, each with a name, which `of_texts` will be asked for.
-            source: Asked for what is missing. None: the reference is gone.
+            sets: Sets of the run's rows, by name.
+            texts: Named sets of further texts, for `of_texts`.
+            source: Source of missing log-probs. None: the reference is released.
 
         Raises:
-            ConfigError: something is missing, and the reference is gone.
+            ConfigError: log-probs are missing, and the reference is released.
             StorageError: a file cannot be read or written.
         """
         for name, data in sets.items():
@@ -171,53 +275,53 @@ class PrecomputedReference:
                 self._by_text[text_key(example.texts[0].ids, example.texts[0].learned)] = values
 
     def release(self) -> None:
-        """The reference is let go: what is not known by now is refused from here on."""
+        """Record that the reference is released: texts that are not known by now are refused."""
         self.released = True
 
     def fill(self, batch: ExampleBatch, data: ExampleSet) -> None:
         """Put their log-probs into a batch of this set and into all micro-batches that it carries.
 
-        In place: Lightning gives the batch itself to the step. Before the training nothing is put in, and the reference
-        is still there to be asked.
+        In place: Lightning passes the batch itself to the step. Before the training this does nothing, and the
+        reference can still be used.
 
         Raises:
-            ConfigError: the reference is gone, and was not asked about this set.
+            ConfigError: the reference is released, and the set was not precomputed.
         """
         table = self._tables.get(data.fingerprint)
         if table is not None:
             for micro in (batch, *batch.whole):
                 micro.ref_logprobs = table.of(micro)
         elif self.released:
-            raise _came_too_late("these rows")
+            raise _reference_is_released("these rows")
 
     def of_texts(self, tokens: TokenBatch) -> Tensor | None:
-        """Float32 ``(b, s - 1)``: those of further texts, 0 where nothing is learned.
+        """Return those of further texts, float32 ``(b, s - 1)``; 0 at unlearned tokens.
 
-        None before the training, where the reference is still there and may be asked.
+        None before the training, while the reference can still be used.
 
         Raises:
-            ConfigError: the reference is gone, and was not asked about one of these texts.
+            ConfigError: the reference is released, and one of these texts was not precomputed.
         """
-        found = [self._by_text.get(text_key(ids, learned)) for ids, learned in texts_of(tokens)]
+        found = [self._by_text.get(text_key(ids, learned)) for ids, learned in unpadded_rows(tokens)]
         known = [values for values in found if values is not None]
         if len(known) < len(found):
             if self.released:
-                raise _came_too_late("texts")
+                raise _reference_is_released("texts")
             return None
         logprobs = torch.zeros(tokens.learned.shape)
         logprobs[tokens.learned.cpu()] = torch.cat(known)
         return logprobs.to(tokens.input_ids.device)
 
-    def _table(self, data: ExampleSet, name: str, source: ReferenceSource | None) -> Table:
+    def _table(self, data: ExampleSet, name: str, source: ReferenceSource | None) -> ReferenceTable:
         if data.fingerprint not in self._tables:
             if source is None:
-                raise _came_too_late(name)
+                raise _reference_is_released(name)
             self._tables[data.fingerprint] = source.table(data, name)
         return self._tables[data.fingerprint]
 
 
-def free_memory(reference: object, policy: nn.Module) -> None:
-    """Give back the memory of a module's own weights: those that it does not share with the policy.
+def free_own_weights(reference: object, policy: nn.Module) -> None:
+    """Free the memory of a module's own weights: those that it does not share with the policy.
 
     DDP still lists the parameters, so dropping the module alone would free nothing.
     """
@@ -232,19 +336,19 @@ def free_memory(reference: object, policy: nn.Module) -> None:
 # ---------------------------------------------------------------------- names
 
 
-def texts_of(tokens: TokenBatch) -> Iterator[tuple[list[int], list[bool]]]:
-    """Ids of every row without its padding, and which of them are learned."""
+def unpadded_rows(tokens: TokenBatch) -> Iterator[tuple[list[int], list[bool]]]:
+    """Yield the ids of every row without padding, and its mask of learned tokens."""
     counts = tokens.attention_mask.sum(1).tolist()
     for ids, learned, count in zip(tokens.input_ids.tolist(), tokens.loss_mask.tolist(), counts):
         yield ids[:count], learned[:count]
 
 
 def text_key(ids: Sequence[int], learned: Sequence[bool]) -> bytes:
-    """Equal for texts of equal tokens of which the same are learned."""
+    """Return a key that is equal for equal tokens with equal learned masks."""
     return hashlib.blake2b(array("q", ids).tobytes() + bytes(learned), digest_size=16).digest()
 
 
-def _came_too_late(what: str) -> ConfigError:
+def _reference_is_released(what: str) -> ConfigError:
     return ConfigError(
         f"algo.precompute_reference=true let the reference go before the training, and {what} came afterwards: give "
         "all validation sets to the data module that trains, or set it to false."

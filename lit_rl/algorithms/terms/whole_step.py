@@ -1,8 +1,8 @@
-"""Losses that couple rows: what all rows of an optimizer step are like, before the first of them is learned from.
+"""Losses that couple the rows of an optimizer step: columns of all its rows, computed before its first micro-batch.
 
-With dropout the score of a row is drawn. So the first look at a step has the policy in training mode, and every
-micro-batch uses the dropout masks of that look again: a row has one score, in its own loss and in the losses of others,
-and a step that is cut has the distribution of one that is not.
+With dropout the score of a row is random. So the first pass over a step has the policy in training mode, and every
+micro-batch reuses the dropout masks of that pass: a row has one score, in its own loss and in the losses of others, and
+a step has the same distribution however it is split.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.rollouts.state import rng_state, set_rng_state
-from lit_rl.examples import ExampleBatch
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.rollouts.checkpoints import rng_state, set_rng_state
+from lit_rl.core.examples import ExampleBatch
 
-Look = Callable[[Any], dict[str, Tensor]]
-"""From a micro-batch to columns `(b,)` by name, without gradient."""
+StepColumns = Callable[[Any], dict[str, Tensor]]
+"""A function from a micro-batch to columns `(b,)` by name, without gradient."""
 
 
 @dataclass(frozen=True)
-class Noise:
-    """Where the random numbers stand that dropout draws: those of the CPU and those of the device."""
+class RandomState:
+    """The state of the random generators that dropout uses: of the CPU and of the device."""
 
     device: torch.device | str
     states: dict[str, Tensor]
-    """By the type of the device."""
+    """Generator states by device type."""
 
     @classmethod
-    def of(cls, device: torch.device | str) -> Noise:
+    def of(cls, device: torch.device | str) -> RandomState:
         return cls(device, rng_state(device))
 
     @property
     def is_current(self) -> bool:
-        """Whether nothing was drawn since."""
+        """True if nothing was drawn since this state."""
         return all(torch.equal(state, self.states[kind]) for kind, state in rng_state(self.device).items())
 
     def restore(self) -> None:
@@ -45,28 +45,28 @@ class Noise:
 
 @dataclass(frozen=True)
 class WholeStep:
-    """Columns of all rows of an optimizer step, over all its micro-batches on all ranks, without gradient."""
+    """Columns of all rows of an optimizer step, over all micro-batches on all ranks, without gradient."""
 
     columns: dict[str, Tensor]
-    """`(n,)` each, by name."""
+    """Columns `(n,)` by name."""
     first: int
-    """Place of this rank's first row."""
-    noise: tuple[Noise | None, ...] = ()
-    """Of each micro-batch on this rank: the state of the random numbers before its look, None if it drew none."""
+    """Index of this rank's first row."""
+    noise: tuple[RandomState | None, ...] = ()
+    """The random state before the first pass of each micro-batch on this rank; None if the pass drew no numbers."""
 
     @classmethod
     @torch.no_grad()
-    def of(cls, look: Look, batch: ExampleBatch, ranks: Ranks) -> WholeStep:
-        """One more forward pass over this rank's part of the step, in the policy's mode. A collective.
+    def of(cls, look: StepColumns, batch: ExampleBatch, ranks: Ranks) -> WholeStep:
+        """Compute the columns in one more forward pass over this rank's part of the step. A collective.
 
         Args:
-            look: What a row's loss may know of the others.
+            look: The columns that losses of other rows read.
             batch: The step's first micro-batch.
-            ranks: Who shares the step.
+            ranks: The ranks that share the step.
         """
         parts, noise = [], []
         for micro in batch.whole or (batch,):
-            before = Noise.of(ranks.device)
+            before = RandomState.of(ranks.device)
             parts.append(look(micro.to(ranks.device)))
             noise.append(None if before.is_current else before)
         mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -75,21 +75,21 @@ class WholeStep:
         return cls(columns, ranks.rank * rows, tuple(noise))
 
     def draw_again(self, batch: ExampleBatch) -> None:
-        """Set the random state to that of this micro-batch's look, so that dropout draws the same numbers again.
+        """Restore the random state of this micro-batch's first pass, so that dropout draws the same numbers again.
 
         The offline loop calls this before the loss of a micro-batch. The last micro-batch of a step leaves the random
-        state as the look left it, so the next step draws new numbers.
+        state as the first pass left it, so the next step draws new numbers.
         """
         if self.noise and (before := self.noise[batch.slot]) is not None:
             before.restore()
 
     def place(self, batch: ExampleBatch) -> slice:
-        """Where the rows of a micro-batch stand."""
+        """Return the slice of the step's rows that a micro-batch has."""
         start = self.first + batch.slot * len(batch)
         return slice(start, start + len(batch))
 
     def with_gradient(self, batch: ExampleBatch, **live: Tensor) -> dict[str, Tensor]:
-        """All columns, with those of this micro-batch put in with their gradient."""
+        """Return all columns, with gradient in the rows of this micro-batch."""
         place = self.place(batch)
         joined = dict(self.columns)
         for name, column in live.items():
@@ -98,16 +98,18 @@ class WholeStep:
         return joined
 
 
-def share_of(function: Callable[..., Tensor], batch: ExampleBatch, whole: WholeStep | None, **live: Tensor) -> Tensor:
-    """`(b,)`: this micro-batch's rows of a loss over all rows of the step.
+def micro_batch_share(
+    function: Callable[..., Tensor], batch: ExampleBatch, whole: WholeStep | None, **live: Tensor
+) -> Tensor:
+    """Return this micro-batch's rows `(b,)` of a loss over all rows of the step.
 
-    Their values sum to the loss of these rows, and their gradient is that of the loss of *all* rows with respect to
-    these: summed over micro-batches, it is the gradient of the step.
+    The values sum to the loss of these rows, and the gradient is that of the loss of *all* rows with respect to these:
+    summed over micro-batches, it is the gradient of the step.
 
     Args:
-        function: Of columns by name, to one loss a row.
+        function: A function from columns by name to one loss a row.
         batch: The micro-batch.
-        whole: What `look` said of the step. None: the micro-batch is the step.
+        whole: The columns of the step. None: the micro-batch is the whole step.
         live: This micro-batch's columns, with gradient.
     """
     if whole is None:

@@ -1,4 +1,8 @@
-"""vLLM's own server as a process: its flags, its start, its log, and an end that leaves no process behind."""
+"""vLLM's own server as a process: its flags, start and log, and an end that leaves no process behind.
+
+`LaunchedServer` is the one that a run starts for itself. `responsive_servers` and `wait_for_servers` look for those
+that others start.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_rl import supervisor
-from lit_rl.errors import ConfigError, GenerationError
-from lit_rl.generation.vllm import keyed
-from lit_rl.generation.vllm.calls import ServerError
-from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.settings import SERVER, environment
+import torch
+from torch import nn
 
-_POLL, _SAY_EVERY = 0.3, 10.0
+from lit_rl.core import supervisor
+from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.generation.vllm import api_key
+from lit_rl.generation.vllm import engine_settings as vllm_settings
+from lit_rl.generation.vllm.client import Client, ServerError
+from lit_rl.generation.vllm.engine_settings import SERVER, EngineSettings, engine_environment, write_model_files
+from lit_rl.generation.vllm.transports import call_all
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.sharding import device_of
+
+_POLL = 0.3
+_SAY_EVERY = 10.0
 _HEALTH_DEADLINE = 2.0
 _LAST_LINES = 20
 _TAIL_BYTES = 2**18
@@ -35,20 +46,21 @@ _EXCEPTION = re.compile(r"^(?:\([^)]*\) ERROR [^\]]*\] )?([\w.]*(?:Error|Excepti
 def server_arguments(
     engine: Mapping[str, Any], *, name: str, host: str, port: int, transfer: str | None = None
 ) -> list[str]:
-    """Flags of vLLM's OpenAI-compatible server. Where the environment has a key, every route asks for it.
+    """Return the flags of vLLM's OpenAI-compatible server. Where the environment has a key, every route requires it.
 
     Args:
-        engine: Engine arguments by vLLM's names, those of `settings.model_arguments` among them.
-        name: What requests call the model.
+        engine: Engine arguments by vLLM's names, with those of `settings.model_arguments`.
+        name: The model's name in requests.
         host: Address to listen on.
         port: Port to listen on.
-        transfer: vLLM's weight-transfer engine, such as "nccl"; None: weights come by file or by our worker's methods.
+        transfer: vLLM's weight-transfer engine, such as "nccl"; None: weights arrive by file or by our worker's
+            methods.
     """
     flags = {**engine, "served_model_name": name, "host": host, "port": port, "uvicorn_log_level": "warning"}
     if transfer is not None:
         flags["weight_transfer_config"] = {"backend": transfer}
-    if keyed.key():
-        flags["middleware"] = f"{keyed.Keyed.__module__}.{keyed.Keyed.__name__}"
+    if api_key.api_key():
+        flags["middleware"] = f"{api_key.APIKeyMiddleware.__module__}.{api_key.APIKeyMiddleware.__name__}"
     words = ["--disable-uvicorn-access-log"]
     for key, value in flags.items():
         flag = key.replace("_", "-")
@@ -61,7 +73,8 @@ def server_arguments(
 
 
 def checked_port(host: str, port: int, key: str) -> int:
-    """``port``, or a free one for 0, after trying to listen there: vLLM would find out after its slow start.
+    """Return ``port``, or a free one for 0, after a test that it can be listened on: vLLM would fail after its slow
+    start.
 
     Raises:
         ConfigError: it is taken, may not be used, or ``host`` is no address of this machine.
@@ -89,9 +102,9 @@ class ServerProcess:
 
     Args:
         arguments: Flags, of `server_arguments`.
-        url: Where it will listen, from this machine.
-        cpu: Whether vLLM runs on a CPU.
-        log: File that its output is added to.
+        url: Its address, from this machine.
+        cpu: True where vLLM runs on a CPU.
+        log: File to which its output is appended.
         grace: Seconds between SIGTERM and SIGKILL when it is stopped.
     """
 
@@ -104,7 +117,7 @@ class ServerProcess:
         self._log_start = 0
 
     def start(self) -> None:
-        """Start it; see `wait_healthy`.
+        """Start the server; see `wait_healthy`.
 
         Raises:
             GenerationError: it runs already, or the log cannot be written.
@@ -131,16 +144,16 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the server process runs; not whether it answers."""
+        """Tell whether the server process runs; it may not answer yet."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def group(self) -> int | None:
-        """Id of its process group; None where it was not started, or was stopped."""
+        """The id of its process group; None where it was not started, or was stopped."""
         return None if self._process is None else self._process.pid
 
     def wait_healthy(self, deadline: float, say: Callable[[str], None] | None = None) -> None:
-        """Return once it answers; stop it and raise otherwise.
+        """Wait until the server answers; stop it and raise otherwise.
 
         Args:
             deadline: Seconds.
@@ -184,11 +197,11 @@ class ServerProcess:
             time.sleep(_POLL / 6)
 
     def tail(self, lines: int = _LAST_LINES) -> list[str]:
-        """The last lines of its output since it started."""
+        """Return the last lines of its output since it started."""
         return self._lines()[-lines:]
 
     def death(self, what: str) -> GenerationError:
-        """An error with the first exception of the log, which the last lines often only follow from, and these."""
+        """Return an error with the log's first exception, the usual cause of the last lines, and these."""
         found = self._lines()
         last = found[-_LAST_LINES:]
         cause = next((match.group(1) for line in found if (match := _EXCEPTION.match(line))), None)
@@ -212,22 +225,23 @@ class ServerProcess:
 
 
 def server_environment(cpu: bool) -> dict[str, str]:
-    """This process's environment with what a server needs: vLLM's switches, and our worker extension on its path."""
+    """Return this process's environment with the variables of a server: vLLM's switches, and our worker extension on
+    its path."""
     ours = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(part for part in (ours, os.environ.get("PYTHONPATH")) if part)
     own = {name: value for name, value in os.environ.items() if name not in _OF_THIS_RUN}
-    return {**own, **environment(cpu), **SERVER, "PYTHONPATH": path}
+    return {**own, **engine_environment(cpu), **SERVER, "PYTHONPATH": path}
 
 
 _OF_THIS_RUN = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "VLLM_ENABLE_V1_MULTIPROCESSING",
 )
-"""What a launcher told this process about its own group, and what an engine in this process needs."""
+"""Variables of this process's own group, and of an engine in this process."""
 
 
 def group_members(group: int) -> list[int]:
-    """Processes of a group that still run. (One that has ended and that nobody waits for is none.)"""
+    """Return the running processes of a group, without those that have ended and that nothing waits for."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -240,7 +254,112 @@ def group_members(group: int) -> list[int]:
 
 
 def temporary_log() -> Path:
-    """A new file for a server's output, where no run directory is there to hold it."""
+    """Return a new file for a server's output, where there is no run directory."""
     handle, path = tempfile.mkstemp(prefix="lit_rl_vllm_", suffix=".log")
     os.close(handle)
     return Path(path)
+
+
+_LOOPBACK = "127.0.0.1"
+_RETRY_SECONDS = 0.5
+
+
+class LaunchedServer:
+    """A server for a policy, on this machine and a free port. It begins without weights: they are sent.
+
+    Args:
+        policy: The model with the config.
+        model: The description with tokenizer and processor.
+        settings: Settings of the engine.
+        log: File for its output; None is a temporary one.
+    """
+
+    def __init__(self, policy: nn.Module, model: LanguageModel, settings: EngineSettings, log: str | None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="lit_rl_model_")
+        write_model_files(policy, model, self._folder.name)
+        cpu = vllm_settings.runs_on_cpu()
+        engine = settings.engine_arguments(model_dtype="auto", cpu=cpu) | {
+            "model": self._folder.name,
+            "load_format": "dummy",
+            "trust_remote_code": model.trust_remote_code,
+            **vllm_settings.image_route(model),
+        }
+        port = checked_port(_LOOPBACK, 0, "generator.launch")
+        transfer = None if cpu else "nccl"
+        flags = server_arguments(engine, name=model.label, host=_LOOPBACK, port=port, transfer=transfer)
+        path = temporary_log() if log is None else Path(log)
+        self._place = "" if cpu else f" on {describe_gpus(device_of(policy), settings)}"
+        self._process = ServerProcess(flags, url=f"http://{_LOOPBACK}:{port}", cpu=cpu, log=path)
+
+    @property
+    def url(self) -> str:
+        return self._process.url
+
+    @property
+    def group(self) -> int | None:
+        """The id of its process group; None where it does not run."""
+        return self._process.group
+
+    def start(self, deadline: float, say: Callable[[str], None]) -> None:
+        """Start it, or stop it and start it again, and wait until it answers.
+
+        Raises:
+            GenerationError: it did not come up within `deadline` seconds; with the last lines of its log.
+        """
+        self._process.stop()
+        say(f"Starting a vLLM server at {self.url}{self._place}; its output is in {self._process.log}")
+        self._process.start()
+        self._process.wait_healthy(deadline, say)
+
+    def death(self, what: str) -> GenerationError:
+        """Return an error with the last lines of its log."""
+        return self._process.death(what)
+
+    def stop(self) -> None:
+        self._process.stop()
+        self._folder.cleanup()
+
+
+def describe_gpus(policy: torch.device, settings: EngineSettings) -> str:
+    """Return a description of vLLM's GPUs, the first visible ones, and of their other users."""
+    size = settings.tensor_parallel_size
+    taken = "the first visible GPU" if size == 1 else f"the first {size} visible GPUs"
+    if policy.type != "cuda" or (policy.index or 0) >= size:
+        return taken
+    share = settings.gpu_memory_utilization
+    return (
+        f"{taken}, beside the training (generator.gpu_memory_utilization={share:g}; for GPUs of its own, start it by "
+        "CUDA_VISIBLE_DEVICES=... lit-rl serve, and name it in generator.urls)"
+    )
+
+
+def responsive_servers(urls: Sequence[str], deadline: float) -> list[str]:
+    """Return the servers that answer, all asked at the same time, for at most `deadline` seconds."""
+    return [url for url, error in _try_servers(urls, deadline).items() if error is None]
+
+
+def wait_for_servers(urls: Sequence[str], deadline: float, answer_deadline: float) -> list[str]:
+    """Return the servers that answer, as soon as one does, at most `deadline` seconds from now.
+
+    Raises:
+        ServerError: the error of the first server's last try.
+    """
+    until = time.monotonic() + deadline
+    while True:
+        tried = _try_servers(urls, min(answer_deadline, max(_RETRY_SECONDS, until - time.monotonic())))
+        if there := [url for url, error in tried.items() if error is None]:
+            return there
+        if time.monotonic() > until:
+            raise next(error for error in tried.values() if error is not None)
+        time.sleep(_RETRY_SECONDS)
+
+
+def _try_servers(urls: Sequence[str], deadline: float) -> dict[str, ServerError | None]:
+    def knock(client: Client) -> ServerError | None:
+        try:
+            client.rpc("lit_rl_facts", deadline=deadline)
+        except ServerError as error:
+            return error
+        return None
+
+    return dict(zip(urls, call_all([Client(url) for url in urls], knock), strict=True))

@@ -9,33 +9,32 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lit_rl.errors import ConfigError, GenerationError, in_range, one_of
+from lit_rl.core.errors import ConfigError, GenerationError, in_range, one_of
+from lit_rl.core.interrupts import interruptible
+from lit_rl.core.machine import require_vllm
 from lit_rl.generation import ranks
-from lit_rl.generation.base import EngineLost
-from lit_rl.generation.vllm.calls import ServerError
-from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.engine import Engine
-from lit_rl.generation.vllm.generator import EngineGenerator
-from lit_rl.generation.vllm.own_server import OwnServer, answering, wait_for
+from lit_rl.generation.generator import EngineLost
+from lit_rl.generation.vllm.client import Client, ServerError
+from lit_rl.generation.vllm.engine import Engine, EngineWork
+from lit_rl.generation.vllm.engine_generator import EngineGenerator
+from lit_rl.generation.vllm.launch import LaunchedServer, responsive_servers, wait_for_servers
 from lit_rl.generation.vllm.server_engine import ServerEngine
 from lit_rl.generation.vllm.transports import TRANSPORTS, transport_for
-from lit_rl.generation.vllm.work import Work
-from lit_rl.interruption import may_be_given_up
-from lit_rl.models.policy.device import device_of
-from lit_rl.vllm_package import require_vllm
+from lit_rl.models.sharding import device_of
 
-_KNOCK = 2.0
-"""Seconds that a server which was lost is waited for at an update."""
+_LOST_DEADLINE = 2.0
+"""Deadline in seconds for a lost server to answer at an update."""
 
 
 class VLLMServerGenerator(EngineGenerator):
-    """vLLM's servers, started by `lit-rl serve` or by the trainer. Every rank asks them for its own prompts.
+    """A generator with vLLM's servers, started by `lit-rl serve` or by the trainer. Every rank asks them for its own
+    prompts.
 
-    A server that dies, hangs or was restarted is found out within the deadlines. Where others are left, they are asked
-    what it owes, and it is tried again at every update of the weights. The last one is started again, or waited for,
+    A server that dies, hangs or was restarted is detected within the deadlines. Where others are left, they get its
+    open requests, and it is tried again at every update of the weights. The last one is started again, or waited for,
     once, synced and asked again. Else the run ends with exit code 5, a checkpoint and the server's last lines.
 
-    Who does what about the servers:
+    The life of the servers:
 
     ============================  ===================================================================================
     at the first sync             `_start`: `_launch` one where that is asked for, then `_connect_first`
@@ -49,13 +48,13 @@ class VLLMServerGenerator(EngineGenerator):
         urls: Addresses of the servers, such as ``[http://127.0.0.1:8000]``. A request goes to the least loaded one.
         launch: Start a server for the run, on this machine and a free port, and stop it with the run.
         log: File for the output of a server that was launched. None is a temporary one.
-        transport: How weights travel: "shared_memory" (servers on this machine), "gloo", "nccl"; "auto" takes shared
-            memory where it can, else NCCL where this process has a GPU, else gloo.
-        deadline: Seconds for a completion from when it is asked for: of a rollout without `env=`, all are at once.
-        answer_deadline: Seconds for any other call, and for how long a server may be silent.
+        transport: Transport of the weights: "shared_memory" (servers on this machine), "gloo", "nccl"; "auto" takes
+            shared memory where it can, else NCCL where this process has a GPU, else gloo.
+        deadline: Seconds for a completion from its request: a rollout without `env=` requests all at once.
+        answer_deadline: Seconds for any other call, and the longest silence of a server.
         start_deadline: Seconds for a server to start, or to come back.
         lag: Rollouts that are drawn ahead with older weights while the policy learns. From 2 on, of one process.
-        shared: What every `EngineGenerator` takes; of the engine, what a server is launched with.
+        shared: Arguments of `EngineGenerator`; those of the engine apply to a launched server.
 
     Raises:
         ConfigError: a setting out of range, or neither `urls` nor `launch`.
@@ -108,11 +107,11 @@ class VLLMServerGenerator(EngineGenerator):
 
     def _forget(self) -> None:
         super()._forget()
-        self._process: OwnServer | None = None
+        self._process: LaunchedServer | None = None
 
     @property
     def sends(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """One rank sends for all: they share the servers."""
+        """True on one rank, which sends for all: they share the servers."""
         return ranks.rank() == 0
 
     # ------------------------------------------------------------------ servers
@@ -125,8 +124,8 @@ class VLLMServerGenerator(EngineGenerator):
                     "generator.launch=true starts a server that its own machine alone can reach, and the run has "
                     "several: start servers with `lit-rl serve` and name them in generator.urls."
                 )
-            urls = ranks.gather_objects(ranks.together(lambda: self._launch(policy)))[0]
-        return ranks.together(lambda: self._connect_first(urls))
+            urls = ranks.gather_objects(ranks.run_on_all_ranks(lambda: self._launch(policy)))[0]
+        return ranks.run_on_all_ranks(lambda: self._connect_first(urls))
 
     def _connect_first(self, urls: Sequence[str]) -> Engine:
         try:
@@ -151,13 +150,13 @@ class VLLMServerGenerator(EngineGenerator):
         )
 
     def _launch(self, policy: nn.Module) -> list[str]:
-        """Start a server on rank 0; the addresses that every rank will ask."""
+        """Start a server on rank 0, and return the addresses that every rank will use."""
         if ranks.rank() != 0:
             return []
         if self._process is not None:  # of a start that came to nothing
             self._process.stop()
-        own = self._process = OwnServer(policy, self.model, self.settings_for(policy), self.log)
-        with may_be_given_up():
+        own = self._process = LaunchedServer(policy, self.model, self.settings_for(policy), self.log)
+        with interruptible():
             own.start(self.start_deadline, self._say)
         return [own.url]
 
@@ -171,7 +170,7 @@ class VLLMServerGenerator(EngineGenerator):
         self._with_recovery(synced, policy)
 
     def _revise_servers(self, policy: nn.Module) -> None:
-        """Leave out the servers that a rank has lost, and take in those that are there again. A collective.
+        """Drop the servers that a rank has lost, and add those that are there again. A collective.
 
         Raises:
             EngineLost: none is left.
@@ -182,16 +181,16 @@ class VLLMServerGenerator(EngineGenerator):
         lost = {url for theirs in ranks.gather_objects(engine.lost) for url in theirs}
         held = [client.url for client in engine.clients if client.url not in lost]
         away = [url for url in self.urls if url not in held]
-        back = ranks.gather_objects(answering(away, _KNOCK) if away and ranks.rank() == 0 else [])[0]
+        back = ranks.gather_objects(responsive_servers(away, _LOST_DEADLINE) if away and ranks.rank() == 0 else [])[0]
         if lost or back:
             there = [url for url in self.urls if url in held or url in back]
-            ranks.together(lambda: self._switch_to(there, policy))
+            ranks.run_on_all_ranks(lambda: self._switch_to(there, policy))
 
     def _is_current(self) -> bool:
-        return self.engine is not None and ranks.together(self.engine.facts).version == self._version
+        return self.engine is not None and ranks.run_on_all_ranks(self.engine.facts).version == self._version
 
-    def _run(self, work: Work) -> None:
-        if ranks.beside_the_training():
+    def _run(self, work: EngineWork) -> None:
+        if ranks.in_background_thread():
             return self._attempt(work)
         policy, version = self._policy, self._version
         assert policy is not None
@@ -204,14 +203,14 @@ class VLLMServerGenerator(EngineGenerator):
 
         self._with_recovery(synced, policy)
 
-    def _attempt(self, work: Work) -> None:
+    def _attempt(self, work: EngineWork) -> None:
         assert self.engine is not None
         engine = self.engine
         super()._run(work)
-        ranks.together(lambda: self._unchanged(engine))
+        ranks.run_on_all_ranks(lambda: self._unchanged(engine))
 
     def _unchanged(self, engine: Engine) -> None:
-        """A server that was restarted, or updated by somebody else, has answered with other weights."""
+        """Refuse answers of a server that was restarted, or updated by another program: they have other weights."""
         version = engine.facts().version
         if version != self._version:
             raise EngineLost(f"The servers hold version {version}, not {self._version}: another program updates them.")
@@ -223,23 +222,23 @@ class VLLMServerGenerator(EngineGenerator):
         except EngineLost as lost:
             self._pushed, error = None, lost
             self._sender.forget()
-        ranks.together(lambda: self._restart_own(error))
-        there = ranks.gather_objects(ranks.together(lambda: self._wait_for_servers(error)))[0]
-        ranks.together(lambda: self._reconnect(there, policy))
+        ranks.run_on_all_ranks(lambda: self._restart_own(error))
+        there = ranks.gather_objects(ranks.run_on_all_ranks(lambda: self._wait_for_servers(error)))[0]
+        ranks.run_on_all_ranks(lambda: self._reconnect(there, policy))
         try:
             return work()
         except EngineLost as lost:
             raise self._last_words(f"The server was lost again, right after it was brought back: {lost}") from lost
 
     def _restart_own(self, error: EngineLost) -> None:
-        """Start our own server again; nobody may look for it before it is gone."""
+        """Restart our own server; no rank may look for it before it is gone."""
         self._say(f"{error} Trying once to get it back.")
         if self._process is not None:
             self._say(str(self._last_words("It is stopped and started again.")))
             self._process.start(self.start_deadline, self._say)
 
     def _wait_for_servers(self, lost: EngineLost) -> list[str]:
-        """On rank 0: the servers that answer, once one does."""
+        """Return, on rank 0, the servers that answer, once one does."""
         engine = self.engine
         if not isinstance(engine, ServerEngine):
             raise lost  # there never was one
@@ -247,8 +246,8 @@ class VLLMServerGenerator(EngineGenerator):
             return []
         urls = self.urls or [client.url for client in engine.clients]
         try:
-            with may_be_given_up():
-                return wait_for(urls, self.start_deadline, self.answer_deadline)
+            with interruptible():
+                return wait_for_servers(urls, self.start_deadline, self.answer_deadline)
         except ServerError as error:
             raise self._last_words(
                 f"{lost} It did not come back within generator.start_deadline={self.start_deadline:g} seconds: {error}"
@@ -263,7 +262,7 @@ class VLLMServerGenerator(EngineGenerator):
             self._say("It is back.")
 
     def _switch_to(self, urls: Sequence[str], policy: nn.Module) -> None:
-        """Go on with these servers; all weights have to be sent to them."""
+        """Continue with these servers; all weights have to be sent to them."""
         assert self.engine is not None
         self.engine.close()
         self._pushed = None
@@ -278,7 +277,7 @@ class VLLMServerGenerator(EngineGenerator):
             self._say(f"Servers that take the weights: {len(urls)} of {len(self.urls)}{tried}.")
 
     def _last_words(self, what: str) -> GenerationError:
-        """An error with the last lines of the server's log, where it is ours."""
+        """Return an error with the last lines of the server's log, where it is ours."""
         if self._process is not None:
             return self._process.death(what)
         return GenerationError(f"{what} Its log is where it was started.")
@@ -296,7 +295,7 @@ class VLLMServerGenerator(EngineGenerator):
 
 
 def _addresses(urls: Sequence[str]) -> list[str]:
-    """The addresses as they are used; refuses what is none."""
+    """Return the addresses in their normal form; refuse invalid ones."""
     if isinstance(urls, str):
         raise ConfigError(f"generator.urls={urls!r} is a string; it takes a list of addresses: [{urls}].")
     return [Client(url).url for url in urls]

@@ -1,53 +1,300 @@
-"""vLLM's servers, one or several, under the verbs of `Engine`."""
+"""One or several vLLM servers as one `Engine`.
+
+`Dealer` assigns each request to the least loaded server, and to another one when a server is lost. `ServerThreads`
+wait for the answers of one server, one thread a request, and one more checks on the server meanwhile. `ask_server`
+sends a request: to the route of completions, or to the one that takes images too.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import queue
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_rl.errors import GenerationError, NumericError
+from lit_rl.core.errors import GenerationError, NumericError
+from lit_rl.core.interrupts import interruptible
+from lit_rl.core.vision_inputs import Picture
+from lit_rl.core.visuals import as_png
 from lit_rl.generation import ranks
-from lit_rl.generation.base import EngineLost
-from lit_rl.generation.vllm.asking import Asking, Done, Failed
-from lit_rl.generation.vllm.calls import ServerDead, ServerError, ServerHung, ServerRefused
-from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.dealing import Dealer, Task, rooms_of
-from lit_rl.generation.vllm.engine import Facts, Heartbeat, Shapes
-from lit_rl.generation.vllm.server_outputs import ask_server
-from lit_rl.generation.vllm.settings import WORKER_EXTENSION
-from lit_rl.generation.vllm.transports import Transport, at_once
-from lit_rl.generation.vllm.work import Work
-from lit_rl.interruption import may_be_given_up
+from lit_rl.generation.generator import EngineLost
+from lit_rl.generation.vllm.client import (
+    Client,
+    ServerDead,
+    ServerError,
+    ServerHung,
+    ServerRefused,
+    parse_completions,
+    parse_generated,
+    parse_prompt,
+)
+from lit_rl.generation.vllm.engine import (
+    EngineAnswer,
+    EngineWork,
+    Facts,
+    Heartbeat,
+    ImagePrompt,
+    Request,
+    Shapes,
+    check_prompt_tokens,
+)
+from lit_rl.generation.vllm.engine_settings import WORKER_EXTENSION
+from lit_rl.generation.vllm.transports import Transport, call_all
+
+
+@dataclass(frozen=True)
+class ServerTask:
+    """A request that waits for its answer."""
+
+    number: int
+    """Its number in the work."""
+    request: Request
+    until: float
+    """The deadline of the answer, by `time.monotonic`."""
+
+
+def capacities_for_rank(rank: int, world_size: int, servers: Sequence[int], at_once: Sequence[int]) -> dict[int, int]:
+    """Return the servers in the order of a rank, each with the completions that the rank may give it.
+
+    Ranks do not know the requests of others. So each begins at another server, and has its share of a server's
+    capacity.
+
+    Args:
+        rank: This rank.
+        world_size: Ranks that send requests.
+        servers: Their numbers.
+        at_once: Completions that each of them gets at once from all ranks together.
+    """
+    rooms = {server: -(-most // world_size) for server, most in zip(servers, at_once, strict=True)}
+    first = rank * len(servers) // world_size
+    return {server: rooms[server] for server in (*servers[first:], *servers[:first])}
+
+
+class Dealer:
+    """A dealer that gives each request to the server with the fewest tokens; of equals, the first. Depends on no clock.
+
+    A server gets more as long as it has fewer completions than its capacity; other requests wait here for the first
+    free server. The next turn of a request goes to the same server, whose cache holds its text.
+
+    Args:
+        rooms: Completions that each server gets at once, by its number; in the order of `capacities_for_rank`.
+    """
+
+    def __init__(self, rooms: Mapping[int, int]) -> None:
+        self._rooms = dict(rooms)
+        self._running: dict[int, dict[int, ServerTask]] = {server: {} for server in rooms}
+        self._completions, self._tokens = dict.fromkeys(rooms, 0), dict.fromkeys(rooms, 0)
+        self._homes: dict[int, int] = {}
+        self._at_home: deque[tuple[int, ServerTask]] = deque()
+        self._waiting: deque[ServerTask] = deque()
+
+    @property
+    def servers(self) -> list[int]:
+        """The servers in use."""
+        return list(self._rooms)
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether an answer is still to come."""
+        return bool(self._waiting or self._at_home or any(self._running.values()))
+
+    def add(self, task: ServerTask) -> None:
+        """Add a request."""
+        home = self._homes.get(task.number)
+        if home is None:
+            self._waiting.append(task)
+        else:
+            self._at_home.append((home, task))
+
+    def give(self) -> Iterator[tuple[int, ServerTask]]:
+        """Yield the requests to send now, each with its server."""
+        while self._at_home:
+            yield self._given(*self._at_home.popleft())
+        while self._waiting and (free := [s for s, room in self._rooms.items() if self._completions[s] < room]):
+            yield self._given(min(free, key=lambda server: self._tokens[server]), self._waiting.popleft())
+
+    def _given(self, server: int, task: ServerTask) -> tuple[int, ServerTask]:
+        self._homes[task.number] = server
+        self._running[server][task.number] = task
+        self._completions[server] += task.request.completions
+        self._tokens[server] += task.request.most_tokens
+        return server, task
+
+    def done(self, server: int, number: int) -> bool:
+        """Record an answer; return False where it comes from a lost server, and its request went to another."""
+        task = self._running.get(server, {}).pop(number, None)
+        if task is None:
+            return False
+        self._completions[server] -= task.request.completions
+        self._tokens[server] -= task.request.most_tokens
+        return True
+
+    def lose(self, server: int) -> int:
+        """Drop a server. Its open requests go to the others, before all others; return their number."""
+        del self._rooms[server]
+        left = [*self._running.pop(server).values(), *(task for home, task in self._at_home if home == server)]
+        self._at_home = deque((home, task) for home, task in self._at_home if home != server)
+        self._homes = {number: home for number, home in self._homes.items() if home != server}
+        self._waiting.extendleft(reversed(left))
+        return len(left)
+
+
+THREAD_NAME = "lit_rl-server"
+"""The name of the threads."""
+_LOOK_EVERY = 2.0
+"""Seconds."""
+
+
+@dataclass(frozen=True)
+class TaskDone:
+    """A task that a server has answered."""
+
+    server: int
+    task: ServerTask
+    answers: list[EngineAnswer]
+
+
+@dataclass(frozen=True)
+class TaskFailed:
+    """A task without an answer, or a failed check of a server."""
+
+    server: int
+    error: Exception
+
+
+class ServerThreads:
+    """Threads that send a server its tasks until they are stopped.
+
+    The threads are daemons: one that waits for a server which hangs must not keep the process from ending.
+
+    Args:
+        server: Its number.
+        ask: Returns the server's answers.
+        look: Raises where the server has changed. /health would not do: a process in front of the engine answers it,
+            also where the engine hangs.
+        tell: Called with the result of each task, and with a failed check.
+        hang_up: Ends the calls of `ask` and `look` in flight.
+        threads: Most requests that wait at the same time.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        ask: Callable[[ServerTask], list[EngineAnswer]],
+        look: Callable[[], Any],
+        tell: Callable[[TaskDone | TaskFailed], None],
+        hang_up: Callable[[], None],
+        threads: int,
+    ) -> None:
+        self._server, self._ask, self._look, self._tell, self._threads = server, ask, look, tell, threads
+        self._hang_up = hang_up
+        self._tasks = queue.SimpleQueue[ServerTask | None]()
+        self._stop = threading.Event()
+        for _ in range(threads):
+            threading.Thread(target=self._wait_for_answers, name=THREAD_NAME, daemon=True).start()
+        threading.Thread(target=self._look_after, name=THREAD_NAME, daemon=True).start()
+
+    def put(self, task: ServerTask) -> None:
+        self._tasks.put(task)
+
+    def stop(self) -> None:
+        """Send nothing more, and wait for nothing: a server that hangs would hold the threads for an hour."""
+        self._stop.set()
+        for _ in range(self._threads):
+            self._tasks.put(None)
+        self._hang_up()
+
+    def _wait_for_answers(self) -> None:
+        while (task := self._tasks.get()) is not None and not self._stop.is_set():
+            try:
+                self._tell(TaskDone(self._server, task, self._ask(task)))
+            except Exception as error:
+                self._tell(TaskFailed(self._server, error))
+
+    def _look_after(self) -> None:
+        while not self._stop.wait(_LOOK_EVERY):
+            try:
+                self._look()
+            except Exception as error:
+                self._tell(TaskFailed(self._server, error))
+                return
+
+
+def ask_server(
+    client: Client, model: str, number: int, request: Request, until: float, vocabulary: int
+) -> list[EngineAnswer]:
+    """Return the server's completions of a prompt.
+
+    Args:
+        client: The server.
+        model: Its name of the policy.
+        number: Number of the request.
+        request: The request.
+        until: The deadline of the answer, by `time.monotonic`.
+        vocabulary: Tokens of the model.
+
+    Raises:
+        ServerError: one of its three kinds.
+        GenerationError: the engine's tokens of a prompt with images are not the policy's.
+        DataError: an image is gone, or has changed since the data were read.
+    """
+    if request.pictured is None:
+        body = {"model": model, "prompt": request.token_ids, **request.fields, "return_token_ids": True}
+        return parse_completions(client.complete(body, until - time.monotonic()), request, vocabulary)
+    body = image_body(request.pictured, request.fields, model)
+    came = client.generate(body, until - time.monotonic())
+    check_prompt_tokens(request, number, parse_prompt(came))
+    return parse_generated(came, request, vocabulary)
+
+
+def image_body(pictured: ImagePrompt, fields: dict[str, Any], model: str) -> dict[str, Any]:
+    """Return the body of ``POST /inference/v1/generate``."""
+    parts = [{"type": "image_url", "url": _data_uri(image)} for image in pictured.images]
+    return {
+        "model": model,
+        "token_ids": pictured.token_ids,
+        "content_parts": parts,
+        "sampling_params": fields,
+        "return_token_ids": True,
+    }
+
+
+def _data_uri(image: Picture) -> str:
+    """Return a ``data:`` URI of the very pixels of the policy: PNG loses none, and the conversion of other modes to RGB
+    stays ours."""
+    return f"data:image/png;base64,{base64.b64encode(as_png(image.open(), compress_level=1)).decode()}"
+
 
 ADAPTER = "lit_rl_policy"
-_NEXT = 0.02
-"""Seconds until requests that follow from others are looked for again."""
+_POLL_SECONDS = 0.02
+"""Seconds between two polls for requests that follow from others."""
 _AT_ONCE = 256
-"""Requests that wait on one server at the same time."""
-_STOCK = 2
-"""Times as many completions as a server runs at once are given to it: as many as run may wait there, so that it never
-idles, and the rest goes to whoever is done first."""
+"""Most requests that wait on one server at the same time."""
+_QUEUE_FACTOR = 2
+"""Completions that a server gets, as a multiple of those that it runs at once: the surplus waits there, so that it
+never idles, and the rest goes to the first free server."""
 
 
 class ServerEngine:
-    """Every server holds the same weights; requests are dealt out to them by their load.
+    """An engine of servers with the same weights; requests are distributed by their load.
 
-    A server that is lost while others are left is asked nothing more, and what it owes is asked of the others.
+    A server that is lost while others are left gets no more requests, and its open ones go to the others.
 
     Args:
         clients: The servers.
-        transport: How weights reach them.
-        say: Is told in a sentence of a server that is lost.
-        deadline: Seconds for a request, from when it is there to be asked: of a rollout without turns, all are at once.
-        answer_deadline: Seconds for any other call; while completions are made, how long a server may be silent.
-        after_loss: Requests of ours may still run there that nobody waits for: the first pause aborts them.
+        transport: Transport of the weights.
+        say: Called with a sentence about a server that is lost.
+        deadline: Seconds for a request from its start: a rollout without turns starts all at once.
+        answer_deadline: Seconds for any other call, and the longest silence of a server while completions are made.
+        after_loss: Abandoned requests of ours may still run there: the first pause aborts them.
 
     All methods raise `EngineLost` where a server died, hangs or was restarted, and `GenerationError` where it refuses.
     """
@@ -67,26 +314,26 @@ class ServerEngine:
         self._adapter: str | None = None
         self._leftovers = after_loss
         self._asked = list(range(len(self.clients)))
-        """The servers that are not lost."""
+        """The numbers of the servers that are not lost."""
         self._names = [self._name(client) for client in self.clients]
         facts = self._all_facts()
         self._instances = [each.instance for each in facts]
-        self._rooms = [_STOCK * each.max_num_seqs for each in facts]
+        self._rooms = [_QUEUE_FACTOR * each.max_num_seqs for each in facts]
         self._vocabularies = [each.vocabulary for each in facts]
 
     @property
     def lost(self) -> list[str]:
-        """Addresses of the servers that were lost while others answered. What they hold is not known any more."""
+        """Addresses of the servers that were lost while others answered. Their weights are unknown."""
         return [client.url for number, client in enumerate(self.clients) if number not in self._asked]
 
     def _name(self, client: Client) -> str:
-        with server_errors():
+        with engine_errors():
             return next(iter(client.models(self.answer_deadline)))
 
     def _all_facts(self) -> list[Facts]:
-        """Of the servers that are not lost."""
-        with server_errors():
-            return at_once([self.clients[server] for server in self._asked], self._facts_of)
+        """Return the facts of the servers that are not lost."""
+        with engine_errors():
+            return call_all([self.clients[server] for server in self._asked], self._facts_of)
 
     def _facts_of(self, client: Client) -> Facts:
         try:
@@ -104,7 +351,8 @@ class ServerEngine:
             raise EngineLost(f"{self.clients[server].url} was restarted: it has lost the policy's weights.")
 
     def facts(self) -> Facts:
-        """Of the first server; all have to be alike. The version is None where they hold different ones.
+        """Return the facts of the first server; all have to be alike. The version is None where they hold different
+        ones.
 
         Raises:
             EngineLost: a server was restarted since this engine was made, so it has no weights of ours.
@@ -130,11 +378,11 @@ class ServerEngine:
 
     def begin(self, shapes: Shapes) -> None:
         self._shapes = shapes
-        with server_errors():
+        with engine_errors():
             self.transport.begin(shapes)
 
     def load(self, weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> None:
-        with server_errors():
+        with engine_errors():
             self.transport.send(weights, self._shapes, dtype)
 
     def load_adapter(self, folder: str) -> None:
@@ -142,7 +390,7 @@ class ServerEngine:
         self._adapter = ADAPTER
 
     def finish(self, version: int) -> None:
-        with server_errors():
+        with engine_errors():
             self.transport.finish(version)
 
     def stamp(self, version: int) -> None:
@@ -155,41 +403,40 @@ class ServerEngine:
         self._everywhere(lambda client: client.resume(self.answer_deadline))
 
     def _everywhere(self, call: Callable[[Client], Any]) -> None:
-        with server_errors():
+        with engine_errors():
             self.transport.everywhere(call)
 
     def sleep(self) -> None:
-        """A server keeps its memory: it shares none with the training."""
+        """Do nothing: a server keeps its memory, and shares none with the training."""
 
     def wake(self, what: str) -> None:
-        """See `sleep`."""
+        """Do nothing; see `sleep`."""
 
     def close(self) -> None:
         self.transport.close()
 
     # ------------------------------------------------------------------ completions
 
-    def run(self, work: Work, heartbeat: Heartbeat | None = None) -> None:
-        """See `Dealer` for which server is asked what. The servers are looked after meanwhile: one that is silent is
-        found out."""
-        events = queue.SimpleQueue[Done | Failed]()
+    def run(self, work: EngineWork, heartbeat: Heartbeat | None = None) -> None:
+        """Do the work on the servers, as `Dealer` distributes it. A server that is silent meanwhile is detected."""
+        events = queue.SimpleQueue[TaskDone | TaskFailed]()
         asking = {server: self._asking(server, min(_AT_ONCE, work.at_once), events) for server in self._asked}
         try:
-            with may_be_given_up(), server_errors():
+            with interruptible(), engine_errors():
                 self._deal(work, asking, events, heartbeat)
         finally:
             for each in asking.values():
                 each.stop()
 
-    def _asking(self, server: int, threads: int, events: queue.SimpleQueue[Done | Failed]) -> Asking:
+    def _asking(self, server: int, threads: int, events: queue.SimpleQueue[TaskDone | TaskFailed]) -> ServerThreads:
         client, name = Client(self.clients[server].url), self._adapter or self._names[server]  # whose calls may be cut
         vocabulary = self._vocabularies[server]
 
         def look() -> None:
-            with server_errors():
+            with engine_errors():
                 self._same(server, self._facts_of(client))
 
-        return Asking(
+        return ServerThreads(
             server,
             ask=lambda task: ask_server(client, name, task.number, task.request, task.until, vocabulary),
             look=look,
@@ -200,25 +447,25 @@ class ServerEngine:
 
     def _deal(
         self,
-        work: Work,
-        asking: Mapping[int, Asking],
-        events: queue.SimpleQueue[Done | Failed],
+        work: EngineWork,
+        asking: Mapping[int, ServerThreads],
+        events: queue.SimpleQueue[TaskDone | TaskFailed],
         heartbeat: Heartbeat | None,
     ) -> None:
-        """Give out what comes and take in what is done, until nothing is left."""
+        """Send new requests and take finished answers, until nothing is left."""
         servers = list(asking)
         at_once = [self._rooms[server] for server in servers]
-        dealer = Dealer(rooms_of(ranks.rank(), ranks.world_size(), servers, at_once))
+        dealer = Dealer(capacities_for_rank(ranks.rank(), ranks.world_size(), servers, at_once))
         while True:
             for number, request in work.requests(wait=not dealer.busy):
-                dealer.add(Task(number, request, time.monotonic() + self.deadline))
+                dealer.add(ServerTask(number, request, time.monotonic() + self.deadline))
             for server, task in dealer.give():
                 asking[server].put(task)
             if not dealer.busy:
                 return
             with contextlib.suppress(queue.Empty):
-                event = events.get(timeout=_NEXT)
-                if isinstance(event, Failed):
+                event = events.get(timeout=_POLL_SECONDS)
+                if isinstance(event, TaskFailed):
                     self._lose(dealer, event.server, event.error)
                     asking[event.server].stop()
                 elif dealer.done(event.server, event.task.number):
@@ -227,9 +474,9 @@ class ServerEngine:
                 heartbeat(*work.progress)
 
     def _lose(self, dealer: Dealer, server: int, error: Exception) -> None:
-        """Go on without a server that is lost, where another is left; else raise what happened.
+        """Continue without a lost server, where another is left; else raise its error.
 
-        An answer that is late is the rollout's own deadline, which no other server could keep.
+        A late answer means the rollout's own deadline, which no other server could keep.
         """
         if server not in dealer.servers:
             return
@@ -240,8 +487,8 @@ class ServerEngine:
         self._say(f"{error} The rollout goes on: {owed} requests that it has not answered are asked of the others.")
 
 
-class server_errors:
-    """Errors of calls as those of engines: lost, or a refusal."""
+class engine_errors:
+    """A context that turns errors of calls into those of engines: lost, or a refusal."""
 
     def __enter__(self) -> None:
         return None

@@ -1,34 +1,165 @@
-"""Ways for weights to reach the workers of servers: each to all servers at once, one tensor or chunk at a time."""
+"""Ways for the policy's weights to reach an engine.
+
+`WeightSender` chooses the content: all weights, or the adapter alone once the base is there. A `Transport` carries an
+update to the workers of all servers at once, one tensor or chunk at a time: by files in memory, gloo or NCCL.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import socket
+import tempfile
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lit_rl.errors import BackendError, GenerationError
-from lit_rl.generation.vllm.calls import ServerDead
-from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.engine import Shapes
-from lit_rl.generation.vllm.host import folder_in_memory
-from lit_rl.loopback import is_loopback
+from lit_rl.core.errors import BackendError, ConfigError, GenerationError
+from lit_rl.core.machine import is_loopback
+from lit_rl.generation import ranks
+from lit_rl.generation.vllm.client import Client, ServerDead
+from lit_rl.generation.vllm.engine import Engine, Facts, Shapes, Weights, push_adapter, push_weights
+from lit_rl.models.engine_weights import adapter_only, write_adapter
+
+_YOUNG = 60.0
+"""Seconds in which a new folder may not be locked yet by the process that made it."""
+
+
+@contextmanager
+def memory_folder(prefix: str, root: str | None = None) -> Iterator[Path]:
+    """Yield a folder that other processes read, in memory where that is possible; it is removed afterwards.
+
+    A process that is killed leaves its own behind, so unlocked ones are removed first.
+
+    Args:
+        prefix: The start of its name, and of the names of old ones.
+        root: The parent folder; None is `shared_memory`, or else the folder of temporary files.
+    """
+    root = root or shared_memory() or tempfile.gettempdir()
+    for left in Path(root).glob(f"{prefix}*"):
+        with suppress(OSError), _open_descriptor(left) as held:  # another user's, or it is in use
+            if time.time() - os.fstat(held).st_ctime > _YOUNG:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=root) as folder, _open_descriptor(Path(folder)) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield Path(folder)
+
+
+@contextmanager
+def _open_descriptor(folder: Path) -> Iterator[int]:
+    """Open a folder's descriptor. The lock of a process that is killed is released with it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def shared_memory() -> str | None:
+    """Return a folder in memory that other processes of this machine read; None where there is none, and a disk has to
+    do."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+PUSHES = ("auto", "adapter", "merged")
+
+
+class WeightSender:
+    """A sender of a policy's weights to an engine.
+
+    Args:
+        push: "adapter", "merged", or "auto": the adapter alone where the engine can run it.
+    """
+
+    def __init__(self, push: str) -> None:
+        self._push = push
+        self._base_is_there = False
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def forget(self) -> None:
+        """Forget what the engine holds: it has lost its weights."""
+        self._base_is_there = False
+
+    def __call__(self, engine: Engine, facts: Facts, weights: Weights, version: int, *, sends: bool) -> None:
+        """Send the weights; `sends` is False on ranks whose engine another rank sends to. A collective.
+
+        Raises:
+            GenerationError: the engine did not take them.
+            ConfigError: the adapter alone is wanted, and cannot be sent.
+        """
+        if not self.by_adapter(weights.policy, facts):
+            self._send(engine, weights, version, sends)
+            return
+        if not self._base_is_there:
+            self._send(engine, Weights(weights.policy, weights.dtype, base_only=True), version, sends)
+            self._base_is_there = True
+        self._send_adapter(engine, weights.policy, version, sends)
+
+    def _send(self, engine: Engine, weights: Weights, version: int, sends: bool) -> None:
+        def work() -> None:
+            if sends:
+                push_weights(engine, weights, version)
+            else:
+                for _ in weights:  # gathering them is a collective
+                    pass
+
+        ranks.run_on_all_ranks(work)
+
+    def _send_adapter(self, engine: Engine, policy: nn.Module, version: int, sends: bool) -> None:
+        # Kept until the next one is there: a server reads it again whenever it makes room for the adapter.
+        before = self._folder
+        self._folder = tempfile.TemporaryDirectory(prefix="lit_rl_adapter_", dir=shared_memory())
+        folder = ranks.gather_objects(self._folder.name)[0]  # rank 0 writes, for all of one machine
+        write_adapter(policy, folder)
+        # Together, because who has not read the folder yet must find it.
+        ranks.run_on_all_ranks(lambda: push_adapter(engine, folder, version) if sends else None)
+        if before is not None:
+            before.cleanup()
+
+    def by_adapter(self, policy: nn.Module, facts: Facts) -> bool:
+        """Tell whether the adapter is sent by itself."""
+        why = adapter_only(policy)
+        rank, room = rank_of_adapter(policy), facts.max_lora_rank or 0
+        if why is None and rank is not None and rank > room:
+            why = f"its rank is {rank}, and the engine has room for {room}: raise generator.max_lora_rank"
+        if self._push == "adapter" and why is not None:
+            raise ConfigError(f"generator.push=adapter: the adapter cannot be sent by itself: {why}. Take merged.")
+        return self._push != "merged" and why is None
+
+
+def rank_of_adapter(policy: nn.Module) -> int | None:
+    """Return the highest rank of an adapter that an engine can run by itself; None where the policy has none."""
+    if adapter_only(policy) is not None:
+        return None
+    lora: Any = policy
+    config = lora.peft_config[lora.active_adapter]
+    return max(config.r, *(config.rank_pattern or {}).values(), 0)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return ``torch.float32`` for "float32"."""
+    return getattr(torch, name)
+
 
 Result = TypeVar("Result")
 
 CHUNK_BYTES = 2**28
-"""What is in flight at once, beside the policy itself: 256 MiB, or one tensor that is larger."""
+"""Bytes of weights in flight, beside the policy itself: 256 MiB, or one larger tensor."""
 
 
 class Transport(ABC):
-    """Abstract: how an open update gets its tensors.
+    """Abstract: a way for an open update's tensors to reach the servers.
 
     Args:
         clients: The servers.
@@ -39,8 +170,8 @@ class Transport(ABC):
         self.clients, self.deadline = list(clients), deadline
 
     def begin(self, shapes: Shapes) -> None:
-        """Open an update on every server, once it has agreed to the names and shapes that will come."""
-        self.everywhere(lambda client: client.rpc("lit_rl_expect", [as_lists(shapes)], deadline=self.deadline))
+        """Open an update on every server, once it has agreed to the names and shapes of the weights."""
+        self.everywhere(lambda client: client.rpc("lit_rl_expect", [json_shapes(shapes)], deadline=self.deadline))
         self.everywhere(lambda client: client.rpc("lit_rl_begin", deadline=self.deadline))
 
     @abstractmethod
@@ -52,21 +183,21 @@ class Transport(ABC):
         self.everywhere(lambda client: client.rpc("lit_rl_finish", [version], deadline=self.deadline))
 
     def everywhere(self, call: Callable[[Client], Any]) -> list[Any]:
-        """`at_once`, of every server."""
-        return at_once(self.clients, call)
+        """Call every server at the same time, by `call_all`."""
+        return call_all(self.clients, call)
 
     def close(self) -> None:  # noqa: B027 (most have nothing to give back)
-        """Give back what `send` opened."""
+        """Release the resources of `send`."""
 
 
 class SharedMemory(Transport):
-    """Files of this machine's memory: the quickest way on one host, and the simplest."""
+    """A transport by files in this machine's memory: the fastest way on one host, and the simplest."""
 
     def send(self, weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        with folder_in_memory("lit_rl_weights_") as folder:
+        with memory_folder("lit_rl_weights_") as folder:
             for number, chunk in enumerate(chunks(weights)):
                 path = folder / f"{number}.safetensors"
                 try:
@@ -81,7 +212,7 @@ class SharedMemory(Transport):
 
 
 class Gloo(Transport):
-    """A process group of its own over TCP, the trainer being rank 0: for servers on other hosts without NCCL."""
+    """A transport by a process group of its own over TCP, with the trainer as rank 0: for other hosts without NCCL."""
 
     def __init__(self, clients: Sequence[Client], deadline: float) -> None:
         super().__init__(clients, deadline)
@@ -109,7 +240,7 @@ class Gloo(Transport):
                     )
                 except RuntimeError as error:  # of the store too, whose connection one of them may break
                     self.close()
-                    joined.result()  # what a server says of it, if it does
+                    joined.result()  # raises the server's error, if there is one
                     call = "gloo transport: its workers did not join"
                     raise ServerDead(self.clients[0].url, call, str(error).partition("\n")[0]) from error
                 joined.result()
@@ -130,7 +261,7 @@ class Gloo(Transport):
                         group.broadcast(tensor.cpu().contiguous(), 0).wait()
                 except RuntimeError as error:
                     self.close()  # a group that has lost a member is of no use
-                    received.result()  # what that member says of it, if it can
+                    received.result()  # raises that member's error, if there is one
                     raise ServerDead(self.clients[0].url, "broadcast of weights", str(error)) from error
                 received.result()
 
@@ -139,7 +270,7 @@ class Gloo(Transport):
 
 
 class NCCL(Transport):
-    """vLLM's own weight-transfer engine, from GPU to GPU. Not tested: it needs a GPU on both sides, and vLLM here."""
+    """A transport by vLLM's own weight-transfer engine, from GPU to GPU. Not tested: it needs a GPU on both sides."""
 
     def __init__(self, clients: Sequence[Client], deadline: float) -> None:
         super().__init__(clients, deadline)
@@ -147,13 +278,13 @@ class NCCL(Transport):
 
     def begin(self, shapes: Shapes) -> None:
         """Agree to names and shapes; vLLM's engine opens its update itself."""
-        self.everywhere(lambda client: client.rpc("lit_rl_expect", [as_lists(shapes)], deadline=self.deadline))
+        self.everywhere(lambda client: client.rpc("lit_rl_expect", [json_shapes(shapes)], deadline=self.deadline))
 
     def send(self, weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> None:
         if not self._senders:
             self._senders = [self._sender()]
         sender = self._senders[0]
-        sender.source = _source(weights, shapes, dtype)
+        sender.source = _weight_source(weights, shapes, dtype)
         sender.send_weights()
 
     def _sender(self) -> Any:
@@ -168,7 +299,7 @@ class NCCL(Transport):
         )
         client = clients.HTTPVLLMWeightSyncClient(url, timeout=self.deadline)
         return nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(
-            info, client=client, source=_source(iter(()), {}, torch.float32)
+            info, client=client, source=_weight_source(iter(()), {}, torch.float32)
         )
 
     def finish(self, version: int) -> None:
@@ -180,13 +311,13 @@ class NCCL(Transport):
         self._senders = []
 
 
-def at_once(clients: Sequence[Client], call: Callable[[Client], Result]) -> list[Result]:
+def call_all(clients: Sequence[Client], call: Callable[[Client], Result]) -> list[Result]:
     """Call servers at the same time; the first error is raised."""
     with ThreadPoolExecutor(len(clients)) as threads:
         return list(threads.map(call, clients))
 
 
-def _source(weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> Any:
+def _weight_source(weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> Any:
     from vllm.distributed.weight_transfer import base  # pyright: ignore[reportMissingImports]
 
     class Source(base.WeightSource):  # vLLM's name for what is iterated once and described before
@@ -200,7 +331,7 @@ def _source(weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.
 
 
 def chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Neighbours of together at most `CHUNK_BYTES`, or a single larger one."""
+    """Yield neighbouring tensors of at most `CHUNK_BYTES` together, or a single larger one."""
     chunk: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
@@ -213,13 +344,13 @@ def chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Te
         yield chunk
 
 
-def as_lists(shapes: Shapes) -> dict[str, list[int]]:
-    """Shapes as JSON has them."""
+def json_shapes(shapes: Shapes) -> dict[str, list[int]]:
+    """Return shapes in the form for JSON."""
     return {name: list(shape) for name, shape in shapes.items()}
 
 
 def own_address(url: str) -> str:
-    """The address under which the host of `url` reaches this one."""
+    """Return this host's address as seen from the host of `url`."""
     host = urlsplit(url).hostname or "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # chooses a route, and sends nothing
         try:
@@ -239,8 +370,8 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def here(urls: Sequence[str]) -> bool:
-    """Whether every server runs on this machine."""
+def on_this_machine(urls: Sequence[str]) -> bool:
+    """Tell whether every server runs on this machine."""
     names, hosts = (socket.gethostname(), os.uname().nodename), [urlsplit(url).hostname for url in urls]
     return all(is_loopback(host) or host in names for host in hosts)
 
@@ -261,7 +392,7 @@ def transport_for(kind: str, clients: Sequence[Client], deadline: float, device:
         BackendError: NCCL, and the policy is on no GPU.
     """
     if kind == "auto":
-        alone = here([client.url for client in clients])
+        alone = on_this_machine([client.url for client in clients])
         kind = "shared_memory" if alone else "nccl" if device.type == "cuda" and len(clients) == 1 else "gloo"
     elif kind == "nccl" and device.type != "cuda":
         raise BackendError(

@@ -1,7 +1,7 @@
-"""What lit_rl adds to vLLM's workers: `--worker-extension-cls lit_rl.generation.vllm.worker.WeightUpdates`.
+"""lit_rl's extension of vLLM's workers: `--worker-extension-cls lit_rl.generation.vllm.worker.WeightUpdates`.
 
-It runs where vLLM runs, which may be another environment than the trainer's. Over HTTP its methods are called through
-`/collective_rpc`, with JSON values. An update is
+It runs in vLLM's processes, in an environment that may differ from the trainer's. Over HTTP its methods are called
+through `/collective_rpc`, with JSON values. An update is
 
     lit_rl_begin() -> lit_rl_load(...) or lit_rl_load_file(...), once or often -> lit_rl_finish(version)
 
@@ -19,22 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.models.policy.loading import RULED_OUT, auto_class
-from lit_rl.models.policy.vision_parts import placeholder_ids
+from lit_rl.models.loading import RULED_OUT, auto_class
+from lit_rl.models.vision_parts import placeholder_ids
 
 _FACTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-"""What tells one model's shape from another's, by the keys of its text config."""
+"""The keys of a text config that distinguish the shapes of models."""
 
 
 def shape_of(config: Any) -> dict[str, Any]:
-    """Architecture and sizes of a transformers config: what an engine and a policy have to agree on."""
+    """Return architecture and sizes of a transformers config, on which an engine and a policy have to agree."""
     text = config.get_text_config()
     sizes = {name: getattr(text, name) for name in _FACTS if getattr(text, name, None) is not None}
     return {"model_type": text.model_type, "tied": bool(config.tie_word_embeddings), **sizes}
 
 
 class WeightUpdates:
-    """Mixed into vLLM's worker class; `self` is the worker."""
+    """A mixin of vLLM's worker class; `self` is the worker."""
 
     _lit_rl_open = False
     _lit_rl_version: int | None = None
@@ -42,9 +42,9 @@ class WeightUpdates:
     _lit_rl_group: Any = None
 
     def lit_rl_facts(self) -> dict[str, Any]:
-        """Who this worker is and what it holds: plain values.
+        """Return this worker's identity and contents: plain values.
 
-        `instance` is another one after every start, so that a server which was restarted is told from one that was not;
+        `instance` has a new value after every start, which shows that a server was restarted;
         `version` is that of the last finished update, None before it.
         """
         worker: Any = self
@@ -65,7 +65,7 @@ class WeightUpdates:
         }
 
     def lit_rl_expect(self, shapes: dict[str, list[int]]) -> None:
-        """Agree to the weights that will come, by name and whole shape.
+        """Agree to the coming weights, by name and whole shape.
 
         Raises:
             ValueError: a weight is missing, unknown, or of another shape.
@@ -108,7 +108,7 @@ class WeightUpdates:
         worker._lit_rl_loaded |= loaded or set()
 
     def lit_rl_load_file(self, path: str) -> None:
-        """Weights from a safetensors file that this machine can read."""
+        """Load weights from a safetensors file that this machine can read."""
         from safetensors import safe_open
 
         with safe_open(path, framework="pt") as file:
@@ -126,7 +126,7 @@ class WeightUpdates:
         )
 
     def lit_rl_receive(self, told: list[tuple[str, str, list[int]]]) -> None:
-        """Weights that the trainer broadcasts, in this order: name, type and shape of each."""
+        """Receive weights that the trainer broadcasts, in this order: name, type and shape of each."""
         group = self._lit_rl_group
 
         def arriving() -> Iterable[tuple[str, Tensor]]:
@@ -160,7 +160,7 @@ class WeightUpdates:
         self.lit_rl_stamp(version)
 
     def lit_rl_stamp(self, version: int) -> None:
-        """Say which version of the policy is held: after an update, or after an adapter was renewed."""
+        """Set the version of the policy that is held: after an update, or after an adapter was renewed."""
         worker: Any = self
         worker._lit_rl_version = version
 
@@ -178,10 +178,11 @@ class WeightUpdates:
             yield name, tensor.to(worker.device)
 
     def _lit_rl_expected(self) -> dict[str, list[int]]:
-        """Names and shapes of the weights of transformers' model of this config; of tied ones, the first name."""
+        """Return names and shapes of the weights of transformers' model of this config; of tied ones, the first
+        name."""
         worker: Any = self
         if worker._lit_rl_names is None:
-            from lit_rl.models.export.shipping import weight_shapes
+            from lit_rl.models.engine_weights import weight_shapes
 
             config = worker.vllm_config.model_config
             kind = auto_class(config.hf_config)
@@ -204,7 +205,7 @@ class WeightUpdates:
 
 
 def rule_out(model: Any, tokens: Sequence[int]) -> None:
-    """Give tokens no probability, as the policy's own head does: placeholders of images. Once is enough.
+    """Give tokens no probability, as the policy's own head does: placeholders of images. One call is enough.
 
     In the model and not in each request, since log-probs of a prompt know nothing of a request's settings.
     """
@@ -222,9 +223,8 @@ def rule_out(model: Any, tokens: Sequence[int]) -> None:
 
 
 def repack_heads(model: Any) -> None:
-    """Pack a tied output head anew. On the CPU it holds its own packed copy of the embedding, which no reload renews:
-    without this the head would stay that of the first weights, and nothing would say so.
-    """
+    """Pack a tied output head again. On the CPU it holds its own packed copy of the embedding, which no reload renews:
+    without this the head would silently stay that of the first weights."""
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

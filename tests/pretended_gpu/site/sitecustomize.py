@@ -13,5 +13,5 @@ if os.environ.get("PRETEND"):
         pretend.start(int(os.environ["PRETEND"]))
     except Exception as error:  # Python would print it and go on, and the CPU would do the work
         sys.exit(f"PRETEND={os.environ['PRETEND']}: {error}")
-    # A mixture of devices in a trial would cost speed alone: see lit_rl/models/policy/trial.py.
+    # A mixture of devices in a trial would cost speed alone: see lit_rl/models/trial.py.
     warnings.filterwarnings("error", ".* could not be tried on")

@@ -1,0 +1,367 @@
+"""Checks of what a constructor, a Trainer or a factory was given, with hints for people who know other libraries.
+
+Each message says what came, what is allowed, and what to write.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import lightning as L
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_rl.algorithms.checks.data_and_trainer import MODULES, check_example_data
+from lit_rl.core.errors import ConfigError, StorageError, refuse_unknown_keywords
+from lit_rl.data.kinds import Kind
+from lit_rl.environments.environment_base import Interactive
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.rewards.weighted_rewards import Rewards
+
+
+def try_settings(key: str, probe: Callable[[], Any]) -> None:
+    """Call a term once, so that it refuses its settings now.
+
+    Raises:
+        ConfigError: names the key under `algo`.
+    """
+    try:
+        probe()
+    except ValueError as error:
+        raise ConfigError(f"algo.{key}: {error}") from error
+
+
+_MODEL = "it belongs to the model: model=lit_rl.LanguageModel(name, lora=...), or a PeftModel with tokenizer="
+_OPTIMIZER = "it belongs to the optimizer: optimizer=lit_rl.AdamW(lr=...)"
+_SAMPLING = "it belongs to the sampling: sampling=lit_rl.Sampling(max_new_tokens=..., temperature=...)"
+_ENV = "it is an environment: env=lit_rl.FunctionTools(...), CustomEnvironment(...) or RolloutFunction(...)"
+_DATA = "rows belong to a data module: trainer.fit(module, datamodule=lit_rl.RolloutDataModule(rows, val=...))"
+_TRAINER = "it belongs to lightning.Trainer(...)"
+_REWARD = "reward=...: a function, or lit_rl.exact_match"
+_REFERENCE = "here it is reference=lit_rl.models.references.OtherModel(name); without it, the policy as it began"
+_LENGTH = "it belongs to the data module: lit_rl.RolloutDataModule(rows, max_prompt_tokens=...)"
+_CRITIC = "here it is critic=, of lit_rl.models.critics: SeparateCritic() or SharedTrunk()"
+_LOSS = "a loss is a function of tensors (docs/python.md)"
+_ALIAS_HINTS = {
+    "loss_type": "a loss is a function: loss=lit_rl.cispo_loss, advantage=..., reduction=... (docs/from-trl.md)",
+    **dict.fromkeys(("lora", "peft_config"), _MODEL),
+    "quantization_config": 'it belongs to the model: model=lit_rl.LanguageModel(name, quantization="nf4", lora=...)',
+    **dict.fromkeys(("ref_model", "ref_policy"), _REFERENCE),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "optim", "optimizer_cls_and_kwargs"), _OPTIMIZER),
+    **dict.fromkeys(("max_new_tokens", "max_completion_length", "temperature", "top_p", "top_k", "min_p"), _SAMPLING),
+    **dict.fromkeys(("tools", "rollout_func", "environment_factory", "environment"), _ENV),
+    **dict.fromkeys(("train_dataset", "eval_dataset", "dataset", "data"), _DATA),
+    **dict.fromkeys(("callbacks", "max_steps", "max_grad_norm", "output_dir", "precision"), _TRAINER),
+    **dict.fromkeys(("max_length", "max_prompt_length"), _LENGTH),
+    "value_model": _CRITIC,
+    "data_collator": "rows are padded by the data module, without one",
+    "formatting_func": "rows are formatted by the data module, which takes map_row=, a function from row to row",
+    "compute_loss_func": _LOSS,
+    **dict.fromkeys(
+        ("compute_metrics", "preprocess_logits_for_metrics"),
+        "metrics of your own are self.log(...) in a class derived from it, or a callback of Lightning",
+    ),
+    "num_generations": "here it is group_size=",
+    "num_iterations": "here it is iterations=",
+    "reward_funcs": f"it is TRL's name: here it is {_REWARD}",
+    "processing_class": "here it is tokenizer=, of a model that is loaded already",
+    "reward_processing_classes": "it belongs to the reward: lit_rl.RewardModel(model, tokenizer=...)",
+    "args": "there is no object of arguments: each setting is a keyword (docs/from-trl.md)",
+    "optimizers": "here they are optimizer= and scheduler=, functions that make them",
+}
+"""Names of settings in other libraries, with their place here."""
+
+
+_NEEDED = {
+    "model": "model=...: a name, folder or hub id, or lit_rl.LanguageModel(name)",
+    "reward": _REWARD,
+}
+"""Values to pass for arguments without a default."""
+
+
+class MissingArgument(ConfigError):
+    """The error for a missing argument that has no default."""
+
+
+class CheckedArguments:
+    """The base of classes that report missing arguments by a `ConfigError` of their own.
+
+    The check is in `__new__`, so that the signature of `__init__`, which type checkers, Hydra's schemas and
+    LightningCLI read, keeps its arguments without defaults.
+    """
+
+    def __new__(cls, *arguments: Any, **given: Any) -> Self:
+        _check_nothing_missing(cls, arguments, given)
+        made = super().__new__(cls)
+        object.__setattr__(made, "_arguments", _every_argument(cls, arguments, given))
+        return made
+
+    _arguments: dict[str, Any]
+    """Arguments of the constructor by name, with defaults of every base class; without `model` and `tokenizer`."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Reduce to an empty object and the state, so that copies and pickles pass no arguments to `__new__`."""
+        _, _, *state = super().__reduce_ex__(protocol)
+        return _empty_object, (type(self),), *state
+
+
+def _empty_object(kind: type) -> Any:
+    return object.__new__(kind)
+
+
+def _every_argument(algorithm: type, arguments: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    named = dict(zip(inspect.signature(algorithm).parameters, arguments, strict=False)) | dict(given)
+    every: dict[str, Any] = {}
+    for each in algorithm.__mro__:
+        if "__init__" in vars(each) and issubclass(each, CheckedArguments):
+            for parameter in [*inspect.signature(each.__init__).parameters.values()][1:]:
+                if parameter.kind not in _VARIADIC:
+                    every.setdefault(parameter.name, named.get(parameter.name, parameter.default))
+    return {name: value for name, value in every.items() if name not in ("model", "tokenizer")}
+
+
+def _check_nothing_missing(algorithm: type, arguments: Sequence[Any], given: Mapping[str, Any]) -> None:
+    known = inspect.signature(algorithm).parameters.values()
+    by_position = [each for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    set_already = {each.name for each in by_position[: len(arguments)]} | given.keys()
+    needed = [each.name for each in known if each.default is each.empty and each.kind not in _VARIADIC]
+    if missing := [name for name in needed if name not in set_already]:
+        elsewhere = {name: value for name, value in given.items() if name in _ALIAS_HINTS}
+        check_keywords(algorithm, elsewhere, algorithm)
+        said = ", and ".join(_NEEDED.get(name, f"{name}=...") for name in missing)
+        name = algorithm.__name__
+        raise MissingArgument(f"{name} needs {' and '.join(missing)}. Pass {said}. help({name}) says more.")
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def check_reward(algorithm: type, model: Any, value: Any) -> None:
+    """Refuse a reward that is text, or that is swapped with the model.
+
+    Args:
+        algorithm: The class to construct.
+        model: Its argument `model`.
+        value: Its argument `check_reward`.
+
+    Raises:
+        ConfigError: says what to write.
+    """
+    name = algorithm.__name__
+    if isinstance(value, (str, LanguageModel)) and (inspect.isroutine(model) or isinstance(model, (partial, Rewards))):
+        raise ConfigError(f"The arguments are swapped: the model comes first, {name}(model, reward).")
+    if isinstance(value, str):
+        raise ConfigError(
+            f"reward={value!r:.60} is a string. Pass the function itself, such as reward=lit_rl.exact_match; "
+            "lit_rl.rewards.from_paths loads one from a path."
+        )
+
+
+def check_keywords(algorithm: type, given: Mapping[str, Any], taken: type) -> None:
+    """Refuse keywords that no constructor of an algorithm takes.
+
+    Args:
+        algorithm: The class to construct.
+        given: The keywords to pass on.
+        taken: The class whose constructor, with its bases', gets them.
+
+    Raises:
+        ConfigError: names the first of them, and where it belongs or what is near.
+    """
+    refuse_unknown_keywords(algorithm, given, taken, partial(_alias_hint, getattr(algorithm, "learns_from", None)))
+
+
+def _alias_hint(learns_from: Kind | None, name: str, known: set[str]) -> str:
+    """Return the hint for a name of another library, where the algorithm has such a setting."""
+    said = _ALIAS_HINTS.get(name, "")
+    if said == _DATA and learns_from is not None:
+        return said.replace("RolloutDataModule(", f"{_data_module_name(learns_from)}(")
+    if said == _LENGTH and learns_from is not None:
+        return f"it belongs to the data module: lit_rl.{_data_module_name(learns_from)}(rows, max_length=...)"
+    place = {_SAMPLING: "sampling", _ENV: "env", _CRITIC: "critic"}.get(
+        said, "reward" if name.startswith("reward_") else None
+    )
+    if place is None or place in known:
+        return said
+    return "it learns from the rows of a data set" if place == "reward" else ""
+
+
+def _data_module_name(learns_from: Kind | None) -> str:
+    """Return the class name of the data module for a kind of rows."""
+    return "RolloutDataModule" if learns_from is None else MODULES[learns_from].partition("(")[0]
+
+
+def check_data_module(algorithm: type, value: Any) -> None:
+    """Refuse rows, a loader, or a data module of another kind in place of the data module, before rows are counted.
+
+    Args:
+        algorithm: The class that is trained.
+        value: The Trainer's `datamodule`.
+
+    Raises:
+        ConfigError: says what to pass.
+    """
+    kind: Kind | None = getattr(algorithm, "learns_from", None)
+    if isinstance(value, L.LightningDataModule) and kind is not None:
+        check_example_data(value, kind, algorithm.__name__)
+    if value is None or isinstance(value, L.LightningDataModule):
+        return
+    came = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    raise ConfigError(
+        f"datamodule is {came}, and no data module. Pass datamodule=lit_rl.{_data_module_name(kind)}(rows)."
+    )
+
+
+def check_trainer(name: str, value: L.Trainer, *, compiled: bool) -> None:
+    """Refuse features of Lightning that do not work with these modules, before the run begins.
+
+    Args:
+        name: Name of the module's class.
+        value: The Trainer.
+        compiled: Whether `torch.compile` was called on the module.
+
+    Raises:
+        ConfigError: says what to do in its place.
+    """
+    if compiled:
+        raise ConfigError(
+            f"torch.compile({name}(...)) would compile rollouts, rewards and data of each step anew. Give the Trainer "
+            f"{name}(...) itself."
+        )
+    for callback in value.callbacks:  # pyright: ignore
+        if isinstance(callback, LearningRateFinder):
+            raise ConfigError(
+                f"{name} has no learning rate for Tuner.lr_find to move: on policy the loss is about zero at any rate, "
+                "so its curve says nothing. Compare the rewards of a run for each of a few, with AdamW(lr=1e-5), or by "
+                "lit-rl train -m optimizer.lr=1e-6,1e-5,1e-4."
+            )
+        if isinstance(callback, BatchSizeFinder):
+            raise ConfigError(
+                f"{name} has no batch_size for Tuner.scale_batch_size to raise. {name}(micro_batch_size='auto') takes "
+                "as many rows at once as fit into memory."
+            )
+
+
+def refuse_damaged_checkpoints(strategy: Any) -> None:
+    """Patch a strategy to refuse a damaged checkpoint with a clear message: the module learns the path too late."""
+    if "load_checkpoint" not in vars(strategy):
+        strategy.load_checkpoint = partial(_load_whole, strategy.load_checkpoint)
+
+
+def _load_whole(load: Any, checkpoint_path: Any, *args: Any, **keywords: Any) -> Any:
+    file = Path(checkpoint_path) if isinstance(checkpoint_path, str | Path) else None
+    if file is not None and file.is_file() and not zipfile.is_zipfile(file):
+        size = file.stat().st_size
+        what = f"its {size} bytes are cut off, or of something else" if size else "it is empty"
+        raise StorageError(
+            f"ckpt_path={str(file)!r} is no checkpoint: {what}. Go on from an older one, or begin anew without it."
+        )
+    return load(checkpoint_path, *args, **keywords)
+
+
+def check_environment(value: Any) -> None:
+    """Refuse an `env` that is no interactive environment.
+
+    Raises:
+        ConfigError: names what to write.
+    """
+    if value is not None and not isinstance(value, Interactive):
+        raise ConfigError(
+            f"env is {value!r:.60}, a {type(value).__name__}. Write env=lit_rl.FunctionTools(functions), "
+            "CustomEnvironment(factory) or RolloutFunction(function)."
+        )
+
+
+def check_functions(optional: bool = False, /, **given: Any) -> None:
+    """Refuse settings that are not functions of tensors.
+
+    Args:
+        optional: Whether None is allowed.
+        given: The settings by name.
+
+    Raises:
+        ConfigError: one cannot be called, or is None where a function is needed.
+    """
+    for key, value in given.items():
+        if not callable(value) and not (optional and value is None):
+            none = ", or None" if optional else ""
+            raise ConfigError(
+                f"{key} is {value!r:.60}. Allowed is a function of tensors{none}: one of lit_rl.ops, such as "
+                "lit_rl.clipped_policy_loss for loss, functools.partial of one, or your own (docs/architecture.md)."
+            )
+
+
+def check_instance(key: str, value: Any, kind: type, example: str) -> None:
+    """Refuse a setting of another type.
+
+    Raises:
+        ConfigError: says what came, and an example of what to write.
+    """
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{key} is {value!r:.60}, a {type(value).__name__}. Write {example}.")
+
+
+def check_reference(value: Any) -> None:
+    """Refuse a value that is no reference.
+
+    Raises:
+        ConfigError: names what is allowed.
+    """
+    if not hasattr(value, "scoring") or isinstance(value, type):
+        raise ConfigError(
+            f"reference is {value!r:.60}. Allowed is an object of lit_rl.models.references, such as FrozenCopy() "
+            "or AdapterBase(), of lit_rl.models.references, or None, which chooses by the policy."
+        )
+
+
+def check_optimizer_factory(value: Any) -> None:
+    """Refuse a value that cannot make an optimizer.
+
+    Raises:
+        ConfigError: names what is allowed.
+    """
+    if isinstance(value, Optimizer):
+        why = f"is a {type(value).__name__} that has weights already, which are not the run's"
+    elif not callable(value):
+        why = f"is {value!r:.60}"
+    else:
+        return
+    raise ConfigError(
+        f"optimizer {why}. Allowed is what makes one from parameter groups: lit_rl.AdamW(lr=1e-5), or "
+        "functools.partial(torch.optim.SGD, lr=1e-3)."
+    )
+
+
+def check_made_optimizer(value: Any) -> None:
+    """Refuse the result of an optimizer factory that is no optimizer.
+
+    Raises:
+        ConfigError: names its type.
+    """
+    if not isinstance(value, Optimizer):
+        raise ConfigError(
+            f"optimizer gave a {type(value).__name__}. It takes parameter groups and returns an optimizer of torch."
+        )
+
+
+def check_shape(key: str, value: Any, *shapes: tuple[int, ...]) -> None:
+    """Refuse a user's function whose result has another shape.
+
+    Args:
+        key: The function's setting.
+        value: Its result.
+        shapes: Allowed shapes.
+
+    Raises:
+        ConfigError: the result is no tensor, or of another shape.
+    """
+    came = tuple(value.shape) if isinstance(value, Tensor) else None
+    if came not in shapes:
+        what = f"a tensor of shape {came}" if came is not None else f"a {type(value).__name__}"
+        raise ConfigError(f"{key} gave {what}. It is to return a tensor of shape {' or '.join(map(str, shapes))}.")

@@ -1,0 +1,247 @@
+"""Checks of `env=` before any weight is loaded, and the source of its episodes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lit_rl.algorithms.evaluation.validation import Evaluation
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.rollout import Sampling
+from lit_rl.data.message_forms import tools_argument
+from lit_rl.data.rendering import KWARGS_COLUMN
+from lit_rl.environments.environment_base import EpisodeSource, Interactive
+from lit_rl.environments.episode_replay import Journal
+from lit_rl.environments.factory import EnvironmentFactory
+from lit_rl.environments.interaction import Interaction
+from lit_rl.environments.user_environments import ENVIRONMENT_COLUMN
+from lit_rl.generation.generator import Generator
+from lit_rl.generation.rollout_function import RolloutCalls, RolloutFunction
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.rewards.task_rewards import environment, environment_turns
+from lit_rl.rewards.weighted_rewards import Rewards
+
+
+def check_episodes(env: Interactive, generator: Generator, sampling: Sampling, evaluation: Evaluation) -> None:
+    """Refuse settings that do not work with episodes.
+
+    Raises:
+        ConfigError: the generator supports no conversations, or draws while the policy learns; an episode is shorter
+            than a turn; or the evaluation compares completions of one turn.
+    """
+    if env.converses:
+        generator.check_converses()
+    else:
+        generator.check_asked_alone()
+        _check_whole_distribution(sampling)
+    if generator.lag:
+        raise ConfigError(
+            f"generator.lag={generator.lag} draws while the policy learns, and what env= names would run in this "
+            "process meanwhile, where it may move the training's random generators: take generator.lag=0."
+        )
+    if evaluation.win_rate_against is not None:
+        raise ConfigError(
+            f"eval.win_rate_against={evaluation.win_rate_against!r} compares completions of one turn, and env= makes "
+            "episodes: leave one of the two out."
+        )
+    turns = {"sampling": sampling.max_new_tokens, "eval": evaluation.max_new_tokens or 0}
+    for group, tokens in turns.items():
+        if env.max_tokens < tokens:
+            raise ConfigError(
+                f"env.max_tokens={env.max_tokens} is less than {group}.max_new_tokens={tokens}, and an episode is "
+                "one turn or more: raise the first, or lower the second."
+            )
+
+
+def _check_whole_distribution(sampling: Sampling) -> None:
+    if not sampling.truncation.off:
+        raise ConfigError(
+            "sampling.top_k, top_p or min_p cut the distribution, and what a rollout function returns does not say how "
+            "much of it they left: set top_k=0, top_p=1 and min_p=0 with env=rollout_func."
+        )
+    if sampling.repetition_penalty != 1 or sampling.min_new_tokens:
+        raise ConfigError(
+            "sampling.repetition_penalty and min_new_tokens go by the tokens before each one, and what a rollout "
+            "function returns does not say what stood before a token when it was drawn: set repetition_penalty=1 and "
+            "min_new_tokens=0 with env=rollout_func."
+        )
+
+
+def open_journal(env: Interactive, folder: str, rank: int) -> Journal | None:
+    """Return the journal of the replies of a run's environments; None where there is none.
+
+    Args:
+        env: Settings of the environments.
+        folder: Folder of the run.
+        rank: Rank of this process.
+
+    Raises:
+        ConfigError: the folder of ``env.journal`` holds the replies of another run.
+    """
+    if not env.journal:
+        return None
+    if not isinstance(env.journal, str):
+        return Journal(Path(folder) / "env_journal", rank)
+    named = Path(env.journal).expanduser()
+    if rank == 0:
+        _claim_journal(named, Path(folder).resolve())
+    return Journal(named, rank)
+
+
+def _claim_journal(journal: Path, run: Path) -> None:
+    """Claim a journal's folder for a run. Replies are keyed by their place in the run, so two runs would mix them
+    up."""
+    owner = journal / "run.txt"
+    if not owner.exists():
+        journal.mkdir(parents=True, exist_ok=True)
+        owner.write_text(f"{run}\n", encoding="utf-8")
+    elif (other := owner.read_text(encoding="utf-8").strip()) != str(run):
+        raise ConfigError(
+            f"env.journal={str(journal)!r} holds the replies of the run in {other}, and this one is in {run}: name "
+            f"another folder, or remove {owner} if that run was moved here."
+        )
+
+
+def make_episode_source(
+    env: Interactive, model: LanguageModel, data: Any, journal: Journal | None = None
+) -> EpisodeSource:
+    """Return the source of the episodes of a run.
+
+    Args:
+        env: Settings of the environments.
+        model: The description of the policy.
+        data: The data module.
+        journal: The journal of replies, see `open_journal`.
+
+    Raises:
+        ConfigError: the data's rows do not fit the environments, or see `Interaction`.
+    """
+    if data.options.overlong == "truncate_left":
+        raise ConfigError(
+            "data.overlong=truncate_left cuts tokens off a prompt's begin, and env= renders prompts anew: take "
+            "data.overlong=drop, or error."
+        )
+    for columns in data.columns_of_sets():
+        env.check_columns(columns)
+    if isinstance(env, RolloutFunction):
+        longest = max(getattr(data, "longest_prompt", 0), data.longest_val_prompt)
+        return RolloutCalls(env, model.tokenizer, data.options.chat_template_kwargs, longest)
+    assert isinstance(env, EnvironmentFactory)
+    _warn_other_tools(env, data)
+    made = Interaction(
+        env,
+        model.tokenizer,
+        eos_ids=model.eos_ids,
+        chat=not isinstance(data.peek(1).prompts[0], str),
+        template_kwargs=data.options.chat_template_kwargs,
+        journal=journal,
+        processor=model.processor,
+        max_image_pixels=data.options.max_image_pixels,
+    )
+    for row in islice(_rows_of_arguments(env, data), _MOST_TRIED):  # an error is found now, and not at the row's step
+        made.ready_for(row)
+    return made
+
+
+_MOST_TRIED = 256
+"""Most distinct arguments of rows with which the chat template is tried before a run begins."""
+
+
+def _rows_of_arguments(env: EnvironmentFactory, data: Any) -> Iterator[dict[str, Any]]:
+    """Yield the first row of each kind of environment and arguments of the chat template."""
+    met: set[tuple[str, str]] = set()
+    for columns in data.columns_of_sets():
+        kinds = columns.get(ENVIRONMENT_COLUMN)
+        for number, own in enumerate(columns.get(KWARGS_COLUMN) or ()):
+            if not own:
+                continue
+            kind = env.kind_of({ENVIRONMENT_COLUMN: kinds[number]} if kinds else {})
+            key = kind, json.dumps(own, sort_keys=True, default=str)
+            if key not in met:
+                met.add(key)
+                yield {name: values[number] for name, values in columns.items()}
+
+
+def _warn_other_tools(env: EnvironmentFactory, data: Any) -> None:
+    """Warn of rows with a column of tools that differ from the environment's, or that it does not answer."""
+    for columns in data.columns_of_sets():
+        for row, tools in enumerate(columns.get("tools", ())):
+            if not (of_row := tools_argument(tools)):
+                continue
+            kind = env.kinds[env.kind_of({name: values[row] for name, values in columns.items()})]
+            own = [] if kind.toolbox is None else kind.toolbox.schemas
+            if of_row["tools"] == own:
+                continue
+            names = ", ".join(tool["function"]["name"] for tool in own)
+            what = f"prompts are told of those of env= alone ({names})" if own else "env= answers no calls of them"
+            rank_zero_warn(f"The rows have a column tools (the first is row {row}), and {what}.")
+            return
+
+
+def shorten_episodes(
+    env: Interactive, model: LanguageModel, source: EpisodeSource, longest: int, new_tokens: int
+) -> Interactive:
+    """Return the settings with default sizes lowered to the model's context, with a warning where needed.
+
+    Where it leaves no room for a turn they are unchanged, and `check_episode_length` refuses them.
+
+    Args:
+        env: The settings as given; they are not changed.
+        model: The policy, with its context length.
+        source: The source made with these settings, which knows the other parts of the context.
+        longest: Tokens of the longest prompt of the data.
+        new_tokens: Tokens of the longest turn.
+    """
+    parts, holds = source.lengths(longest), model.context_length
+    if holds is None or sum(parts.values()) <= holds or not env.untyped:
+        return env
+    room = holds - sum(tokens for key, tokens in parts.items() if not key.startswith("env."))
+    sizes = {"max_observation_tokens": max(1, room // 4)} if "max_observation_tokens" in env.untyped else {}
+    opening = parts.get("env.max_observation_tokens", 0)
+    room -= min(opening, sizes.get("max_observation_tokens", opening))
+    sizes |= {"max_tokens": room} if "max_tokens" in env.untyped else {}
+    smaller = copy.copy(env)
+    for key, size in sizes.items():
+        setattr(smaller, key, min(size, getattr(env, key)))
+    if not new_tokens <= smaller.max_tokens <= room:
+        return env
+    said = ", ".join(f"env.{key}={getattr(smaller, key)}" for key in sizes)
+    rank_zero_warn(f"{said}: not given, and the context of {model.name} ({holds}) leaves no more.")
+    return smaller
+
+
+def check_episode_length(model: LanguageModel, interaction: EpisodeSource, longest: int) -> None:
+    """Refuse episodes that the model's context cannot hold.
+
+    Raises:
+        ConfigError: names the parts with their tokens, and the settings to lower.
+    """
+    parts = interaction.lengths(longest)
+    holds, needed = model.context_length, sum(parts.values())
+    if holds is None or needed <= holds:
+        return
+    listed = ", ".join(f"{key} {tokens}" for key, tokens in parts.items() if tokens)
+    raise ConfigError(
+        f"An episode may have {needed} tokens ({listed}), but the context of {model.name} holds {holds}. Lower "
+        f"{' or '.join(key for key in parts if key.startswith('env.') and parts[key])}, or data.max_prompt_tokens."
+    )
+
+
+def check_episode_rewards(env: Interactive, rewards: Rewards) -> None:
+    """Refuse episodes that nothing rewards.
+
+    Raises:
+        ConfigError: the reward is the environment's own, and it gives none.
+    """
+    asked = [name for name, function in rewards.functions.items() if function in (environment, environment_turns)]
+    if asked and not env.gives_reward:
+        raise ConfigError(
+            f"reward={asked[0]} takes the reward that environments give, and env= names none that gives one: write "
+            "get_reward(self) or step(self, action) in a class of yours, or take another reward."
+        )

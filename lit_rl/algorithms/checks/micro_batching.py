@@ -1,0 +1,368 @@
+"""Micro-batch planning: the fewest micro-batches of a step, and the largest decode batch, that fit into free memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from lit_rl.algorithms.checks.memory import GIB, Memory, MemoryPlan
+from lit_rl.core.errors import ConfigError, format_bytes, in_range
+
+KEPT_FREE = 0.1
+"""Share of the memory that plans leave free: for kernels' workspaces, fragmentation, and other processes."""
+
+KEPT_FREE_ON_A_CPU = 0.5
+"""The same share of main memory, where the C library may hold up to 1.94 times the plan (docs/hardware.md)."""
+
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Files with a container's limit and use, for both versions of control groups."""
+
+
+def memory_budget(
+    device: torch.device, *, gigabytes: float | None = None, processes: int = 1, planned: int = 0
+) -> int | None:
+    """Return the bytes that a plan may use; None where they are not known.
+
+    Args:
+        device: The policy's device.
+        gigabytes: The user's setting, in GiB, in place of the free memory.
+        processes: Processes that share a CPU's memory. Each has a GPU of its own.
+        planned: Bytes of tensors that are on the GPU already, and part of the plan.
+    """
+    if gigabytes is not None:
+        return budget_of_gigabytes(gigabytes)
+    if device.type == "cuda":
+        # Memory that torch has reserved without tensors is available; tensors of a reward model stay.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((torch.cuda.mem_get_info(device)[0] + unused + planned) * (1 - KEPT_FREE))
+    available = available_memory() if device.type == "cpu" else None
+    return None if available is None else int(available * (1 - KEPT_FREE_ON_A_CPU) / processes)
+
+
+def hard_memory_limit(room: int, device: torch.device, *, gigabytes: float | None = None) -> int:
+    """Return the hard memory limit for a budget that `memory_budget` returned with the same arguments.
+
+    On a CPU it is all free memory: the C library rarely holds as much again as planned. On a GPU it is the budget.
+    """
+    return int(room / (1 - KEPT_FREE_ON_A_CPU)) if device.type == "cpu" and gigabytes is None else room
+
+
+def device_memory(device: torch.device, *, gigabytes: float | None = None) -> int | None:
+    """Return the total bytes of a GPU, the basis of an engine's share; None without one.
+
+    The user's setting takes precedence: the plan may be for another GPU.
+    """
+    if gigabytes is not None:
+        return int(gigabytes * GIB)
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+
+
+def host_memory_budget(processes: int = 1) -> int | None:
+    """Return the bytes of main memory for offloading by each process of a machine; None where not known."""
+    return memory_budget(torch.device("cpu"), processes=processes)
+
+
+def budget_of_gigabytes(gigabytes: float) -> int:
+    """Return the bytes that a plan may use of a number of GiB."""
+    return int(gigabytes * GIB * (1 - KEPT_FREE))
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Return the available bytes of main memory, within the container's limit; None where unknown."""
+    found = []
+    meminfo = root / "proc/meminfo"
+    if meminfo.is_file():
+        lines = (line.split() for line in meminfo.read_text().splitlines())
+        found += [int(words[1]) * 1024 for words in lines if words and words[0] == "MemAvailable:"]
+    elif root == Path("/") and "SC_PHYS_PAGES" in os.sysconf_names:
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for limit, use in _CGROUPS:
+        files = root / limit[1:], root / use[1:]
+        if all(file.is_file() for file in files):
+            most, used = (file.read_text().strip() for file in files)
+            if most.isdigit() and used.isdigit():
+                found.append(max(0, int(most) - int(used)))
+    return min(found, default=None)
+
+
+MOST_DECODED = 2**20
+"""Most sequences of a decode batch, and rows scored at once, where memory sets no bound."""
+
+
+_OF_WEIGHTS = ("weights", "gradients", "buckets", "optimizer", "critic", "reference", "gathered weights")
+"""Parts of a plan that do not depend on rows."""
+
+_NARROW, _MOMENTS = 2, 8
+"""Bytes of a bfloat16 weight, and of AdamW's two moments in float32."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The part of an optimizer step that one rank learns from.
+
+    Args:
+        units: Units that micro-batches hold whole: groups, or their slices set by the user, or rows of a data set.
+        rows: Rows of a unit.
+        sequences: Sequences decoded together for it, at most.
+        whole: Name of the units, for messages.
+        slices: Numbers of equal slices into which the plan may cut a unit that is too large, from few to many.
+        sliced_by_hand: Whether only the user may cut units (`algo.split_groups`), not the plan.
+    """
+
+    units: int
+    rows: int
+    sequences: int = 0
+    whole: str = "rows"
+    slices: Sequence[int] = (1,)
+    sliced_by_hand: bool = False
+
+    def cuts(self) -> dict[int, int]:
+        """Return the rows of a micro-batch by the number of micro-batches, from few to many."""
+        counts = [count for count in range(1, self.units + 1) if self.units % count == 0]
+        whole = {count: self.units // count * self.rows for count in counts}
+        return whole | {self.units * parts: self.rows // parts for parts in self.slices}
+
+    def slices_of(self, micro_batches: int) -> int:
+        """Return the number of slices of a unit for a number of micro-batches."""
+        return max(1, micro_batches // self.units)
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """A plan of micro-batches for a step."""
+
+    micro_batches: int
+    decoded: int | None
+    """Most sequences of a decode batch; None sets no bound."""
+    why: str
+    """The number with its reason, for the table at the start of a run."""
+    recompute: bool = False
+    """Whether the plan chose gradient checkpointing."""
+    offload: bool = False
+    """Whether it also keeps the inputs of layers on the host."""
+    scored: int | None = None
+    """Most rows of a forward pass without gradient over a data set; None sets no bound."""
+
+
+def micro_batches_of_size(step: StepRows, micro_batch_size: int) -> int:
+    """Return the number of micro-batches of a given size in rows.
+
+    Raises:
+        ConfigError: the step does not divide into them; names the nearest sizes that work.
+    """
+    sizes = {rows: count for count, rows in step.cuts().items()}
+    if micro_batch_size in sizes:
+        return sizes[micro_batch_size]
+    near = sorted(sizes, key=lambda rows: (abs(rows - micro_batch_size), rows))[:3]
+    raise ConfigError(
+        f"algo.micro_batch_size={micro_batch_size} does not divide the {step.units * step.rows} rows that a rank "
+        f"learns from in an optimizer step into equal micro-batches of {step.whole}. Nearest that work: "
+        f"{', '.join(map(str, near))}."
+    )
+
+
+def fewest_micro_batches(step: StepRows, memory: Memory, room: int) -> MicroBatchPlan:
+    """Return the plan with the fewest micro-batches that fit, and the largest decode batch.
+
+    Gradient checkpointing is chosen only where the smallest micro-batch would not fit otherwise, and offloading only
+    where that is not enough.
+
+    Raises:
+        ConfigError: not even the smallest micro-batch, or one sequence, fits.
+    """
+    decoded, cuts = largest_decode_batch(memory, room), step.cuts()
+    needs, sizes = {}, memory
+    for sizes in memory.fallbacks():
+        needs = {}
+        for count, rows in cuts.items():
+            needs[count] = sizes.plan(rows, max(1, min(decoded, step.sequences)), steps_in_parts=count > 1)
+            if decoded and _plan_fits(needs[count], sum(needs[count].learning.values()), room, sizes):
+                recompute = sizes is not memory
+                offload = recompute and sizes.policy.offloaded
+                why, scored = (
+                    _explain_count(needs, room, recompute, offload),
+                    max(rows, rows_scored_at_once(sizes, room)),
+                )
+                return MicroBatchPlan(count, decoded, why, recompute, offload, scored)
+    last = max(cuts)
+    rows = f"{cuts[last]} row{'s' if cuts[last] > 1 else ''}"
+    raise ConfigError(explain_too_large(needs[last], room, rows, sizes, step))
+
+
+def _plan_fits(plan: MemoryPlan, needed: int, room: int, memory: Memory) -> bool:
+    """Tell whether `needed` bytes fit on the device, and the offloaded ones on the host."""
+    return needed <= room and (memory.host is None or plan.host <= memory.host)
+
+
+def largest_decode_batch(memory: Memory, room: int) -> int:
+    """Return the largest decode batch that fits, a power of two; 0 where not even one sequence does."""
+    decoded = MOST_DECODED
+    while decoded and sum(memory.plan(1, decoded, steps_in_parts=False).generating.values()) > room:
+        decoded //= 2
+    return decoded
+
+
+def rows_scored_at_once(memory: Memory, room: int) -> int:
+    """Return rows of a forward pass without gradient that surely fit, a power of two: those of a micro-batch that
+    fits."""
+    rows = MOST_DECODED
+    while rows > 1 and sum(memory.plan(rows, 1, steps_in_parts=False).learning.values()) > room:
+        rows //= 2
+    return rows
+
+
+def explain_too_large(plan: MemoryPlan, room: int, rows: str, memory: Memory, step: StepRows) -> str:
+    """Return the message: needed memory by part, available memory, and settings to change."""
+    worst = max((plan.learning, plan.generating), key=lambda parts: sum(parts.values()))
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in worst.items() if size)
+    host = ""
+    if memory.host is not None and plan.host > memory.host:
+        host = (
+            f" Offloading keeps {format_bytes(plan.host)} in main memory, which can give {format_bytes(memory.host)}."
+        )
+    return (
+        f"A step does not fit: with micro-batches of {rows} it needs {format_bytes(plan.total)} ({listed}), and "
+        f"{format_bytes(room)} can be given out.{host} Set one of: {'; '.join(remedies(worst, memory, step))}."
+    )
+
+
+def remedies(parts: Mapping[str, int], memory: Memory, step: StepRows) -> Sequence[str]:
+    """Return settings that make a step smaller, the most effective first."""
+    of_weights = sum(parts.get(name, 0) for name in _OF_WEIGHTS)
+    of_tokens = sum(parts.get(name, 0) for name in ("activations", "working memory", "allocator"))
+    larger = of_weights > of_tokens
+    lora = [] if memory.policy.adapters else ["model.lora.r=16 (trains adapters)"]
+    tokens = []
+    if step.sliced_by_hand and step.rows % 2 == 0:
+        tokens.append("algo.split_groups=2 or more (cuts a group, the same gradient)")
+    if not memory.policy.checkpointing:
+        tokens.append("model.gradient_checkpointing=true")
+    if memory.numbers.product == 4 and not larger:
+        tokens.append("trainer.precision=bf16-mixed")
+    return [
+        *([*lora, *weight_remedies(memory), *tokens] if larger else [*tokens, *lora]),
+        "shorter texts (sampling.max_new_tokens, data.max_prompt_tokens, data.max_length)",
+        "a smaller model",
+    ]
+
+
+def weight_remedies(memory: Memory) -> Sequence[str]:
+    """Return settings that shrink weights, gradients and optimizer state, the most effective first."""
+    policy, critic, found = memory.policy, memory.critic, []
+    sharded = memory.spread_over > 1 or memory.gathered is not None
+    narrow = memory.numbers.weight == _NARROW or policy.narrow
+    quantised = bool(policy.adapters) and policy.bytes_of_base < _NARROW
+    copied = critic is not None and not critic.adapters  # a copy of a quantised policy could not be trained
+    if policy.adapters and not (quantised or sharded or copied):
+        found.append("model.quantization=nf4 (the frozen base in 4 bits)")
+    if not policy.adapters and memory.numbers.moments == _MOMENTS and not sharded:
+        also = "" if narrow else "trainer.precision=bf16-true and "
+        found.append(f"{also}optimizer=adamw_split (10 bytes a trained weight in place of 16)")
+        found.append("optimizer=adamw_8bit (moments in 2 bytes a weight in place of 8)")
+    if memory.ranks > 1 and not (quantised or sharded):
+        found.append(f"strategy=fsdp (spreads weights and what is kept of each over {memory.ranks} devices)")
+    takes_bf16 = memory.gathered is not None or not sharded
+    halves = memory.numbers.product == 4 or (policy.adapters and not sharded)
+    if not narrow and takes_bf16 and halves:
+        found.append("trainer.precision=bf16-true (bfloat16 for what computes, the frozen weights too)")
+    return found
+
+
+def _explain_count(needs: Mapping[int, MemoryPlan], room: int, recompute: bool, offload: bool) -> str:
+    """Return the number of micro-batches with its reason: its memory, and that of the next smaller number."""
+    (count, taken), *before = reversed(list(needs.items()))
+    text = f"{count} (needs {format_bytes(sum(taken.learning.values()))}"
+    text += " with gradient checkpointing" if recompute else ""
+    text += " on the host" if offload else ""
+    text += f"; {format_bytes(room)} free"
+    return text + (
+        f"; {before[0][0]} would need {format_bytes(sum(before[0][1].learning.values()))})" if before else ")"
+    )
+
+
+@dataclass(frozen=True)
+class MicroBatchRequest:
+    """The user's settings about micro-batches."""
+
+    micro_batch_size: int | Literal["auto"] | None
+    """Rows of a micro-batch; "auto" asks the memory plan; None leaves it to `accumulate`."""
+    accumulate: int
+    """The Trainer's `accumulate_grad_batches`."""
+
+    def check(self) -> None:
+        """Refuse two settings for one quantity.
+
+        Raises:
+            ConfigError: both are set, or the size is no number of rows.
+        """
+        size = self.micro_batch_size
+        if size is None:
+            return
+        if isinstance(size, str) and size != "auto":
+            raise ConfigError(f"algo.micro_batch_size={size!r} is unknown: allowed is a number of rows, auto, or null.")
+        if isinstance(size, int):
+            in_range("algo.micro_batch_size", size, low=1)
+        if self.accumulate != 1:
+            raise ConfigError(
+                f"algo.micro_batch_size={size} and trainer.accumulate_grad_batches={self.accumulate} both say how a "
+                "step is cut: leave one of them out."
+            )
+
+
+def plan_micro_batches(
+    given: MicroBatchRequest, step: StepRows, memory: Memory | None, room: int | None, most: int | None = None
+) -> tuple[MicroBatchPlan | None, str]:
+    """Return the micro-batches of a step, and a warning where the user's choice does not fit, else an empty text.
+
+    The plan is None where `accumulate` decides. Where sizes or memory are not known, "auto" takes one micro-batch.
+
+    Args:
+        given: The user's settings.
+        step: The step to cut.
+        memory: Its memory needs.
+        room: Bytes that a plan may use.
+        most: Bytes above which the user is warned, where that is more than `room`; None: `room`.
+
+    Raises:
+        ConfigError: the size does not divide the step, or with "auto" nothing fits.
+    """
+    size = given.micro_batch_size
+    if size == "auto":
+        if memory is None or room is None:
+            return MicroBatchPlan(1, None, "1: what the step needs is not known"), ""
+        return fewest_micro_batches(step, memory, room), ""
+    count = given.accumulate if size is None else micro_batches_of_size(step, int(size))
+    warning = "" if memory is None or room is None else warn_too_large(step, memory, room, count, most or room)
+    if size is None:
+        return None, warning
+    return MicroBatchPlan(count, None, f"{count}: algo.micro_batch_size={size}"), warning
+
+
+def warn_too_large(step: StepRows, memory: Memory, room: int, count: int, most: int) -> str:
+    """Return the warning that `count` micro-batches need more than `most`, with a setting that fits; empty if they
+    fit."""
+    rows = step.units * step.rows // count
+    plan = memory.plan(rows, step.sequences, steps_in_parts=count > 1)
+    if _plan_fits(plan, plan.total, most, memory):
+        return ""
+    try:
+        better = fewest_micro_batches(step, memory, room)
+    except ConfigError as error:
+        return str(error)
+    fix = [f"trainer.accumulate_grad_batches={max(count, better.micro_batches)}"]
+    if better.decoded is not None and better.decoded < step.sequences:
+        fix.append(f"generator.batch_size={better.decoded}")
+    if better.recompute:
+        fix.append(f"model.gradient_checkpointing={'offload' if better.offload else 'true'}")
+    if (parts := step.slices_of(max(count, better.micro_batches))) > 1:
+        fix.append(f"algo.split_groups={parts}")
+    text = explain_too_large(plan, room, f"{rows} rows", memory, step).partition(" Set one of: ")[0]
+    return f"{text} Set {' and '.join(fix)}; or micro_batch_size='auto' in the algorithm, which chooses by itself."

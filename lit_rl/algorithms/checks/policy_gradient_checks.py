@@ -1,0 +1,532 @@
+"""Checks of a policy-gradient objective before anything is loaded: estimators, losses, groups, corrections, sampling.
+
+Functions of `lit_rl.ops` are tried out on a few rows. A user's own may hold a state: only its signature is read.
+
+Rows without an advantage can be left out of a forward pass where that is exact (`can_skip_zero_advantages`). With
+`l_it` the loss of token t of row i and D the denominator of the step, the objective is `sum_it l_it / D`. D is counted
+over all rows of the rollout, so leaving row i out is exact where `l_it = 0` whatever the policy's log-probs of the row:
+then it adds neither value nor gradient. Two functions decide: the loss must vanish where the advantage does, and the
+reduction must take its denominators from the step, not from the rows at hand. With a user's own function no row is left
+out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms.checks.argument_checks import try_settings
+from lit_rl.algorithms.optim.strategies import flattens_weights, shards_weights
+from lit_rl.algorithms.signatures import (
+    annotated_metadata,
+    annotations_of,
+    arguments_for,
+    is_from_lit_rl,
+    name_of,
+    parameters,
+    reads_column,
+    setting_of,
+    unwrap,
+)
+from lit_rl.algorithms.terms.credit import CreditAssignment, Whitening
+from lit_rl.algorithms.terms.regularizers import KLControl
+from lit_rl.algorithms.terms.token_weights import EngineCorrection
+from lit_rl.core.errors import ConfigError, check_draws, in_range
+from lit_rl.core.rollout import Sampling
+from lit_rl.generation.generator import Generator
+from lit_rl.ops.ranges import Above, Pair, Range
+from lit_rl.ops.reductions import Highest, Lowest, Metrics, StepTotals, Summed
+from lit_rl.rewards.contract import is_taken
+
+Estimator = Callable[..., Any]
+
+_BY_POSITION = ("rewards", "group_id")
+
+
+def require_estimator(estimator: Estimator | None, such_as: str) -> None:
+    """Refuse a method without an estimator of advantages, and name one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if estimator is None:
+        raise ConfigError(f"algo.advantage=null: advantages need an estimator, such as algo/advantage={such_as}.")
+
+
+def check_row_estimator(estimator: Estimator, algorithm: str) -> None:
+    """Refuse an estimator that cannot be called with rewards of rows, or that refuses its own settings."""
+    offered = [name for name in probe_columns() if name not in _BY_POSITION and name != "ended"]
+    asked = arguments_for(estimator, dict.fromkeys(offered))
+    if parameters(estimator)[:1] == ("token_rewards",) or not _binds(estimator, *_BY_POSITION, **asked):
+        raise ConfigError(
+            f"algo.advantage={_signature(estimator)}: {algorithm} calls it as f(rewards, group_id, ...), where it may "
+            f"name {', '.join(offered)}. Of the choices of algo/advantage all fit but gae and gae_of_turns, which need "
+            "the critic of algo=ppo."
+        )
+    if is_from_ops(estimator):
+        try_settings("advantage", partial(call_on_columns, estimator, probe_columns()))
+
+
+def check_estimator_inputs(
+    estimator: Estimator, credit: CreditAssignment, reward_beta: float, whitening: Whitening
+) -> None:
+    """Refuse settings that the estimator ignores, or would apply to one side of a comparison only."""
+    if credit.shaping is not None and "greedy_rewards" in parameters(estimator):
+        raise ConfigError(
+            f"algo/shaping: {name_of(estimator)} compares drawn completions with a greedy one, and the greedy one is "
+            "alone: there is no group that it could be shaped in. Take algo/shaping=none; a reward function "
+            "(reward=soft_overlong, reward=cosine_length) judges both by their lengths."
+        )
+    if is_from_ops(estimator):
+        _check_changes_are_read(estimator, credit, reward_beta)
+        whitening.fits(of_tokens=_probe_advantages(estimator).ndim == 2)
+
+
+def check_token_estimator(estimator: Estimator, whitening: Whitening) -> None:
+    """Refuse an estimator that cannot replace `gae`, settings that it refuses, and a whitening that does not fit."""
+    tensors = dict.fromkeys(("token_rewards", "values", "mask"))
+    row, numbers = torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.long)
+    turns = arguments_for(estimator, {"turn": numbers})
+    if parameters(estimator)[:2] == _BY_POSITION or not _binds(estimator, *tensors, **turns):
+        raise ConfigError(
+            f"algo.advantage={_signature(estimator)}: PPO calls it as f({', '.join(tensors)}) -> (advantages, "
+            "returns), where it may name turn. Of the choices of algo/advantage gae and gae_of_turns fit; the others "
+            "go with the algorithms that have no critic (algo=grpo, algo=rloo, algo=reinforce_pp)."
+        )
+    whitening.fits(of_tokens=True)
+    try_settings("advantage", partial(estimator, row, row, torch.ones(1, 2, dtype=torch.bool), **turns))
+
+
+def compares_within_groups(estimator: Estimator) -> bool:
+    """Tell whether an advantage estimator is zero for the only completion of a prompt.
+
+    It is called on two prompts with one completion each and different rewards: an estimator that compares with other
+    prompts, with a greedy completion or with nothing distinguishes them.
+    """
+    return not bool(call_on_columns(estimator, probe_columns()).any())
+
+
+def probe_columns() -> dict[str, Tensor]:
+    """Return every column that a function of rows may name, for two completions of two prompts."""
+    return _make_columns((0.0, 1.0))
+
+
+def call_on_columns(function: Estimator, columns: dict[str, Tensor]) -> Tensor:
+    others = {name: column for name, column in columns.items() if name not in _BY_POSITION}
+    return function(*(columns[name] for name in _BY_POSITION), **arguments_for(function, others))
+
+
+def is_from_ops(function: Callable) -> bool:
+    """Tell whether a function is of `lit_rl.ops`, and so depends on its arguments alone."""
+    return (getattr(getattr(function, "func", function), "__module__", None) or "").startswith("lit_rl.ops.")
+
+
+_REWARDS = (0.0, 1.0, 3.0, 2.0, 0.0, 1.0)
+_CHANGE = (0.5, 0.1, 0.9, 0.2, 0.7, 0.3)
+"""Rewards of two groups, and a change of them that no normalisation by mean and deviation cancels."""
+
+
+def _make_columns(
+    rewards: Sequence[float], change: Sequence[float] = (), kl: Sequence[float] = ()
+) -> dict[str, Tensor]:
+    """Return the columns of two groups of rows of two tokens, with the reward at the second.
+
+    Args:
+        rewards: One for each row.
+        change: What shaping, norm and clip add to the rewards.
+        kl: A penalty at the first token.
+    """
+    said, rows = torch.tensor(rewards), len(rewards)
+    earned = said + torch.tensor(change) if change else said
+    first = -torch.tensor(kl) if kl else torch.zeros(rows)
+    everywhere = torch.ones(rows, 2, dtype=torch.bool)
+    return {
+        "rewards": earned + first,
+        "group_id": torch.arange(rows) * 2 // rows,
+        "values": said[:, None],
+        "weights": torch.ones(rows, 1),
+        "lengths": torch.full((rows,), 2),
+        "greedy_rewards": torch.zeros(rows),
+        "token_rewards": torch.stack([first, earned], dim=1),
+        "mask": everywhere,
+        "step_ends": torch.tensor([False, True]).expand(rows, 2),
+        "turn": torch.zeros(rows, 2, dtype=torch.long),
+        "state": torch.zeros(rows, 2, dtype=torch.long),
+        "ended": everywhere[:, 0],
+    }
+
+
+def _check_changes_are_read(estimator: Estimator, credit: CreditAssignment, reward_beta: float) -> None:
+    """Refuse changes of the rewards that the estimator does not read: they would have no effect."""
+    changes = {
+        "algo/shaping": credit.shaping is not None,
+        "algo/reward_norm": credit.norm is not None,
+        f"algo.reward_clip={list(credit.clip or ())}": credit.clip is not None,
+    }
+    unread = [key for key, is_set in changes.items() if is_set and not _reads_changes(estimator)]
+    if reward_beta and not _reads_kl(estimator):
+        unread.append(f"algo.reward_beta={reward_beta}")
+    if unread:
+        raise ConfigError(
+            f"{', '.join(unread)}: {name_of(estimator)} does not read what this makes of the rewards, or not at "
+            "every token. Leave it out, or take another algo/advantage (group_normalized reads everything). A KL "
+            "in the loss is algo.beta."
+        )
+
+
+def _reads_changes(estimator: Estimator) -> bool:
+    """Tell whether advantages change with the processed rewards while the functions' own values stay."""
+    return not torch.equal(_probe_advantages(estimator), _probe_advantages(estimator, change=_CHANGE))
+
+
+def _reads_kl(estimator: Estimator) -> bool:
+    """Tell whether advantages change with a KL penalty at a token without reward."""
+    return not torch.equal(_probe_advantages(estimator), _probe_advantages(estimator, kl=_CHANGE))
+
+
+def _probe_advantages(estimator: Estimator, **differences: Sequence[float]) -> Tensor:
+    return call_on_columns(estimator, _make_columns(_REWARDS, **differences))
+
+
+def _binds(function: Callable, *arguments: Any, **keywords: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments, **keywords)
+    except TypeError:
+        return False
+    return True
+
+
+def _signature(function: Callable) -> str:
+    """Return the function's name and its required arguments."""
+    given = inspect.signature(function).parameters.values()
+    needed = ", ".join(parameter.name for parameter in given if parameter.default is parameter.empty)
+    return f"{name_of(function)}({needed})"
+
+
+def check_loss_settings(loss: Callable[..., Any], key: str = "algo.loss") -> None:
+    """Check the settings that a `functools.partial` carries against the annotations of `lit_rl.ops.ranges`.
+
+    A function that declares no range, such as a user's own, may be set to anything.
+
+    Raises:
+        ConfigError: a setting is out of its range; names the key, the value and the range.
+    """
+    given = getattr(loss, "keywords", {})
+    for name, annotation in annotations_of(loss).items():
+        for range_ in annotated_metadata(annotation):
+            if (value := given.get(name)) is not None:
+                _check_range(f"{key}.{name}", value, range_, loss)
+
+
+def check_declared_weights(loss: Callable[..., Any], key: str = "algo.loss") -> None:
+    """Refuse a loss with a parameter `weights` whose annotation does not tell who multiplies by them.
+
+    Raises:
+        ConfigError: there is no annotation, or none that can be read.
+    """
+    if reads_column(loss, "weights") and annotations_of(loss).get("weights") is Any:
+        raise ConfigError(
+            f"{key}={name_of(loss)}: it takes `weights`, the weights against an engine, "
+            "and its annotation does not say what for. If the loss multiplies by them itself, write `weights: "
+            "WeightsInside = None` (lit_rl.ops.reductions, imported at run time). If it only looks at them, write "
+            "`weights: "
+            "Tensor | None`: the loss is then multiplied by them afterwards, as every other is."
+        )
+
+
+def _check_range(key: str, value: Any, range_: Any, loss: Callable[..., Any]) -> None:
+    match range_:
+        case Range():
+            in_range(key, value, low=range_.low, high=range_.high, open_low=range_.open_low)
+        case Above():
+            bound = range_.bound(**{name: setting_of(loss, name) for name in parameters(range_.bound)})
+            in_range(key, value, low=bound, open_low=True)
+        case Pair() if not (len(value) == 2 and range_.sound(*value)):
+            raise ConfigError(f"{key}={list(value)} must be {range_.meaning}.")
+
+
+def check_loss_output(returned: Any, logprobs: Tensor, loss: Callable[..., Any]) -> tuple[Tensor, Metrics]:
+    """Return the result of a policy loss, if it can be learned from.
+
+    Args:
+        returned: One value a token, and metrics.
+        logprobs: `(b, t)` of the policy.
+        loss: The function. Metrics are checked for a user's own.
+
+    Raises:
+        ConfigError: the result has another form or shape, or logs under one of the run's own names.
+    """
+    came = f"a {type(returned).__name__}"
+    if isinstance(returned, tuple) and len(returned) == 2:
+        tokens, metrics = returned
+        if isinstance(tokens, Tensor) and tokens.shape == logprobs.shape:
+            if not is_from_lit_rl(loss):
+                _check_loss_metrics(metrics)
+            return tokens, metrics
+        came = f"(a {type(tokens).__name__}, ...)"
+        if isinstance(tokens, Tensor):
+            came = "(a scalar, metrics)" if tokens.ndim == 0 else f"tokens of shape {tuple(tokens.shape)}"
+    elif isinstance(returned, Tensor):
+        came = f"a tensor of shape {tuple(returned.shape)} alone"
+    raise ConfigError(
+        f"loss gave {came}. It is to return (tokens, metrics): the loss of every token, of the shape of logprobs "
+        f"{tuple(logprobs.shape)}, and a dict of (numerator, denominator), which may be empty. The mean is taken by "
+        "reduction=."
+    )
+
+
+def check_gradient(objective: Tensor, logprobs: Tensor) -> None:
+    """Refuse an objective without any gradient.
+
+    Args:
+        objective: The policy's loss with all further terms.
+        logprobs: Log-probs of the policy, with a gradient where it trains.
+
+    Raises:
+        ConfigError: nothing would be learned.
+    """
+    if logprobs.requires_grad and not objective.requires_grad:
+        raise ConfigError(
+            "loss gave tokens without a gradient, so nothing would be learned. Make them of logprobs, without "
+            "detach(), item(), numpy() or torch.no_grad()."
+        )
+
+
+_LOSS_METRICS = re.compile(r"(clip_ratio|vespo|clip_cov|kl_cov)/.*|ratio_mean|approx_kl|cispo_clip_ratio")
+"""Metrics that a run has from its loss only, and that a user's loss may log too."""
+
+
+def _check_loss_metrics(metrics: Any) -> None:
+    """Refuse metrics of a user's loss that could not be logged, or would replace others."""
+    for name, metric in metrics.items() if isinstance(metrics, Mapping) else ((None, metrics),):
+        pair = isinstance(metric, tuple) and len(metric) == 2 and all(isinstance(part, Tensor) for part in metric)
+        if name is None or not (pair or isinstance(metric, Highest | Lowest | Summed)):
+            what = "metrics" if name is None else f"the metric {name!r}"
+            raise ConfigError(
+                f"loss gave {what} as a {type(metric).__name__}. It is to give a dict, and a metric is (numerator, "
+                "denominator), tensors of which the sums over all micro-batches are divided: (values[mask].sum(), "
+                "mask.sum())."
+            )
+        if is_taken(name) and not _LOSS_METRICS.fullmatch(name):
+            raise ConfigError(
+                f"loss gave the metric {name!r}, and train/{name} is a number of the run's own. Name it otherwise; "
+                f"'loss/my_{name.replace('/', '_')}' is free."
+            )
+
+
+_ROWS, _TOKENS, _EMPTY = 4, 3, 2
+"""Sizes of the trial; the last `_EMPTY` rows have no advantage."""
+
+
+def can_skip_zero_advantages(loss: Callable[..., Any], reduction: Callable[..., Any]) -> bool:
+    """Tell whether rows whose advantages are all 0 change neither value nor gradient of the objective.
+
+    Args:
+        loss: `(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`.
+        reduction: `(per_token, mask, totals) -> scalar`.
+    """
+    if not (is_from_ops(unwrap(loss)) and is_from_ops(unwrap(reduction))) or reads_column(loss, "step"):
+        return False
+    whole, gradient = _probe_objective(loss, reduction, slice(0, _ROWS))
+    part, gradient_of_part = _probe_objective(loss, reduction, slice(0, _ROWS - _EMPTY))
+    return torch.allclose(whole, part) and torch.allclose(gradient, gradient_of_part)
+
+
+def _probe_objective(loss: Callable[..., Any], reduction: Callable[..., Any], rows: slice) -> tuple[Tensor, Tensor]:
+    """Return value, and gradient `(4, 3)` with zeros for left-out rows, of the objective of these rows."""
+    size, noise = (_ROWS, _TOKENS), torch.Generator().manual_seed(0)
+    logprobs = (-3 * torch.rand(size, generator=noise, dtype=torch.float64) - 0.1).requires_grad_()
+    old = -3 * torch.rand(size, generator=noise, dtype=torch.float64) - 0.1
+    advantages = torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=torch.float64)
+    mask = torch.ones(size, dtype=torch.bool)
+    per_token, _ = loss(logprobs[rows], old[rows], advantages[rows], mask[rows])
+    value = reduction(per_token, mask[rows], StepTotals.of(mask))
+    (gradient,) = torch.autograd.grad(value, logprobs, materialize_grads=True)
+    return value.detach(), gradient
+
+
+def require_rewards(algorithm: str, names: tuple[str, ...]) -> None:
+    """Refuse a run without a reward function.
+
+    Raises:
+        ConfigError: there is no reward function to learn from.
+    """
+    if not names:
+        raise ConfigError(
+            f"{algorithm} learns from rewards, and there is no function: set reward, such as exact_match."
+        )
+
+
+def check_term_settings(
+    loss: Callable, selection: Callable | None, engine: EngineCorrection, shaping: Callable | None
+) -> None:
+    """Call each term that checks its own settings once, with a row of two tokens.
+
+    Args:
+        loss: Loss of each token.
+        selection: Selection of tokens, if any.
+        engine: The engine correction, with its functions.
+        shaping: Shaping of the rewards of rows, if any.
+
+    Raises:
+        ConfigError: one refuses its settings.
+    """
+    row, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    probes: dict[str, tuple[Callable | None, tuple[Tensor, ...]]] = {
+        "loss": (loss, (row, row, torch.zeros(1), mask)),
+        "correction": (engine.correction, (row, row, mask)),
+        "rejection": (engine.rejection, (row, row, mask)),
+        "selection": (selection, (row, mask)),
+    }
+    for key, (function, arguments) in probes.items():
+        if function is not None:
+            try_settings(key, partial(function, *arguments))
+    if shaping is not None and is_from_ops(shaping):  # a user's own may hold a state
+        try_settings("shaping", partial(call_on_columns, shaping, probe_columns()))
+
+
+def check_group_size(algorithm: str, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
+    """Refuse groups of one where the advantage compares completions of a prompt.
+
+    Raises:
+        ConfigError: the advantage compares completions of a prompt, and there is one.
+    """
+    if group_size < 2 and compares_completions():  # called only then: it tries out the estimator
+        raise ConfigError(
+            f"algo.group_size={group_size}: this advantage compares completions of one prompt, so {algorithm} needs "
+            "2 or more (8 is usual). For one completion a prompt take algo=reinforce_pp or algo=remax."
+        )
+    in_range("algo.group_size", group_size, low=1)
+
+
+def check_controller(control: KLControl, *weights: float) -> None:
+    """Refuse a controller without a KL term to control, or without the attribute `adapts`.
+
+    Raises:
+        ConfigError: the controller changes the weight of a KL, and there is none; or it has no `adapts`.
+    """
+    if not hasattr(control, "adapts"):
+        raise ConfigError(
+            f"algo.kl_control={type(control).__name__} does not say whether its factor changes during the run: give "
+            "the class `adapts = True`, or False where `update` does nothing."
+        )
+    if control.adapts and not any(weights):
+        raise ConfigError(
+            f"algo/kl_control: {type(control).__name__} changes the weight of a KL term, and there is none: set "
+            "algo.beta (KL in the loss) or algo.reward_beta (KL in the reward) above 0."
+        )
+
+
+def check_engine_weights(engine: EngineCorrection, *, multiplied_by_loss: bool) -> None:
+    """Refuse a normalisation without weights, and weights of rows in a loss that multiplies those of tokens.
+
+    Args:
+        engine: The correction, and its normalisation.
+        multiplied_by_loss: Whether the loss applies the weights itself.
+
+    Raises:
+        ConfigError: names what to take.
+    """
+    if engine.correction is None:
+        if engine.normalisation is not None:
+            raise ConfigError("algo/weight_norm brings weights to mean 1, and there are none: set algo/correction too.")
+        return
+    if not multiplied_by_loss:
+        return
+    row, mask = torch.tensor([[0.0, 0.5]]), torch.ones(1, 2, dtype=torch.bool)
+    weights: Any = engine.correction(row, torch.zeros(1, 2), mask)
+    if weights[0, 0] == weights[0, 1]:  # a row's weight would count once for each of its tokens
+        raise ConfigError(
+            "algo/correction: this loss takes the product of the weights of a row's tokens, and a sequence's weight is "
+            "such a product already. Take algo/correction=token_truncate or token_mask."
+        )
+
+
+_CUTTING = ("top_p", "top_k", "min_p")
+"""Settings that rule out tokens by probability: engine and training may rule out different ones."""
+
+
+def check_sampling(sampling: Sampling, generator: Generator, *, weighted: bool) -> None:
+    """Refuse settings under which a group teaches nothing, or the importance ratio would be wrong.
+
+    Args:
+        sampling: Sampling of the training.
+        generator: The generator.
+        weighted: Whether `algo/correction` weights samples against the engine.
+
+    Raises:
+        ConfigError: names the settings.
+    """
+    check_draws(sampling.temperature)
+    # A weight is the ratio of the training's distribution to the sampled one, whatever the difference.
+    accounted_for = weighted and not generator.exact
+    if sampling.unscored and not accounted_for:
+        keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in sampling.unscored)
+        raise ConfigError(
+            f"{keys}: tokens would be drawn from a distribution that the log-probs of training are not taken under: "
+            f"the importance ratio would be wrong. Switch it off for training{_weights_hint(generator)}."
+        )
+    if generator.reshaped_by and not accounted_for:
+        names = ", ".join(f"generator.generation_kwargs.{name}" for name in generator.reshaped_by)
+        raise ConfigError(
+            f"{names}: tokens would be drawn from a distribution that the log-probs of training are not taken under: "
+            "the importance ratio would be wrong. sampling.repetition_penalty and min_new_tokens are scored exactly. "
+            "Leave it out, or weight the samples (algo/correction=token_truncate, of the methods that have it)."
+        )
+    cutting = [name for name in sampling.reshaped if name in _CUTTING]
+    if cutting and not accounted_for and not generator.reports_kept_mass:
+        keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in cutting)
+        raise ConfigError(
+            f"{keys}: {type(generator).__name__} does not report how much probability it cut off, so its log-probs "
+            "cannot be compared with the training's. Switch it off for training, or take generator=native"
+            f"{_weights_hint(generator)}; eval.top_p and eval.top_k are free."
+        )
+
+
+def _weights_hint(generator: Generator) -> str:
+    return "" if generator.exact else ", or weight the samples (algo/correction=token_truncate)"
+
+
+def check_lag(generator: Generator, *, weighted: bool) -> None:
+    """Refuse a lag that the generator does not support, or that nothing corrects for.
+
+    Raises:
+        ConfigError: names what to set.
+    """
+    lag, name = generator.lag, type(generator).__name__
+    if not isinstance(lag, int) or lag < 0:
+        raise ConfigError(
+            f"generator.lag={lag}: it counts rollouts, 0 (draw with the newest weights), 1 (one rollout old) or more."
+        )
+    if lag and generator.exact:
+        raise ConfigError(
+            f"generator.lag={lag}: {name} decodes with the policy itself, which cannot be learned from meanwhile. Take "
+            "an engine that runs elsewhere (generator=vllm_server), or generator.lag=0."
+        )
+    if lag and not weighted:
+        raise ConfigError(
+            f"generator.lag={lag} draws with weights of an earlier rollout, and nothing weighs the samples by what "
+            "changed since: set algo/correction (auto is token_truncate here), or generator.lag=0."
+        )
+
+
+def check_weight_copies(generator: Generator, trainer: Any) -> None:
+    """Refuse to draw more than one rollout ahead where a process cannot copy the weights by itself.
+
+    Raises:
+        ConfigError: several processes, or a strategy that may take weights apart.
+    """
+    lag, processes = generator.lag, trainer.world_size
+    if lag < 2 or (processes == 1 and not shards_weights(trainer.strategy) and not flattens_weights(trainer.strategy)):
+        return
+    raise ConfigError(
+        f"generator.lag={lag} is built for one process that holds whole weights, and this run has {processes} with "
+        f"{type(trainer.strategy).__name__}: a thread updates the engine from a copy of them, and may ask no other "
+        "process for a part. Set generator.lag=1, or trainer.devices=1 and strategy=auto."
+    )

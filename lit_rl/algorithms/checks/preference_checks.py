@@ -1,0 +1,312 @@
+"""Checks of preference losses, of judges, and of comparisons with another model, before any weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lit_rl.algorithms.checks.argument_checks import try_settings
+from lit_rl.algorithms.signatures import annotated_metadata, annotations_of, name_of, unwrap
+from lit_rl.algorithms.terms.groups import BestOfGroup, DynamicSampling, GroupSelection
+from lit_rl.core.errors import ConfigError, did_you_mean, in_range
+from lit_rl.generation.generator import Generator
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.models.references import Reference, ReferenceFree
+from lit_rl.ops.preference_losses import OfStep, Pairs, PolicyPairs, RatioPairs, reverse_kl
+from lit_rl.rewards.judges import Judge, RewardJudge
+
+
+def losses_by_name(functions: Any) -> dict[str, Callable[..., Tensor]]:
+    """Return the losses by name, each called once on a pair, so that it may refuse its own settings.
+
+    Raises:
+        ConfigError: there is none, or one refuses its settings.
+    """
+    named = dict(functions) if isinstance(functions, Mapping) else {name_of(functions): functions}
+    if not named:
+        raise ConfigError("algo.preference is empty: there is nothing to learn without a loss, such as sigmoid.")
+    for name, function in named.items():
+        try_settings(f"preference.{name}", partial(function, _probe_pair(), 0.1))
+    return named
+
+
+def loss_weights(functions: Mapping[str, Any], given: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the weight of each loss, 1 by default.
+
+    Raises:
+        ConfigError: a weight belongs to no loss, or is below 0.
+    """
+    given = given or {}
+    for name, weight in given.items():
+        if name not in functions:
+            raise ConfigError(
+                f"algo.preference_weights.{name}: there is no such loss; algo.preference has {', '.join(functions)}."
+                f"{did_you_mean(name, functions)}"
+            )
+        if not weight >= 0:
+            raise ConfigError(f"algo.preference_weights.{name}={weight} is out of range: allowed is 0 and above.")
+    return {name: float(given.get(name, 1.0)) for name in functions}
+
+
+def check_divergence(functions: Mapping[str, Any], divergence: Callable[[Tensor], Tensor]) -> None:
+    """Refuse a divergence that a loss would not read.
+
+    Raises:
+        ConfigError: names the losses that do not read it.
+    """
+    try_settings("divergence", partial(divergence, torch.zeros(1)))
+    if unwrap(divergence) is reverse_kl:
+        return
+    deaf = [name for name, function in functions.items() if not reads_divergence(function)]
+    if deaf:
+        raise ConfigError(
+            f"algo/divergence: {', '.join(deaf)} reads the log ratios as they are, so the divergence would change "
+            "nothing in it. Take algo/divergence=reverse_kl, or another algo/preference."
+        )
+
+
+def reads_reference(function: Callable[..., Any]) -> bool:
+    """Tell whether a loss reads more than log-probs of the policy, by the type of its pairs."""
+    return _type_of_pairs(function) is not PolicyPairs
+
+
+def reads_divergence(function: Callable[..., Any]) -> bool:
+    """Tell whether a loss reads scores, by the type of its pairs."""
+    return _type_of_pairs(function) not in (PolicyPairs, RatioPairs)
+
+
+def couples_pairs(function: Callable[..., Any]) -> bool:
+    """Tell whether a loss takes the pairs of a whole optimizer step together."""
+    return any(isinstance(note, OfStep) for note in annotated_metadata(_first_annotation(function)))
+
+
+def losses_over_step(functions: Mapping[str, Any]) -> list[str]:
+    """Return the names of losses that sort over all pairs of an optimizer step."""
+    return [name for name, function in functions.items() if couples_pairs(function)]
+
+
+def check_pair_weights(functions: Mapping[str, Any]) -> None:
+    """Refuse weights of pairs where a loss compares no pairs of the data.
+
+    Raises:
+        ConfigError: a loss compares quantiles over pairs, which no weight of a pair fits.
+    """
+    if sorted_over := losses_over_step(functions):
+        raise ConfigError(
+            f"algo.likelihood_weights=true weighs each pair, and {', '.join(sorted_over)} sorts completions over all "
+            "pairs of a step: what it compares are no pairs of the data. Take one of the two."
+        )
+
+
+def check_per_token(functions: Mapping[str, Any]) -> None:
+    """Refuse `algo.per_token` where it would change nothing.
+
+    Raises:
+        ConfigError: no loss divides by a length; found by calling them with other lengths.
+    """
+    chosen, rejected = torch.tensor([-1.0, -2.0, -9.0, -1.0]), torch.tensor([-2.0, -1.0, -1.0, -9.0])
+    ones, fixed = torch.ones(4), {"nll": -chosen, "nll_tokens": 1.0, "step_rows": 1.0}
+    short, long = (Pairs(chosen, rejected, ones, 2 * ones, n * ones, 2 * n * ones, **fixed) for n in (1, 3))  # pyright: ignore
+    if any(not torch.equal(function(short, 0.1), function(long, 0.1)) for function in functions.values()):
+        return
+    raise ConfigError(
+        f"algo.per_token=true divides by the lengths of completions in losses that read them, and algo.preference "
+        f"({', '.join(functions)}) reads none. Leave it out, or take a loss that does: algo/preference=[ipo], "
+        "[sigmoid_norm] or [simpo]."
+    )
+
+
+def _type_of_pairs(function: Callable[..., Any]) -> Any:
+    """Return the type of a loss's pairs; `Any` where it is not annotated: such a function gets all of `Pairs`."""
+    annotation = _first_annotation(function)
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _first_annotation(function: Callable[..., Any]) -> Any:
+    return next(iter(annotations_of(function).values()), Any)
+
+
+def _probe_pair() -> Pairs:
+    half, one = torch.full((1,), -0.5), torch.ones(1)
+    return Pairs(half, 2 * half, half, half, one, one)
+
+
+def check_no_lag(name: str, generator: Generator) -> None:
+    """Refuse `generator.lag`: both completions of a pair are drawn by the current policy.
+
+    Raises:
+        ConfigError: the generator draws with weights of an earlier rollout.
+    """
+    if lag := generator.lag:
+        raise ConfigError(
+            f"generator.lag={lag}: {name} compares completions of the newest policy, and corrects for none that are "
+            "older. Set generator.lag=0."
+        )
+
+
+def check_compared_groups(
+    name: str,
+    group_size: int,
+    split_groups: int | Literal["auto"],
+    groups: GroupSelection | None,
+    rewards: Sequence[str] = (),
+) -> None:
+    """Refuse group sizes and cuts that leave a completion without another to be compared with.
+
+    Raises:
+        ConfigError: fewer than two completions of a prompt stand side by side in a micro-batch.
+    """
+    in_range("algo.group_size", group_size, low=2)
+    if split_groups not in (1, "auto"):
+        raise ConfigError(
+            f"algo.split_groups={split_groups}: {name} compares completions of one prompt inside a micro-batch, "
+            "and learns from two of them however many were drawn. Leave it at 1."
+        )
+    if isinstance(groups, BestOfGroup):
+        raise ConfigError(
+            f"algo/groups=best leaves one completion of each prompt, and {name} learns from two that were compared: "
+            "every pair would be without a verdict. Take algo/groups=all, or algo=raft to imitate the best one."
+        )
+    if groups is not None:
+        groups.fits(group_size, compares_completions=lambda: True)
+        groups.check_rewards(rewards)
+
+
+def check_opponent_groups(name: str, groups: GroupSelection | None, *, ranks_draw_together: bool) -> None:
+    """Refuse dynamic groups where an opponent writes and a rank cannot draw without the others.
+
+    Args:
+        name: Name of the method.
+        groups: The selection; with dynamic sampling some ranks draw more spare groups than others.
+        ranks_draw_together: Whether weights are sharded over the ranks, or engine calls are collective.
+
+    Raises:
+        ConfigError: one rank would wait for another that draws no more.
+    """
+    if isinstance(groups, DynamicSampling) and ranks_draw_together:
+        raise ConfigError(
+            f"algo/groups=dynamic: {name} has an opponent write beside the policy, and ranks that need other numbers "
+            "of spare groups would wait for each other for ever. Take algo/groups=all, strategy=ddp, or one device."
+        )
+
+
+def check_judge_rewards(judge: Judge, rewards: Sequence[str], missing_eos_penalty: float | None) -> None:
+    """Refuse a judge without the rewards it reads, and a penalty on rewards that it does not read.
+
+    Raises:
+        ConfigError: the judge compares rewards that are not there, or there is a penalty on rewards it does not read.
+    """
+    if judge.reads_rewards and not rewards:
+        raise ConfigError(
+            f"judge={type(judge).__name__} compares rewards, and there is no reward function: set reward, such "
+            "as exact_match, or take another judge (judge=llm, judge=pairrm, judge=function, judge=pairwise)."
+        )
+    if missing_eos_penalty is None:
+        return
+    in_range("algo.missing_eos_penalty", missing_eos_penalty, low=0, open_low=True)
+    if not judge.reads_rewards:
+        raise ConfigError(
+            f"algo.missing_eos_penalty={missing_eos_penalty} is taken off rewards, and the judge does not "
+            "read them. Set it to null, or take judge=reward."
+        )
+
+
+def check_per_epoch(key: str, value: float | Sequence[float], *, high: float = float("inf"), open_low: bool) -> None:
+    """Check a setting that is one number, or one for each epoch.
+
+    Raises:
+        ConfigError: the number, or one of the numbers of the epochs, is out of range, or there is none.
+    """
+    values = list(value) if isinstance(value, Sequence) else [value]
+    if not values:
+        raise ConfigError(f"{key}=[] has no number: give one, or a list of one for each epoch.")
+    for number in values:
+        in_range(key, number, low=0, high=high, open_low=open_low)
+
+
+def check_two_policies(name: str, group_size: int, reference: Reference) -> None:
+    """Check the settings of a method that draws from the policy and from an opponent.
+
+    Raises:
+        ConfigError: the method cannot draw one completion of the policy and one of an opponent made of the reference.
+    """
+    if group_size != 2:
+        raise ConfigError(
+            f"algo.group_size={group_size}: {name} compares one completion of the policy with one of its "
+            "opponent: it is 2."
+        )
+    if isinstance(reference, ReferenceFree):
+        raise ConfigError(f"reference=free: {name} draws completions from the reference. Take another, such as auto.")
+    if getattr(reference, "device", None) == "cpu":
+        raise ConfigError(
+            f"reference.device=cpu: in {name} the reference writes completions, so it has to be where the policy is. "
+            "Set reference.device=null."
+        )
+
+
+def check_native_generator(generator: Generator) -> None:
+    """Refuse generators that cannot draw from a mixture of two models.
+
+    Raises:
+        ConfigError: the generator is not the native one.
+    """
+    if not isinstance(generator, NativeGenerator):
+        raise ConfigError(
+            f"generator={type(generator).__name__} decodes one model, and NashMD draws from the policy mixed with its "
+            "reference token by token. Take generator=native, or algo=xpo, whose opponent is the reference alone."
+        )
+
+
+def check_no_step_losses(functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Refuse losses that sort completions over all pairs of a step.
+
+    Raises:
+        ConfigError: names such a loss.
+    """
+    for name in losses_over_step(functions):
+        raise ConfigError(
+            f"algo.preference.{name} sorts completions over all pairs of a step, and pairs that a policy has just "
+            "written are looked at one micro-batch at a time. Take another loss, such as sigmoid or ipo."
+        )
+
+
+def check_win_rate(against: str, judge: Judge, rewards: Sequence[str], data: Any) -> None:
+    """Check the requirements of `eval.win_rate_against`.
+
+    Args:
+        against: The other model.
+        judge: The judge.
+        rewards: Names of the reward functions.
+        data: The data module; None where the Trainer has none.
+
+    Raises:
+        ConfigError: there is nothing to compare by, or no prompt to compare at.
+        RewardError: the judge needs a column that a validation set lacks.
+    """
+    if judge.reads_rewards and not rewards:
+        raise ConfigError(
+            f"eval.win_rate_against={against!r} compares completions by a judge or by the summed reward, and there "
+            "is neither: set reward, such as exact_match, or take a judge that needs none (judge=llm, "
+            "judge=pairrm, judge=function, judge=pairwise)."
+        )
+    if not getattr(data, "val_names", True):
+        raise ConfigError(
+            f"eval.win_rate_against={against!r} compares completions of validation prompts, and there are none. "
+            "Set data.val_path, or data.val_fraction above 0; rows of whole texts have no prompts."
+        )
+    for columns in getattr(data, "val_columns", {}).values():
+        judge.bind(columns)
+
+
+def warn_unused_judge(method: str, judge: Judge) -> None:
+    """Warn of a judge in a run that learns from none and compares with no other model."""
+    if not isinstance(judge, RewardJudge):
+        rank_zero_warn(
+            f"judge={type(judge).__name__} is never asked: {method} learns from no judge, and eval.win_rate_against is "
+            "not set."
+        )

@@ -1,0 +1,421 @@
+"""Checks of precision, DeepSpeed and tensor parallelism: combinations that are not proven are refused by name.
+
+docs/scale.md has the table of what was proven, and by which test.
+
+Narrow weights without float32 masters could not be trained: between neighbours of bfloat16 lies 1/256 to 1/128 of a
+weight, and AdamW moves a weight by about the learning rate; after 10 steps at 1e-6 in bfloat16 alone, 1.9 % of the
+weights of a policy had moved. `optim.master_weights` keeps masters of bfloat16 weights on one device and with DDP;
+under FSDP2 float32 shards are the masters; DeepSpeed keeps its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lit_rl.algorithms.optim.master_weights import moves_numbers_alone, optimizer_path
+from lit_rl.algorithms.optim.optimizers import OptimizerFactory
+from lit_rl.algorithms.optim.strategies import ZeROStrategy, shards_weights
+from lit_rl.core.errors import ConfigError
+from lit_rl.generation.generator import Generator
+from lit_rl.generation.hf import HFGenerator
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.loaded_model import LoadedModel
+from lit_rl.models.references import Auto, FrozenCopy, Reference
+from lit_rl.models.sharding import check_sharding_plan
+from lit_rl.rewards.classifiers import Classifier
+
+ZERO_PRECISION = "32-true"
+_OR_FSDP = "or take strategy=fsdp"
+
+
+def check_zero_settings(model: LanguageModel, precision: str, strategy: DeepSpeedStrategy) -> None:
+    """Refuse settings that DeepSpeed is not proven with, before anything is loaded.
+
+    Raises:
+        ConfigError: names the key.
+        BackendError: there is no GPU.
+    """
+    if not isinstance(strategy, ZeROStrategy):
+        raise ConfigError(
+            f"trainer.strategy={type(strategy).__name__}: Lightning's own divides the loss by the micro-batches twice, "
+            "and takes weights apart that a policy is decoded from. Take strategy=deepspeed_1, deepspeed_2 or "
+            "deepspeed_3."
+        )
+    strategy.check_device()
+    if precision != ZERO_PRECISION:
+        raise ConfigError(
+            f"trainer.precision={precision}: {_stage_key(strategy)} is proven in float32 only. Take "
+            f"trainer.precision={ZERO_PRECISION}, {_OR_FSDP}."
+        )
+    if model.dtype != "float32":
+        raise ConfigError(
+            f"model.dtype={model.dtype}: {_stage_key(strategy)} is proven with weights in float32 only. Take "
+            f"model.dtype=float32, {_OR_FSDP}."
+        )
+    if model.quantization is not None:
+        raise ConfigError(f"model.quantization={model.quantization} was never run with DeepSpeed. Take strategy=ddp.")
+    for key in ("use_liger_kernel", "compile"):
+        if getattr(model, key):
+            raise ConfigError(f"model.{key}=true was never run with DeepSpeed. Take false, {_OR_FSDP}.")
+
+
+def check_zero_method(
+    method: str,
+    proven: bool,
+    strategy: DeepSpeedStrategy,
+    *,
+    clipping: Any,
+    reference: Reference | None,
+    generator: Generator | None,
+    parts: Mapping[str, Any],
+) -> None:
+    """Refuse a method, or parts of one, that DeepSpeed is not proven with, before weights are loaded.
+
+    Functions of log-probs alone (losses, advantages, estimators) are not checked: DeepSpeed has no part in them.
+
+    Args:
+        method: Name of its class.
+        proven: Whether a test has compared it with one process.
+        strategy: The strategy of the run.
+        clipping: `trainer.gradient_clip_algorithm`.
+        reference: The reference that a term reads; None where none does.
+        generator: The generator of completions; None where there is none.
+        parts: Further parts that call the policy or keep data of ranks, by key; None and 0 where there is none.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if clipping == "value":
+        raise ConfigError(
+            f"trainer.gradient_clip_algorithm=value: DeepSpeed's engine clips by the norm only. Take norm, {_OR_FSDP}."
+        )
+    if not proven:
+        raise ConfigError(f"{method} was never compared with one process under DeepSpeed. Take strategy=ddp or fsdp.")
+    if generator is not None and not isinstance(generator, NativeGenerator | HFGenerator):
+        raise ConfigError(
+            f"generator={type(generator).__name__} was never run with DeepSpeed. Take generator=native or hf, "
+            f"{_OR_FSDP}."
+        )
+    for key, part in parts.items():
+        if part:
+            raise ConfigError(f"{key} was never compared with one process under DeepSpeed. Leave it out, {_OR_FSDP}.")
+    apart = isinstance(strategy, ZeROStrategy) and strategy.stage == 3
+    if apart and reference is not None and reference.moves:
+        raise ConfigError(
+            f"reference={type(reference).__name__} follows weights, which ZeRO stage 3 has taken apart. Take "
+            f"reference=frozen_copy or strategy=deepspeed_2, {_OR_FSDP}."
+        )
+
+
+def check_zero_optimizer(optimizer: Any) -> None:
+    """Refuse an optimizer that depends on the shape of weights: it would see one vector of parts of many weights.
+
+    Raises:
+        ConfigError: names its path.
+    """
+    path = optimizer_path(optimizer)
+    if not moves_numbers_alone(path) and path not in _DEEPSPEED_OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer={path} is not known to move each number of a weight by itself, and DeepSpeed gives it parts "
+            f"of many weights as one vector. Take optimizer=adamw, {_OR_FSDP}."
+        )
+
+
+_DEEPSPEED_OPTIMIZERS = ("deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",)
+
+
+def check_zero_model(policy: nn.Module, strategy: ZeROStrategy) -> None:
+    """Refuse a mixture of experts under stage 3: a rank without rows for an expert would not gather it, and hang
+    others.
+
+    Raises:
+        ConfigError: the policy is one.
+    """
+    configs = (getattr(part, "config", None) for part in policy.modules())
+    experts = any(int(getattr(config, name, 0) or 0) > 1 for config in configs for name in _EXPERT_COUNTS)
+    if strategy.stage == 3 and experts:
+        raise ConfigError(
+            "strategy=deepspeed_3 gathers what a rank computes, and of a mixture of experts ranks compute different "
+            "parts, so they would wait for each other for ever. Take strategy=fsdp or strategy=deepspeed_2."
+        )
+
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _stage_key(strategy: ZeROStrategy) -> str:
+    return f"strategy=deepspeed_{strategy.stage}"
+
+
+_OR_PLAIN_FSDP = "or take strategy=fsdp"
+_NOT_COMPARED = "was never compared with one process under strategy=fsdp_tp"
+
+
+def check_tensor_parallel(name: str, *, proven: bool, stage: str, tp_size: int, precision: str, model: Any) -> None:
+    """Refuse a method, model or precision that was never compared with one process, before anything is loaded.
+
+    Args:
+        name: Name of the method's class.
+        proven: Whether the method was compared.
+        stage: Lightning's stage: "fit", "validate", ...
+        tp_size: Ranks of a tensor-parallel group.
+        precision: The Trainer's precision.
+        model: The `LanguageModel`.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if stage == "predict":
+        raise ConfigError(
+            f"lit-rl predict {_NOT_COMPARED}: its ranks write a file each. Take strategy=auto, {_OR_PLAIN_FSDP}."
+        )
+    if not proven:
+        raise ConfigError(f"algo={name} {_NOT_COMPARED}: GRPO, DPO and SFT were. Take one of these, {_OR_PLAIN_FSDP}.")
+    _check_tensor_parallel_model(model, precision, tp_size)
+
+
+def _check_tensor_parallel_model(model: Any, precision: str, tp_size: int) -> None:
+    settings = {
+        "trainer.precision": (precision, "32-true"),
+        "model.dtype": (model.dtype, "float32"),
+        "model.lora": (model.lora, None),
+        "model.adapter": (model.adapter, None),
+        "model.quantization": (model.quantization, None),
+        "model.use_liger_kernel": (model.use_liger_kernel, False),
+        "model.compile": (model.compile, False),
+    }
+    for key, (came, allowed) in settings.items():
+        if came != allowed:
+            word = {None: "null", False: "false"}.get(allowed, allowed)
+            raise ConfigError(f"{key}={came} {_NOT_COMPARED}. Take {key}={word}, {_OR_PLAIN_FSDP}.")
+    if isinstance(model, LoadedModel) or model.sees:
+        what = "a model over images" if model.sees else "an object"
+        raise ConfigError(
+            f"model.name={model.name!r} is {what}, which {_NOT_COMPARED}. Take a text model by name, {_OR_PLAIN_FSDP}."
+        )
+    check_sharding_plan(model.config, tp_size)
+
+
+def check_tensor_parallel_method(
+    *,
+    reference: Any,
+    generator: Any,
+    rewards: Any,
+    env: Any,
+    replay: Any,
+    groups: Any,
+    win_rate_against: str | None,
+    precomputed: Any,
+    clips_by_value: bool,
+    optimizer: str | None,
+) -> None:
+    """Refuse parts of a method that were never compared with one process; each is None where there is none.
+
+    Args:
+        reference: The reference.
+        generator: The generator.
+        rewards: The `Rewards`.
+        env: The environments.
+        replay: The replay buffer.
+        groups: The selection of groups that are learned from.
+        win_rate_against: The model whose completions a judge compares in a validation.
+        precomputed: Precomputed log-probs of the reference.
+        clips_by_value: Whether gradients are clipped by value.
+        optimizer: Dotted path of the optimizer; None where it is known only once it is built.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if reference is not None and not isinstance(reference, Auto | FrozenCopy):
+        raise ConfigError(
+            f"reference={type(reference).__name__} {_NOT_COMPARED}. Take reference=frozen_copy, {_OR_PLAIN_FSDP}."
+        )
+    if precomputed is not None:
+        raise ConfigError(f"algo.precompute_reference=true {_NOT_COMPARED}. Set it to false, {_OR_PLAIN_FSDP}.")
+    if env is not None:
+        raise ConfigError(f"env={type(env).__name__} {_NOT_COMPARED}. Leave it out, {_OR_PLAIN_FSDP}.")
+    if replay is not None:
+        raise ConfigError(f"algo/replay {_NOT_COMPARED}. Set algo/replay=none, {_OR_PLAIN_FSDP}.")
+    if groups is not None:  # each rank of a group would draw, or score, by itself
+        raise ConfigError(
+            f"algo/groups={type(groups).__name__} {_NOT_COMPARED}. Set algo/groups=none, {_OR_PLAIN_FSDP}."
+        )
+    if win_rate_against is not None:
+        raise ConfigError(f"eval.win_rate_against {_NOT_COMPARED}. Set it to null, {_OR_PLAIN_FSDP}.")
+    if rewards is not None and any(isinstance(each, Classifier) for each in rewards.functions.values()):
+        raise ConfigError(
+            f"A reward model in this process {_NOT_COMPARED}. Take reward functions without weights, {_OR_PLAIN_FSDP}."
+        )
+    if generator is not None and (generator.lag or not isinstance(generator, NativeGenerator | HFGenerator)):
+        lag = f" with generator.lag={generator.lag}" if generator.lag else ""
+        raise ConfigError(
+            f"generator={type(generator).__name__}{lag} {_NOT_COMPARED}. Take generator=native or hf with lag 0, "
+            f"{_OR_PLAIN_FSDP}."
+        )
+    if clips_by_value:
+        raise ConfigError(f"trainer.gradient_clip_algorithm=value {_NOT_COMPARED}. Take norm, {_OR_PLAIN_FSDP}.")
+    if optimizer is not None:
+        _check_optimizer_path(optimizer)
+
+
+def _check_optimizer_path(path: str) -> None:
+    if not moves_numbers_alone(path):
+        raise ConfigError(
+            f"optimizer={path} is not known to move each number of a weight by itself, and strategy=fsdp_tp cuts "
+            f"weights into parts. Take optimizer=adamw, {_OR_PLAIN_FSDP}."
+        )
+
+
+def check_tensor_parallel_optimizer(optimizer: Optimizer) -> None:
+    """Refuse a built optimizer that depends on the shape of weights.
+
+    Raises:
+        ConfigError: names its class.
+    """
+    _check_optimizer_path(optimizer_path(optimizer))
+
+
+_MIXED = "trainer.precision=bf16-mixed, which computes in bfloat16 and keeps the weights in float32"
+_TRUE = "trainer.precision=bf16-true, whose weights are bfloat16 with float32 masters in the optimizer"
+
+
+def check_proven_precision(model: LanguageModel, precision: str, strategy: Strategy) -> None:
+    """Refuse settings that would fail in the first step, or that were never run.
+
+    Raises:
+        ConfigError: the Trainer would compute in float64, where log-probs, rewards and advantages are float32; or FSDP
+            would shard a quantised base.
+    """
+    if model.quantization is not None and isinstance(strategy, ModelParallelStrategy | FSDPStrategy):
+        raise ConfigError(
+            f"model.quantization={model.quantization} was never run with FSDP, which would take apart weights that are "
+            "packed. Take strategy=ddp, where each device holds the packed base, or model.quantization=null."
+        )
+    if precision == "64-true":
+        raise ConfigError(
+            "trainer.precision=64-true: log-probs, rewards and advantages are float32 here, and weights are trained in "
+            "float32 or bfloat16. Allowed are 32-true, bf16-mixed, bf16-true and, on a GPU, 16-mixed."
+        )
+
+
+def check_something_is_trained(policy: nn.Module) -> None:
+    """Refuse a policy without any trained weight, and explain why it has none.
+
+    Raises:
+        ConfigError: names what to pass.
+    """
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [each for each in policy.modules() if isinstance(each, BaseTunerLayer)]
+    if merged := [each for each in layers if each.merged]:
+        raise ConfigError(
+            f"The adapter of model is merged into {len(merged)} of its {len(layers)} layers, where nothing of it is "
+            "trained. Call unmerge_adapter() on the PeftModel; or merge_and_unload(), and train the whole model."
+        )
+    if any(parameter.requires_grad for parameter in policy.parameters()):
+        return
+    count = sum(1 for _ in policy.parameters())
+    said = (
+        f"Nothing of model is trained: all {count} parameters of the {type(policy).__name__} have requires_grad=False"
+    )
+    if isinstance(policy, PeftModel):
+        raise ConfigError(
+            f"{said} (PeftModel.from_pretrained loads an adapter frozen). Pass PeftModel.from_pretrained(base, folder, "
+            "is_trainable=True), or lit_rl.LanguageModel(name, adapter=folder)."
+        )
+    raise ConfigError(
+        f"{said} (a base under adapters is frozen, and stays so when they are merged into it). Call "
+        "model.requires_grad_(True) to train all of it, or pass lit_rl.LanguageModel(name, lora=lit_rl.Lora(r=16)) or "
+        "peft.get_peft_model(model, config)."
+    )
+
+
+def check_trainable_settings(model: LanguageModel, precision: str, strategy: Strategy) -> None:
+    """Refuse settings with trained weights narrower than float32 and without masters, before anything is loaded.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    check_proven_precision(model, precision, strategy)
+    if isinstance(strategy, DeepSpeedStrategy):
+        check_zero_settings(model, precision, strategy)
+        return
+    if precision == "16-true":
+        raise ConfigError(f"trainer.precision=16-true: {_explain_lost_updates(torch.float16, strategy)}")
+    if precision == "bf16-true" and isinstance(strategy, FSDPStrategy):
+        raise ConfigError(f"trainer.precision=bf16-true: {_explain_lost_updates(torch.bfloat16, strategy)}")
+    adapts = model.lora is not None or model.adapter is not None
+    dtype = getattr(torch, model.dtype, None)
+    if not adapts and dtype is not None and not _has_masters(dtype, strategy):
+        raise ConfigError(
+            f"model.dtype={model.dtype}: {_explain_lost_updates(dtype, strategy)} Adapters are float32 with any: "
+            "model.lora.r=16."
+        )
+
+
+def check_trainable_weights(trained: Mapping[str, Tensor], strategy: Strategy) -> None:
+    """Refuse weights that are narrower than float32 and have no masters, once they are loaded.
+
+    Args:
+        trained: Trained weights by name.
+        strategy: The strategy: DeepSpeed keeps float32 weights beside narrow ones; FSDP keeps none.
+
+    Raises:
+        ConfigError: names some of them.
+    """
+    lost = {
+        name: p.dtype for name, p in trained.items() if p.is_floating_point() and not _has_masters(p.dtype, strategy)
+    }
+    if not lost or isinstance(strategy, DeepSpeedStrategy):
+        return
+    dtype = next(iter(lost.values()))
+    names = ", ".join(list(lost)[:3]) + (", ..." if len(lost) > 3 else "")
+    why = _explain_lost_updates(dtype, strategy)
+    raise ConfigError(f"Weights to be trained are {_dtype_name(dtype)} ({names}): {why}")
+
+
+def check_optimizer_shards(optimizer: OptimizerFactory, strategy: Strategy) -> None:
+    """Refuse an optimizer that splits whole weights where ranks hold parts of them.
+
+    Raises:
+        ConfigError: names the strategy.
+    """
+    apart = shards_weights(strategy) or isinstance(
+        strategy, DeepSpeedStrategy
+    )  # which joins weights, even without sharding
+    if getattr(optimizer, "keeps_masters", False) and apart:
+        raise ConfigError(
+            f"optimizer=adamw_split keeps the masters of whole weights, and {type(strategy).__name__} takes weights "
+            "apart: take optimizer=adamw, or strategy=auto or ddp."
+        )
+
+
+def _has_masters(dtype: torch.dtype, strategy: Strategy) -> bool:
+    """Tell whether small updates of weights of this type are kept; float32 is its own master."""
+    if dtype == torch.bfloat16:
+        return not isinstance(strategy, FSDPStrategy | ModelParallelStrategy)
+    return dtype.itemsize >= 4
+
+
+def _explain_lost_updates(dtype: torch.dtype, strategy: Strategy) -> str:
+    """Return what would go wrong, and what to take."""
+    if dtype == torch.float16:
+        why = "training in float16 alone has no masters of its weights and no loss scale"
+    else:
+        why = f"{type(strategy).__name__} has no float32 masters of bfloat16 weights"
+    take = f"Take model.dtype=float32 with {_MIXED}"
+    if isinstance(strategy, FSDPStrategy):
+        return f"{why}, so nearly every update would be rounded away without a word. {take}; or strategy=fsdp (FSDP2)."
+    return f"{why}, so nearly every update would be rounded away without a word. {take}; or with {_TRUE}."
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

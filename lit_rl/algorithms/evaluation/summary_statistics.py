@@ -1,0 +1,191 @@
+"""Numbers for people: rollout metrics, averages, confidence intervals, pass@k. Nothing here feeds a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.core.rollout import Completions
+from lit_rl.core.transfers import to_host
+from lit_rl.ops.advantages import group_std
+from lit_rl.ops.engine_mismatch import effective_share
+from lit_rl.ops.intervals import Z, wilson
+from lit_rl.ops.reductions import Highest, Lowest, Metric, Summed, variance
+from lit_rl.ops.returns import explained_variance
+
+SUMMARIES = {function.__name__: function for function in (effective_share, explained_variance, variance)}
+"""Functions by name that make one number from the sums of a `Summed` metric."""
+
+
+class Averages:
+    """Averages of metrics: ratios of sums, extremes, and other sums, reduced over all ranks at once."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, Tensor] = {}
+        self._extremes: dict[str, Tensor] = {}
+        """Highest values by name; a lowest value is kept as its negative, under a name that begins with a minus
+        sign."""
+        self._sums: dict[str, Tensor] = {}
+        """Sums by `<summary>:<name>`."""
+
+    def add(self, metrics: Mapping[str, Metric]) -> None:
+        """Add the metrics of a micro-batch or another part."""
+        pairs = {name: metric for name, metric in metrics.items() if isinstance(metric, tuple)}
+        for name, part in _in_float64(pairs).items():
+            _add_to(self._means, name, part)
+        for name, metric in metrics.items():
+            if isinstance(metric, Highest):
+                self._raise_to(name, metric.value.detach().double())
+            elif isinstance(metric, Lowest):
+                self._raise_to(f"-{name}", -metric.value.detach().double())
+            elif isinstance(metric, Summed):
+                _add_to(self._sums, f"{metric.summary}:{name}", metric.sums.detach())
+
+    def _raise_to(self, name: str, value: Tensor) -> None:
+        self._extremes[name] = torch.maximum(self._extremes[name], value) if name in self._extremes else value
+
+    def reduce(self, ranks: Ranks = Ranks()) -> dict[str, float]:  # noqa: B008 (frozen)
+        """Reduce everything added on every rank since the last call; NaN for empty averages. A collective."""
+        of_summaries = (
+            {name: value for name, value in self._sums.items() if name.startswith(f"{summary}:")}
+            for summary in SUMMARIES
+        )
+        parts = [(self._means, "SUM"), (self._extremes, "MAX"), *((part, "SUM") for part in of_summaries)]
+        tables = [_reduce_over_ranks(values, ranks, operation) for values, operation in parts]
+        there = to_host([table for _, table in tables])  # in one transfer
+        means, extremes, *others = (dict(zip(names, table.tolist())) for (names, _), table in zip(tables, there))
+        sums = {name: total for part in others for name, total in part.items()}
+        self._means, self._extremes, self._sums = {}, {}, {}
+        averages = {name: (num / den if den else math.nan) for name, (num, den) in means.items()}
+        finite = {name: value if math.isfinite(value) else math.nan for name, value in extremes.items()}
+        found = averages | {name.lstrip("-"): -value if name[0] == "-" else value for name, value in finite.items()}
+        return found | {name.partition(":")[2]: _summarize(name, total) for name, total in sums.items()}
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the state for a checkpoint."""
+        parts = {"means": self._means, "extremes": self._extremes, "sums": self._sums}
+        there = iter(to_host([value for values in parts.values() for value in values.values()]))
+        return {part: {name: next(there).clone() for name in values} for part, values in parts.items()}
+
+    def load_state(self, saved: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
+        """Restore what `state` returned."""
+        parts = ({name: value.to(device) for name, value in saved[p].items()} for p in ("means", "extremes", "sums"))
+        self._means, self._extremes, self._sums = parts
+
+
+def _in_float64(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Return numerator and denominator of each as ``(2,)``, in a few operations for dozens of metrics."""
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, int]]] = {}
+    for name, pair in pairs.items():
+        for column, number in enumerate(pair):
+            alike.setdefault((number.device, number.dtype), []).append((name, column))
+    exact: dict[tuple[str, int], Tensor] = {}
+    for keys in alike.values():
+        same = torch.stack([pairs[name][column].detach() for name, column in keys]).double()
+        exact |= zip(keys, same.unbind())
+    return {name: torch.stack([exact[name, 0], exact[name, 1]]) for name in pairs}
+
+
+def _add_to(sums: dict[str, Tensor], name: str, part: Tensor) -> None:
+    sums[name] = sums[name] + part if name in sums else part
+
+
+def _summarize(name: str, total: Sequence[float]) -> float:
+    return float(SUMMARIES[name.partition(":")[0]](torch.tensor(total, dtype=torch.float64)))
+
+
+def _reduce_over_ranks(values: Mapping[str, Tensor], ranks: Ranks, operation: str) -> tuple[list[str], Tensor]:
+    """Return names, and sums or maxima over ranks of tensors of one shape; a rank may lack some of them."""
+    shapes = ranks.objects({name: tuple(value.shape) for name, value in values.items()})
+    known = {name: shape for theirs in shapes for name, shape in theirs.items()}
+    if not known:
+        return [], torch.zeros(0)
+    names, neutral = sorted(known), 0.0 if operation == "SUM" else -torch.inf
+    lacking = (torch.full(known[name], neutral, device=ranks.device) for name in names if name not in values)
+    table = torch.stack(
+        [(values[name] if name in values else next(lacking)).to(ranks.device, torch.float64) for name in names]
+    )
+    return names, ranks.all_reduce(table, operation)
+
+
+def rollout_metrics(
+    names: Sequence[str], values: Tensor, rewards: Tensor, group_id: Tensor, lengths: Tensor, ended: Tensor
+) -> dict[str, float]:
+    """Return TRL's rollout metrics over the rows of all ranks.
+
+    Args:
+        names: Reward functions, k of them.
+        values: `(n, k)` values of each function; NaN where it does not apply.
+        rewards: `(n,)` weighted sums; NaN where no function applies.
+        group_id: `(n,)` group of each row.
+        lengths: `(n,)` sampled tokens.
+        ended: `(n,)` bool: ended by EOS or stop string, not cut.
+    """
+    scored = ~rewards.isnan()
+    std = group_std(rewards.float(), group_id)
+    metrics = {
+        "reward": _mean(rewards[scored]),
+        "reward_std": _std(rewards[scored]),
+        "frac_reward_zero_std": _mean((std[scored] == 0).double()),
+        "completions/mean_length": _mean(lengths),
+        "completions/min_length": _extreme(lengths, torch.min),
+        "completions/max_length": _extreme(lengths, torch.max),
+        "completions/clipped_ratio": _mean((~ended).double()),
+        "completions/mean_terminated_length": _mean(lengths[ended]),
+        "completions/min_terminated_length": _extreme(lengths[ended], torch.min),
+        "completions/max_terminated_length": _extreme(lengths[ended], torch.max),
+        "completions/unscored": float((~scored).sum()),
+    }
+    for i, name in enumerate(names):
+        column = values[:, i][~values[:, i].isnan()]
+        metrics[f"rewards/{name}/mean"] = _mean(column)
+        metrics[f"rewards/{name}/std"] = _std(column)
+    return metrics
+
+
+def input_tokens(completions: Completions) -> int:
+    """Return the tokens of prompts and samples, as TRL counts `num_tokens`: a prompt once a completion."""
+    return int(completions.prompt_mask.sum() + completions.response_mask.sum())
+
+
+def _mean(x: Tensor) -> float:
+    return float(x.double().mean()) if len(x) else math.nan
+
+
+def _std(x: Tensor) -> float:
+    if len(x) == 0:
+        return math.nan
+    return float(x.double().std()) if len(x) > 1 else 0.0
+
+
+def _extreme(x: Tensor, which) -> float:
+    return float(which(x)) if len(x) else math.nan
+
+
+def mean_with_interval(x: Tensor) -> tuple[float, float, float]:
+    """Return the mean and its 95 % interval `(mean, low, high)`.
+
+    Wilson's score interval where every value is 0 or 1 (it is accurate near 0 and 1); otherwise the normal interval of
+    the mean. `x`: `(n,)`, one independent value each (average the samples of one prompt first).
+    """
+    x = x.double()
+    n = len(x)
+    if n == 0:
+        return math.nan, math.nan, math.nan
+    mean = float(x.mean())
+    if bool(((x == 0) | (x == 1)).all()):
+        return mean, *wilson(mean, n)
+    half = Z * float(x.std()) / math.sqrt(n) if n > 1 else math.inf
+    return mean, mean - half, mean + half
+
+
+def pass_at_k(right: int, samples: int, k: int) -> float:
+    """Return the probability that one of k samples is right, drawn from `samples` with `right` right ones
+    (2107.03374)."""
+    if not 1 <= k <= samples:
+        raise ValueError(f"k={k} is outside 1..{samples}")
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)

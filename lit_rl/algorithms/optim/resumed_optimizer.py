@@ -1,0 +1,148 @@
+"""An optimizer and its schedule that are resumed from a checkpoint, with the settings of this run.
+
+Restoring them restores the settings of the run that wrote the checkpoint too, and the learning rate of its next step: 0
+where that run was over. So the settings of this run are put back, and the rate is computed from the schedule anew.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from lit_rl.algorithms.optim.master_weights import MasterWeights, optimizer_path
+from lit_rl.core.errors import StorageError
+
+_COUNTED = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial")
+"""Parts of a scheduler's state that change with its steps."""
+_TELLING = ("betas", "momentum", "alpha", "rho", "lr_decay")
+"""Settings that torch's optimizers do not share: without its own an optimizer cannot step."""
+
+
+def initial_settings(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
+    """Return the class of a new optimizer, the settings of its groups and those of its schedule, as plain values.
+
+    The learning rate is that before the schedule.
+    """
+    inner = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
+        groups.append(_plain(settings | {"lr": float(group.get("initial_lr", group["lr"]))}))
+    state = scheduler.state_dict()
+    schedule = {} if isinstance(scheduler, LambdaLR) else _plain({k: v for k, v in state.items() if k not in _COUNTED})
+    return {"class": optimizer_path(inner), "groups": groups, "schedule": schedule}
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers, strings, and containers of them; None for everything else."""
+    if isinstance(value, Mapping):
+        kept = {str(key): _plain(each) for key, each in value.items() if key not in _COUNTED}
+        return {key: each for key, each in kept.items() if each is not None or value.get(key, 0) is None}
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def check_optimizer_state(
+    before: Mapping[str, Any] | None, now: Mapping[str, Any], restored: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Refuse an optimizer that cannot read the state of a checkpoint.
+
+    Args:
+        before: `initial_settings` of the run that wrote it; None from an earlier version.
+        now: `initial_settings` of this run.
+        restored: The parameter groups of the checkpoint.
+
+    Returns:
+        Descriptions of the settings that differ in this run.
+
+    Raises:
+        StorageError: the optimizer is another, or has other groups.
+    """
+    if before is None:
+        theirs, ours = (
+            [key for key in _TELLING if groups and key in groups[0]] for groups in (restored, now["groups"])
+        )
+        wrote = (
+            f"another optimizer, with {', '.join(theirs) or 'none of these settings'}"
+            if theirs != ours
+            else now["class"]
+        )
+        count = len(restored)
+    else:
+        wrote, count = before["class"], len(before["groups"])
+    if wrote != now["class"] and (before is not None or restored):
+        raise StorageError(
+            f"The checkpoint was written with optimizer={wrote}, and this run has {now['class']}: it cannot read the "
+            "other's state. Resume with the optimizer (optimizer, optimizer.path) of the run's config.yaml, or start a "
+            "new run from the exported model: model.name=<run_dir>/hf."
+        )
+    if count != len(now["groups"]) and (before is not None or restored):
+        raise StorageError(
+            f"The checkpoint's optimizer has {count} groups of parameters, and this run's {len(now['groups'])}. Resume "
+            "with the algorithm settings of the run's config.yaml."
+        )
+    if before is None:
+        return []
+    several = len(now["groups"]) > 1
+    said = [
+        f"optimizer.{key} {was} -> {value}" + (f" ({has.get('name', 'a group')})" if several else "")
+        for group, has in zip(before["groups"], now["groups"], strict=True)
+        for key, (was, value) in _changed_settings(group, has).items()
+    ]
+    schedule = _changed_settings(before["schedule"], now["schedule"])
+    return said + [f"scheduler.{key} {was} -> {value}" for key, (was, value) in schedule.items()]
+
+
+def _changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that both have with other values: a newer torch may have more settings."""
+    return {key: (before[key], value) for key, value in now.items() if key in before and before[key] != value}
+
+
+def apply_settings(
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    before: Mapping[str, Any] | None,
+    now: Mapping[str, Any],
+    make_schedule: Callable[[Optimizer], LRScheduler],
+) -> LRScheduler:
+    """Apply this run's settings to a restored optimizer and schedule.
+
+    Args:
+        optimizer: The restored optimizer.
+        scheduler: The restored schedule.
+        before: `initial_settings` of the run that wrote the checkpoint; None from an earlier version, whose settings
+            then stay.
+        now: `initial_settings` of this run.
+        make_schedule: Function that makes this run's schedule anew.
+
+    Returns:
+        The schedule to use: the restored one, unless it has other settings than this run and cannot take new ones;
+        then a new one that was stepped as far.
+    """
+    rates = [group["lr"] for group in now["groups"]]
+    changed = False
+    for group, was, has in zip(optimizer.param_groups, (before or now)["groups"], now["groups"], strict=True):
+        others = _changed_settings(was, has)
+        changed = changed or "lr" in others
+        group.update({key: tuple(v) if isinstance(v, list) else v for key, (_, v) in others.items() if key != "lr"})
+    if isinstance(scheduler, LambdaLR):
+        scheduler.base_lrs = rates if before is not None else scheduler.base_lrs
+        step = scheduler.last_epoch
+        for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["initial_lr"], group["lr"] = rate, rate * factor(step)
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+    elif before is not None and (changed or before["schedule"] != now["schedule"]):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["initial_lr"] = group["lr"] = rate
+        anew = make_schedule(optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is stepped before the optimizer
+            for _ in range(scheduler.last_epoch):
+                anew.step()
+        return anew
+    return scheduler

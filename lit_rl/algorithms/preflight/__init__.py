@@ -1,1 +1,0 @@
-"""What is refused before any weight is loaded: functions of values, never of a module."""

@@ -1,0 +1,240 @@
+"""Reward modelling: training of models that score texts, from pairs (Bradley-Terry) and from labelled steps.
+
+Pairs (`RewardModeling`, 2203.02155):
+
+    r             score of prompt and completion at the last token, by a fresh linear head on the trunk
+    objective     mean over pairs of the optimizer step of  -ls(r_c - r_r - m) + c (r_c + r_r)^2
+
+`m` is the data's `margin` column, where there is one (2307.09288, eq. 2), and `c` is `center_coef` (2312.09244).
+
+Steps (`ProcessRewardModeling`, 2305.20050, 2211.14275):
+
+    x             logit of "right" less that of "wrong" at the last token of a step's separator
+    objective     sum over labelled steps of  -y ls(x) - (1 - y) ls(-x)  / number of labelled steps, of the whole step
+
+The second is the cross-entropy of two classes, which TRL trained up to 0.26. `ScalarModule` has what both share: the
+head, the scores of `predict`, and the export.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_rl.algorithms.checks import argument_checks
+from lit_rl.algorithms.loop.offline import OfflineModule
+from lit_rl.algorithms.optim.optimizers import OptimizerFactory
+from lit_rl.algorithms.optim.schedules import ScheduleLike
+from lit_rl.algorithms.terms.whole_step import WholeStep
+from lit_rl.core.chat_template import marks_start
+from lit_rl.core.errors import in_range
+from lit_rl.core.examples import PairBatch, StepwiseBatch, TokenBatch, Totals
+from lit_rl.models.hf_export import ExportReport, export_scoring
+from lit_rl.models.loaded_model import ModelLike, TokenizerLike
+from lit_rl.models.model_card import model_card
+from lit_rl.models.scoring import SEQUENCES, TOKENS, Scoring, check_scoring, load_scoring, scoring_logits
+from lit_rl.ops.preference_losses import bradley_terry, step_label_loss
+from lit_rl.ops.reductions import Highest, Lowest, Metrics, mean_of
+
+# transformers has no classifiers over images for most model families, so the card shows how lit_rl calls the model.
+_VISION_USAGE = """from pathlib import Path
+
+from lit_rl.data.row_visuals import image_of
+from lit_rl.rewards import RewardModel
+
+score = RewardModel("path/to/this/folder")
+photo = image_of(Path("photo.png").resolve(), "photo")
+asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is shown?"}]}]
+score([asked], [[{"role": "assistant", "content": "a reply"}]], images=[[photo]])"""
+
+
+class ScalarModule(OfflineModule, ABC):
+    """Abstract base of scoring models: subclasses define what is scored, and the loss of the scores.
+
+    Here the `policy` of the base classes is the scoring model.
+
+    Args:
+        model: The language model whose trunk it starts from, or a scoring model of the same kind to train further: a
+            description, or its name, folder or hub id. In Python also a classifier that is already loaded.
+        tokenizer: The tokenizer of a classifier that is already loaded.
+        optimizer: Factory of the optimizer. None is AdamW at a learning rate of 1e-6.
+        scheduler: The learning-rate schedule, or a function from an optimizer to a scheduler of torch, which steps once
+            an optimizer step. None is linear to zero.
+        seed: Seed of the fresh head.
+        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), which
+            is defined over a micro-batch.
+        micro_batch_size: Rows of a forward pass on each rank, instead of `trainer.accumulate_grad_batches`; "auto"
+            takes as many as fit into memory.
+    """
+
+    scoring: ClassVar[Scoring]
+    head = "none"
+
+    def __init__(
+        self,
+        model: ModelLike,
+        *,
+        tokenizer: TokenizerLike = None,
+        optimizer: OptimizerFactory | None = None,
+        scheduler: ScheduleLike | None = None,
+        seed: int = 0,
+        router_aux_loss_coef: float = 0.0,
+        micro_batch_size: int | Literal["auto"] | None = None,
+    ) -> None:
+        shared: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "seed": seed}
+        shared |= {"tokenizer": tokenizer, "micro_batch_size": micro_batch_size}
+        super().__init__(model, router_aux_loss_coef=router_aux_loss_coef, **shared)
+
+    @property
+    def loaded_by(self) -> str:
+        return self.scoring.auto
+
+    def load_policy(self) -> nn.Module:
+        return load_scoring(self.model, self.scoring)
+
+    def setup(self, stage: str) -> None:
+        check_scoring(self.model, self.scoring)
+        super().setup(stage)
+
+    def logits(self, tokens: TokenBatch) -> Tensor:
+        """Return the logits in float32, with gradient: `(b, labels)`, or `(b, s, labels)` for tokens."""
+        most = self.forward_options.most_rows
+        if most is None or torch.is_grad_enabled():
+            return scoring_logits(self.policy, tokens)[0]
+        parts = torch.arange(len(tokens), device=tokens.input_ids.device).split(most)
+        return torch.cat([scoring_logits(self.policy, tokens.take(rows))[0] for rows in parts])
+
+    def logits_and_aux(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
+        """Return the logits, and the router's load-balancing loss if that has a weight."""
+        if self.router_aux_loss_coef == 0:
+            return self.logits(tokens), None
+        return scoring_logits(self.policy, tokens, router_aux=True)
+
+    @abstractmethod
+    def scores(self, batch: Any) -> dict[str, list[Any]]:
+        """Return the scores of a batch, as columns for `predict`."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
+        return {"row": list(batch.rows), **self.scores(batch)}
+
+    def reads(self) -> dict[str, Any]:
+        """Return settings of the exported config that make texts be read as in training."""
+        return {}
+
+    def export(self, weights: Mapping[str, Tensor], folder: str | Path, facts: Mapping[str, Any]) -> ExportReport:
+        how = _VISION_USAGE if self.model.sees else None
+        card = model_card(facts, loaded_by=self.scoring.auto, pipeline=self.scoring.pipeline, how_to_load=how)
+        return export_scoring(self.model, self.scoring, weights, self.policy, folder, card=card, reads=self.reads())
+
+
+class RewardModeling(ScalarModule):
+    """Training of a reward model, exported as a sequence classifier with one label.
+
+    `lit_rl.rewards.RewardModel` loads the export, and gives the scores that were trained.
+
+    Args:
+        model: The language model whose trunk it starts from, or a reward model to train further: a description, or its
+            name, folder or hub id.
+        center_coef: Weight, at least 0, of the term that pulls the sum of a pair's two rewards to 0, which preferences
+            leave open. TRL recommends 0.01.
+        shared: Arguments of every `ScalarModule`.
+    """
+
+    learns_from = "pairs"
+    headline = ("loss", "accuracy", "margin")
+    scoring = SEQUENCES
+    reads_margins = True
+
+    def __init__(self, model: ModelLike, *, center_coef: float = 0.0, **shared: Any) -> None:
+        argument_checks.check_keywords(type(self), shared, ScalarModule)
+        super().__init__(model, **shared)
+        in_range("algo.center_coef", center_coef, low=0)
+        self.center_coef = center_coef
+
+    def rewards(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
+        """Return the rewards of the chosen and of the rejected completions, `(b,)` each, with gradient."""
+        return _sides(self.logits(batch.tokens))
+
+    def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
+        logits, aux_loss = self.logits_and_aux(batch.tokens)
+        chosen, rejected = _sides(logits)
+        rows = bradley_terry(chosen, rejected, batch.margins, center=self.center_coef)
+        every = torch.ones(len(batch), dtype=torch.bool, device=rows.device)
+        both = torch.cat([chosen, rejected]).detach()
+        metrics: Metrics = {
+            "accuracy": mean_of((chosen > rejected).float(), every),
+            "margin": mean_of(chosen - rejected, every),
+            "min_reward": Lowest(both.min()),
+            "mean_reward": mean_of(both, every.repeat(2)),
+            "max_reward": Highest(both.max()),
+        }
+        loss, aux = self.with_aux(rows.sum() / self.denominator(batch.totals), aux_loss, batch.totals)
+        return loss, metrics | aux
+
+    def scores(self, batch: PairBatch) -> dict[str, list[Any]]:
+        chosen, rejected = self.rewards(batch)
+        return {"chosen_reward": chosen.tolist(), "rejected_reward": rejected.tolist()}
+
+    def reads(self) -> dict[str, Any]:
+        return {"ends_with_eos": True, "prompt_apart": not marks_start(self.tokenizer)}
+
+
+def _sides(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Split logits `(2 b, 1)` of pairs into `(b,)` of the chosen and `(b,)` of the rejected completions."""
+    chosen, rejected = logits.squeeze(-1).chunk(2)
+    return chosen, rejected
+
+
+class ProcessRewardModeling(ScalarModule):
+    """Training of a process reward model, exported as a token classifier with the labels "wrong" and "right".
+
+    `lit_rl.rewards.ProcessRewardModel` loads the export, and scores the steps of completions with it.
+
+    Args:
+        model: The language model whose trunk it starts from, or a process reward model to train further: a description,
+            or its name, folder or hub id.
+        shared: Arguments of every `ScalarModule`.
+    """
+
+    learns_from = "stepwise"
+    headline = ("loss", "accuracy")
+    scoring = TOKENS
+
+    def __init__(self, model: ModelLike, **shared: Any) -> None:
+        argument_checks.check_keywords(type(self), shared, ScalarModule)
+        super().__init__(model, **shared)
+
+    def denominator(self, totals: Totals) -> int:
+        return max(1, totals.tokens)
+
+    def step_logits(self, batch: StepwiseBatch) -> Tensor:
+        """Return logits `(b, s)`, with gradient, of "right" against "wrong" for a step that ends at each token."""
+        return _rightness(self.logits(batch.tokens))
+
+    def loss(self, batch: StepwiseBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
+        assert batch.labels is not None
+        both, aux_loss = self.logits_and_aux(batch.tokens)
+        logits, mask = _rightness(both), batch.tokens.loss_mask
+        found = (logits > 0) == (batch.labels > 0.5)
+        total = step_label_loss(logits, batch.labels, mask).sum()
+        loss, aux = self.with_aux(total / self.denominator(batch.totals), aux_loss, batch.totals)
+        return loss, {"accuracy": mean_of(found, mask)} | aux
+
+    def scores(self, batch: StepwiseBatch) -> dict[str, list[Any]]:
+        right = self.step_logits(batch).sigmoid()
+        return {"right": [row[mask].tolist() for row, mask in zip(right, batch.tokens.loss_mask)]}
+
+    def reads(self) -> dict[str, Any]:
+        options = getattr(getattr(self.trainer_or_none, "datamodule", None), "options", None)
+        return {} if options is None else {"step_separator": options.separator}
+
+
+def _rightness(logits: Tensor) -> Tensor:
+    """Return the difference `(b, s)` of the two logits `(b, s, 2)`."""
+    wrong, right = logits.unbind(-1)
+    return right - wrong

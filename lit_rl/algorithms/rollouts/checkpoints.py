@@ -1,0 +1,395 @@
+"""Checkpoints of a run: half-used rollouts as plain values, checks at a resume, and resumes with another world size.
+
+A half-used rollout is kept as tensors, numbers and strings, so that a checkpoint loads with `weights_only=True`.
+
+A rollout, and a step of a data set, are the same rows whatever the number of processes. Their batches are not, so after
+a change of the world size counts of batches become counts of whole rollouts or steps: a half-used one is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.core.episode import Episode
+from lit_rl.core.errors import StorageError
+from lit_rl.core.rollout import Completions, Rollout
+from lit_rl.core.vision_inputs import Later, PromptVision, Vision
+from lit_rl.core.visuals import ImageRef, VideoRef, Visual
+from lit_rl.data.loaders import whole_steps
+from lit_rl.data.visual_prompts import Processor, PromptVisuals
+
+_VISUAL = "lit_rl visual"
+"""The only key of a mapping that stands for an image in the messages of an episode."""
+
+
+def to_plain(item: Any) -> Any:
+    """Return plain values: dicts for dataclasses, copies on the CPU for tensors, rows of the data for images.
+
+    Host copies of rows on a device (`Completions.host`) are left out.
+    """
+    if isinstance(item, Tensor):
+        return item.detach().cpu().clone()
+    if isinstance(item, Vision):
+        used = item.used()
+        given = [None if each is None or not each.from_environment else _source(each) for each in used.prompts]
+        world: dict[str, Any] = {"given": given} if any(given) else {}
+        if used.later:
+            world["later"] = [[_plain_later(each) for each in of] for of in used.later]
+        # Values of tokens are kept, as an episode's prompt may have more of them than the data's row.
+        return {
+            "rows": [-1 if prompt is None else prompt.row for prompt in used.prompts],
+            "index": used.index,
+            "per_token": [{} if prompt is None else dict(prompt.per_token) for prompt in used.prompts],
+            **world,
+        }
+    if isinstance(item, ImageRef | VideoRef):  # in the messages of an episode
+        return {_VISUAL: _plain_visual(item)}
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return {f.name: to_plain(getattr(item, f.name)) for f in dataclasses.fields(item) if f.name != "host"}
+    if isinstance(item, Mapping):
+        return {key: to_plain(value) for key, value in item.items()}
+    if isinstance(item, list):
+        return [to_plain(each) for each in item]
+    if isinstance(item, tuple) and any(map(dataclasses.is_dataclass, item)):
+        return [to_plain(each) for each in item]
+    return item
+
+
+def _plain_later(each: Later) -> dict[str, Any]:
+    return {
+        "column": each.column,
+        "tokens": each.tokens,
+        "per_token": dict(each.seen.per_token),
+        "shown": _source(each.seen),
+    }
+
+
+def _source(seen: PromptVision) -> dict[str, Any]:
+    """Return the text and the encoded images of an environment, from which pixels are made again."""
+    source = seen.source
+    assert isinstance(source, PromptVisuals)
+    return {"text": source.text, "where": source.where, "images": [_plain_visual(each) for each in source.visuals]}
+
+
+def _plain_visual(visual: Visual) -> dict[str, Any]:
+    if isinstance(visual, VideoRef):
+        return {"frames": [_plain_visual(frame) for frame in visual.frames], "fps": visual.fps}
+    return {"name": visual.name, "width": visual.width, "height": visual.height, "data": _as_tensor(visual.read())}
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    """Return bytes as a uint8 tensor: a checkpoint that is loaded with `weights_only` holds no bytes."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _shown(plain: Mapping[str, Any]) -> PromptVisuals:
+    return PromptVisuals(plain["text"], tuple(map(_visual, plain["images"])), plain["where"])
+
+
+def _visual(plain: Mapping[str, Any]) -> Visual:
+    if "frames" in plain:
+        return VideoRef(tuple(map(_image, plain["frames"])), plain["fps"])
+    return _image(plain)
+
+
+def _image(plain: Mapping[str, Any]) -> ImageRef:
+    return ImageRef.held(plain["name"], plain["width"], plain["height"], bytes(plain["data"].cpu().numpy()))
+
+
+def _with_visuals(plain: Any) -> Any:
+    """Return messages with their images, from the plain values of `to_plain`."""
+    if isinstance(plain, Mapping):
+        if plain.keys() == {_VISUAL}:
+            return _visual(plain[_VISUAL])
+        return {key: _with_visuals(value) for key, value in plain.items()}
+    return [_with_visuals(each) for each in plain] if isinstance(plain, list) else plain
+
+
+def to_device(item: Any, device: torch.device) -> Any:
+    """Return the same plain structure with its tensors on `device`."""
+    if isinstance(item, Tensor):
+        return item.to(device)
+    if isinstance(item, dict):
+        return {key: to_device(value, device) for key, value in item.items()}
+    return item
+
+
+def to_device_dataclass(item: Any, device: torch.device) -> Any:
+    """Return a dataclass with its tensors, and those of dataclasses inside it, on `device`."""
+    if isinstance(item, Vision):
+        return item  # each pass moves it to a device
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        fields = {f.name: to_device_dataclass(getattr(item, f.name), device) for f in dataclasses.fields(item)}
+        return dataclasses.replace(item, **fields)
+    return to_device(item, device)
+
+
+def completions_from_plain(plain: dict[str, Any], device: torch.device) -> Completions:
+    """Return the completions for the plain values of `to_plain`."""
+    episodes, vision = plain.get("episodes"), plain.get("vision")
+    # Older checkpoints have a field for other inputs, which was always empty.
+    parts = to_device({name: part for name, part in plain.items() if name != "model_inputs"}, device)
+    return Completions(
+        **parts
+        | {"episodes": None if episodes is None else tuple(Episode(**_with_visuals(each)) for each in episodes)}
+        | {"vision": None if vision is None else _vision_without_pixels(vision)}
+    )
+
+
+def _vision_without_pixels(plain: Mapping[str, Any]) -> Vision:
+    """Return the vision without pixels, with the rows of the data, from which `restore_pixels` makes them."""
+    rows = plain["rows"]
+    per_token = [
+        {name: values.cpu() for name, values in of.items()} for of in plain.get("per_token") or [{}] * len(rows)
+    ]
+    given = plain.get("given") or [None] * len(rows)
+    prompts = []
+    for row, of, source in zip(rows, per_token, given, strict=True):
+        known = row >= 0 or source is not None
+        shown = {} if source is None else {"source": _shown(source), "from_environment": True}
+        prompts.append(PromptVision({}, of, row=row, **shown) if known else None)
+    later = [tuple(map(_later_without_pixels, of)) for of in plain.get("later") or ()]
+    return Vision(prompts, plain["index"].cpu(), later)
+
+
+def _later_without_pixels(plain: Mapping[str, Any]) -> Later:
+    values = {name: each.cpu() for name, each in plain["per_token"].items()}
+    return Later(plain["column"], PromptVision({}, values, source=_shown(plain["shown"])), plain["tokens"])
+
+
+def restore_pixels(
+    item: Any, see: Callable[[int], PromptVision | None], processor: Callable[[], Processor | None] = lambda: None
+) -> Any:
+    """Return a loaded rollout or completions with the pixels of their rows.
+
+    Args:
+        item: The result of `rollout_from_plain` or `completions_from_plain`.
+        see: Function from the number of a training row to its pixels: `RolloutDataModule.vision`.
+        processor: Function that returns the policy's processor, for images of environments.
+    """
+    if isinstance(item, Rollout):
+        return dataclasses.replace(item, completions=restore_pixels(item.completions, see, processor))
+    if item.vision is None:
+        return item
+
+    def again(kept: PromptVision) -> PromptVision | None:
+        source = kept.source
+        if source is None:
+            return _with_kept_tokens(kept, see(kept.row))
+        maker = processor()
+        assert isinstance(source, PromptVisuals) and maker is not None
+        found = source.vision(maker, kept.row)
+        assert found is not None
+        return dataclasses.replace(found, per_token=kept.per_token, from_environment=kept.from_environment)
+
+    def later_again(each: Later) -> Later:
+        found = again(each.seen)
+        assert found is not None
+        return dataclasses.replace(each, seen=found)
+
+    prompts = [None if prompt is None else again(prompt) for prompt in item.vision.prompts]
+    later = [tuple(map(later_again, of)) for of in item.vision.later]
+    return dataclasses.replace(item, vision=Vision(prompts, item.vision.index, later))
+
+
+def _with_kept_tokens(kept: PromptVision, found: PromptVision | None) -> PromptVision | None:
+    """Return the images of a row with the kept values of tokens. Earlier checkpoints have none of these."""
+    return dataclasses.replace(found, per_token=kept.per_token) if found and kept.per_token else found
+
+
+def rollout_from_plain(plain: dict[str, Any], device: torch.device) -> Rollout:
+    """Return the rollout for the plain values of `to_plain`."""
+    completions = completions_from_plain(plain["completions"], device)
+    return Rollout(**{**to_device(plain, device), "completions": completions})
+
+
+FORMAT = 2
+"""Format of a half-used rollout in a checkpoint. In 1, which was not recorded, Nash-MD's advantages were verdicts."""
+
+
+def check_format(saved: Mapping[str, Any]) -> None:
+    """Refuse a half-used rollout that another version of lit_rl wrote. All else is readable.
+
+    Raises:
+        StorageError: the format is another.
+    """
+    if "rollout" in saved["module"] and (found := saved.get("format", 1)) != FORMAT:
+        raise StorageError(
+            f"The checkpoint keeps the state of a rank in format {found}, and this version of lit_rl reads format "
+            f"{FORMAT}. Its weights are sound: export them with the version that wrote them and start a new run from "
+            "model.name=<run_dir>/hf, or go on with that version."
+        )
+
+
+_EXPORT_HINT = (
+    "To go on from what that run learned with another algorithm or model settings, start a new run from its exported "
+    "model, without ckpt_path: model=local model.name=<run_dir>/hf, or of lit-rl fit --model.model=<run_dir>/hf. Of a "
+    "run that has not ended, lit-rl export run_dir=<run_dir> writes it."
+)
+
+
+class SavedState(dict[str, Any]):
+    """A part of a checkpoint. Reading a missing key raises a StorageError, not a KeyError, which would be a defect.
+
+    Args:
+        state: The state in the checkpoint.
+        lacks: Function from a missing key to the error message.
+    """
+
+    def __init__(self, state: Mapping[str, Any], lacks: Callable[[str], str]) -> None:
+        super().__init__(state)
+        self._lacks = lacks
+
+    def __missing__(self, key: str) -> Any:
+        raise StorageError(self._lacks(key))
+
+
+def saved_by_algorithm(state: Mapping[str, Any], algorithm: str) -> SavedState:
+    """Return the state of a rank; a missing key means that another algorithm wrote it."""
+    return SavedState(
+        state,
+        lambda key: (
+            f"The checkpoint is of another algorithm: it holds no {key} as {algorithm} needs. Resume with the algo of "
+            f"the run's config.yaml. {_EXPORT_HINT}"
+        ),
+    )
+
+
+def saved_by_term(terms: Mapping[str, Mapping[str, Any]], name: str, term: str) -> SavedState:
+    """Return the state of a term of the objective.
+
+    Args:
+        terms: States of all terms, by their names below `algo`.
+        name: Name of this term.
+        term: Class that reads it.
+
+    Raises:
+        StorageError: there is none.
+    """
+    said = f"The checkpoint holds no state of algo.{name} as {term} needs it. Resume with the algo/{name} of the run's "
+    said += "config.yaml."
+    if name not in terms:
+        raise StorageError(said)
+    return SavedState(terms[name], lambda key: said)
+
+
+def algorithm_kind(algorithm: type) -> str:
+    """Return the name that identifies an algorithm in checkpoints: that of its nearest class of lit_rl.
+
+    A user's subclass may change its name.
+    """
+    return next(each.__name__ for each in algorithm.__mro__ if each.__module__.partition(".")[0] == "lit_rl")
+
+
+def check_algorithm_kind(checkpoint: Mapping[str, Any], algorithm: type) -> None:
+    """Refuse to resume a checkpoint of another algorithm. Other settings of the same class pass.
+
+    So do checkpoints of earlier versions, which name none.
+
+    Raises:
+        StorageError: names both.
+    """
+    wrote, wanted = checkpoint.get("algorithm"), algorithm_kind(algorithm)
+    if wrote not in (None, wanted):
+        raise StorageError(
+            f"The checkpoint is of another algorithm: {wrote} wrote it, and this run is of {wanted}. Resume with the "
+            f"algo of the run's config.yaml. {_EXPORT_HINT}"
+        )
+
+
+def rng_state(device: torch.device | str) -> dict[str, Tensor]:
+    """Return the states of torch's global generators, by type of device: the CPU's, and that of the run's device.
+
+    Dropout and Clip-Cov draw from them, samples never do.
+    """
+    return {kind: _generator(kind).get_rng_state() for kind in ("cpu", torch.device(device).type)}
+
+
+def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str) -> None:
+    """Restore the states of the generators. Those of other types of devices are skipped."""
+    for kind in {"cpu", torch.device(device).type} & state.keys():
+        _generator(kind).set_rng_state(state[kind].cpu())
+
+
+def _generator(kind: str) -> Any:
+    return torch if kind == "cpu" else torch.get_device_module(kind)
+
+
+def check_trained_tensors(saved: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Refuse a checkpoint of another model: every trained tensor must be there, in its shape.
+
+    Raises:
+        StorageError: lists what is missing, unexpected or of another shape.
+    """
+    missing = sorted(expected.keys() - saved.keys())
+    extra = sorted(saved.keys() - expected.keys())
+    shapes = [
+        f"{name}: {tuple(saved[name].shape)} in the checkpoint, {tuple(expected[name].shape)} in the model"
+        for name in sorted(expected.keys() & saved.keys())
+        if saved[name].shape != expected[name].shape
+    ]
+    if missing or extra or shapes:
+        found = [f"missing {missing[:5]}" * bool(missing), f"unexpected {extra[:5]}" * bool(extra), *shapes[:5]]
+        raise StorageError(
+            "The checkpoint is not of this model: " + "; ".join(part for part in found if part) + ". Resume with the "
+            f"algorithm, model and adapter settings of the run's config.yaml. {_EXPORT_HINT}"
+        )
+
+
+_PROGRESS = "epoch_loop.batch_progress"
+
+
+def count_processes(count: int) -> str:
+    """Return the number of processes as text."""
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+def slots_when_written(loops: Mapping[str, Any], wrote: int, world_size: int) -> int:
+    """Return the batches of a rollout, or of a step of a data set, in the run that wrote the checkpoint.
+
+    Args:
+        loops: Lightning's loops in the checkpoint.
+        wrote: World size of the run that wrote it.
+        world_size: World size of this run.
+
+    Raises:
+        StorageError: an earlier version wrote it, and did not record them.
+    """
+    loaders = loops["fit_loop"]["state_dict"].get("combined_loader") or [{}]
+    if "slots" not in loaders[0]:
+        raise StorageError(
+            f"The checkpoint was written by {count_processes(wrote)} and this run has {world_size}; the version of "
+            "lit_rl "
+            "that wrote it did not note what another number needs. Go on with as many processes "
+            f"(trainer.devices={wrote}, times trainer.num_nodes), or start a new run from the exported model: "
+            "model.name=<run_dir>/hf."
+        )
+    return loaders[0]["slots"]
+
+
+def advance_loops(loops: Mapping[str, Any], before: int, now: int, epoch: int) -> None:
+    """Advance Lightning's loops to the end of the rollout or step that was begun last. The loader does so itself.
+
+    Args:
+        loops: Lightning's loops in the checkpoint, changed in place.
+        before: Batches of a rollout or step in the run that wrote it.
+        now: Batches of a rollout or step in this run.
+        epoch: Batches of an epoch of this run.
+    """
+    progress = loops["fit_loop"][_PROGRESS]
+    total, current = progress["total"], progress["current"]
+    moved = whole_steps(current["ready"], before) * now
+    earlier = (total["ready"] - current["ready"]) // before * now
+    # Lightning infers from their differences in which hook a checkpoint was written.
+    progress["current"] = _shifted(current, moved)
+    progress["total"] = _shifted(total, earlier + moved)
+    progress["is_last_batch"] = moved >= epoch
+
+
+def _shifted(counts: Mapping[str, int], ready: int) -> dict[str, int]:
+    return {name: ready + count - counts["ready"] for name, count in counts.items()}

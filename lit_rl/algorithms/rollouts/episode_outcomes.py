@@ -1,0 +1,120 @@
+"""Outcomes of the episodes of a rollout: failures, checks of their rewards, and metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.core.episode import Episode
+from lit_rl.core.errors import GenerationError, RewardError
+from lit_rl.core.transfers import to_device
+from lit_rl.ops.reductions import Highest, Metrics
+from lit_rl.rewards.contract import Part, is_turn_reward
+from lit_rl.rewards.weighted_rewards import Scores
+
+
+class EpisodeFailures:
+    """A count of the episodes of a rollout that failed by no fault of the policy."""
+
+    def __init__(self) -> None:
+        self.episodes = 0
+        self.errors: Counter[str] = Counter()
+
+    def count(self, episodes: Sequence[Episode]) -> None:
+        """Count the episodes of one request."""
+        self.episodes += len(episodes)
+        self.errors.update(str(each.error) for each in episodes if each.failed)
+
+    def check(self, most: float, ranks: Ranks) -> None:
+        """Raise an error where too many failed. A collective: all ranks raise, or none.
+
+        Args:
+            most: Allowed share of the episodes of all ranks.
+            ranks: The ranks of the run.
+
+        Raises:
+            GenerationError: names the most common error of this rank.
+        """
+        if told := self.too_many(most, ranks):
+            error = GenerationError(
+                f"{told}. Mend the cause, or allow more with env.max_failed; where time ran out, with "
+                "env.step_timeout, env.episode_timeout, env.rollout_timeout, or a rollout function's agent_timeout."
+            )
+            error.on_every_rank = True
+            raise error
+
+    def too_many(self, most: float, ranks: Ranks) -> str | None:
+        """Describe the failures where their share exceeds `most`, else return None. A collective."""
+        failed, drawn = sum(ranks.counts(self.errors.total())), sum(ranks.counts(self.episodes))
+        if failed <= most * drawn:
+            return None
+        told = "".join(f"; {times} times: {kind}" for kind, times in self.errors.most_common(1)) or "; see other ranks"
+        return f"{failed} of {drawn} episodes failed or took too long, more than env.max_failed={most:g} of them{told}"
+
+
+def warn_of_failures(name: str, episodes: Sequence[Episode], most: float) -> None:
+    """Warn of a validation with too many failures. It does not end the run: nothing is learned from it."""
+    failures = EpisodeFailures()
+    failures.count(episodes)
+    if told := failures.too_many(most, Ranks()):
+        where = f" of {name}" if name else ""
+        rank_zero_warn(f"Validation{where}: {told}. The rewards are means over the others.")
+
+
+def sound_rows(episodes: Sequence[Episode]) -> list[int]:
+    """Return the rows that did not fail, and so can be rewarded. A failed one may not even have a message."""
+    return [row for row, episode in enumerate(episodes) if not episode.failed]
+
+
+def check_spans(scores: Scores, episodes: Sequence[Episode]) -> None:
+    """Refuse rewards for spans of characters in episodes of several messages.
+
+    Raises:
+        RewardError: a function returned such spans.
+    """
+    spans = scores.span_rewards
+    if spans is not None and any(_has_character_spans(of) for of, each in zip(spans, episodes) if _has_messages(each)):
+        raise RewardError(
+            "A reward function returned spans of characters for an episode of several messages, and a span is of one "
+            "text. Return a number for the episode, or (turn, value) for its turns."
+        )
+
+
+def _has_character_spans(parts: Sequence[Part]) -> bool:
+    return not all(map(is_turn_reward, parts))
+
+
+def _has_messages(episode: Episode) -> bool:
+    """Tell whether rewards see several messages, none of which is the text of all tokens."""
+    return episode.turns > 1 and not isinstance(episode.prompt, str)
+
+
+def episode_metrics(episodes: Sequence[Episode], ranks: Ranks) -> Metrics:
+    """Return the metrics of episodes, with TRL's names where TRL has them. A collective."""
+    device = ranks.device
+
+    def over(count: int, *counted: float) -> tuple[Tensor, Tensor]:
+        return torch.full((), float(sum(counted)), device=device), torch.full((), float(count), device=device)
+
+    seconds = torch.tensor([each.seconds for each in episodes])
+    seconds = seconds if ranks.world_size == 1 else seconds.to(device)  # gathered over all ranks there
+    rows, calls = len(episodes), sum(each.calls for each in episodes)
+    return {
+        "turns/mean": over(rows, *(each.turns for each in episodes)),
+        "turns/max": Highest(torch.full((), float(max(each.turns for each in episodes)), device=device)),
+        "completions/observation_length": over(rows, *(each.observed_tokens for each in episodes)),
+        "tools/call_frequency": over(rows, calls),
+        "tools/failure_frequency": over(calls, *(each.failed_calls for each in episodes)),
+        "tools/parse_failures": over(calls, *(each.unreadable_calls for each in episodes)),
+        "env/failed": over(rows, *(each.end == "failed" for each in episodes)),
+        "env/timeouts": over(rows, *(each.end == "timeout" for each in episodes)),
+        "env/cut": over(rows, *(each.cut for each in episodes)),
+        "env/seconds_mean": over(rows, *(each.seconds for each in episodes)),
+        "env/seconds_p50": over(1, float(ranks.gather_tokens(seconds).quantile(0.5))),
+        "env/seconds_max": Highest(to_device(seconds.max(), torch.device(device))),
+    }

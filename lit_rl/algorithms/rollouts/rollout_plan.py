@@ -1,0 +1,370 @@
+"""Batch arithmetic: how a rollout or rows of a data set become optimizer steps and micro-batches.
+
+`BatchPlan` and `OfflinePlan` have the numbers of a run (docs/batch-arithmetic.md). From a rollout they lead to the rows
+of each micro-batch (`deal_rows`) and to the counts that its loss divides by (`step_counts`). `without_gradient` scores
+completions in parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.rollout import Completions, Rollout, Sampling, Width, select, trim, trim_rollout, used_columns
+from lit_rl.core.transfers import to_device
+from lit_rl.models.forward import TokenScores, response_logprobs
+from lit_rl.models.language_model import DEFAULT, ForwardOptions
+from lit_rl.models.modes import evaluation_mode
+from lit_rl.ops.engine_mismatch import WeightTotals
+from lit_rl.ops.reductions import StepTotals, masked_mean, masked_sum
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The batch sizes of a run with rollouts. All are global (over every rank) unless the name says otherwise."""
+
+    prompts_per_rollout: int
+    group_size: int
+    minibatches: int
+    iterations: int
+    accumulate: int
+    world_size: int
+    split_groups: int = 1
+    max_new_tokens: int = 1
+    why: str = ""
+    """The reason for `accumulate`, where the memory plan chose it."""
+
+    def __post_init__(self) -> None:
+        for key, value in self._keys().items():
+            in_range(key, value, low=1)
+        if self.group_size % self.split_groups:
+            raise ConfigError(
+                f"algo.split_groups={self.split_groups} does not divide algo.group_size={self.group_size}: "
+                "every slice of a group must have the same number of rows."
+            )
+        if not self._divides(self.prompts_per_rollout, self.minibatches, self.accumulate):
+            raise ConfigError(self._explain())
+
+    def _keys(self) -> dict[str, int]:
+        return {
+            "data.prompts_per_rollout": self.prompts_per_rollout,
+            "algo.group_size": self.group_size,
+            "algo.minibatches": self.minibatches,
+            "algo.iterations": self.iterations,
+            "trainer.accumulate_grad_batches": self.accumulate,
+            "data-parallel size": self.world_size,
+            "algo.split_groups": self.split_groups,
+        }
+
+    def _divides(self, prompts: int, minibatches: int, accumulate: int) -> bool:
+        """Tell whether mini-batches hold whole groups of each rank, and micro-batches whole slices of groups."""
+        per_rank, left = divmod(prompts, self.world_size)
+        if left or per_rank < minibatches or per_rank % minibatches:
+            return False
+        return (per_rank // minibatches * self.split_groups) % accumulate == 0
+
+    def _explain(self) -> str:
+        """Return the message: the equation, the settings, and the three nearest that work."""
+        want = (self.prompts_per_rollout, self.minibatches, self.accumulate)
+        near = sorted(
+            (
+                (abs(p - want[0]) / want[0] + 2 * abs(m - want[1]) / want[1] + 2 * abs(a - want[2]) / want[2], p, m, a)
+                for p, m, a in product(
+                    range(1, 2 * want[0] + want[1] * want[2] * self.world_size + 1),
+                    range(1, want[1] + 1),
+                    range(1, want[2] + 1),
+                )
+                if self._divides(p, m, a)
+            ),
+        )[:3]
+        lines = [
+            f"  data.prompts_per_rollout={p} algo.minibatches={m} trainer.accumulate_grad_batches={a}"
+            for _, p, m, a in near
+        ]
+        slices = f" (each group cut into {self.split_groups} slices)" if self.split_groups > 1 else ""
+        return (
+            f"data.prompts_per_rollout={want[0]} must be divisible by algo.minibatches={want[1]} x "
+            f"trainer.accumulate_grad_batches={want[2]} x data-parallel size {self.world_size}{slices}, "
+            "so that every micro-batch holds whole groups. Nearest settings that work:\n" + "\n".join(lines)
+        )
+
+    @property
+    def slots(self) -> int:
+        """Micro-batches of a rollout (R of the design)."""
+        return self.iterations * self.minibatches * self.accumulate
+
+    @property
+    def units(self) -> int:
+        """Slices of groups of a rank in an optimizer step, of which micro-batches are made."""
+        return self.prompts_per_rollout // self.world_size // self.minibatches * self.split_groups
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps of a rollout."""
+        return self.iterations * self.minibatches
+
+    @property
+    def completions(self) -> int:
+        """Completions of a rollout, over all ranks."""
+        return self.prompts_per_rollout * self.group_size
+
+    def table(self) -> list[tuple[str, str]]:
+        """Return the batch arithmetic as rows of a table."""
+        per_step = self.completions // self.minibatches
+        micro = per_step // self.accumulate // self.world_size
+        return [
+            ("prompts per rollout", f"{self.prompts_per_rollout}"),
+            ("completions per rollout", f"{self.completions} = {self.prompts_per_rollout} x {self.group_size}"),
+            ("tokens per rollout, at most", f"{self.completions * self.max_new_tokens:,}"),
+            ("optimizer steps per rollout", f"{self.steps_per_rollout} = {self.iterations} x {self.minibatches}"),
+            ("completions per optimizer step", f"{per_step}"),
+            ("completions per micro-batch and rank", f"{micro}"),
+            *([("micro-batches per optimizer step", self.why)] if self.why else []),
+        ]
+
+
+def mix(*parts: int) -> int:
+    """Return a seed made of several numbers, the same on every machine and in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
+
+
+@dataclass(frozen=True)
+class OfflinePlan:
+    """The batch sizes of a run on a data set. All are global (over every rank)."""
+
+    batch_size: int
+    """Rows of an optimizer step."""
+    accumulate: int
+    world_size: int
+    rows: int
+    """Training rows that are used; for a stream, in its first window."""
+    stream_buffer: int | None = None
+    """Rows of a stream in memory at a time; None where all are."""
+    why: str = ""
+    """The reason for `accumulate`, where the memory plan chose it."""
+
+    def __post_init__(self) -> None:
+        in_range("trainer.accumulate_grad_batches", self.accumulate, low=1)
+        parts = self.accumulate * self.world_size
+        if self.batch_size % parts:
+            below = self.batch_size // parts * parts
+            near = [f"data.batch_size={size}" for size in (below, below + parts) if size]
+            raise ConfigError(
+                f"data.batch_size={self.batch_size} must be divisible by trainer.accumulate_grad_batches="
+                f"{self.accumulate} x data-parallel size {self.world_size}: every micro-batch has as many rows. "
+                f"Nearest that work: {', '.join(near)}."
+            )
+
+    def table(self) -> list[tuple[str, str]]:
+        """Return the batch arithmetic as rows of a table."""
+        steps, left = divmod(self.rows, self.batch_size)
+        per_step = [
+            ("rows per optimizer step", f"{self.batch_size}"),
+            ("rows per micro-batch and rank", f"{self.batch_size // self.accumulate // self.world_size}"),
+            *([("micro-batches per optimizer step", self.why)] if self.why else []),
+        ]
+        if self.stream_buffer is not None:
+            return [
+                ("rows in memory at a time", f"{self.stream_buffer:,} ({self.rows:,} left of the first)"),
+                *per_step,
+            ]
+        return [
+            ("training rows", f"{self.rows:,}"),
+            *per_step,
+            ("optimizer steps per epoch", f"{steps:,}" + (f" ({left} rows are left for other epochs)" if left else "")),
+        ]
+
+
+def minibatch_rows(group_id: Tensor, plan: BatchPlan, seed: int, rollout: int, iteration: int) -> list[Tensor]:
+    """Return the rows of each mini-batch of a pass: whole groups, permuted by (seed, rollout, iteration).
+
+    `group_id` and the rows are in the host's memory.
+    """
+    groups = torch.unique(group_id)
+    if plan.minibatches > 1:
+        generator = torch.Generator().manual_seed(mix(seed, rollout, iteration))
+        groups = groups[torch.randperm(len(groups), generator=generator)]
+    return [torch.isin(group_id, part).nonzero().flatten() for part in groups.chunk(plan.minibatches)]
+
+
+def micro_rows(rows: Tensor, group_id: Tensor, lengths: Tensor, plan: BatchPlan) -> list[Tensor]:
+    """Cut a mini-batch into `accumulate` micro-batches of equally many group slices, balanced by tokens.
+
+    Slices are dealt from long to short, back and forth, so that no micro-batch gets all the long ones.
+    """
+    if plan.accumulate == 1:
+        return [rows]
+    slices = [
+        part
+        for group in torch.unique(group_id[rows])
+        for part in rows[group_id[rows] == group].chunk(plan.split_groups)
+    ]
+    slices.sort(key=lambda part: (-int(lengths[part].sum()), int(part[0])))
+    hands: list[list[Tensor]] = [[] for _ in range(plan.accumulate)]
+    for i, part in enumerate(slices):
+        lap, seat = divmod(i, plan.accumulate)
+        hands[seat if lap % 2 == 0 else plan.accumulate - 1 - seat].append(part)
+    return [torch.cat(hand).sort().values for hand in hands]
+
+
+class RowCounts(NamedTuple):
+    """Token counts of the rows of a rollout, on the host: long ``(b,)`` each."""
+
+    group: Tensor
+    prompt: Tensor
+    """Tokens of the prompt."""
+    read: Tensor
+    """Tokens after the prompt that a model reads."""
+    sampled: Tensor
+    """Tokens among these that the policy sampled."""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> RowCounts:
+        """Count the tokens of a rollout, in its copy on the host."""
+        host = rollout.completions.on_host
+        return cls(host.group_id, host.prompt_mask.sum(1), host.read_lengths, host.lengths)
+
+
+def rows_of_slots(
+    rollout: Rollout, plan: BatchPlan, *, seed: int, index: int, teaching: Tensor | None = None
+) -> list[Tensor]:
+    """Return the rows of each slot of rollout number `index`, in the host's memory; see `deal_rows`."""
+    return deal_rows(RowCounts.of(rollout), plan, seed=seed, index=index, teaching=teaching)
+
+
+def deal_rows(
+    counts: RowCounts, plan: BatchPlan, *, seed: int, index: int, teaching: Tensor | None = None
+) -> list[Tensor]:
+    """Return the rows of each slot of rollout number `index`, in the host's memory.
+
+    Slots are ordered pass by pass, mini-batch by mini-batch, micro-batch by micro-batch.
+
+    Args:
+        counts: Counts of the rollout.
+        plan: The plan of the run.
+        seed: The seed of the run.
+        index: Number of the rollout since the start of the run.
+        teaching: Bool `(b,)`: rows with a gradient. The others are left out, and micro-batches are balanced by the
+            tokens of the remaining ones. A slot keeps at least one row: all ranks take equally many forward and
+            backward passes. None: all rows.
+    """
+    group_id, lengths = counts.group, counts.read
+    teaching = None if teaching is None else teaching.cpu()
+    computed = lengths if teaching is None else lengths * teaching
+    slots = [
+        part
+        for iteration in range(plan.iterations)
+        for rows in minibatch_rows(group_id, plan, seed, index, iteration)
+        for part in micro_rows(rows, group_id, computed, plan)
+    ]
+    return slots if teaching is None else [_teaching_rows(rows, teaching, lengths) for rows in slots]
+
+
+def _teaching_rows(rows: Tensor, teaching: Tensor, lengths: Tensor) -> Tensor:
+    """Return the rows that teach; the shortest row if none does."""
+    chosen = rows[teaching[rows]]
+    return chosen if len(chosen) else rows[lengths[rows].argmin()][None]
+
+
+def micro_batch(rollout: Rollout, rows: Tensor, used: Mapping[Width, slice] | None = None) -> Rollout:
+    """Return these rows of a rollout, trimmed to the longest, or to the `used` columns where these are known."""
+    return trim_rollout(select(rollout, rows), used)
+
+
+COUNTS = ("sequences", "tokens", "unmasked_sequences", "token_weights", "sequence_weights", "better_tokens")
+"""Columns of `step_counts`: rows, loss tokens, rows that have one, the sum of weights over loss tokens, the sum over
+rows of the mean weight of their loss tokens, and loss tokens of rows that a judge found better. A row that was left out
+(`algo.groups`) has neither a reward nor a loss token, and is not counted."""
+
+
+def step_counts(
+    rollout: Rollout,
+    plan: BatchPlan,
+    *,
+    seed: int,
+    index: int,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+) -> Tensor:
+    """Return float64 `(optimizer steps, 6)`: the counts of each step of the rollout, over all ranks. See `COUNTS`."""
+    mask, group_id = rollout.loss_mask, rollout.completions.on_host.group_id
+    weights = torch.ones(mask.shape, device=mask.device) if rollout.weights is None else rollout.weights
+    rows_in_use, tokens = mask.any(1) | ~rollout.rewards.isnan(), mask.sum(1)
+    better = torch.zeros_like(tokens) if rollout.verdicts is None else tokens * (rollout.verdicts > 0)
+    weight_sums = masked_sum(weights, mask, 1), masked_mean(weights, mask, 1)
+    columns = [rows_in_use, tokens, mask.any(1), *weight_sums, better]
+    per_row = torch.stack([column.double() for column in columns], dim=1)
+    counts = torch.stack(
+        [
+            per_row[to_device(rows, mask.device)].sum(0)
+            for iteration in range(plan.iterations)
+            for rows in minibatch_rows(group_id, plan, seed, index, iteration)
+        ]
+    )
+    return ranks.all_reduce(counts, "SUM")
+
+
+def step_totals(counts: Tensor, plan: BatchPlan) -> StepTotals:
+    """Return the totals of one step, from its row of `step_counts`."""
+    sequences, tokens, unmasked, token_weights, sequence_weights, better_tokens = counts.float().unbind()
+    return StepTotals(
+        sequences,
+        tokens,
+        unmasked,
+        plan.accumulate * plan.world_size,
+        weights=WeightTotals(tokens, unmasked, token_weights, sequence_weights),
+        better_tokens=better_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class SeenRows:
+    """Rows that were learned from, with the policy's scores of their tokens then, without gradient."""
+
+    rows: Tensor
+    """Long `(m,)`, in the host's memory: row numbers in the rollout."""
+    scores: TokenScores
+    """Scores of these rows, as wide as the longest of them."""
+
+    @classmethod
+    def of(cls, rows: Tensor, scores: TokenScores) -> SeenRows:
+        """Return the rows of a micro-batch, once its loss is computed."""
+        per_token = {"logprobs": scores.logprobs, "entropy": scores.entropy, "values": scores.values}
+        kept = {name: values if values is None else values.detach() for name, values in per_token.items()}
+        return cls(rows, replace(scores, aux_loss=None, **kept))
+
+
+@torch.no_grad()
+def without_gradient(
+    model: nn.Module, completions: Completions, of_rows: Callable[[Completions], Tensor], *, rows_at_once: int
+) -> Tensor:
+    """Return `(b, t)` float32: `of_rows` of `rows_at_once` rows at a time, with the model in evaluation mode."""
+    ids, completions = completions.response_ids, completions.with_host()
+    out = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+    with evaluation_mode(model):
+        for start in range(0, len(completions), rows_at_once):
+            end = min(start + rows_at_once, len(completions))
+            part = select(completions, torch.arange(start, end))
+            out[start:end, used_columns(part)[Width.RESPONSE]] = of_rows(trim(part))
+    return out
+
+
+def frozen_logprobs(
+    model: nn.Module,
+    completions: Completions,
+    *,
+    sampling: Sampling,
+    rows_at_once: int,
+    options: ForwardOptions = DEFAULT,
+) -> Tensor:
+    """Return `(b, t)`: log-probs of the response tokens under a model, without gradient."""
+    return without_gradient(
+        model, completions, lambda part: response_logprobs(model, part, sampling, options), rows_at_once=rows_at_once
+    )

@@ -1,0 +1,470 @@
+"""The source of rollouts: from a batch of prompts to completions, drawn now or while the last rollout was learned from.
+
+All kinds of completions come by the same request: one answer, an episode of several turns with its environment, or an
+answer to an image. Rewards may begin while other completions of the batch are still written (`EarlyRewards`).
+
+With `generator.lag=N`, rollout k takes what was requested when rollout k - N began, so it was drawn with the weights of
+that time. While rollout k is learned from, the engine gets the current weights and draws rollout k + N. The change of
+the weights since is in the log-probs that the engine reported: the correction weighs by it.
+
+With N = 1 no request is in flight by then: the engine is updated at once, and a thread only draws. With more, rollouts
+k + 1 to k + N - 1 may still be drawn, each with its older weights: the thread updates the engine when its turn comes,
+from a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.algorithms.rollouts.episode_outcomes import EpisodeFailures
+from lit_rl.algorithms.rollouts.phase_costs import Stopwatch
+from lit_rl.algorithms.rollouts.rollout_plan import mix
+from lit_rl.core import interrupts
+from lit_rl.core.errors import GenerationError, LitRLError
+from lit_rl.core.interrupts import Interrupted
+from lit_rl.core.rollout import Completions, PromptBatch, Sampling
+from lit_rl.core.transfers import to_device
+from lit_rl.core.vision_inputs import PromptVision
+from lit_rl.data.visual_prompts import Processor
+from lit_rl.environments.environment_base import EpisodeSource
+from lit_rl.generation.ahead import Ahead, DrawnAhead, RolloutName
+from lit_rl.generation.collect import Vocabulary, answer_to, as_reward_input, request
+from lit_rl.generation.generator import EngineLost, Gap, Generator
+from lit_rl.generation.native import for_another_policy
+from lit_rl.generation.ranks import background_thread
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.references import shared_copy
+from lit_rl.models.sharding import is_tensor_parallel
+from lit_rl.ops.reductions import Highest, Metrics
+from lit_rl.rewards.weighted_rewards import PendingRewards, Rewards, TrainerState
+
+_PATIENCE = 5.0
+"""Seconds that a stopping run waits for completions drawn ahead."""
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """A request for completions of prompts by a policy."""
+
+    batch: PromptBatch
+    policy: nn.Module
+    model: LanguageModel
+    """The description of the policy, for its tokenizer."""
+    version: int
+    """Optimizer steps that the policy has taken."""
+    sampling: Sampling
+    group_size: int
+    """Completions of each prompt."""
+    seed: int
+    """Seed of the samples."""
+    interaction: EpisodeSource | None = None
+    """The source of replies to the policy's turns. None: a completion is one turn."""
+    on_finished: Callable[[int, list[int]], None] | None = None
+    """Callback for finished completions of one turn, while others are still written."""
+
+    def by_another(self, policy: nn.Module) -> RolloutRequest:
+        """Return the request for another model with noise of its own: with the same noise equal models write the
+        same."""
+        return replace(self, policy=policy, seed=mix(self.seed, 1))
+
+
+class RolloutSource:
+    """The source of completions, drawn with a generator and timed.
+
+    Args:
+        generator: The generator.
+        stopwatch: Timer of the phase "generate", and of the waits for environments within it.
+    """
+
+    def __init__(self, generator: Generator, stopwatch: Stopwatch) -> None:
+        self.generator = generator
+        self.sampled_tokens = 0
+        """Tokens drawn for the current rollout, including those that are not learned from."""
+        self.failures = EpisodeFailures()
+        """Failures among the episodes drawn for the current rollout."""
+        self._stopwatch = stopwatch
+        self._ahead = Ahead()
+        self._gap: Gap | None = None
+        """The probe's result for the weights that drew the current rollout."""
+        self._taken: tuple[RolloutName, DrawnAhead] | None = None
+        """The completions drawn ahead for the current rollout."""
+
+    def begin_rollout(self) -> None:
+        """Begin another rollout: later draws count for it."""
+        self.sampled_tokens = 0
+        self.failures = EpisodeFailures()
+        self._taken = None
+
+    @contextmanager
+    def kept_if_given_up(self) -> Iterator[None]:
+        """Keep the completions drawn ahead for the current rollout if it is aborted or fails, for a resume."""
+        try:
+            yield
+        except (Interrupted, Exception):
+            if self._taken is not None:
+                self._ahead.put_first(*self._taken)
+            raise
+
+    # ------------------------------------------------------------------ now
+
+    def draw(self, asked: RolloutRequest, ranks: Ranks) -> Completions:
+        """Draw the completions, with groups numbered over all ranks."""
+        with self._stopwatch.measure("generate"), self._waited(asked.interaction), self._given_up(asked):
+            completions = self._begin(asked)()
+        self._gap = self.generator.gap
+        return self._received(completions, asked.batch, ranks)
+
+    @contextmanager
+    def _waited(self, interaction: EpisodeSource | None) -> Iterator[None]:
+        before = 0.0 if interaction is None else interaction.waited
+        yield
+        if interaction is not None:
+            self._stopwatch.add_part("environment", interaction.waited - before)
+
+    def draw_other(self, asked: RolloutRequest) -> Completions:
+        """Draw the completions of another model than the policy, given as `asked.policy`.
+
+        A copy of the generator draws them, so that the policy's never holds other weights.
+        """
+        with self._stopwatch.measure("generate"), self._given_up(asked):
+            completions = _start_request(copy.copy(for_another_policy(self.generator)), asked)()
+        self.sampled_tokens += int(completions.lengths.sum())
+        return completions
+
+    def _given_up(self, asked: RolloutRequest) -> AbstractContextManager[None]:
+        """Return the context for a draw that may be aborted.
+
+        Engine calls are collective. A generator that is the policy itself is called by each rank alone, unless its
+        layers are cut over several.
+        """
+        return interrupts.interruptible(alone=self.generator.exact and not is_tensor_parallel(asked.policy))
+
+    def _begin(self, asked: RolloutRequest) -> Callable[[], Completions]:
+        """Give the generator the current weights, and return the function that draws the completions."""
+        self._ahead.wait()  # the weights of a request in flight must not change
+        return _start_request(self.generator, asked)
+
+    def _received(self, completions: Completions, batch: PromptBatch, ranks: Ranks) -> Completions:
+        found = replace(completions, group_id=completions.group_id + ranks.rank * len(batch)).with_host()
+        self.sampled_tokens += int(found.on_host.lengths.sum())
+        self.failures.count(found.episodes or ())
+        return found
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Draw outside of the current rollout: neither seconds nor tokens count."""
+        sampled, failures, gap = self.sampled_tokens, self.failures, self._gap
+        self.failures = EpisodeFailures()
+        with self._stopwatch.aside():
+            yield
+        self.sampled_tokens, self.failures, self._gap = sampled, failures, gap
+
+    # ------------------------------------------------------------------ ahead
+
+    def request_ahead(self, asked: Sequence[RolloutRequest]) -> None:
+        """Request the completions of coming rollouts, with the current weights. To be called once a rollout.
+
+        Args:
+            asked: The next rollouts, as many as the generator's lag; those already requested are skipped.
+        """
+        known = self._ahead.names
+        new = [each for each in asked if _request_name(each.batch) not in known]
+        if not new:
+            return
+        with self._stopwatch.measure("generate"):
+            if self.generator.lag == 1:
+                self._update_and_draw(*new)
+            else:
+                self._draw_with_a_copy(new)
+
+    def _update_and_draw(self, asked: RolloutRequest) -> None:
+        """Update the engine here, as that is a collective over ranks; then draw in a thread."""
+        try:
+            draw = self._begin(asked)
+        except GenerationError as error:
+            error.on_every_rank = True  # ranks fail to update an engine together
+            raise
+
+        def drawn() -> DrawnAhead:
+            with background_thread():
+                return DrawnAhead(draw(), self.generator.gap)
+
+        self._ahead.start(_request_name(asked.batch), drawn)
+
+    def _draw_with_a_copy(self, asked: Sequence[RolloutRequest]) -> None:
+        """Update and draw in the thread, as there is one process; it also restarts a lost engine."""
+        policy = shared_copy(asked[0].policy)
+        for each in asked:
+            self._ahead.start(
+                _request_name(each.batch), _draw_in_thread(self.generator, replace(_with_pixels(each), policy=policy))
+            )
+
+    def take_ahead(self, asked: RolloutRequest, ranks: Ranks, *, oldest: int) -> Completions | None:
+        """Return the completions drawn ahead for this rollout; None where there are none.
+
+        Args:
+            asked: The prompts of this rollout, and the current policy.
+            ranks: The ranks. All draw anew, or none, and all fail, or none: restarting an engine is a collective.
+            oldest: Most optimizer steps that the completions may be behind the policy.
+
+        Raises:
+            GenerationError: the generator of any rank failed, or the completions are too old.
+            Interrupted: any rank received a stop request while it waited.
+        """
+        if not self.generator.lag and not self._ahead.pending:
+            return None
+        found, error = None, None
+        with self._stopwatch.measure("generate"):
+            try:
+                with interrupts.interruptible():
+                    found = self._ahead.take()
+            except (LitRLError, Interrupted) as failed:
+                error = failed
+        worst = max(ranks.counts(_failure_severity(error)))
+        if worst == _failure_severity(Interrupted()):
+            if found is not None:
+                self._ahead.put_first(*found)
+            raise Interrupted
+        if worst == 2:
+            raise error or _other_rank_failed()
+        if error is not None:
+            rank_zero_warn(f"{error} Completions drawn ahead are lost with it, and drawn again with current weights.")
+        if found is None or worst:
+            return None
+        name, drawn = found
+        if name != _request_name(asked.batch):
+            self._ahead.forget()
+            rank_zero_warn(
+                f"Completions were drawn ahead for rollout {name[0]}, and this is rollout {asked.batch.rollout} of "
+                "other prompts: they are dropped, and drawn again with the current weights."
+            )
+            return None
+        if (age := asked.version - drawn.completions.version) > oldest:
+            raise GenerationError(
+                f"The completions of rollout {asked.batch.rollout} are {age} optimizer steps old; with "
+                f"generator.lag={self.generator.lag} they may be {oldest}. They are not learned from."
+            )
+        self._gap, self._taken = drawn.gap, found
+        return self._received(drawn.completions, asked.batch, ranks)
+
+    # ------------------------------------------------------------------ the generator
+
+    def proof(self, device: torch.device) -> Metrics:
+        """Return the metrics of the probe: the engine's log-probs against the policy's, after the last update.
+
+        Where a thread updates the engine, the last update depends on timing: there it is that of the weights that drew
+        the rollout.
+        """
+        gap = self._gap if self.generator.lag > 1 else self.generator.gap
+        if gap is None:
+            return {}
+        mean, most = to_device(torch.tensor([gap.mean, gap.max]), device)
+        name = "sampling/sampling_logp_difference"
+        return {f"{name}/probe_mean": (mean, torch.ones_like(mean)), f"{name}/probe_max": Highest(most)}
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state(self, ranks: Ranks) -> dict[str, Any]:
+        """Return the state with the completions drawn ahead, once they are.
+
+        A stopping run waits for a few seconds only: missing ones are drawn anew by the resumed run, with newer weights.
+
+        Args:
+            ranks: The ranks. All keep equally many: drawing anew is a collective.
+        """
+        if not self.generator.lag and not self._ahead.pending:
+            return {}
+        drawn_ahead = self._ahead.peek(_PATIENCE if interrupts.stop_requested() else None)
+        kept = [
+            {"rollout": rollout, "rows": list(rows), **checkpoints.to_plain(drawn)}
+            for (rollout, rows), drawn in drawn_ahead[: min(ranks.counts(len(drawn_ahead)))]
+        ]
+        return {"ahead": kept} if kept else {}
+
+    def load_state(
+        self,
+        saved: dict[str, Any],
+        device: torch.device,
+        see: Callable[[int], PromptVision | None],
+        processor: Callable[[], Processor | None],
+    ) -> None:
+        """Restore what `state` returned; `see` and `processor` are those of `state.made`."""
+        self._ahead.forget()  # from another run in this process that ended early
+        ahead = saved.get("ahead", [])
+        for each in [ahead] if isinstance(ahead, dict) else ahead:  # earlier versions wrote the only one
+            completions = checkpoints.restore_pixels(
+                checkpoints.completions_from_plain(each["completions"], device), see, processor
+            )
+            gap = each.get("gap")
+            name = each["rollout"], tuple(each["rows"])
+            self._ahead.put(name, DrawnAhead(completions, None if gap is None else Gap(**gap)))
+
+
+@contextmanager
+def fail_on_all_ranks(ranks: Ranks) -> Iterator[None]:
+    """Raise on all ranks where the generator of any rank fails, so that they can still save together.
+
+    Raises:
+        GenerationError: the generator of this rank, or of another one, failed.
+        Interrupted: see `abort_on_all_ranks`.
+    """
+    failure: LitRLError | None = None
+    with abort_on_all_ranks(ranks):
+        try:
+            yield
+        except LitRLError as error:
+            failure = error
+    if not ranks.alone and ranks.any(failure is not None):
+        failure = failure or _other_rank_failed()
+        if isinstance(failure, GenerationError):
+            failure.on_every_rank = True
+    if failure is not None:
+        raise failure
+
+
+@contextmanager
+def abort_on_all_ranks(ranks: Ranks) -> Iterator[None]:
+    """Abort on all ranks where any rank aborts its work because of a stop request.
+
+    Raises:
+        Interrupted: this rank, or another one, aborted.
+    """
+    if not interrupts.ranks_must_agree():
+        yield
+        return
+    try:
+        with interrupts.agreed_by_ranks():
+            yield
+    except Interrupted:
+        interrupts.record_stop_request()
+    if ranks.any(interrupts.stop_requested()):
+        interrupts.record_stop_request()
+        raise Interrupted
+
+
+def _failure_severity(error: BaseException | None) -> int:
+    """Return the severity shared by ranks: 0 ok, 1 engine lost, 2 error, 3 interrupted; 2 and more end the run."""
+    if isinstance(error, Interrupted):
+        return 3
+    return 0 if error is None else 1 if isinstance(error, EngineLost) else 2
+
+
+def _start_request(generator: Generator, asked: RolloutRequest) -> Callable[[], Completions]:
+    return request(
+        generator,
+        asked.policy,
+        asked.batch,
+        sampling=asked.sampling,
+        group_size=asked.group_size,
+        vocabulary=Vocabulary.of(asked.model),
+        version=asked.version,
+        seed=asked.seed,
+        interaction=asked.interaction,
+        on_finished=asked.on_finished,
+    )
+
+
+def _draw_in_thread(generator: Generator, asked: RolloutRequest) -> Callable[[], DrawnAhead]:
+    """Return a function for a thread: give the generator the weights of a private policy, and draw."""
+
+    def draw() -> DrawnAhead:
+        # Autocast's cache of cast weights is global. Leaving its outermost region in any thread clears it, so this
+        # thread never does: the training would cast a weight anew, and sum its gradient in another order.
+        torch.autocast_increment_nesting()
+        # A thread begins with gradients, on the first GPU, and without autocast: the engine is compared with the plain
+        # weights.
+        with torch.no_grad(), torch.cuda.device_of(next(asked.policy.parameters())):
+            return DrawnAhead(_start_request(generator, asked)(), generator.gap)
+
+    return draw
+
+
+def _with_pixels(asked: RolloutRequest) -> RolloutRequest:
+    """Return the request with the pixels of its prompts made now: the training uses the same processor."""
+    batch = asked.batch
+    if batch.vision is None:
+        return asked
+    seen = batch.vision(batch.rows)
+    return replace(asked, batch=replace(batch, vision=lambda rows: seen))
+
+
+def _other_rank_failed() -> GenerationError:
+    return GenerationError("The generator of another rank failed: see what that rank says.")
+
+
+def _request_name(batch: PromptBatch) -> RolloutName:
+    return batch.rollout, tuple(batch.rows)
+
+
+class EarlyRewards:
+    """Early calls of reward functions for one batch, until its rewards are requested.
+
+    A copy or a pickle holds none.
+    """
+
+    def __init__(self) -> None:
+        self._begun: tuple[PromptBatch, PendingRewards] | None = None
+        self._expected = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(EarlyRewards())
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Mark that the completions drawn inside are scored next."""
+        self._expected = True
+        try:
+            yield
+        finally:
+            self._expected = False
+
+    @contextmanager
+    def begun(self, rewards: Rewards, asked: RolloutRequest, state: TrainerState) -> Iterator[RolloutRequest]:
+        """Yield the request; if it is to be scored, with a callback that begins its rewards, cancelled on failure.
+
+        Rewards of episodes need whole episodes, so they do not begin early.
+        """
+        self._drop()
+        if not self._expected or asked.interaction is not None:
+            yield asked
+            return
+        batch, tokenizer = asked.batch, asked.model.tokenizer
+        prompts, _, columns = as_reward_input(batch, [""] * (len(batch) * asked.group_size), asked.group_size)
+        begun = rewards.begin(prompts, columns, state)
+        if begun is None:
+            yield asked
+            return
+
+        def on_finished(row: int, token_ids: list[int]) -> None:
+            (text,) = tokenizer.batch_decode([token_ids], skip_special_tokens=True)
+            begun.tell(row, answer_to(prompts[row], text), token_ids)
+
+        self._begun = batch, begun
+        try:
+            yield replace(asked, on_finished=on_finished)
+        except BaseException:
+            self._drop()
+            raise
+
+    def take(self, batch: PromptBatch) -> PendingRewards | None:
+        """Return the early calls for this batch; any others are cancelled."""
+        found, self._begun = self._begun, None
+        if found is None or found[0] is batch:
+            return None if found is None else found[1]
+        found[1].cancel()
+        return None
+
+    def _drop(self) -> None:
+        if self._begun is not None:
+            self._begun[1].cancel()
+        self._begun = None

@@ -1,1 +1,0 @@
-"""One file a command of `lit-rl`: what happens around a Trainer's `fit` and `validate`. They know no config format."""

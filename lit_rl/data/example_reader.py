@@ -1,0 +1,275 @@
+"""Rows become examples, one at a time: the options, and the reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lit_rl.core.errors import ConfigError, DataError, in_range
+from lit_rl.data.checks import one_of
+from lit_rl.data.encode import (
+    KEEP,
+    LEARN,
+    OVERLONG,
+    PACKING,
+    Encoder,
+    Keep,
+    Learn,
+    Overlong,
+    Packing,
+    kept_windows,
+    truncate,
+    truncate_labels,
+)
+from lit_rl.data.example_formats import ExampleRecord, Text, is_blank, read_record
+from lit_rl.data.example_set import Encoded, Example, Kind
+from lit_rl.data.readers import ON_BAD_ROW, OnBadRow
+from lit_rl.data.rendering import KWARGS_COLUMN, check_template_kwargs
+from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS, MOST_IMAGE_PIXELS
+from lit_rl.data.rows import RowFunction, RowReader
+from lit_rl.data.visual_prompts import EqualVideos, PromptVisuals
+
+
+@dataclass(frozen=True)
+class ExampleOptions:
+    """Settings by which a row becomes an example; the fields are those of the data modules.
+
+    Args:
+        rename: New names of columns, old to new.
+        map_row: A function from row to row, applied first.
+        system_prompt: Opens every prompt that has no system message of its own; a string prompt becomes messages.
+        chat_template_kwargs: Further arguments of the chat template.
+        max_length: Longest text, prompt and completion together, in tokens, at least 2; None is no limit.
+        max_completion_tokens: Longest completion (a text without a prompt is one), in tokens, at least 1; None is no
+            limit of its own.
+        keep: The end of a too long text that stays; see `windows`.
+        overlong: Action for a row over either limit: `truncate` cuts it in token space, and drops it where nothing
+            learned is left; `drop` leaves the row out and counts it; `error` refuses it.
+        on_bad_row: Action for a row that cannot be read: `error` raises, `skip` counts it.
+        max_image_pixels: Width times height of an image, at most.
+        max_dropped: Share of the rows that may be dropped as empty, equal or without a common prompt, in [0, 1].
+        learn: Texts: which tokens are learned; see `Encoder`. Of a row of `messages`, `completion` is the last message,
+            and `assistant` all that the assistant says. Of other rows both learn nothing of the prompt.
+        packing: Texts: how they are put together into rows of `max_length`; with `wrapped` no text is cut for being
+            long.
+        separator: Labelled steps: what ends each.
+        last_step_only: Labelled steps: learn the last label only.
+    """
+
+    rename: Mapping[str, str] = field(default_factory=dict)
+    map_row: RowFunction | None = None
+    system_prompt: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_length: int | None = 1024
+    max_completion_tokens: int | None = None
+    keep: Keep = "start"
+    overlong: Overlong = "truncate"
+    on_bad_row: OnBadRow = "error"
+    max_image_pixels: int = MAX_IMAGE_PIXELS
+    max_dropped: float = 0.1
+    learn: Learn = "completion"
+    packing: Packing = "none"
+    separator: str = "\n"
+    last_step_only: bool = False
+
+    def __post_init__(self) -> None:
+        for key, low in (("max_length", 2), ("max_completion_tokens", 1)):
+            if getattr(self, key) is not None:
+                in_range(f"data.{key}", getattr(self, key), low=low)
+        in_range("data.max_image_pixels", self.max_image_pixels, low=1, high=MOST_IMAGE_PIXELS)
+        in_range("data.max_dropped", self.max_dropped, low=0, high=1)
+        one_of("data.keep", self.keep, KEEP)
+        one_of("data.overlong", self.overlong, OVERLONG)
+        one_of("data.on_bad_row", self.on_bad_row, ON_BAD_ROW)
+        one_of("data.learn", self.learn, LEARN)
+        one_of("data.packing", self.packing, PACKING)
+        if self.keep != "start" and self.overlong != "truncate":
+            raise ConfigError(
+                f"data.keep={self.keep} says what is left of a text that is cut, and data.overlong={self.overlong} "
+                "cuts none: leave data.keep at start, or set data.overlong to truncate."
+            )
+        if self.packing != "none" and self.max_length is None:
+            raise ConfigError(f"data.packing={self.packing} needs data.max_length, the tokens of a row, which is null.")
+        check_template_kwargs(self.chat_template_kwargs)
+
+    @property
+    def text_limit(self) -> int | None:
+        """The longest text."""
+        return None if self.packing == "wrapped" else self.max_length
+
+    def check_kind(self, kind: Kind) -> None:
+        """Refuse options that do nothing for this kind of examples.
+
+        Raises:
+            ConfigError: an option that would do nothing for this kind.
+        """
+        for key, value, neutral, owner in (
+            ("learn", self.learn, "completion", "texts"),
+            ("packing", self.packing, "none", "texts"),
+            ("last_step_only", self.last_step_only, False, "stepwise"),
+        ):
+            if value != neutral and kind != owner:
+                raise ConfigError(
+                    f"data.{key}={value} is for methods that learn from {owner}, and this one learns from {kind}: "
+                    f"leave it at {neutral}."
+                )
+
+
+COMPLETIONS = ("completion", "chosen", "rejected", "completions")
+"""Columns that show no images: what is answered is text."""
+
+
+class ExampleReader:
+    """A reader of rows one at a time, which remembers what only all rows together can prove wrong."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        kind: Kind,
+        options: ExampleOptions,
+        folder: Path | None = None,
+        chat: bool = False,
+    ) -> None:
+        self.kind: Kind = kind
+        self.encoder = encoder
+        processor = encoder.processor
+        self.options, self.processor = options, processor
+        self.rows = RowReader(options, processor is not None, folder, chat)
+        self.vocabulary = len(encoder.tokenizer)
+        self.videos = EqualVideos(processor)
+        self.formats: dict[str, str] = {}
+        self.margins: dict[bool, str] = {}
+
+    def record(self, row: dict[str, Any], where: str) -> ExampleRecord:
+        """Return the row after `map_row` and `rename`, recognised and checked."""
+        options = self.options
+        row, images = self.rows.read(row, where, "prompt", "messages", without=COMPLETIONS)
+        record = read_record(row, where, self.kind, system_prompt=options.system_prompt, learn=options.learn)
+        self.rows.note_system(record.prompt, options.system_prompt, where)
+        record = replace(record, images=images) if images else record
+        if self.kind == "texts" and record.format.startswith("preference ("):
+            return replace(record, completions=record.completions[:1])
+        return record
+
+    def texts(self, record: ExampleRecord, where: str) -> tuple[Encoded, ...]:
+        """Return the tokens of a record that has something to learn from, not cut yet."""
+        self.formats.setdefault(record.format, where)
+        self.margins.setdefault(record.margin is not None, where)
+        if record.template_kwargs and not record.conversational:
+            self.rows.note(f"the column {KWARGS_COLUMN} does nothing: no chat template renders the row", where)
+        if record.tokens is not None:
+            return (self._tokenised(record.tokens[0], record.tokens[1], where),)
+        self.videos.check(record.images, where)
+        prompt, parts, tools = record.prompt, record.completions, record.tools
+        encoder = self.encoder.with_kwargs(record.template_kwargs)
+        if self.kind == "stepwise":
+            assert prompt is not None
+            if record.images:
+                raise ConfigError(f"{where}: the row has images, and labelled steps are learned from text alone.")
+            steps = [str(step) for step in parts]
+            return (encoder.steps(prompt, steps, self.options.separator, where, tools=tools),)
+        if self.kind != "texts" and len(parts) == 2:
+            assert prompt is not None
+            return encoder.pair(prompt, parts, where, tools=tools, images=record.images)
+        whole = record.format.startswith("language")
+        if whole and self.options.learn == "completion" and not _ends_with_assistant(parts[0]):
+            raise DataError(
+                f"{where}: the last of the messages is not the assistant's, and data.learn=completion learns that one: "
+                "set data.learn to assistant or all, or leave such rows out with data.on_bad_row=skip."
+            )
+        images = record.images
+        return (encoder.encode(prompt, parts[0], where, tools=tools, every_turn=whole, images=images),)
+
+    def examples(self, record: ExampleRecord, texts: tuple[Encoded, ...], where: str) -> tuple[str, list[Example]]:
+        """Return the fate of a row, as its counts name it, and its examples."""
+        options = self.options
+        labels = tuple(map(float, record.labels))
+        if options.last_step_only and self.kind == "stepwise":
+            texts, labels = (_learn_last_only(texts[0]),), labels[-1:]
+        kept = kept_windows(texts, options.text_limit, options.max_completion_tokens, options.keep)
+        whole = all(len(window) == len(text) for window, text in zip(kept, texts))
+        if not whole and options.overlong == "error":
+            raise DataError(self._too_long(texts, where))
+        if not whole and options.overlong == "drop":
+            return "overlong", []
+        if record.images and any(w.start or w.stop < text.prompt_tokens for w, text in zip(kept, texts)):
+            raise DataError(f"{self._too_long(texts, where)} A cut would go through its images.")
+        short = tuple(truncate(text, window) for text, window in zip(texts, kept))
+        if not all(any(text.learned) for text in short):
+            return "empty" if whole else "overlong", []
+        if len(short) == 2 and short[0].ids == short[1].ids:
+            return "equal", []
+        prompt = record.prompt if short[0].prompt_tokens and not is_blank(record.prompt or "") else None
+        if self.kind == "stepwise":
+            labels = truncate_labels(texts[0], labels, kept[0])
+        self.videos.add(record.images, where)
+        rendered = texts[0].shown
+        shown = None if rendered is None else PromptVisuals(rendered, record.images, where)
+        common = Example(short, where, prompt, record.columns, record.margin, record.desirable, shown, labels)
+        examples = [common]
+        if self.kind == "verdicts" and len(short) == 2:
+            examples = [replace(common, texts=(text,), desirable=good) for text, good in zip(short, (True, False))]
+        return "kept" if whole else "kept truncated", examples
+
+    def check_whole(self) -> None:
+        self.encoder.left_out.say()
+        if len(self.formats) > 1:
+            (one, here), (other, there), *_ = self.formats.items()
+            raise DataError(
+                f"Rows of several formats: {here} is {one}, {there} is {other}. Make all rows of a source one format, "
+                "for example with data.map_row, or give them as data.sources of their own."
+            )
+        if len(self.margins) > 1:
+            raise DataError(
+                f"Column 'margin': {self.margins[True]} has a number, {self.margins[False]} has none. Give every row "
+                "one, or none with data.map_row."
+            )
+        self.rows.check_renamed()
+        self.rows.say()
+
+    def _tokenised(self, ids: list[int], learned: list[bool], where: str) -> Encoded:
+        if max(ids) >= self.vocabulary:
+            raise DataError(
+                f"{where}: input_ids holds {max(ids)}, and the tokenizer has {self.vocabulary} tokens: the row was "
+                "made with another tokenizer. Take the model of that one, or give the text."
+            )
+        never = () if self.processor is None else self.processor.placeholders  # never learned
+        learned = [flag and token not in never for flag, token in zip(learned, ids)]
+        first = learned.index(True) if any(learned) else len(ids)
+        return Encoded(ids, [i > 0 and flag for i, flag in enumerate(learned)], first)
+
+    def _too_long(self, texts: tuple[Encoded, ...], where: str) -> str:
+        longest = max(texts, key=len)
+        completion = max(len(text) - text.prompt_tokens for text in texts)
+        limits = f"data.max_length={self.options.text_limit}"
+        if self.options.max_completion_tokens is not None:
+            limits += f" and data.max_completion_tokens={self.options.max_completion_tokens}"
+        return (
+            f"{where}: the text has {len(longest)} tokens, its completion up to {completion}; {limits}. Raise them, or "
+            "set data.overlong to truncate or drop."
+        )
+
+
+def reason_to_drop(record: ExampleRecord) -> str:
+    """Return the reason why a record has nothing to learn from, as the counts name it; an empty string where it has."""
+    if record.tokens is not None:
+        return "" if any(record.tokens[1][1:]) else "empty"
+    sides, steps = record.completions, record.format.startswith("stepwise")
+    if not sides or (all if steps else any)(map(is_blank, sides)):
+        return "empty"
+    if record.format.startswith("preference") and len(sides) == 2 and sides[0] == sides[1]:
+        return "equal"
+    if record.format.startswith("language") or not is_blank(record.prompt or ""):
+        return ""
+    return "promptless" if "implicit" in record.format else "empty"
+
+
+def _ends_with_assistant(text: Text) -> bool:
+    return isinstance(text, str) or text[-1]["role"] == "assistant"
+
+
+def _learn_last_only(text: Encoded) -> Encoded:
+    last = max(i for i, flag in enumerate(text.learned) if flag)
+    return replace(text, learned=[i == last for i in range(len(text))])

@@ -1,0 +1,66 @@
+"""The first row of a data source, read before anything else: its columns show the kind of example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lit_rl.core.errors import DataError
+from lit_rl.data.readers import OnBadRow, RawRow, rows_of_cells, rows_of_lines, rows_of_parquet
+from lit_rl.data.rows import RowFunction, read_row
+from lit_rl.data.sources import load_rows
+from lit_rl.data.splits import SourceColumns
+
+_READERS: dict[str, Callable[[Path], Iterator[RawRow]]] = {
+    ".jsonl": rows_of_lines,
+    ".ndjson": rows_of_lines,
+    ".csv": partial(rows_of_cells, delimiter=","),
+    ".tsv": partial(rows_of_cells, delimiter="\t"),
+    ".parquet": rows_of_parquet,
+}
+"""Files whose first row is read without the rest."""
+
+
+def first_row(
+    path: str,
+    *,
+    split: str | None = None,
+    name: str | None = None,
+    on_bad_row: OnBadRow = "error",
+    own: SourceColumns | None = None,
+    rename: Mapping[str, str] | None = None,
+    map_row: RowFunction | None = None,
+) -> tuple[dict[str, Any], str]:
+    """Return the first row of `path` under the names that it is read by, and its place.
+
+    Of a file its beginning is read; a .json array, a folder and the hub are opened as for a training.
+
+    Args:
+        path: As `data.path`; the other settings are those of `SourcedDataModule` too.
+        own: Changes to rows that its source alone makes.
+
+    Raises:
+        DataError: nothing is there, it cannot be read, or it has no row.
+        BackendError: the hub cannot be reached.
+        ConfigError: `split` or `name` came with what has none.
+    """
+    row, where = _of_file(Path(path).expanduser(), on_bad_row) if split is None and name is None else (None, "")
+    if row is None:  # also where there is none: it is said as everywhere else
+        rows = load_rows(path, split=split, name=name, on_bad_row=on_bad_row)
+        row, where = rows[0], rows.where(0)
+    row = row if own is None else own(row, where)
+    return read_row(row, where, rename=rename, map_row=map_row).row, where
+
+
+def _of_file(path: Path, on_bad_row: OnBadRow) -> tuple[dict[str, Any] | None, str]:
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None or not path.is_file():
+        return None, ""
+    for place, row in reader(path):
+        if not isinstance(row, DataError):
+            return row, f"{path}[{place}]" if path.suffix.lower() == ".parquet" else f"{path}:{place}"
+        if on_bad_row == "error":
+            raise row
+    return None, ""

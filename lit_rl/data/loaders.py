@@ -1,0 +1,451 @@
+"""Iterables of batches of prompts and of examples: sized, stateful and exact to resume.
+
+They are no `DataLoader`, so that no flag of the Trainer rebuilds them. `SlottedLoader` is the base: each step of an
+order is cut into `slots` batches on each rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lit_rl.core.errors import ConfigError, DataError, in_range
+from lit_rl.core.examples import ExampleBatch
+from lit_rl.core.fingerprints import fingerprint_of, text_digest
+from lit_rl.core.rollout import PromptBatch
+from lit_rl.data.example_set import ExampleSet
+from lit_rl.data.order import RolloutOrder, count_occurrences
+from lit_rl.data.prompt_set import PromptSet
+
+Batch = TypeVar("Batch")
+
+
+class SlottedLoader(ABC, Generic[Batch]):
+    """An iterable over this rank's part of every step of an order, in `slots` batches.
+
+    Every rank takes an equal part of a step's rows, so the steps do not depend on how many there are. An iteration is
+    one epoch; the next one goes on with the next epoch. `state_dict` is the same on every rank. A state taken at any
+    batch resumes with the batch that would have come next; one taken at an epoch's last batch, with the next epoch,
+    because Lightning then starts a new epoch. With another number of ranks it resumes with the next whole step: a step
+    may then have another number of batches.
+
+    Args:
+        fingerprint: Fingerprint of the rows.
+        order: The order that assigns rows to each step.
+        slots: Batches of a step on each rank.
+        rank: Index of this rank's part.
+        world_size: Number of parts, one for each rank.
+        epoch: The epoch to begin with, where no state is loaded.
+        limit: `trainer.limit_train_batches`: a number of batches, or a share of them if a float. It only tells which
+            batch is an epoch's last.
+        allow_changed: Load a state also where the data, its order or the slots are no longer those of the state.
+    """
+
+    size_key = "data.prompts_per_rollout"
+    """Name of the setting that says how many rows a step has."""
+
+    cut_keys = "trainer.accumulate_grad_batches"
+    """Names of the settings that say which row of a step is in which of its batches."""
+
+    def __init__(
+        self,
+        fingerprint: str,
+        order: RolloutOrder,
+        *,
+        slots: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        epoch: int = 0,
+        limit: int | float = 1.0,
+        allow_changed: bool = False,
+    ) -> None:
+        if order.prompts_per_rollout % world_size:
+            raise ConfigError(
+                f"{self.size_key}={order.prompts_per_rollout} does not divide over {world_size} ranks: "
+                f"{_nearest_multiples(order.prompts_per_rollout, world_size)}."
+            )
+        self.order = order
+        self.slots = slots
+        self.rank = rank
+        self.world_size = world_size
+        self.allow_changed = allow_changed
+        self._data = fingerprint
+        self._last = int(len(self) * limit) if isinstance(limit, float) else min(limit, len(self))
+        self._epoch = epoch
+        self._position = 0
+        self._continues = False
+
+    given: Mapping[str, Any] = MappingProxyType({})
+    """Settings that made the rows, by name, as plain values. The data module sets them: they name the cause where a
+    checkpoint's rows were others."""
+
+    @abstractmethod
+    def batches(self, rows: list[int], number: int) -> Sequence[Batch]:
+        """Return this rank's batches of one step, one for each slot.
+
+        Args:
+            rows: Rows of the whole step, all ranks together.
+            number: Number of the step, over all epochs.
+        """
+
+    def dealt(self, slots: int) -> str:
+        """Describe how the rows of a step are dealt out to slots, where that is not in their order."""
+        return ""
+
+    @property
+    def share(self) -> int:
+        """Rows of a step on each rank."""
+        return self.order.prompts_per_rollout // self.world_size
+
+    @property
+    def ours(self) -> slice:
+        """Our part of a step's rows."""
+        return slice(self.rank * self.share, (self.rank + 1) * self.share)
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch on this rank."""
+        return self.order.rollouts_per_epoch * self.slots
+
+    def __iter__(self) -> Iterator[Batch]:
+        # All of this runs at the first `next`: Lightning may make an iterator that it never uses.
+        if self._continues:
+            self._continues = False
+        elif self._position:
+            self._epoch, self._position = self._epoch + 1, 0
+        rows, size, steps = self.order.epoch(self._epoch), self.order.prompts_per_rollout, self.order.rollouts_per_epoch
+        step, first_slot = divmod(self._position, self.slots)
+        for index in range(step, steps):
+            whole = rows[index * size : (index + 1) * size]
+            for batch in self.batches(whole, self._epoch * steps + index)[first_slot:]:
+                self._position += 1
+                yield batch
+            first_slot = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        cut = {"slots": self.slots, "world_size": self.world_size}
+        where = {"position": self._position, "epoch": self._epoch}
+        return where | {"fingerprint": self.fingerprint, "made_by": self.made_by(self.slots), **cut}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the saved loader was.
+
+        Raises:
+            DataError: the state belongs to other data, and `allow_changed` is off.
+        """
+        if "epoch" not in state:
+            raise DataError(
+                "The checkpoint's run read its rows as it needed them, and this one has them all: set "
+                "data.stream_buffer as it was."
+            )
+        other = world_size_changed(state, self.world_size)
+        slots = state["slots"] if other else self.slots
+        if state["fingerprint"] != self.fingerprint_of(slots):
+            accept_changed_data(self, state, slots, allowed=self.allow_changed)
+        position = state["position"]
+        self._position = whole_steps(position, slots) * self.slots if other else position
+        self._epoch, self._continues = state["epoch"], True
+        if self._position >= self._last:
+            self._position, self._epoch = 0, self._epoch + 1
+
+    def made_by(self, slots: int) -> dict[str, Any]:
+        """Return what decides which row is in which batch, by the names of settings, as plain values."""
+        order = self.order
+        weights = None if order.weights is None else ", ".join(map(str, order.weights))
+        return {
+            **self.given,
+            "rows": sum(order.sizes),
+            "data.seed": order.seed,
+            "data.shuffle": order.shuffle,
+            self.size_key: order.prompts_per_rollout,
+            "the weights of data.sources": weights,
+            f"the micro-batches of a step ({self.cut_keys})": f"{slots}{self.dealt(slots)}",
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where the same position means the same batch: it covers the rows, their order and the slots."""
+        return self.fingerprint_of(self.slots)
+
+    def fingerprint_of(self, slots: int) -> str:
+        """Return the fingerprint for another number of slots."""
+        text = f"{self._data}{self.dealt(slots)} {self.order} {slots}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def accept_changed_data(loader: SlottedLoader[Any], state: Mapping[str, Any], slots: int, *, allowed: bool) -> None:
+    """Refuse data that are not the checkpoint's, or say what is other about them.
+
+    Args:
+        loader: Loader of this run.
+        state: State of the loader of the checkpoint's run.
+        slots: Slots of the checkpoint's run.
+        allowed: `data.allow_changed`.
+
+    Raises:
+        DataError: names the settings that changed; where none did, the rows themselves.
+    """
+    before, now = state.get("made_by", {}), loader.made_by(slots)
+    changed = [name for name in now if name in before and name != "rows" and before[name] != now[name]]
+    said = [f"{name} {_describe_change(before[name], now[name])}" for name in changed]
+    if not said and before:
+        counts = [before["rows"], now["rows"]]
+        said = [f"the rows themselves, {counts[0]} -> {counts[1]} of them" if counts[0] != counts[1] else _SAME_COUNT]
+    if not said:
+        said = [f"the rows, their order or the micro-batches of a step ({loader.cut_keys}) changed"]
+    if not allowed:
+        raise DataError(
+            f"The data is not the checkpoint's: {', '.join(said)}. So the run cannot go on exactly. Restore "
+            f"{'it' if len(said) == 1 else 'them'}, or accept it with data.allow_changed=true."
+        )
+    rank_zero_info(f"Going on with other data than the checkpoint's run (data.allow_changed=true): {', '.join(said)}.")
+
+
+_SAME_COUNT = "the rows themselves (as many as before: their texts, their columns or their order in the file)"
+
+
+def _describe_change(before: Any, now: Any) -> str:
+    """Return a change of a setting in words; of strings a mark is noted, so that no secret is in a checkpoint."""
+    marked = any(isinstance(each, str) and each.startswith("#") for each in (before, now))
+    return "changed" if marked else f"{before} -> {now}"
+
+
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as a checkpoint notes them: numbers as they are, of all else a mark."""
+    found = {}
+    for name, value in settings.items():
+        if value is None or isinstance(value, bool | int | float):
+            found[name] = value
+            continue
+        text = fingerprint_of(value) if callable(value) else repr(value)
+        found[name] = text_digest(text if " at 0x" not in text else type(value).__qualname__)
+    return found
+
+
+def world_size_changed(state: Mapping[str, Any], world_size: int) -> bool:
+    """Tell whether a loader's state was taken with another world size."""
+    return state.get("world_size", world_size) != world_size
+
+
+def whole_steps(batches: int, slots: int) -> int:
+    """Return the number of steps of `slots` batches that were begun."""
+    return -(-batches // slots)
+
+
+class RolloutLoader(SlottedLoader[PromptBatch]):
+    """A loader of this rank's prompts of every rollout, each yielded `repeat` times as slots 0 to `repeat - 1`.
+
+    Args:
+        data: The rows.
+        order: The order that assigns rows to each rollout.
+        repeat: Slots of a rollout: micro-batches that Lightning's loop takes of it.
+        ahead: Number of later rollouts whose prompts slot 0 brings too, `PromptBatch.upcoming`.
+        run: Length of the run, `(rollouts, epochs)`: infinite where nothing ends it. Nothing comes after its end.
+        position: Further arguments of `SlottedLoader`.
+    """
+
+    def __init__(
+        self,
+        data: PromptSet,
+        order: RolloutOrder,
+        *,
+        repeat: int = 1,
+        ahead: int = 0,
+        run: tuple[float, float] = (math.inf, math.inf),
+        **position: Any,
+    ) -> None:
+        super().__init__(data.fingerprint, order, slots=repeat, **position)
+        self.data, self.ahead, self.run = data, ahead, run
+
+    def batches(self, rows: list[int], number: int) -> list[PromptBatch]:
+        batch = self._batch(rows, number)
+        upcoming = self._upcoming(number)
+        return [dataclasses.replace(batch, slot=slot, upcoming=() if slot else upcoming) for slot in range(self.slots)]
+
+    def _batch(self, rows: list[int], number: int) -> PromptBatch:
+        occurrences = count_occurrences(rows)[self.ours]
+        return self.data.batch(rows[self.ours], occurrences=occurrences, rollout=number)
+
+    def _upcoming(self, number: int) -> tuple[PromptBatch, ...]:
+        """Return this rank's prompts of the next `ahead` rollouts, over epochs; fewer where the run ends before."""
+        size, steps = self.order.prompts_per_rollout, self.order.rollouts_per_epoch
+        used = -(-self._last // self.slots)  # of an epoch that `limit_train_batches` cuts
+        (epoch, index), (rollouts, epochs), found = divmod(number, steps), self.run, []
+        for _ in range(self.ahead):
+            epoch, index = (epoch, index + 1) if index + 1 < used else (epoch + 1, 0)
+            if epoch >= epochs or epoch * used + index >= rollouts:
+                break
+            rows = self.order.epoch(epoch)[index * size : (index + 1) * size]
+            found.append(self._batch(rows, epoch * steps + index))
+        return tuple(found)
+
+
+class EvalLoader:
+    """A loader that yields the first `limit` rows in their order, once.
+
+    Every rank yields the same number of batches, and of the same sizes: where rows do not divide over the ranks, the
+    first rows come a second time at the end. Who gathers results keeps one of each row in `PromptBatch.rows`.
+
+    Args:
+        data: The rows.
+        batch_size: Prompts of a batch on each rank; the last batch may be smaller.
+        limit: Number of rows to take; None takes all.
+        rank: Index of this rank's part.
+        world_size: Number of parts, one for each rank.
+    """
+
+    def __init__(
+        self, data: PromptSet, *, batch_size: int = 64, limit: int | None = None, rank: int = 0, world_size: int = 1
+    ) -> None:
+        in_range("data.val_batch_size", batch_size, low=1)
+        in_range("evaluation.limit", 1 if limit is None else limit, low=1)
+        self.data = data
+        self.batch_size = batch_size
+        count = len(data) if limit is None else min(limit, len(data))
+        padded = -(-count // world_size) * world_size
+        self._rows = [i % count for i in range(rank, padded, world_size)]
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // self.batch_size)
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        for start in range(0, len(self._rows), self.batch_size):
+            yield self.data.batch(self._rows[start : start + self.batch_size])
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return f"the nearest that do are {below} and {below + of}" if below else f"the nearest that does is {of}"
+
+
+_APART = 2**40
+"""Added to the seed: the second pass must not meet the prompts in the order of the first."""
+
+OCCURRENCE = 2**20
+"""First occurrence number of a spare prompt: its noise is never that of the same row in the rollout proper."""
+
+
+class SparePrompts:
+    """The training rows in an endless order of their own, addressed by position.
+
+    The epochs themselves are left as they are, so that the number of optimizer steps, the schedule and the position of
+    the loader do not depend on how many groups are dropped.
+    """
+
+    def __init__(self, data: PromptSet, order: RolloutOrder) -> None:
+        self.data = data
+        self._order = dataclasses.replace(order, prompts_per_rollout=1, seed=order.seed + _APART)
+
+    def batch(self, positions: range, *, rollout: int, first: int) -> PromptBatch:
+        """Return the rows at `positions`, for rollout number `rollout`, of which they are spare prompts `first`, ..."""
+        size = self._order.rollouts_per_epoch
+        epochs = {position // size: None for position in positions}
+        rows = {epoch: self._order.epoch(epoch) for epoch in epochs}
+        chosen = [rows[position // size][position % size] for position in positions]
+        occurrences = [OCCURRENCE + first + i for i in range(len(chosen))]
+        return self.data.batch(chosen, occurrences=occurrences, rollout=rollout)
+
+
+class ExampleLoader(SlottedLoader[ExampleBatch]):
+    """A loader of this rank's micro-batches of every optimizer step, as slots 0 to `accumulate - 1`.
+
+    Every micro-batch knows what its whole step counts, so a loss has the step's denominator without asking other ranks.
+
+    Args:
+        data: The rows.
+        order: The order that assigns rows to each optimizer step.
+        accumulate: Micro-batches of a step on each rank.
+        group_by_length: Put rows of a step that are about as long into the same micro-batch, so that short ones are not
+            padded to the longest: slots go from long rows to short ones, and ranks take neighbours in each. Off, a
+            rank has neighbours in the step's order.
+        position: Further arguments of `SlottedLoader`.
+    """
+
+    size_key = "data.batch_size"
+    cut_keys = "trainer.accumulate_grad_batches, data.group_by_length"
+
+    def __init__(
+        self,
+        data: ExampleSet,
+        order: RolloutOrder,
+        *,
+        accumulate: int = 1,
+        group_by_length: bool,
+        **position: Any,
+    ) -> None:
+        super().__init__(data.fingerprint, order, slots=accumulate, **position)
+        self.data, self.group_by_length = data, group_by_length
+
+    def dealt(self, slots: int) -> str:
+        return " by length" if self.group_by_length and slots > 1 else ""
+
+    def batches(self, rows: list[int], number: int) -> list[ExampleBatch]:
+        totals = self.data.totals(rows, self.slots * self.world_size)
+        before = self.data.before(rows)
+        micro = [
+            self.data.batch([rows[i] for i in places], [before[i] for i in places], totals, step=number, slot=slot)
+            for slot, places in enumerate(self._places(rows))
+        ]
+        whole = tuple(micro) if self.slots > 1 else ()
+        return [dataclasses.replace(micro[0], whole=whole), *micro[1:]]
+
+    def _places(self, rows: list[int]) -> list[list[int]]:
+        """Return, for each micro-batch of this rank, the places of its rows in the step, ascending."""
+        size = self.share // self.slots
+        if not self.group_by_length:
+            ours = range(len(rows))[self.ours]
+            return [list(ours[slot * size : (slot + 1) * size]) for slot in range(self.slots)]
+        # Sorting is stable and looks at nothing else, so every rank and every resumed run finds the same order.
+        falling = sorted(range(len(rows)), key=lambda i: -self.data.length(rows[i]))
+        # Neighbours stay together, so a step has the same micro-batches whatever the number of ranks they are dealt to.
+        begins = [(slot * self.world_size + self.rank) * size for slot in range(self.slots)]
+        return [sorted(falling[begin : begin + size]) for begin in begins]
+
+
+class ExampleEvalLoader:
+    """A loader that yields the first `limit` rows in their order, once; every rank yields as many batches, none of them
+    empty.
+
+    All of them together count as one step, so that a loss does not depend on how they are cut.
+
+    Args:
+        data: The rows.
+        batch_size: Rows of a batch on each rank; batches are evened out, so some are smaller, and where rows do not
+            divide over the ranks one may be larger.
+        limit: Number of rows to take; None takes all.
+        rank: Index of this rank's part.
+        world_size: Number of parts, one for each rank.
+
+    Raises:
+        ConfigError: fewer rows than ranks.
+    """
+
+    def __init__(
+        self, data: ExampleSet, *, batch_size: int, limit: int | None = None, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self.data = data
+        count = len(data) if limit is None else min(limit, len(data))
+        if count < world_size:
+            raise ConfigError(
+                f"A validation set has {count} rows for {world_size} ranks: every rank needs one at least."
+            )
+        batches = max(1, min(-(-count // (world_size * batch_size)), count // world_size))
+        parts = batches * world_size
+        bounds = [count * i // parts for i in range(parts + 1)]
+        self._parts = [list(range(bounds[i], bounds[i + 1])) for i in range(rank, parts, world_size)]
+        self._totals = data.totals(range(count), parts)
+        self._before = data.before(range(count))
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[ExampleBatch]:
+        for number, rows in enumerate(self._parts):
+            before = [self._before[row] for row in rows]
+            yield self.data.batch(rows, before, self._totals, step=number, slot=0)

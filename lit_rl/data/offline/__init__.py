@@ -1,1 +1,0 @@
-"""Data sets that are learned from as they are: texts, pairs, verdicts and labelled steps."""

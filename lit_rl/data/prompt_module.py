@@ -1,0 +1,225 @@
+"""The data module of every algorithm that generates: prompts in, batches of prompts for rollouts out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.rollout import PromptBatch, PromptForm
+from lit_rl.core.vision_inputs import PromptVision
+from lit_rl.data.corpus import PromptCorpus, read_prompt_corpus
+from lit_rl.data.data_module import SourcedDataModule, check_keywords
+from lit_rl.data.loaders import EvalLoader, RolloutLoader, SparePrompts
+from lit_rl.data.order import DEFAULT_STEP_ROWS, RolloutOrder
+from lit_rl.data.prompt_set import PromptOptions
+from lit_rl.data.rendering import warn_unknown_end
+from lit_rl.data.sources import GivenRows
+from lit_rl.data.tasks import Repeated
+from lit_rl.data.visual_prompts import Processor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RolloutDataModule(SourcedDataModule):
+    """Prompts and columns for rollouts.
+
+    A row needs a prompt, a string or a list of chat messages; its other columns go to the reward functions. Every row
+    left out is counted in `report`.
+
+    Args:
+        rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`, which is read whole.
+        prompt_key: The column of the prompt.
+        prompts_per_rollout: Prompts of one rollout, all ranks together. null: as many as are left for training, at most
+            32.
+        max_prompt_tokens: Longest prompt, in tokens.
+        overlong: Action for a longer prompt: `drop` leaves it out, `truncate_left` keeps its last tokens (rewards still
+            see all of it), `error` refuses the data.
+        source: Further arguments of `SourcedDataModule`.
+    """
+
+    def __init__(
+        self,
+        rows: GivenRows | None = None,
+        *,
+        prompt_key: str = "prompt",
+        prompts_per_rollout: int | None = None,
+        max_prompt_tokens: int = 512,
+        overlong: Literal["drop", "truncate_left", "error"] = "drop",
+        **source: Any,
+    ) -> None:
+        check_keywords(type(self), source, SourcedDataModule)
+        super().__init__(rows, **source)
+        self.size_is_given, self._size = prompts_per_rollout is not None, prompts_per_rollout
+        self.prompts_per_rollout = DEFAULT_STEP_ROWS if prompts_per_rollout is None else prompts_per_rollout
+        in_range("data.prompts_per_rollout", self.prompts_per_rollout, low=1)
+        self.options = PromptOptions(
+            prompt_key=prompt_key, max_prompt_tokens=max_prompt_tokens, overlong=overlong, **self.reading
+        )
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._said_end = False
+        self._corpus: PromptCorpus | None = None
+
+    def prepare(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        processor: Processor | None = None,
+        eos_ids: Collection[int] | None = None,
+        stage: str = "fit",
+    ) -> None:
+        """Load, format, tokenise, split and count, once for a tokenizer. Needs no weights.
+
+        Args:
+            tokenizer: Tokenizer of the policy.
+            processor: Processor of a policy over images; None for one over text.
+            eos_ids: Every token at which generation ends, `LanguageModel.eos_ids`: it is said where the chat template
+                ends a turn with none of them. None: they are not known.
+            stage: `fit` also checks that the rows fill a rollout.
+
+        Raises:
+            DataError: a set cannot be used; for the stage `fit` also where its rows do not fill one rollout.
+            BackendError: the hub cannot be reached.
+        """
+        if self._tokenizer is not tokenizer:
+            self._corpus = self._read(tokenizer, processor)
+            self._tokenizer = tokenizer
+            self._said_end = False
+        if eos_ids is not None and not self._said_end and self.prompt_form == "messages":
+            self._said_end = True
+            warn_unknown_end(tokenizer, self.options.chat_template_kwargs, eos_ids)
+        if stage == "fit":
+            rows, key = sum(self._prepared().sizes), "data.prompts_per_rollout"
+            self.prompts_per_rollout = self.fitted(self._size, self.prompts_per_rollout, rows, key)
+            self._order(self.shuffle)
+
+    def setup(self, stage: str) -> None:
+        how: dict[str, Any] = {"processor": self.processor_of_run(), "eos_ids": self.eos_ids_of_run()}
+        self.prepare(self.module_attribute("tokenizer"), stage=stage, **how)
+
+    @property
+    def report(self) -> dict[str, dict[str, int]]:
+        """Counts of each set, `train` and `val` or `val/<name>`, by filter: see `read_corpus`."""
+        return self._prepared().report
+
+    @property
+    def prompt_form(self) -> PromptForm:
+        """The form of the training prompts."""
+        return "text" if isinstance(self._prepared().train.prompts[0], str) else "messages"
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the training rows beside the prompt; None fills a row that lacks one."""
+        return list(self._prepared().train.columns)
+
+    @property
+    def val_names(self) -> list[str]:
+        """Names of the validation sets, in the order of the loaders; a single unnamed one is an empty name."""
+        return list(self._prepared().val)
+
+    @property
+    def val_columns(self) -> dict[str, list[str]]:
+        """Columns of each validation set, by its name."""
+        return {name: list(rows.columns) for name, rows in self._prepared().val.items()}
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest training prompt that is left."""
+        return max(map(len, self._prepared().train.prompt_ids))
+
+    @property
+    def longest_val_prompt(self) -> int:
+        """Tokens of the longest validation prompt of any set; 0 where there is none."""
+        return max((len(ids) for rows in self._prepared().val.values() for ids in rows.prompt_ids), default=0)
+
+    @property
+    def prompt_keys(self) -> list[str]:
+        """A text for each training row, equal for rows of equal prompts and images."""
+        return self._prepared().train.keys
+
+    def columns_of_sets(self) -> list[Mapping[str, Sequence[Any]]]:
+        """Return the columns of the training rows and of each validation set, with their values."""
+        corpus = self._prepared()
+        return [corpus.train.columns, *(rows.columns for rows in corpus.val.values())]
+
+    def peek(self, count: int) -> PromptBatch:
+        """Return the first training rows, in the order of the data."""
+        data = self._prepared().train
+        return data.batch(range(min(count, len(data))))
+
+    def train_dataloader(self) -> RolloutLoader:
+        trainer, (rank, world_size) = self.trainer_of_run(), self.rank()
+        generator = getattr(trainer.lightning_module, "generator", None)  # a user's own module may have none
+        lag = 0 if generator is None else generator.lag
+        loader = RolloutLoader(
+            self._prepared().train,
+            self._order(self.shuffles()),
+            repeat=self.module_attribute("slots_per_rollout"),
+            ahead=lag,
+            run=self._length() if lag else (math.inf, math.inf),
+            rank=rank,
+            world_size=world_size,
+            epoch=trainer.current_epoch,
+            limit=trainer.limit_train_batches,
+            allow_changed=self.allow_changed,
+        )
+        loader.given = self.made_by(self.options, self._tokenizer)
+        return loader
+
+    def _length(self) -> tuple[float, float]:
+        """Return the rollouts and epochs after which the run ends; infinite where it has no such limit."""
+        trainer = self.trainer_of_run()
+        steps = self.module_attribute("slots_per_rollout") // trainer.accumulate_grad_batches
+        rollouts = math.inf if trainer.max_steps == -1 else math.ceil(trainer.max_steps / steps)
+        return rollouts, math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
+
+    def val_dataloader(self) -> list[EvalLoader]:
+        sets = self._prepared().val
+        limit = self.module_attribute("evaluation").limit
+        rank, world_size = self.rank()
+        return [
+            EvalLoader(rows, batch_size=self.val_batch_size, limit=limit, rank=rank, world_size=world_size)
+            for rows in sets.values()
+        ]
+
+    test_dataloader = val_dataloader
+    predict_dataloader = val_dataloader
+
+    @property
+    def spare(self) -> SparePrompts:
+        """Training prompts beyond those of the epochs, for what a rollout drops."""
+        return SparePrompts(self._prepared().train, self._order(self.shuffle))
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the training rows, their tokens and images: equal for the same rows in the same order."""
+        return self._prepared().train.fingerprint
+
+    def vision(self, row: int) -> PromptVision | None:
+        """Return the vision inputs of a training prompt."""
+        return self._prepared().train.vision(row)
+
+    def first_shown(self) -> tuple[list[int], PromptVision | None] | None:
+        """Return tokens and vision inputs of the first training prompt that shows images; None where none does."""
+        return self._prepared().train.first_shown()
+
+    def _read(self, tokenizer: PreTrainedTokenizerBase, processor: Processor | None) -> PromptCorpus:
+        val = self.val_rows()
+        self.say_if_unvalidated(val)
+        fraction = self.held_out(val)
+        how = {"processor": processor, "val_fraction": fraction, "seed": self.seed}
+        corpus = read_prompt_corpus(self.train_rows(), val, tokenizer, self.options, **how)
+        limit = f"data.max_prompt_tokens={self.options.max_prompt_tokens}"
+        self.say_what_became_of(corpus.report, limit, repeats=isinstance(self.task, Repeated))
+        return corpus
+
+    def _order(self, shuffle: bool) -> RolloutOrder:
+        corpus, key = self._prepared(), "data.prompts_per_rollout"
+        return self.order_of(corpus.sizes, self.prompts_per_rollout, shuffle, key, corpus.report["train"])
+
+    def _prepared(self) -> PromptCorpus:
+        if self._corpus is None:
+            raise ConfigError("The data is not loaded yet: call `prepare(tokenizer)`; a Trainer does it by itself.")
+        return self._corpus

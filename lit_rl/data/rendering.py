@@ -1,0 +1,653 @@
+"""Rendering by the chat template: prompts and conversations as text and tokens, and what a template leaves out.
+
+A chat template refuses nothing and may drop parts of a message silently; `LeftOut` compares each message with its
+rendering and warns. A prompt is rendered once and tokenised once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lit_rl.core.chat_template import THOUGHTS, apply_chat_template, arguments_of_rendering, call_arguments
+from lit_rl.core.errors import ConfigError, DataError, did_you_mean
+from lit_rl.core.rollout import Message, Prompt
+from lit_rl.data.checks import excerpt
+from lit_rl.data.message_forms import parse_nested_literal
+from lit_rl.data.readers import without_none
+from lit_rl.data.row_visuals import text_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+_SAYS_WHAT_IS_LEARNED = ("weight", "train", "training", "loss", "loss_mask", "mask")
+"""Keys by which other programs choose the turns that are learned."""
+
+
+class LeftOut:
+    """A comparison of messages with their renderings, which says once what is missing of each role's.
+
+    What a reply says and what it calls is refused where it is to be learned and is missing.
+
+    Args:
+        tokenizer: The tokenizer with the chat template.
+        kwargs: Further arguments of the template, `data.chat_template_kwargs`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
+        self._tokenizer, self._kwargs = tokenizer, kwargs
+        self._source = template_source(tokenizer)
+        self._words: dict[str, str] = {}
+        """Kinds of content that are missing, each with an example."""
+        self._of_rows: dict[str, None] = {}
+        """Names of the arguments that rows bring themselves."""
+        self._keys: dict[str, None] = {}
+        """Keys of messages that the template does not read."""
+        self._notes: dict[str, str] = {}
+        self._said: set[str] = set()
+        self._looked, self._opened = False, None
+        """Flags: any messages were seen; the template opens a turn (None: not known yet)."""
+
+    def look(
+        self,
+        messages: Sequence[Message],
+        text: str,
+        where: str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        replies: tuple[int, int] | None = None,
+    ) -> None:
+        """Compare the messages of a row with their rendering.
+
+        Args:
+            messages: All that were rendered.
+            text: The rendering.
+            where: The row, for messages.
+            kwargs: Arguments of the template for this row, those of the run among them; `tools` are the schemas.
+            replies: The number of the first message that is learned, and where in the text it begins. None: none is.
+
+        Raises:
+            DataError: a call of a reply that is learned is not in the text, or nothing of what it says.
+        """
+        self._look_at_template(messages)
+        kwargs = kwargs or {}
+        self._of_rows.update(dict.fromkeys(name for name in kwargs if name != "tools" and name not in self._kwargs))
+        first, place = replies or (len(messages), len(text))
+        reply = text[place:]
+        for number, message in enumerate(messages):
+            learned = number >= first and message["role"] == "assistant"
+            for what, words in self._missing(message, reply if learned else text):
+                if learned and what in ("tool_calls", "words"):
+                    raise DataError(_omission_error(f"{where}: message {number} (assistant)", what, words))
+                self._words.setdefault(f"{what} of the {message['role']}", words)
+        for tool in kwargs.get("tools") or ():
+            name = str((tool.get("function") or tool).get("name") or "") if isinstance(tool, Mapping) else ""
+            if not _is_in(name, text):
+                self._words.setdefault("tools", name)
+
+    def note(self, subject: str, line: str) -> None:
+        """Have `say` say something else that a template does."""
+        self._notes.setdefault(subject, line)
+
+    def say(self) -> None:
+        """Say what was found since this was called last, a line each."""
+        lines = {what: f"The chat template leaves out {what}: {excerpt(said)}" for what, said in self._words.items()}
+        lines |= self._notes
+        if keys := [key for key in self._keys if key not in self._said]:
+            lines[f"keys {keys}"] = _line_of_keys(keys)
+        if self._opened is False:
+            lines["turn"] = (
+                "The chat template does not open the assistant's turn (add_generation_prompt changes nothing: look "
+                "with lit-rl data-check whether prompts end where it should begin)."
+            )
+        lines |= self._lines_of_kwargs()
+        for subject, line in lines.items():
+            if subject not in self._said:
+                self._said.add(subject)
+                rank_zero_warn(line)
+        self._said.update(keys)
+
+    def _look_at_template(self, messages: Sequence[Message]) -> None:
+        self._looked = True
+        if self._opened is not None:
+            return
+        user = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+        how = {**self._kwargs, "tokenize": False}
+        try:
+            plain, told = (
+                apply_chat_template(self._tokenizer, messages[: user + 1], add_generation_prompt=opening, **how)
+                for opening in (False, True)
+            )
+        except ConfigError:
+            raise
+        except Exception:  # a template may raise anything, such as for too few messages
+            return
+        self._opened = plain != told
+
+    def _missing(self, message: Message, text: str) -> Iterator[tuple[str, str]]:
+        """Yield each part of a message that is missing from a text: what it is, and its words."""
+        for key, value in message.items():
+            if key == "content":
+                yield from _missing_words(text_of(value), text)
+            elif key in THOUGHTS:
+                if not _is_in(str(value), text):
+                    yield key, str(value)
+            elif key == "tool_calls":
+                yield from (("tool_calls", words) for words in _missing_calls(value, text))
+                self._note_texts(value)
+                self._note_key("tool_calls.id", [call.get("id") for call in value if isinstance(call, Mapping)], text)
+            elif key != "role":
+                self._note_key(key, [value], text)
+
+    def _note_texts(self, calls: Any) -> None:
+        """Note arguments that no function takes by name: a template writes them between quotes, or as they are."""
+        for call in calls if isinstance(calls, list | tuple) else [calls]:
+            arguments = call_arguments((call.get("function") or call).get("arguments"))
+            if isinstance(arguments, str):
+                line = f"Arguments of tool calls that are no JSON object are rendered as text: {excerpt(arguments)}"
+                self.note("arguments", line)
+
+    def _note_key(self, key: str, values: Sequence[Any], text: str) -> None:
+        """Note a key whose text is missing; for a number, a key whose name the template does not read."""
+        texts = [value for value in values if isinstance(value, str) and value]
+        others = [value for value in values if not isinstance(value, str) and value not in (None, [], {})]
+        if any(not _is_in(value, text) for value in texts) or (others and not self._reads(key.rpartition(".")[2])):
+            self._keys.setdefault(key)
+
+    def _reads(self, name: str) -> bool:
+        name = re.escape(name)
+        return re.search(rf"\.{name}\b|['\"]{name}['\"]", self._source) is not None
+
+    def _lines_of_kwargs(self) -> dict[str, str]:
+        names = {f"data.chat_template_kwargs.{name}": name for name in self._kwargs}
+        if names and not self._looked:
+            return {"kwargs": f"{', '.join(names)} does nothing: no row is rendered by a chat template."}
+        names |= {f"{name} of the rows' chat_template_kwargs": name for name in self._of_rows}
+        if not names:
+            return {}
+        read = variables(self._source)
+        known = {*(read or ()), *arguments_of_rendering(self._tokenizer)}
+        return {
+            key: f"{key} does nothing: the chat template reads no such name.{did_you_mean(name, known)}"
+            for key, name in names.items()
+            if read is not None and name not in known
+        }
+
+
+def template_source(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of the chat template; of several, all of them."""
+    template: Any = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else str(template or "")
+
+
+def variables(source: str) -> set[str] | None:
+    """Return the names that a chat template reads and does not set; None where it cannot be parsed here."""
+    from jinja2 import Environment, TemplateError, meta
+
+    bare = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", source)  # unknown to Jinja
+    try:
+        return meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(bare))
+    except TemplateError:
+        return None
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield every string of plain data, keys included, at every depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from strings_in(key)
+            yield from strings_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from strings_in(item)
+
+
+def _line_of_keys(keys: Sequence[str]) -> str:
+    line = f"The chat template leaves out what these keys of messages say: {', '.join(keys)}."
+    if any(key in _SAYS_WHAT_IS_LEARNED for key in keys):
+        line += " Which messages are learned is chosen by data.learn alone."
+    return line
+
+
+def _missing_words(words: str, text: str) -> Iterator[tuple[str, str]]:
+    """Yield what of the words is missing, thoughts before them apart, which templates leave out of earlier turns."""
+    if _is_in(words, text):
+        return
+    thought, closed, answer = words.rpartition("</think>")
+    if closed and not _is_in(thought.rpartition("<think>")[2], text):
+        yield "thoughts", thought
+    if not _is_in(answer, text):
+        some = any(_is_in(line, text) for line in answer.splitlines() if line.strip())
+        yield ("some words" if some else "words"), answer
+
+
+def _missing_calls(calls: Any, text: str) -> Iterator[str]:
+    """Yield names and arguments of calls that are not in a text."""
+    for call in calls if isinstance(calls, list | tuple) else [calls]:
+        function = call.get("function") or call
+        arguments = call_arguments(function.get("arguments"))
+        if not _is_in(function["name"], text):
+            yield str(function["name"])
+        elif isinstance(arguments, str) and arguments not in text:
+            yield f"arguments {arguments}, which are no JSON object"
+        elif lost := [leaf for leaf in _leaves(arguments) if not _is_in(leaf, text)]:
+            yield f"{function['name']}, its {lost[0]!r}"
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif value is not None:  # which templates write as null, none, None, or not at all
+        yield value
+
+
+def _is_in(value: Any, text: str) -> bool:
+    """Tell whether a text holds a value: as it is, or as a string of JSON or Python; blanks at its ends may go."""
+    if isinstance(value, bool):
+        return str(value).lower() in text.lower()
+    if not isinstance(value, str):
+        return str(value) in text or json.dumps(value) in text
+    value = value.strip()
+    if value in text:
+        return True
+    if any(form[1:-1] in text for form in (json.dumps(value, ensure_ascii=False), json.dumps(value), repr(value))):
+        return True
+    bare = re.sub(r"\s+", "", value)
+    return bare.casefold() in re.sub(r"\s+", "", text).casefold()
+
+
+def _omission_error(where: str, what: str, words: str) -> str:
+    fix = "Give a template that writes it with model.chat_template=FILE"
+    if what == "words":
+        return f"{where}: the chat template leaves out what it says: {excerpt(words)}. {fix}."
+    return (
+        f"{where}: the chat template leaves out its tool call: {excerpt(words)}. The reply would be learned without "
+        f"it. {fix}, or write the call into content."
+    )
+
+
+_PROBE_REPLY = "qqalphaqq"
+"""A reply that no template writes by itself."""
+
+FIXED_ARGUMENTS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "conversation",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+)
+"""Arguments of `apply_chat_template` that a prompt's rendering fixes."""
+
+KWARGS_COLUMN = "chat_template_kwargs"
+"""The column of a row's own arguments of the chat template, as TRL has it."""
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    where: str,
+    kwargs: Mapping[str, Any],
+    control: Sequence[str] | None = None,
+    left_out: LeftOut | None = None,
+) -> str:
+    """Return the text of messages up to the assistant's turn, as the chat template writes it.
+
+    `left_out` looks at what it lacks.
+
+    Raises:
+        DataError: there is no chat template, it refuses them, or a message holds the text of a control token.
+        ConfigError: `kwargs` sets what is fixed here.
+    """
+    require_chat_template(tokenizer, where)
+    control = control_tokens(tokenizer) if control is None else control
+    refuse_control_tokens(control, messages, where, tokenizer=tokenizer, tools=kwargs.get("tools"))
+    check_template_kwargs(kwargs)
+    try:
+        text = str(apply_chat_template(tokenizer, messages, tokenize=False, add_generation_prompt=True, **kwargs))
+    except ConfigError:
+        raise
+    except Exception as error:  # a template may raise anything
+        raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
+    if left_out is not None:
+        left_out.look(messages, text, where, kwargs)
+    return text
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    *,
+    where: str = "prompt",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    control: Sequence[str] | None = None,
+    left_out: LeftOut | None = None,
+) -> list[int]:
+    """Return the token ids of a prompt.
+
+    A text gets the special tokens that the tokenizer adds by itself, without an EOS at the end, and without a second
+    BOS where the text already begins with one. Messages are rendered by the chat template up to the assistant's turn,
+    and that text is tokenised as it stands.
+
+    Control tokens written in a text count, so that a prompt rendered elsewhere can be handed over; in a message they
+    are refused. `control` is what `control_tokens` gives, to be asked once where there are many prompts; `left_out`
+    looks at what the chat template lacks of them.
+
+    Raises:
+        DataError: no token comes out; or, for messages, there is no chat template, it refuses them, or a message holds
+            the text of a control token. The message opens with `where`.
+        ConfigError: `chat_template_kwargs` sets what is fixed here.
+    """
+    if isinstance(prompt, str):
+        ids = _encode_text(tokenizer, prompt)
+    else:
+        text = render_prompt(tokenizer, prompt, where, chat_template_kwargs or {}, control, left_out)
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not ids:
+        raise DataError(f"{where}: the tokenizer makes no token of this prompt: {excerpt(str(prompt))}")
+    return ids
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Check that the tokenizer can render messages.
+
+    Raises:
+        DataError: the tokenizer has no chat template; the message gives the three ways out.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"{where}: the prompt is a list of chat messages, and the tokenizer has no chat template. Use an Instruct "
+            "model, or give a template with model.chat_template=FILE, or make the prompts plain strings."
+        )
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Refuse keywords of the chat template that are not the user's to set.
+
+    Raises:
+        ConfigError: a keyword that `encode_prompt` fixes itself.
+    """
+    taken = [key for key in kwargs if key in FIXED_ARGUMENTS]
+    if taken:
+        raise ConfigError(f"data.chat_template_kwargs: {', '.join(taken)} cannot be set; prompts fix it: remove it.")
+
+
+def row_template_kwargs(columns: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a row's own arguments of the chat template, which go before those of the run; empty where it has none.
+
+    Keys that hold None are left out: tables fill the absent keys of a struct with it.
+
+    Args:
+        columns: Columns of the row: `KWARGS_COLUMN` may be an object or the text of one.
+        where: The row, for messages.
+
+    Raises:
+        DataError: it is neither, or sets what prompts fix, the template, or the tools, which have a column.
+    """
+    given = columns.get(KWARGS_COLUMN)
+    read = parse_nested_literal(given) if isinstance(given, str) and given.strip() else given
+    if not read:
+        return {}
+    if not isinstance(read, Mapping) or not all(isinstance(key, str) for key in read):
+        raise DataError(
+            f"{where}: {KWARGS_COLUMN} is {excerpt(repr(given))}; an object of arguments of the chat template is "
+            "needed, "
+            'such as {"enable_thinking": false}.'
+        )
+    taken = [key for key in without_none(read) if key in (*FIXED_ARGUMENTS, "chat_template", "tools")]
+    if taken:
+        raise DataError(
+            f"{where}: {KWARGS_COLUMN} of a row cannot set {', '.join(taken)}: a template is given with "
+            "model.chat_template=FILE, tools in the column tools, and the rest prompts fix."
+        )
+    return without_none(read)
+
+
+def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    has_bos = isinstance(bos, str) and text.startswith(bos)
+    ids = list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
+    written = 0
+    while isinstance(eos, str) and eos and text.endswith(eos * (written + 1)):
+        written += 1
+    ends = written + 1  # one more where the tokenizer adds its own
+    if len(ids) >= ends and all(token == tokenizer.eos_token_id for token in ids[-ends:]):
+        ids.pop()
+    return ids
+
+
+def refuse_control_tokens(
+    control: Sequence[str],
+    messages: Sequence[Message],
+    where: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Any = None,
+) -> None:
+    """Refuse text that spells a control token: it would become that token, and could close a turn or open another role.
+
+    It is looked for in all that the chat template could write: every text, at every depth, of the keys of a message
+    that the template names, and of the schemas of tools.
+
+    Raises:
+        DataError: a message or a tool holds such a text.
+    """
+    source = template_source(tokenizer)
+    for i, message in enumerate(messages):
+        for key, value in message.items():
+            if key != "role" and (key == "content" or key in source):
+                _refuse_in(control, value, f"{where}: message {i} ({message['role']})", "" if key == "content" else key)
+    _refuse_in(control, tools, where, "tools")
+
+
+def _refuse_in(control: Sequence[str], value: Any, where: str, key: str) -> None:
+    text = value if isinstance(value, str) else "\0".join(strings_in(value))
+    for token in control:
+        if token in text:
+            raise DataError(
+                f"{where} holds the text {token!r}{key and f' in {key}'}, which the tokenizer would "
+                "turn into a control token. Take it out, or leave such rows out with data.on_bad_row=skip."
+            )
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> str:
+    """Return what the chat template writes after the words of the last turn; nothing where it takes no such turn."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE_REPLY}]
+    try:
+        text = str(apply_chat_template(tokenizer, messages, **{**kwargs, "tokenize": False}))
+    except ConfigError:
+        raise
+    except Exception:  # a template may raise anything, such as for these messages
+        return ""
+    return text.rpartition(_PROBE_REPLY)[2] if _PROBE_REPLY in text else ""
+
+
+def warn_unknown_end(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], eos_ids: Collection[int]) -> None:
+    """Warn where the chat template ends a turn with control tokens at none of which generation ends."""
+    end = turn_end(tokenizer, kwargs)
+    ids: Any = tokenizer(end, add_special_tokens=False)["input_ids"]
+    known = end_marks(tokenizer, end)
+    if (marks := [token for token in ids if token in known]) and not set(marks) & set(eos_ids):
+        rank_zero_warn(
+            f"The chat template ends a turn with {tokenizer.convert_ids_to_tokens(marks[0])!r}, at which generation "
+            f"does not end: {unknown_end_fix(tokenizer, marks[0])}"
+        )
+
+
+def end_marks(tokenizer: PreTrainedTokenizerBase, end: str) -> set[int]:
+    """Return the tokens that a template could end a turn with: control tokens, and others that stand for no text in
+    `end`."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {number for number, token in added if token.special or token.content in end}
+
+
+def unknown_end_fix(tokenizer: PreTrainedTokenizerBase, mark: int) -> str:
+    """Say how to make a token one at which generation ends."""
+    token = tokenizer.convert_ids_to_tokens(mark)
+    return f"set model.eos_token={token!r}, or add its id {mark} to eos_token_id in the model's generation_config.json."
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the text of every special token of the tokenizer."""
+    added = (str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return sorted({*added, *map(str, tokenizer.all_special_tokens)})
+
+
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, kwargs: Mapping[str, Any], **how: Any
+) -> Any:
+    """Return the rendered text of messages, or the value of `apply_chat_template` that `how` requests instead.
+
+    Raises:
+        DataError: the template refuses the messages. The message opens with `where`.
+    """
+    try:
+        return apply_chat_template(tokenizer, messages, **{**kwargs, "tokenize": False, **how})
+    except ConfigError:
+        raise
+    except Exception as error:  # a template may raise anything
+        raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
+
+
+def marked_characters(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, kwargs: Mapping[str, Any]
+) -> list[bool]:
+    """Return which characters of the rendered messages have a token between the template's generation markers.
+
+    Raises:
+        ConfigError: the template has none (transformers would mark no token, with a warning), or the tokenizer has no
+            offsets.
+    """
+    template = tokenizer.chat_template
+    if not GENERATION.search(" ".join(template.values()) if isinstance(template, dict) else str(template)):
+        raise ConfigError(
+            "data.learn=assistant needs a chat template that marks what the assistant says with {% generation %} and "
+            "{% endgeneration %}, and this one has no such markers: give one with model.chat_template=FILE, or set "
+            "data.learn=completion."
+        )
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"data.learn=assistant needs a tokenizer with offsets, which {type(tokenizer).__name__} lacks: set "
+            "data.learn=completion."
+        )
+    marked = render(
+        tokenizer,
+        messages,
+        where,
+        kwargs,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+    )
+    characters = [False] * max((end for _, end in marked["offset_mapping"]), default=0)
+    for flag, (start, end) in zip(marked["assistant_masks"], marked["offset_mapping"]):
+        if flag:
+            characters[start:end] = [True] * (end - start)
+    return characters
+
+
+def tokens_with_places(
+    tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return token ids of parts that are tokenised apart, with the span of each token in all of them."""
+    ids: list[int] = []
+    places: list[tuple[int, int]] = []
+    place = 0
+    for part in parts:
+        encoding: Any = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True)
+        ids += encoding["input_ids"]
+        places += [(place + start, place + end) for start, end in encoding["offset_mapping"]]
+        place += len(part)
+    return ids, places
+
+
+def borders_of_turns(
+    render_whole: Callable[..., str],
+    messages: Sequence[Message],
+    first: int,
+    whole: str,
+    control: Sequence[str],
+    ends: Sequence[str],
+) -> list[int] | None:
+    """Return where in a rendering the assistant's turns of a completion end and the next one begins, by turns.
+
+    A turn begins where the generation prompt of what stands before it ends. It ends where the template ends the
+    conversation up to there. Templates write the last turn otherwise than others: with another control token, before
+    which it ends then; or with a thought, and then it ends with its first control token at which generation ends.
+
+    Args:
+        render_whole: Renders messages, by the template and its arguments.
+        messages: Messages of the prompt and the completion.
+        first: The number of the completion's first message, the assistant's.
+        whole: Rendering of all messages.
+        control: The texts of control tokens.
+        ends: Control tokens at which generation ends.
+
+    Returns:
+        None where a turn is written otherwise when the conversation goes on: its end is unknown.
+    """
+    speakers = ["assistant" if message["role"] == "assistant" else "" for message in messages]
+    turns = [i for i in range(first + 1, len(messages)) if speakers[i] != speakers[i - 1]]
+    borders: list[int] = []
+    at = len(render_whole(messages[:first], add_generation_prompt=True)) if first else 0
+    for over, again in zip(turns[::2], [*turns[1::2], None]):
+        try:
+            alone = render_whole(messages[:over])
+            begin = whole if again is None else render_whole(messages[:again], add_generation_prompt=True)
+        except DataError:  # it refuses a conversation that is not over yet
+            return None
+        if not whole.startswith(begin) or len(begin) < at:
+            return None
+        end = _end_of_turn(alone, whole[: len(begin)], at, control, ends)
+        heard = text_of(messages[over]["content"]).strip()
+        if end is None or (heard and heard in whole[at:end] and heard not in alone[at:]):
+            return None
+        borders += [end] if again is None else [end, len(begin)]
+        at = len(begin)
+    return borders
+
+
+def _end_of_turn(alone: str, text: str, at: int, control: Sequence[str], ends: Sequence[str]) -> int | None:
+    """Return the place where a turn ends that begins at a place of a text: see `borders_of_turns`."""
+    if text.startswith(alone) and len(alone) >= at:
+        return len(alone)
+    while mark := next((each for each in control if alone.rstrip().endswith(each)), ""):
+        alone = alone.rstrip().removesuffix(mark)
+        if text.startswith(alone) and len(alone) > at:
+            return len(alone)
+    places = [text.find(end, at) + len(end) for end in ends if text.find(end, at) >= 0]
+    return min(places, default=None)
+
+
+def check_prefix(begin: str, whole: str, where: str) -> None:
+    """Check that a conversation begins with its prompt, so that the rest is the completion.
+
+    Raises:
+        DataError: the rendered conversation does not begin with the rendered prompt. The message shows where they part.
+    """
+    if whole.startswith(begin):
+        return
+    place = next((i for i, (mine, theirs) in enumerate(zip(begin, whole)) if mine != theirs), len(whole))
+    alone, followed = (excerpt(text[max(0, place - 20) : place + 40]) for text in (begin, whole))
+    raise DataError(
+        f"{where}: the chat template renders the prompt differently when a completion follows: alone ...{alone!r}, "
+        f"followed ...{followed!r}. So the completion has no place where it begins; templates that add or drop "
+        "thinking blocks do this. Give a template that only appends with model.chat_template=FILE, try "
+        "data.chat_template_kwargs (such as enable_thinking), or make the rows plain strings."
+    )

@@ -1,0 +1,441 @@
+"""The responder of a rollout: every row's episode, under the limits of `env=`.
+
+Environments run one after another while the generator waits, so that rows are always answered in the same order and a
+rollout is the same to the bit. Where one of them is async they run at the same time, and rows are answered as replies
+arrive: the same samples, but for the rounding of other decode batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent import futures
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from lit_rl.core.episode import End, EnvironmentTurn, Episode, PolicyTurn, Responder
+from lit_rl.core.errors import DataError, LitRLError
+from lit_rl.core.process_state import is_raised_by_user_code
+from lit_rl.core.rollout import Message, Prompt
+from lit_rl.core.vision_inputs import Later
+from lit_rl.data.visual_prompts import count_placeholders
+from lit_rl.environments.environment_base import Environment, Opening, Reply, Turn
+from lit_rl.environments.episode_replay import FailedBefore, error_line
+from lit_rl.environments.factory import EnvironmentFactory
+from lit_rl.environments.frames import ChatFrames, Frames
+from lit_rl.environments.observations import IMAGE_LIMIT, Content, texts_of_content, with_texts
+from lit_rl.environments.runner import GRACE, Runner, RunningTask, TimedOut, TimedTask
+
+_log = logging.getLogger(__name__)
+
+_ODD, _LARGEST_SEED = 0x9E3779B1, (1 << 32) - 1
+"""Global generators are seeded anew for each turn: an odd factor makes the seeds of a row's turns differ."""
+
+
+@dataclass(frozen=True)
+class TurnCodec:
+    """A codec between tokens of the policy and text, and between replies and tokens."""
+
+    text: Callable[[Sequence[int]], str]
+    """Without special tokens, and without what is thought apart."""
+    thought: Callable[[Sequence[int]], str]
+    """Decode only the thoughts that stand apart."""
+    written: Callable[[Sequence[int]], str]
+    """With them."""
+    shortened: Callable[[str, int], str]
+    """Cut a text to a number of tokens, with a mark."""
+    eos_ids: frozenset[int]
+    placeholders: frozenset[int] = frozenset()
+    """Tokens that stand for images."""
+    max_image_pixels: int | None = None
+    """Width times height of an image that answers; None: the policy reads text."""
+
+
+@dataclass
+class EpisodeRow:
+    """One row's episode while it goes on."""
+
+    make: Callable[[], Environment]
+    frames: Frames
+    seed: int
+    columns: Mapping[str, Any]
+    """The prompt and the other columns of the data's row: a copy, which the environment may change."""
+    environment: Environment | None = None
+    """Made by its reset."""
+    prompt: Prompt = ""
+    started: float | None = None
+    """Time at which its first turn was over. A row may have to wait for its place before that."""
+    messages: list[Message] = field(default_factory=list)
+    turn_rewards: list[float | None] = field(default_factory=list)
+    reward: float | None = None
+    tokens: int = 0
+    """Tokens of the policy and of replies."""
+    observed: int = 0
+    calls: int = 0
+    failed_calls: int = 0
+    unreadable_calls: int = 0
+    seconds: float = 0.0
+    end: End | None = None
+    error: str | None = None
+
+    @property
+    def made(self) -> Environment:
+        assert self.environment is not None
+        return self.environment
+
+    @property
+    def failed(self) -> bool:
+        return self.end in ("failed", "timeout")
+
+    def episode(self) -> Episode:
+        """Return the finished episode."""
+        given = [reward for reward in self.turn_rewards if reward is not None]
+        return Episode(
+            prompt=self.prompt,
+            messages=self.messages,
+            end=self.end or "failed",
+            turns=sum(message["role"] == "assistant" for message in self.messages),
+            turn_rewards=self.turn_rewards,
+            reward=sum(given) if self.reward is None and given else self.reward,
+            calls=self.calls,
+            failed_calls=self.failed_calls,
+            unreadable_calls=self.unreadable_calls,
+            observed_tokens=self.observed,
+            seconds=self.seconds,
+            error=self.error,
+        )
+
+
+@dataclass(frozen=True)
+class _EnvironmentFailure:
+    """A failure of an environment, in the place of its result."""
+
+    end: End
+    error: str
+
+
+class Conversations(Responder):
+    """The episodes of one request.
+
+    Args:
+        rows: Rows of the completions, in their order.
+        factory: Factory with the limits.
+        reading: Codec of the policy's tokenizer.
+        max_new_tokens: Tokens of one turn.
+        runner: Runs what the environments do.
+        told: Failures that were logged already; new ones are added.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[EpisodeRow],
+        factory: EnvironmentFactory,
+        reading: TurnCodec,
+        *,
+        max_new_tokens: int,
+        runner: Runner,
+        told: set[str],
+    ) -> None:
+        self._rows, self._factory, self._reading = rows, factory, reading
+        self._max_new_tokens, self._runner, self._told = max_new_tokens, runner, told
+        self._answered: list[EnvironmentTurn] = []
+        self._waiting: list[tuple[PolicyTurn, TimedTask]] = []
+        self._arrived: queue.SimpleQueue[tuple[PolicyTurn, float, RunningTask]] = queue.SimpleQueue()
+        self._asked: dict[int, tuple[PolicyTurn, RunningTask]] = {}
+        whole = factory.rollout_timeout
+        self._ends = math.inf if whole is None else time.perf_counter() + whole
+        self.waited = 0.0
+        """Seconds in which whoever asked waited for environments."""
+
+    @property
+    def max_tokens(self) -> int:
+        return self._factory.max_tokens
+
+    @property
+    def chat_frames(self) -> list[ChatFrames]:
+        """Frames that render the replies to each row; empty where prompts are plain text."""
+        return [row.frames for row in self._rows if isinstance(row.frames, ChatFrames)]
+
+    # ------------------------------------------------------------------ before and after
+
+    def open(self) -> list[Opening]:
+        """Make every environment and reset it; what each row begins with."""
+        openings = self._each(self._rows, _SeedOffset.RESET, _make_and_reset)
+        return [self._sound(row, opening) for row, opening in zip(self._rows, openings)]
+
+    def episodes(self) -> tuple[Episode, ...]:
+        """Return every row's episode with its environment's reward, once all are over."""
+        rows = [row for row in self._rows if not row.failed and row.environment is not None]
+        rewards = self._each(rows, _SeedOffset.REWARD, lambda row: row.made.reward())
+        for row, reward in zip(rows, rewards):
+            row.reward = self._sound(row, reward)
+        return tuple(row.episode() for row in self._rows)
+
+    def close(self) -> None:
+        """Close the environments. Their errors are logged and otherwise ignored.
+
+        Nobody waits for answers any longer.
+        """
+        for _, begun in self._asked.values():
+            begun.future.cancel()
+        self._asked.clear()
+        rows = [row for row in self._rows if row.environment is not None]
+        self._each(rows, _SeedOffset.CLOSE, lambda row: row.made.close())
+
+    def _sound(self, row: EpisodeRow, given: Any) -> Any:
+        """Return a result, or record a failure in the row and return None."""
+        if isinstance(given, _EnvironmentFailure):
+            row.end, row.error = given.end, given.error
+            return None
+        return given
+
+    # ------------------------------------------------------------------ turns
+
+    def tell(self, said: PolicyTurn) -> None:
+        row = self._rows[said.row]
+        row.tokens += len(said.token_ids)
+        row.started = time.perf_counter() if row.started is None else row.started
+        if row.end is None and time.perf_counter() > self._end_of(row):
+            self._answered.append(self._heard(said, self._too_late(row), 0.0))
+            return
+        if row.end is not None or row.environment is None:
+            self._answered.append(EnvironmentTurn(said.row, None, ended=False))
+            return
+        task = self._task(partial(self._answer, row.environment, said), row, _SeedOffset.TURN + said.turn)
+        if self._factory.is_async:
+            self._ask(said, task)
+        else:
+            self._waiting.append((said, task))
+
+    def answers(self, *, wait: bool) -> list[EnvironmentTurn]:
+        self._answer_in_order()
+        while not self._arrived.empty():
+            self._take(*self._arrived.get())
+        while wait and not self._answered:
+            self._wait()
+        given, self._answered = self._answered, []
+        return given
+
+    def _answer_in_order(self) -> None:
+        """Answer the waiting turns in order, where nothing is awaited."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        begun = time.perf_counter()
+        with self._time_waited():
+            replies = self._runner.in_order([task for _, task in waiting])
+        seconds = (time.perf_counter() - begun) / len(waiting)
+        for (said, _), reply in zip(waiting, replies, strict=True):
+            self._answered.append(self._heard(said, self._in_time(reply, self._rows[said.row]), seconds))
+
+    def _ask(self, said: PolicyTurn, task: TimedTask) -> None:
+        begun, now = self._runner.begin(task), time.perf_counter()
+        self._asked[said.row] = said, begun
+        begun.future.add_done_callback(lambda done: self._arrived.put((said, now, begun)))
+
+    def _wait(self) -> None:
+        """Wait for one more reply. A call that blocks its thread is abandoned after its time limit, with those running
+        in the same thread; calls that had not begun are submitted again."""
+        assert self._asked, "nobody was asked"
+        limit = self._factory.step_timeout + GRACE
+        try:
+            with self._time_waited():
+                arrived = self._arrived.get(timeout=min(limit, 0.2))
+            self._take(*arrived)
+        except queue.Empty:
+            if not self._is_blocked(limit):
+                return
+            self._runner.leave()
+            asked, self._asked = self._asked, {}
+            for said, begun in asked.values():
+                if begun.leave():
+                    self._answered.append(self._heard(said, self._too_late(self._rows[said.row]), limit))
+                else:
+                    self._ask(said, begun.task)
+
+    def _take(self, said: PolicyTurn, since: float, begun: RunningTask) -> None:
+        if self._asked.get(said.row, (None, None))[1] is begun:  # otherwise it was abandoned
+            self._asked.pop(said.row)
+            reply = self._result(begun, self._rows[said.row])
+            self._answered.append(self._heard(said, reply, time.perf_counter() - since))
+
+    def _answer(self, environment: Environment, said: PolicyTurn) -> Coroutine[Any, Any, Reply]:
+        ids, closed = said.token_ids, self._closed(said)
+        written = self._reading.written(ids[:-1] if closed else ids)
+        turn = Turn(self._reading.text(ids), written, cut=not said.ended, thought=self._reading.thought(ids))
+        return environment.answer(turn)
+
+    def _closed(self, said: PolicyTurn) -> bool:
+        return bool(said.token_ids) and said.token_ids[-1] in self._reading.eos_ids
+
+    def _heard(self, said: PolicyTurn, reply: Reply | _EnvironmentFailure, seconds: float) -> EnvironmentTurn:
+        """Record the reply to a turn, and return the row's tokens of it."""
+        row, factory = self._rows[said.row], self._factory
+        row.seconds += seconds
+        if isinstance(reply, _EnvironmentFailure):
+            row.messages.append({"role": "assistant", "content": self._reading.text(said.token_ids)})
+            row.end, row.error = reply.end, reply.error
+            return EnvironmentTurn(said.row, None, ended=False)
+        messages = self._shortened(reply.messages)
+        row.messages += [dict(reply.said), *messages]
+        row.turn_rewards.append(reply.reward)
+        row.calls, row.failed_calls = row.calls + reply.calls, row.failed_calls + reply.failed_calls
+        row.unreadable_calls += reply.unreadable_calls
+        if reply.end is not None:
+            row.end = reply.end
+            return EnvironmentTurn(said.row, None, ended=reply.end != "cut")
+        if said.turn + 1 >= factory.max_turns:
+            row.end = "max_turns"
+            return EnvironmentTurn(said.row, None, ended=False)
+        try:
+            ids, seen = self._encoded(row, messages, closed=self._closed(said))
+        except _ObservationTooLong as why:
+            row.end, row.error = "failed", str(why)
+            return EnvironmentTurn(said.row, None, ended=False)
+        room = min(self._max_new_tokens, self.max_tokens - row.tokens - len(ids))
+        if room < 1:
+            row.end = "max_tokens"
+            return EnvironmentTurn(said.row, None, ended=False)
+        row.tokens, row.observed = row.tokens + len(ids), row.observed + len(ids)
+        return EnvironmentTurn(said.row, ids, room, seen=seen)
+
+    def _encoded(
+        self, row: EpisodeRow, messages: Sequence[Message], *, closed: bool
+    ) -> tuple[list[int], tuple[Later, ...]]:
+        """Return the tokens of a reply, and the images in it."""
+        if not any(isinstance(message["content"], list) for message in messages):
+            return row.frames.encode(messages, closed=closed), ()
+        try:
+            ids, seen = row.frames.encode_seen(messages, closed=closed)
+        except DataError as error:
+            raise _ObservationTooLong(str(error)) from error
+        count = count_placeholders(self._reading.placeholders, ids)
+        most = self._factory.max_observation_tokens
+        if count > most:
+            raise _ObservationTooLong(
+                f"the images of an answer have {count} tokens, more than env.max_observation_tokens={most}, and an "
+                "image cannot be cut: raise it, or return smaller or fewer images"
+            )
+        return ids, seen
+
+    def _shortened(self, messages: Sequence[Message]) -> list[Message]:
+        share = max(1, self._factory.max_observation_tokens // max(1, len(messages)))
+        return [{**message, "content": self._shortened_content(message["content"], share)} for message in messages]
+
+    def _shortened_content(self, content: Content, share: int) -> Content:
+        texts = texts_of_content(content)
+        each = max(1, share // max(1, len(texts)))
+        return with_texts(content, [self._reading.shortened(text, each) for text in texts])
+
+    # ------------------------------------------------------------------ calls of environments, with limits
+
+    @contextmanager
+    def _time_waited(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - begun
+
+    def _each(
+        self, rows: Sequence[EpisodeRow], place: int, ask: Callable[[EpisodeRow], Coroutine[Any, Any, Any]]
+    ) -> list[Any]:
+        """Return each row's result of a call, or its failure."""
+        with self._time_waited():
+            return self._each_given(rows, place, ask)
+
+    def _each_given(
+        self, rows: Sequence[EpisodeRow], place: int, ask: Callable[[EpisodeRow], Coroutine[Any, Any, Any]]
+    ) -> list[Any]:
+        tasks = [self._task(partial(ask, row), row, place) for row in rows]
+        if not self._factory.is_async:
+            return [self._in_time(given, row) for given, row in zip(self._runner.in_order(tasks), rows)]
+        begun = [self._runner.begin(task) for task in tasks]
+        limit = self._factory.step_timeout + GRACE
+        while not all(each.future.done() for each in begun):
+            futures.wait([each.future for each in begun], timeout=min(limit, 0.2))
+            if self._is_blocked(limit):
+                self._runner.leave()
+                begun = [
+                    self._runner.begin(each.task) if not (each.future.done() or each.leave()) else each
+                    for each in begun
+                ]
+                break
+        futures.wait([each.future for each in begun], timeout=limit)
+        return [self._result(each, row) for each, row in zip(begun, rows)]
+
+    def _is_blocked(self, limit: float) -> bool:
+        """Tell whether a call blocks the event loop's thread; calls in workers cannot."""
+        return self._factory.pool is None and self._runner.blocked(limit)
+
+    def _task(self, ask: Callable[[], Coroutine[Any, Any, Any]], row: EpisodeRow, place: int) -> TimedTask:
+        until = self._end_of(row) if place < _SeedOffset.REWARD else math.inf  # reward, close: no limit
+        seed, in_worker = (row.seed + place * _ODD) & _LARGEST_SEED, self._factory.pool is not None
+        return TimedTask(self._guarded(ask), self._factory.step_timeout, seed, until=until, in_worker=in_worker)
+
+    def _in_time(self, given: Any, row: EpisodeRow) -> Any:
+        return self._too_late(row) if isinstance(given, TimedOut) else given
+
+    def _result(self, begun: RunningTask, row: EpisodeRow) -> Any:
+        if not begun.future.done():
+            return self._too_late(row)
+        try:
+            return begun.future.result()
+        except TimedOut:
+            return self._too_late(row)
+
+    async def _guarded(self, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Return what it gives, or that it raised: the episode fails, and the others go on."""
+        IMAGE_LIMIT.set(self._reading.max_image_pixels)
+        try:
+            return await ask()
+        except (LitRLError, TimedOut):
+            raise
+        except FailedBefore as failed:
+            return _EnvironmentFailure(failed.end, str(failed))
+        except BaseException as error:
+            if not is_raised_by_user_code(error):
+                raise
+            kind = error_line(error)
+            if kind not in self._told:
+                self._told.add(kind)
+                _log.warning("an environment raised; its episode fails, and it is logged once:", exc_info=True)
+            return _EnvironmentFailure("failed", kind)
+
+    def _end_of(self, row: EpisodeRow) -> float:
+        """Return the time at which a row's episode has to be over, by its own limit and the rollout's."""
+        whole = self._factory.episode_timeout
+        return self._ends if whole is None or row.started is None else min(self._ends, row.started + whole)
+
+    def _too_late(self, row: EpisodeRow) -> _EnvironmentFailure:
+        factory, now = self._factory, time.perf_counter()
+        if now > self._ends:
+            limit = f"the rollout took longer than env.rollout_timeout={factory.rollout_timeout:g} s"
+        elif now > self._end_of(row):
+            limit = f"the episode took longer than env.episode_timeout={factory.episode_timeout:g} s"
+        else:
+            limit = f"the environment took longer than env.step_timeout={factory.step_timeout:g} s"
+        if row.environment is not None:
+            row.environment.timed_out(limit)
+        return _EnvironmentFailure("timeout", limit)
+
+
+class _ObservationTooLong(Exception):
+    """The error for a reply that cannot be shown to the policy: the episode fails with its message."""
+
+
+class _SeedOffset:
+    """Offsets of the seeds, so that each call of an environment draws from a seed of its own."""
+
+    RESET, TURN, REWARD, CLOSE = 0, 1, 1 << 20, (1 << 20) + 1
+
+
+async def _make_and_reset(row: EpisodeRow) -> Opening:
+    """Make the row's environment, by the user's constructor, and reset it."""
+    row.environment = row.make()
+    return await row.environment.reset(row.seed, row.columns)

@@ -1,0 +1,287 @@
+"""Environments and tools in worker processes that can be killed: the side of the training process.
+
+An object lives in one worker from its first call to its last, beside others. A worker does one call at a time, and
+different workers work at the same time. A worker whose call takes too long is killed with every process of its group.
+Calls of the other objects that lived in it raise `ObjectLost`, and their callers make them again (`episode_replay`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Callable, Collection, Coroutine
+from functools import partial
+from typing import Any, NoReturn
+
+from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.core.event_loops import BackgroundLoop
+from lit_rl.core.user_functions import LoadedObject, load_by_path
+from lit_rl.environments.environment_worker import Target, WorkerCall, WorkerSetup
+from lit_rl.environments.runner import CALL_CONTEXT, CallContext, NoReply, TimedOut
+from lit_rl.rewards.caller import WorkerTraceback
+from lit_rl.rewards.jobs import CallFailed, Failure
+from lit_rl.rewards.workers import WorkerProcess, quote_output
+
+_LOOP = BackgroundLoop("lit_rl-environment-workers")
+
+
+class WorkerLost(NoReply):
+    """The error for a worker that ended during the call."""
+
+
+class ObjectLost(NoReply):
+    """The error for a call of an object whose worker had ended before, by another object's call or by itself."""
+
+
+class _Raised(Exception):
+    """An exception of the user's code in a worker: subclasses have the name of its class."""
+
+
+class Pool:
+    """Workers of one process of the run. They start when they are first needed, and end with this object or at exit.
+
+    A pickled or copied pool starts its own.
+
+    Args:
+        size: Processes, 1 or more.
+        memory_mb: Most address space of each, in MiB (RLIMIT_AS); None is no limit.
+    """
+
+    def __init__(self, size: int, memory_mb: int | None = None) -> None:
+        self.size, self.memory_mb = size, memory_mb
+        self.targets: list[Target] = []
+        self.modules: list[str] = []
+        """Modules of lit_rl that the workers load beside their own, each before those that import it."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._places = [_WorkerSlot() for _ in range(self.size)]
+        self._numbers = itertools.count()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if not key.startswith("_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def objects(self, target: Target, methods: Collection[str]) -> Callable[[], WorkerObject]:
+        """Return a function that makes objects of the class at this path, with these methods."""
+        return partial(WorkerObject, self, self._add(target), frozenset(methods))
+
+    def function(self, target: Target) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """Return an async function that calls the function at this path in any free worker."""
+        number = self._add(target)
+
+        async def called(*arguments: Any, **keywords: Any) -> Any:
+            asked = CALL_CONTEXT.get()
+            call = WorkerCall(number, None, target.name, arguments, keywords, asked.next_seed())
+            given, _ = await _run_in_loop(self.call(call, asked, None))
+            return _result_or_raise(given)
+
+        return called
+
+    def _add(self, target: Target) -> int:
+        self.targets.append(target)
+        return len(self.targets) - 1
+
+    # ------------------------------------------------------------------ in the loop of the workers
+
+    async def call(self, call: WorkerCall, asked: CallContext, life: _WorkerLife | None) -> tuple[Any, _WorkerLife]:
+        """Return the result of a call, or the `Failure` of the user's code, with the life of the worker that computed
+        it.
+
+        Args:
+            call: Call of a function, or of an object.
+            asked: Context of the call: its time limit counts from when the worker begins.
+            life: In which the object was made; None: it is to be made, or there is none.
+
+        Raises:
+            Late: it took longer. Its worker is ended.
+            WorkerLost: its worker ended.
+            Gone: the life of the object is over.
+            GenerationError: no worker can be started.
+        """
+        place = self._freest(call) if life is None else life.place
+        place.waiting += 1
+        try:
+            async with place.lock:
+                if life is not None and not (place.life is life and life.process.alive):
+                    raise ObjectLost("its worker has ended")
+                alive = await self._alive(place)
+                if life is None and call.object is not None:
+                    alive.objects += 1
+                if not (limit := asked.left):  # the wait for the worker used it up
+                    raise TimedOut
+                return await alive.call(call, limit), alive
+        finally:
+            place.waiting -= 1
+
+    def _freest(self, call: WorkerCall) -> _WorkerSlot:
+        if self._pid != os.getpid():  # forked: the workers belong to the parent process
+            self._reset()
+        if call.object is None:
+            return min(self._places, key=lambda place: place.waiting)
+        return min(self._places, key=lambda place: place.objects)
+
+    async def _alive(self, place: _WorkerSlot) -> _WorkerLife:
+        if place.life is not None and not place.life.process.alive:
+            place.life.end()
+        if place.life is None:
+            place.life = await self._started(place)
+        return place.life
+
+    async def _started(self, place: _WorkerSlot) -> _WorkerLife:
+        try:
+            process = WorkerProcess("env", [*self.modules, "lit_rl.environments.environment_worker"])
+        except OSError as error:
+            raise GenerationError(f"env.workers={self.size}: no worker process can be started: {error}.") from error
+        failure = await process.start(WorkerSetup(tuple(self.targets), self.memory_mb, os.getpid()))
+        if failure is not None:
+            process.kill()
+            what = ", ".join(f"{target.source}:{target.name}" for target in self.targets)
+            hint = f" It may take {self.memory_mb} MiB (env.memory_mb)." if self.memory_mb else ""
+            raise GenerationError(
+                f"env.workers={self.size}: a worker process failed while it imported {what}, with {failure.kind}: "
+                f"{failure.text}{quote_output(failure.output)}.{hint}"
+            )
+        return _WorkerLife(place, process, self.memory_mb)
+
+    async def let_go(self, call: WorkerCall, asked: CallContext, life: _WorkerLife) -> None:
+        """Close an object, if it lives."""
+        if life.place.life is life:
+            life.objects -= 1
+            with contextlib.suppress(ObjectLost):
+                await self.call(call, asked, life)
+
+
+class _WorkerSlot:
+    """A slot for one worker at a time."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.life: _WorkerLife | None = None
+        self.waiting = 0
+        """Calls, the one that goes on included."""
+
+    @property
+    def objects(self) -> int:
+        """Objects that live here, or are about to."""
+        return self.waiting + (self.life.objects if self.life is not None else 0)
+
+
+class _WorkerLife:
+    """One worker from its start to its end."""
+
+    def __init__(self, place: _WorkerSlot, process: WorkerProcess, memory_mb: int | None) -> None:
+        self.place, self.process, self._memory_mb = place, process, memory_mb
+        self.objects = 0
+
+    async def call(self, call: WorkerCall, limit: float) -> Any:
+        """Return the result of a call, or the failure of the user's code."""
+        try:
+            reply, _ = await self.process.ask(call, limit, call.method)
+        except CallFailed as failed:
+            if failed.failure.timed_out or failed.failure.died:
+                self._fail(failed.failure, call)
+            return failed.failure  # the call could not be sent
+        except BaseException:
+            self.end()
+            raise
+        _print_output(self.process.output.take())
+        if isinstance(reply, Failure) and reply.kind == "MemoryError":
+            self._fail(reply, call)
+        return reply
+
+    def _fail(self, failure: Failure, call: WorkerCall) -> NoReturn:
+        self.end()
+        if failure.timed_out:
+            raise TimedOut
+        limit = f" It may take {self._memory_mb} MiB (env.memory_mb)." if self._memory_mb else ""
+        how = failure.text if failure.died else f"ended, after {failure.kind}: {failure.text}"
+        raise WorkerLost(f"the worker process {how} during {call.method}{quote_output(failure.output)}.{limit}")
+
+    def end(self) -> None:
+        """End what is left of the worker and its group."""
+        self.process.kill()
+        self.place.life = None
+
+
+class WorkerObject:
+    """An object of the user's that lives in a worker: made there by its first call. Its methods are awaited.
+
+    Args:
+        pool: Pool of the workers.
+        target: Place of its class in the pool.
+        methods: Names of its methods.
+    """
+
+    def __init__(self, pool: Pool, target: int, methods: frozenset[str]) -> None:
+        self._pool, self._target, self._methods = pool, target, methods
+        self._number = next(pool._numbers)
+        self._life: _WorkerLife | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._methods:
+            raise AttributeError(f"there is no method {name!r}")
+        return partial(self._call, name)
+
+    async def close(self) -> None:
+        """Close the object and let it go, if it lives."""
+        life, self._life = self._life, None
+        if life is not None:
+            call = WorkerCall(self._target, self._number, "close", (), {}, CALL_CONTEXT.get().next_seed())
+            await _run_in_loop(self._pool.let_go(call, CALL_CONTEXT.get(), life))
+
+    async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        asked = CALL_CONTEXT.get()
+        call = WorkerCall(self._target, self._number, method, arguments, keywords, asked.next_seed())
+        given, self._life = await _run_in_loop(self._pool.call(call, asked, self._life))
+        return _result_or_raise(given)
+
+
+def target_of(path: Any, key: str) -> tuple[LoadedObject, Target]:
+    """Resolve a path, for this process and for a worker.
+
+    Args:
+        path: ``package.module:name`` or ``./file.py:name``.
+        key: Name of the setting, for messages.
+
+    Raises:
+        ConfigError: it is no path, or names nothing.
+    """
+    if not isinstance(path, str):
+        name = getattr(path, "__name__", type(path).__name__)
+        raise ConfigError(
+            f"env.workers runs what {key} names in processes of its own, which find it by its path, and {name} was "
+            f"given as an object: give 'package.module:{name}' or './file.py:{name}', or take env.workers=0."
+        )
+    named = load_by_path(path, key)
+    return named, Target(named.source, named.text, named.name)
+
+
+def _result_or_raise(given: Any) -> Any:
+    """Return the result of the user's code.
+
+    Raises:
+        Exception: what it raised, by the name of its class.
+    """
+    if isinstance(given, Failure):
+        raise type(given.kind, (_Raised,), {})(given.text) from WorkerTraceback(given.trace)
+    return given
+
+
+async def _run_in_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine in the loop of the workers."""
+    return await asyncio.wrap_future(_LOOP.submit(coroutine))
+
+
+def _print_output(output: str) -> None:
+    """Print what a worker printed."""
+    if output and sys.stdout is not None:
+        with contextlib.suppress(OSError, ValueError):  # a closed output must not end a run
+            sys.stdout.write(output)

@@ -1,0 +1,230 @@
+"""Distillation: a frozen teacher, and its divergence from the student without the logits of either in memory.
+
+Distillation needs whole distributions of student and teacher. Each model runs up to the input of its head; then both
+heads work on a block of tokens at a time, `LOGITS_PER_BLOCK` numbers of each model, and what is kept of a block is
+one number a token. The backward pass computes the student's and the teacher's logits of a block anew, and sums the
+gradient of the student's head in float32 (`lit_rl.ops.fused_head`). Where all logits are one block they are kept, as
+there is nothing to save.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_rl.core.errors import ConfigError, GenerationError, LitRLError
+from lit_rl.core.examples import TokenBatch
+from lit_rl.models.forward import text_logits
+from lit_rl.models.head import can_stand_apart, factors, linear_head, without_head
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.references import Held, OnCPU, Scorer
+from lit_rl.ops.fused_head import of_whole_rows
+from lit_rl.ops.logprobs import logprobs_and_entropy
+from lit_rl.ops.token_statistics import token_stats
+
+
+class Teacher(Held):
+    """The description of a frozen teacher whose distributions a student learns, and where its weights are held.
+
+    Args:
+        model: The teacher. A name stands for that model in the student's type and with its attention.
+        student: The policy's description.
+        device: "cpu" keeps it on the CPU; None places it like the policy.
+
+    Raises:
+        ConfigError: a setting that would train it, or an unknown device.
+    """
+
+    def __init__(self, model: LanguageModel | str, student: LanguageModel, device: Literal["cpu"] | None) -> None:
+        with _keys_of_the_teacher():
+            super().__init__(device)
+            like_student = {"dtype": student.dtype, "attn_implementation": student.attn_implementation}
+            model = LanguageModel.of(model, "algo.teacher", **like_student)
+        if model.lora is not None:
+            raise ConfigError(
+                "algo.teacher.lora makes an adapter to be trained, and a teacher is frozen: leave it out."
+            )
+        self.model, self.student = model, student
+        self.shared_tokens: int | None = None
+        """Rows of logits that the two have in common, where their embeddings are padded to different lengths. None
+        compares all rows."""
+
+    def module(self) -> Scorer:
+        """Load the teacher.
+
+        Raises:
+            ConfigError: it has another vocabulary than the student, or its settings are wrong.
+        """
+        self.check_vocabulary()
+        with _keys_of_the_teacher():
+            model = self.model.load()
+        held = self.hold(model)
+        if isinstance(held, OnCPU):
+            held.config = model.config  # pyright: ignore  (packed rows ask which attention a model has)
+        return held
+
+    def check_vocabulary(self) -> None:
+        """Refuse another vocabulary. Logits may have more rows than the tokenizer has tokens, of another number in each
+        model.
+
+        Raises:
+            ConfigError: the two do not have the same tokens under the same ids.
+        """
+        with _keys_of_the_teacher():
+            theirs, rows = self.model.tokenizer.get_vocab(), self.model.config.get_text_config().vocab_size
+        ours, needed = self.student.tokenizer.get_vocab(), self.student.config.get_text_config().vocab_size
+        different = sorted(t for t in theirs.keys() | ours.keys() if theirs.get(t, -1) != ours.get(t, -1))
+        if different:
+            how = (
+                f"{len(different)} tokens are not the same token under the same id "
+                f"({', '.join(map(repr, different[:3]))})"
+            )
+            raise ConfigError(
+                f"algo.teacher.name={self.model.name!r} has another vocabulary than the policy {self.student.name!r}: "
+                f"{how}. Distributions are compared token by token, so the teacher must be of the policy's own family. "
+                "From any other model, learn its texts: algo=sft."
+            )
+        self.shared_tokens = None if rows == needed else max(ours.values()) + 1  # no embedding has fewer rows
+
+    def check_written(self, token_ids: Tensor, writer: str) -> None:
+        """Refuse tokens that one of the two tokenizers does not have.
+
+        Args:
+            token_ids: Written by one of the two.
+            writer: Which, for the message.
+
+        Raises:
+            GenerationError: a token was written that the tokenizer does not have, so the other cannot read it.
+        """
+        if self.shared_tokens is None or (highest := int(token_ids.max())) < self.shared_tokens:
+            return
+        raise GenerationError(
+            f"The {writer} wrote the token id {highest}, and the tokenizer has {self.shared_tokens} tokens: the rows "
+            "after them pad an embedding, by another length in the student than in the teacher. A trained model does "
+            "not write them. For a student with random weights set algo.on_policy_fraction=0, or give it an embedding "
+            "as long as the teacher's."
+        )
+
+    def check_differs(self) -> None:
+        """Refuse a teacher that is the student.
+
+        Raises:
+            ConfigError: it has the weights that the policy begins with, so that every gradient would be 0.
+        """
+        if _weights(self.model) == _weights(self.student) and self.student.quantization == self.model.quantization:
+            raise ConfigError(
+                f"algo.teacher.name={self.model.name!r} has the very weights that the policy begins with: there is "
+                "nothing to learn from it. Name a better model of the same family, such as the run_dir/hf of another "
+                "run. The additions have an example: experiment=gkd_addition."
+            )
+
+
+def _weights(model: LanguageModel) -> tuple[Any, ...]:
+    return model.path, model.revision, model.adapter, model.init_kwargs
+
+
+@contextmanager
+def _keys_of_the_teacher() -> Iterator[None]:
+    """Rewrite the policy's keys in the loader's errors, and the reference's of a held module, as the teacher's."""
+    try:
+        yield
+    except LitRLError as error:
+        message = re.sub(r"\bmodel\.(?=[a-z])", "algo.teacher.", str(error))
+        raise type(error)(message.replace("reference.device", "algo.teacher_device")) from error
+
+
+LOGITS_PER_BLOCK = 1 << 24
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+"""`(1, n, v), (1, n, v) -> (1, n)`: the divergence of the student's logits from the teacher's."""
+
+
+@dataclass(frozen=True)
+class DistillationScores:
+    """Divergence and statistics, float32 `(n,)` each: one number for each learned token, row by row."""
+
+    divergence: Tensor
+    """The divergence, with gradient."""
+    correct: Tensor
+    """True where the token is the student's likeliest."""
+    entropy: Tensor | None = None
+    """Entropy of the student's next-token distribution, in nats. None unless requested."""
+    teacher_entropy: Tensor | None = None
+    """Entropy of the teacher's."""
+    aux_loss: Tensor | None = None
+    """The student's router loss; None unless requested."""
+
+
+def distillation_scores(
+    student: nn.Module,
+    teacher: nn.Module,
+    tokens: TokenBatch,
+    divergence: Divergence,
+    *,
+    shared_tokens: int | None,
+    entropies: bool = False,
+    router_aux: bool = False,
+    fused: bool = True,
+) -> DistillationScores:
+    """Compare student and teacher on the `n` learned tokens of texts; `n` may be 0.
+
+    Args:
+        student: Gets the gradient.
+        teacher: Gets none.
+        tokens: `b` rows.
+        divergence: Of the one from the other.
+        shared_tokens: Number of tokens, the first of both vocabularies, that are compared. None: all.
+        entropies: Whether to compute those of both.
+        router_aux: Whether to compute the student's load-balancing loss.
+        fused: Whether to work in blocks, where both models allow it.
+
+    Raises:
+        ConfigError: the student has no router whose load could be balanced.
+    """
+    columns = _learned_columns(tokens)
+    at = tokens.learned[:, columns].flatten().nonzero().flatten()
+    ids = tokens.input_ids[:, 1:][:, columns].flatten()[at]
+    in_blocks = fused and can_stand_apart(student) and can_stand_apart(teacher)
+    with torch.no_grad():
+        theirs, _ = _last(teacher, tokens, columns, router_aux=False, headless=in_blocks)
+    ours, aux_loss = _last(student, tokens, columns, router_aux=router_aux, headless=in_blocks)
+    mine, others = (each.flatten(0, 1).index_select(0, at) for each in (ours, theirs))
+    head_of_teacher = linear_head(teacher) if in_blocks else nn.Identity()
+
+    def compared(rows: slice, logits: Tensor) -> tuple[Tensor, ...]:
+        logits = logits[None, :, :shared_tokens]
+        with torch.no_grad():
+            of_teacher, plain = head_of_teacher(others[rows])[None, :, :shared_tokens], logits.detach()
+            spread = (plain, of_teacher) if entropies else ()
+            spreads = [logprobs_and_entropy(each, ids[rows][None])[1][0] for each in spread]
+            correct = token_stats(plain, ids[rows][None]).correct[0].float()
+        return divergence(logits, of_teacher)[0], correct, *spreads
+
+    if not in_blocks:
+        return DistillationScores(*compared(slice(None), mine), aux_loss=aux_loss)
+    head = linear_head(student)
+    size = max(1, LOGITS_PER_BLOCK // max(each.weight.shape[0] for each in (head, head_of_teacher)))  # pyright: ignore
+    if len(at) <= size:
+        return DistillationScores(*compared(slice(None), head(mine)), aux_loss=aux_loss)
+    return DistillationScores(*of_whole_rows(*factors(mine, head), compared, size=size), aux_loss=aux_loss)  # pyright: ignore
+
+
+def _last(
+    model: nn.Module, tokens: TokenBatch, columns: Tensor, *, router_aux: bool, headless: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return `(b, c, ...)` of the given columns: logits, or the inputs of the head; and the router's loss."""
+    with without_head(model) if headless else nullcontext():
+        return text_logits(model, tokens, columns, router_aux)
+
+
+def _learned_columns(tokens: TokenBatch) -> Tensor:
+    """Return the columns that predict a learned token in some row; one where there are none, so that a loss has a
+    graph."""
+    columns = tokens.learned.any(0).nonzero().flatten()
+    return columns if len(columns) else columns.new_zeros(1)

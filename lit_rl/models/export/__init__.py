@@ -1,1 +1,0 @@
-"""Weights that leave the process: a Hugging Face folder with its proof, or tensors for an engine."""

@@ -1,0 +1,298 @@
+"""A forward pass that ends in log-probs instead of logits: the head of a model is fused with the softmax behind it.
+
+The head's own `forward` is replaced for the length of one call, so hooks on the head or on the model (that gather
+sharded weights, fetch offloaded ones, or record) work as with logits. Models that change logits after the head (a
+soft cap, a scale) are found by a trial, and keep their logits whole.
+
+Embedding and head add their gradients to one sum (`lit_rl.ops.fused_head`), over all calls of the model in a
+micro-batch. A pass opens the sums, the calls inside it use them: lookups by a replaced `forward` of the embedding,
+the head by `summed_weight` where it is fused with the softmax. A head that is the embedding shares its sum with it.
+Any other use of the weight gets a gradient from autograd, as always.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lit_rl.core.transfers import to_device
+from lit_rl.models.forward_inputs import Bucket, join_buckets
+from lit_rl.models.kernels import compiler_of
+from lit_rl.models.language_model import ForwardOptions
+from lit_rl.models.loading import Float32Head, RulingHead
+from lit_rl.models.modes import evaluation_mode
+from lit_rl.models.sharding import has_partitions
+from lit_rl.models.trunk import base_of
+from lit_rl.ops.fused_head import Distribution, SummedWeight, linear_logprobs
+from lit_rl.ops.logprobs import score_tokens
+from lit_rl.ops.sampling_distribution import History
+from lit_rl.ops.token_statistics import TokenStats, token_stats
+
+_OPEN: dict[int, SummedWeight] = {}
+"""Sums of the passes that are running, by the weight's `id`."""
+
+
+@contextmanager
+def fused_accumulation(model: nn.Module, options: ForwardOptions) -> Iterator[None]:
+    """Let calls of the model with a gradient add those of the embedding and of the head to one sum each, inside.
+
+    On CPUs (other devices are not measured); not of weights that are sharded, frozen, or wrapped by an adapter.
+
+    Args:
+        model: A causal language model, perhaps under PEFT.
+        options: Whether to do so at all.
+    """
+    base = base_of(model)
+    embedding: Any = getattr(base, "get_input_embeddings", lambda: None)()
+    head: Any = getattr(base, "get_output_embeddings", lambda: None)()
+    with ExitStack() as opened:
+        if options.fused_accumulation and torch.is_grad_enabled():
+            for layer in (embedding, head):
+                if _gets_a_gradient(layer) and id(layer.weight) not in _OPEN:
+                    _OPEN[id(layer.weight)] = SummedWeight.of(layer.weight)
+                    opened.callback(_OPEN.pop, id(layer.weight))
+            if _looks_up_rows(embedding) and (summed := summed_weight(embedding.weight)):
+                opened.enter_context(in_its_place(embedding, _lookup(embedding, summed)))
+        yield
+
+
+def summed_weight(weight: Tensor) -> SummedWeight | None:
+    """Return the sum for this weight's gradient, where a pass has opened one."""
+    return _OPEN.get(id(weight))
+
+
+@contextmanager
+def in_its_place(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Replace the forward of this one module, inside the context; hooks on it still run."""
+    before = vars(layer).get("forward")  # that of a library which wraps modules; else it is the class's
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del layer.forward
+        else:
+            layer.forward = before
+
+
+def _gets_a_gradient(layer: Any) -> bool:
+    if type(layer) not in (nn.Embedding, nn.Linear, Float32Head, RulingHead):
+        return False
+    weight = layer.weight
+    whole = weight.is_leaf and weight.dim() == 2 and not isinstance(weight, DTensor)
+    return whole and weight.requires_grad and weight.device.type == "cpu"
+
+
+def _looks_up_rows(embedding: Any) -> bool:
+    plain = type(embedding) is nn.Embedding and "forward" not in vars(embedding)
+    return plain and embedding.max_norm is None and not (embedding.scale_grad_by_freq or embedding.sparse)
+
+
+def _lookup(embedding: nn.Embedding, summed: SummedWeight) -> Callable[[Tensor], Tensor]:
+    return lambda ids: summed.lookup(ids, embedding.padding_idx)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The tokens that a pass scores."""
+
+    ids: Tensor
+    """Long ``(b, t)``."""
+    wanted: Tensor
+    """Bool ``(b, t)``: the others cost nothing. The host reads it: best given in its memory."""
+    first: int = 0
+    """The column of the head's input that predicts the first column of ``ids``; negative counts from the end."""
+    rows: Tensor | None = None
+    """Long ``(b,)``: the row of the pass that predicts each row of ``ids``. None: its own."""
+    history: History | None = None
+    """Earlier tokens, which change the logits of the ``(b, t)``. None: no change."""
+
+    def columns_of(self, passed: Tensor) -> Tensor:
+        """Return the ``(b, t, ...)`` that predict the tokens, of the ``(rows, columns, ...)`` that a pass computed."""
+        start = self.first % passed.shape[1]
+        found = passed[:, start : start + self.ids.shape[1]]
+        return found if self.rows is None else found.index_select(0, self.rows)
+
+
+@dataclass(frozen=True)
+class TargetScores:
+    """Scores of the targets by a pass, ``(b, t)`` each. Numbers without meaning where none was wanted."""
+
+    logprobs: Tensor
+    """Float32 (float64 of float64 weights), with gradient."""
+    entropy: Tensor | None
+    """The entropy, of the same type. None unless requested."""
+    stats: TokenStats | None
+    """Statistics of the logits. None unless requested."""
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> TargetScores:
+        """Return the scores in another shape."""
+        entropy = None if self.entropy is None else change(self.entropy)
+        stats = {name: change(getattr(self.stats, name)) for name in _STATS if self.stats}
+        return TargetScores(change(self.logprobs), entropy, TokenStats(**stats) if stats else None)
+
+    def beside(self, later: TargetScores) -> TargetScores:
+        """Return these columns, and those of later tokens of the same rows. Without statistics."""
+        entropy = [part.entropy for part in (self, later) if part.entropy is not None]
+        return TargetScores(
+            torch.cat([self.logprobs, later.logprobs], 1), torch.cat(entropy, 1) if entropy else None, None
+        )
+
+    @staticmethod
+    def of_calls(parts: Sequence[TargetScores], calls: Sequence[Bucket], width: int) -> TargetScores:
+        """Return ``(b, width)``: the scores of each call, in the order of the rows."""
+
+        def joint(values: Sequence[Tensor | None]) -> Tensor | None:
+            known = [value for value in values if value is not None]
+            return join_buckets(known, calls, width) if known else None
+
+        logprobs = joint([part.logprobs for part in parts])
+        assert logprobs is not None
+        found = [part.stats for part in parts if part.stats is not None]
+        stats = {name: join_buckets([getattr(each, name) for each in found], calls, width) for name in _STATS if found}
+        return TargetScores(logprobs, joint([part.entropy for part in parts]), TokenStats(**stats) if stats else None)
+
+
+def run(
+    model: nn.Module, targets: Targets, distribution: Distribution, *, fused: bool, **inputs: Any
+) -> tuple[TargetScores, Any]:
+    """Run one forward pass; return the scores of the targets, and the model's own output.
+
+    Args:
+        model: A causal language model; under PEFT with the adapter that is active.
+        targets: What is predicted by the columns that the head computes (`logits_to_keep` of the inputs says which).
+        distribution: Of what.
+        fused: Whether to fuse the head, where it can be: the same numbers, without the logits in memory.
+        inputs: Of the model.
+    """
+    head = linear_head(model) if fused and has_linear_head(model) else None
+    if head is None or not _returns_what_its_head_does(model, head):
+        output = model(**inputs)
+        return _of_logits(targets.columns_of(output.logits), targets, distribution), output
+    with in_its_place(
+        head, lambda hidden: _packed(_of_hidden(targets.columns_of(hidden), head, targets, distribution))
+    ):
+        output = model(**inputs)
+    return _unpacked(output.logits, distribution), output
+
+
+def can_stand_apart(model: nn.Module) -> bool:
+    """Tell whether the logits of a model are its head alone applied to its last hidden states, at any time.
+
+    The weights of a sharded head are whole only while the model runs.
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, FSDPModule) or has_partitions(model):
+        return False
+    if not has_linear_head(model):
+        return False
+    return _returns_what_its_head_does(model, linear_head(model))
+
+
+@contextmanager
+def without_head(model: nn.Module) -> Iterator[None]:
+    """Let a model that `can_stand_apart` return the input of its head in place of logits, inside the context."""
+    with in_its_place(linear_head(model), lambda hidden: hidden):
+        yield
+
+
+def has_linear_head(model: nn.Module) -> bool:
+    """Tell whether the head of a model is a plain linear map: no adapter on it, no quantisation."""
+    find = getattr(base_of(model), "get_output_embeddings", lambda: None)
+    return type(find()) in (nn.Linear, Float32Head, RulingHead)
+
+
+def linear_head(model: nn.Module) -> nn.Linear:
+    """Return the head of a model that `has_linear_head`."""
+    return base_of(model).get_output_embeddings()
+
+
+def factors(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return hidden states, weight and bias in the type in which the head itself would multiply them."""
+    dtype = _dtype_of_product(hidden, head)
+    bias = head.ruling if isinstance(head, RulingHead) else head.bias
+    return hidden.to(dtype), head.weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+_RETURNS_IT: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def _returns_what_its_head_does(model: nn.Module, head: nn.Linear) -> bool:
+    """Tell whether nothing is done to logits after the head: tried once a model, by two tokens without gradient."""
+    if model not in _RETURNS_IT:
+        device = head.weight.device
+        numbers = torch.tensor([[[7.0], [-77.0]]], device=device)
+        with torch.no_grad(), evaluation_mode(model), in_its_place(head, lambda hidden: numbers):
+            returned = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False).logits
+        _RETURNS_IT[model] = returned.shape == numbers.shape and torch.equal(returned.float(), numbers)
+    return _RETURNS_IT[model]
+
+
+# ---------------------------------------------------------------- scores from hidden states, and from logits
+
+
+def _of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: Distribution) -> TargetScores:
+    at = to_device(targets.wanted.flatten().nonzero().flatten(), hidden.device)
+    rows, weight, bias = factors(hidden.flatten(0, 1).index_select(0, at), head)
+    summed = summed_weight(head.weight)
+    weight = weight.detach() if summed else weight
+    past = targets.history and targets.history.mapped(lambda field: field.flatten()[at])
+    compiler = compiler_of(head) if torch.is_grad_enabled() else None
+    asked: dict[str, Any] = {"bias": bias, "history": past, "summed": summed, "compiler": compiler}
+    with torch.autocast(hidden.device.type, enabled=False):
+        found = linear_logprobs(rows, weight, targets.ids.flatten()[at], distribution, **asked)
+
+    def spread(values: Tensor) -> Tensor:
+        return values.new_zeros(targets.ids.numel()).index_copy(0, at, values).view(targets.ids.shape)
+
+    return TargetScores(found.logprobs, found.entropy, found.stats).mapped(spread)
+
+
+def _dtype_of_product(hidden: Tensor, head: nn.Linear) -> torch.dtype:
+    """Return the type in which the head itself would multiply."""
+    if isinstance(head, Float32Head) or (isinstance(head, RulingHead) and head.exact):
+        return torch.float32
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+
+
+def _of_logits(logits: Tensor, targets: Targets, distribution: Distribution) -> TargetScores:
+    logprobs, entropy = score_tokens(
+        logits,
+        targets.ids,
+        temperature=distribution.temperature,
+        truncation=distribution.truncation,
+        history=targets.history,
+        entropy=distribution.entropy,
+        entropy_gradient=distribution.entropy_gradient,
+    )
+    stats = token_stats(logits.detach(), targets.ids) if distribution.stats else None
+    return TargetScores(logprobs, entropy, stats)
+
+
+_STATS = tuple(field.name for field in fields(TokenStats))
+
+
+def _packed(scores: TargetScores) -> Tensor:
+    """Return ``(b, t, k)``: one tensor, as a head returns one."""
+    stats = [getattr(scores.stats, name) for name in _STATS] if scores.stats else []
+    parts = [part for part in (scores.logprobs, scores.entropy, *stats) if part is not None]
+    return torch.stack([part.to(scores.logprobs.dtype) for part in parts], -1)
+
+
+def _unpacked(packed: Tensor, distribution: Distribution) -> TargetScores:
+    logprobs, *others = packed.unbind(-1)
+    entropy = others.pop(0) if distribution.entropy else None
+    if entropy is not None and not distribution.entropy_gradient:
+        entropy = entropy.detach()
+    if not distribution.stats:
+        return TargetScores(logprobs, entropy, None)
+    log_sum_sq, correct, mean_logit = (part.detach() for part in others)
+    return TargetScores(logprobs, entropy, TokenStats(log_sum_sq, correct.bool(), mean_logit))

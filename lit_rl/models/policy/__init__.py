@@ -1,1 +1,0 @@
-"""A policy that is described, loaded, sharded, and asked for log-probs."""

@@ -1,1 +1,0 @@
-"""Models that score instead of writing: critics, reward models, process reward models."""

@@ -1,1 +1,0 @@
-"""Reward functions that need no model: of text, of mathematics, of length, of code that is run."""

@@ -1,0 +1,518 @@
+"""Text classifiers behind reward models: loaded once, sharded over ranks on request, asked in batches.
+
+Rows are padded on the right and masked.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lit_rl.core.errors import ConfigError, RewardError, StorageError, did_you_mean, in_range
+from lit_rl.core.examples import TokenBatch
+from lit_rl.core.vision_inputs import PromptVision, Vision
+
+SET_ELSEWHERE = {
+    "dtype": "dtype",
+    "torch_dtype": "dtype",
+    "revision": "revision",
+    "code_revision": "revision",
+    "device_map": "device",
+    "token": "the HF_TOKEN environment variable, which no config file records",
+    "cache_dir": "the HF_HOME environment variable",
+    "local_files_only": "the HF_HUB_OFFLINE environment variable",
+    "trust_remote_code": "nothing: a reward model runs no code of its repository",
+    "auto_map": "nothing: a reward model runs no code of its repository",
+    "use_safetensors": "nothing: safetensors files alone are read",
+    "quantization_config": "dtype: reward models are not quantised",
+    **dict.fromkeys(("num_labels", "id2label", "label2id"), "label, which chooses among the labels that it has"),
+    **dict.fromkeys(("architectures", "model_type"), "nothing: they are those of its files"),
+}
+"""Arguments of `from_pretrained` that are settings of their own, are fixed, or would undo a safety."""
+
+EXTRA_INIT_KWARGS = ("attn_implementation",)
+"""Arguments of `from_pretrained` that are no field of a config."""
+
+_RENDERED = (
+    *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "padding", "return_dict"),
+    *("return_tensors", "tokenize", "truncation", "max_length"),
+)
+"""Arguments of `apply_chat_template` that the rendering of a row fixes."""
+
+
+def check_init_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that are set elsewhere or fixed.
+
+    Raises:
+        ConfigError: names the key, and the setting to use instead.
+    """
+    for key in kwargs:
+        if key in SET_ELSEWHERE:
+            raise ConfigError(f"init_kwargs.{key} is not taken: use {SET_ELSEWHERE[key]}.")
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Refuse keywords of the chat template that are not the user's to set.
+
+    Raises:
+        ConfigError: names them.
+    """
+    if taken := sorted(kwargs.keys() & set(_RENDERED)):
+        raise ConfigError(
+            f"chat_template_kwargs: {', '.join(taken)} cannot be set, since every row is rendered alike: remove it. "
+            "A template of your own is chat_template."
+        )
+
+
+class OnRunDevice:
+    """A model that scores on the device of the run, unless `device` names another."""
+
+    device: str | None = None
+    run_device: torch.device | None = None
+    """The device of the run, which the training module sets. None outside of a run."""
+
+    @property
+    def place(self) -> torch.device:
+        """The device to load the model on; without a name and outside of a run the process's GPU, else the CPU.
+
+        Raises:
+            ConfigError: `device` is the name of none.
+        """
+        if self.device is not None:
+            try:
+                return torch.device(self.device)
+            except RuntimeError as error:
+                raise ConfigError(f"device={self.device!r} is no device: allowed is cpu, cuda, cuda:1, ...") from error
+        if self.run_device is not None:
+            return self.run_device
+        gpu = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if gpu is None else torch.device(gpu.type, torch.accelerator.current_device_index())
+
+
+_GAVE_UP = -1
+
+
+class Lockstep:
+    """The number of calls that all ranks make of a model that is sharded over them.
+
+    Args:
+        mesh: Of one dimension: the ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._group, self._device = mesh.get_group(), mesh.device_type
+        self.agreed = False
+        """True if this rank has reported its number of calls in this round."""
+
+    def most(self, mine: int) -> int:
+        """Return the largest number of calls that any rank wants to make; ours wants `mine`. A collective, once a
+        round.
+
+        Raises:
+            RewardError: another rank aborted its round.
+        """
+        self.agreed = True
+        said = torch.tensor([mine, -mine], device=self._device)
+        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=self._group)
+        most, least = int(said[0]), -int(said[1])
+        if least == _GAVE_UP and mine != _GAVE_UP:
+            raise RewardError("A reward model could not score the completions of another rank, which says why.")
+        return most
+
+    def give_up(self) -> None:
+        """Report to the others that this rank makes no more calls, unless it has reported a number already."""
+        if not self.agreed:
+            self.most(_GAVE_UP)
+
+
+def in_lockstep(score: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a scoring method so that a failure on one rank, before its calls of the model, ends the round on all."""
+
+    @wraps(score)
+    def scored(self: Any, *args: Any, **columns: Any) -> Any:
+        if self.lockstep is None:
+            return score(self, *args, **columns)
+        self.lockstep.agreed = False
+        try:
+            return score(self, *args, **columns)
+        except BaseException:
+            self.lockstep.give_up()
+            raise
+
+    return scored
+
+
+def on_all_ranks(mesh: DeviceMesh, flag: bool) -> bool:
+    """Tell whether the flag is set on every rank. A collective."""
+    said = torch.tensor(int(flag), device=mesh.device_type)
+    torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=mesh.get_group())
+    return bool(said)
+
+
+def can_shard(model: Any) -> bool:
+    """Tell whether its layers are known, and all of its weights are of one type, as FSDP2 requires."""
+    from lit_rl.models.sharding import decoder_layers
+    from lit_rl.models.vision_parts import sees
+
+    types = {weight.dtype for weight in model.parameters()}
+    return bool(decoder_layers(model)) and len(types) == 1 and not sees(model.config)
+
+
+def shard_for_scoring(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard a model that is only read: each layer is gathered when it runs, and freed afterwards."""
+    from lit_rl.models.sharding import decoder_layers
+
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def local_bytes(model: nn.Module) -> int:
+    """Return the bytes of the weights that this process holds between two calls."""
+    parts = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters())
+    return sum(part.nbytes for part in parts)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered weights: those of the outermost module would wait for a backward pass that never happens."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from lit_rl.models.vision_processor import VisionProcessor
+
+    ScorerLike = str | PreTrainedModel
+    """A folder or hub id, or a model that is loaded already. Configs that are read from files know the first."""
+else:
+    ScorerLike = str
+
+_DTYPES = ("float32", "bfloat16", "float16", "auto")
+
+
+class Classifier(OnRunDevice):
+    """The base of reward models: where the model is, how long its rows are, and that it is loaded once.
+
+    Args:
+        name: A folder or a hub id; in Python also a model that is loaded already.
+        tokenizer: Of a model that is loaded already.
+        revision: Branch, tag or commit of the hub repository.
+        dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
+        device: Where the model runs. None: on the run's device; outside of a run on a GPU, else the CPU.
+        batch_size: Rows of one forward pass.
+        max_length: Longest row in tokens. None: the limit of the model's config.
+        overlong: The treatment of a longer row; one of `allowed_overlong`.
+        chat_template: A Jinja chat template in place of the tokenizer's.
+        chat_template_kwargs: Further arguments of the chat template.
+        init_kwargs: Further arguments of `from_pretrained`: fields of the model's config, `attn_implementation`.
+
+    Raises:
+        ConfigError: a setting is out of range or fixed, or ``name`` is written as a path and is no folder.
+    """
+
+    auto: ClassVar[str]
+    """The class of transformers that loads the model."""
+    labels: ClassVar[int]
+    """The number of outputs that it must have."""
+    allowed_overlong: ClassVar[tuple[str, ...]]
+
+    def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
+        self,
+        name: ScorerLike,
+        *,
+        tokenizer: Any,
+        revision: str | None,
+        dtype: str,
+        device: str | None,
+        batch_size: int,
+        max_length: int | None,
+        overlong: str,
+        chat_template: str | None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        from lit_rl.models import hub_files
+
+        for key, value, allowed in (("dtype", dtype, _DTYPES), ("overlong", overlong, self.allowed_overlong)):
+            if value not in allowed:
+                raise ConfigError(
+                    f"{key}={value!r} is unknown: allowed is {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
+                )
+        in_range("batch_size", batch_size, low=1)
+        if max_length is not None:
+            in_range("max_length", max_length, low=1)
+        self._given = None if isinstance(name, str) and tokenizer is None else (name, tokenizer)
+        self.name = name if isinstance(name, str) else _name_of(name)
+        self.init_kwargs = dict(init_kwargs or {})
+        if self._given is not None:
+            _check_given(self, *self._given, revision=revision, dtype=dtype)
+        self.path = self.name if self._given is not None else hub_files.resolve("name", self.name)
+        self.revision = revision
+        self.dtype = dtype
+        self.device = device
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.overlong = overlong
+        self.chat_template = chat_template
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        check_template_kwargs(self.chat_template_kwargs)
+        check_init_kwargs(self.init_kwargs)
+        self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+        self._processor: VisionProcessor | None = None
+        self.lockstep: Lockstep | None = None
+        """How the ranks agree where the weights are spread over them; None where they are whole."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process loads its own.
+        return self.__dict__ | {"_loaded": None, "_processor": None, "lockstep": None}
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Return the model on its device and its tokenizer; loaded at the first call.
+
+        Raises:
+            ConfigError: the model does not give as many numbers as it must, or there is no chat template for messages.
+            StorageError: weights are missing (a head that was never trained, for one), damaged or pickled.
+            BackendError: the model cannot be reached.
+        """
+        if self._loaded is None:
+            self._loaded = _load_classifier(self, self.place) if self._given is None else _to_device(self, *self._given)
+        return self._loaded
+
+    def load_spread(self, mesh: DeviceMesh) -> None:
+        """Load it, and shard its weights over the ranks. A collective; from now on each call of it is one too.
+
+        It stays whole where, on any rank, it is an object of the user's, was loaded before, has a device of its own,
+        reads images, or cannot be sharded by FSDP2.
+
+        Args:
+            mesh: Of one dimension: the ranks.
+
+        Raises:
+            ConfigError, StorageError, BackendError: see `load`.
+        """
+        if self.lockstep is not None:
+            return
+        fresh = self._loaded is None and self._given is None and self.device is None
+        if fresh:
+            self._loaded = _load_classifier(self, torch.device("cpu"))  # the mesh's device never holds all of it
+        model, tokenizer = self.load()
+        if on_all_ranks(mesh, fresh and can_shard(model)):
+            shard_for_scoring(model, mesh)
+            self.lockstep = Lockstep(mesh)
+        elif fresh:
+            self._loaded = model.to(self.place), tokenizer  # pyright: ignore[reportArgumentType]
+
+    def processor(self) -> VisionProcessor | None:
+        """Return the processor of prompts with images, loaded on first use. None for a model over text.
+
+        Raises:
+            BackendError: its files or a package that it needs are missing.
+        """
+        from lit_rl.models.vision_parts import sees
+        from lit_rl.models.vision_processor import load_processor
+
+        model, tokenizer = self.load()
+        if self._processor is None and sees(model.config):
+            how = {"key": "name", "revision": self.revision}
+            self._processor = load_processor(self.name, self.path, tokenizer, model.config, **how)
+        return self._processor
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights on the run's device; 0 before it is loaded."""
+        if self._loaded is None or self.device == "cpu":
+            return 0
+        return local_bytes(self._loaded[0])
+
+    def longest(self, rows: Sequence[Sequence[int]]) -> int:
+        """Return the token limit of the rows.
+
+        Raises:
+            RewardError: a row is longer and `overlong` is `error`, or has no token.
+        """
+        limit = self.max_length or _longest(self.load()[0]) or max(map(len, rows), default=0)
+        self._check_lengths(rows, limit)
+        return limit
+
+    def batches(self, rows: Sequence[Sequence[int]], order: Iterable[int]) -> Iterator[Sequence[int]]:
+        """Yield these rows in batches, by length. If the weights are sharded, the model is then called on dummy rows
+        until every rank has called it as often as the one with most batches."""
+        by_length = sorted(order, key=lambda i: len(rows[i]))
+        starts = range(0, len(by_length), self.batch_size)
+        idle = 0 if self.lockstep is None else self.lockstep.most(len(starts)) - len(starts)
+        for start in starts:
+            yield by_length[start : start + self.batch_size]
+        if self.lockstep is not None:
+            model, _ = self.load()
+            for _ in range(idle):
+                logits_of(model, [[0]])
+            reshard(model)
+
+    def require_chat_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ConfigError where there is none."""
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                f"The prompts are messages, and the tokenizer of the reward model {self.name!r} has no chat template. "
+                "Set chat_template to the one that the model was trained with."
+            )
+
+    def check_labels(self, config: PreTrainedConfig) -> None:
+        """Raises ConfigError where the model does not give as many numbers as it must."""
+        if config.num_labels != self.labels:
+            what, kind = ("one number", "sequence") if self.labels == 1 else ("two: wrong and right", "token")
+            raise ConfigError(
+                f"name={self.name!r} is no reward model of this kind: it has num_labels={config.num_labels}, and "
+                f"{'a reward' if self.labels == 1 else 'a step'} is {what}. "
+                f"Take a {kind} classifier that was trained with num_labels={self.labels}."
+            )
+
+    def _check_lengths(self, rows: Sequence[Sequence[int]], limit: int) -> None:
+        longest = max(range(len(rows)), key=lambda i: len(rows[i]), default=None)
+        if longest is None:
+            return
+        if any(not row for row in rows):
+            raise RewardError(f"row {[len(row) for row in rows].index(0)} has no token for {self.name!r}: it is empty.")
+        if self.overlong == "error" and len(rows[longest]) > limit:
+            ways = " or ".join(way for way in self.allowed_overlong if way != "error")
+            raise RewardError(
+                f"row {longest} has {len(rows[longest])} tokens for the reward model {self.name!r}, the longest of "
+                f"{sum(len(row) > limit for row in rows)} with more than max_length={limit}. Raise it, or set overlong "
+                f"to {ways}."
+            )
+
+
+def _check_given(description: Classifier, model: Any, tokenizer: Any, *, revision: Any, dtype: str) -> None:
+    """Refuse an object that is no model of this kind, and settings that are about files.
+
+    Raises:
+        ConfigError: names it, and the argument to pass.
+    """
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    if isinstance(model, str):
+        raise ConfigError(
+            f"tokenizer belongs to a model that is loaded already, and name={model!r} has its own: leave it out, "
+            "or set chat_template."
+        )
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel) or "For" + description.auto.partition("For")[2] not in kind:
+        raise ConfigError(
+            f"{type(description).__name__} got a {kind}. It takes a folder, a hub id, or a model that transformers' "
+            f"{description.auto} has loaded, with its tokenizer."
+        )
+    description.check_labels(model.config)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ConfigError(
+            f"{type(description).__name__} got a {kind} that is loaded already, and no tokenizer: pass "
+            "tokenizer=AutoTokenizer.from_pretrained(name) of transformers, the one that belongs to the model."
+        )
+    if revision is not None or dtype != "auto" or description.init_kwargs:
+        raise ConfigError(
+            "revision, dtype and init_kwargs are of loading, and the reward model is loaded already: leave them out."
+        )
+
+
+def _name_of(model: Any) -> str:
+    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
+
+
+def _to_device(description: Classifier, model: Any, tokenizer: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return a loaded model on its device, in evaluation mode. Neither its weights nor the tokenizer are changed."""
+    if description.chat_template is not None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = description.chat_template
+    return model.to(description.place).eval(), tokenizer
+
+
+def _load_classifier(description: Classifier, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer
+
+    from lit_rl.models import hub_files
+    from lit_rl.models.language_model import check_overrides
+    from lit_rl.models.scoring import register_classifier
+
+    name, path, revision = description.name, description.path, description.revision
+    with hub_files.reading("name", name, path):
+        config = AutoConfig.from_pretrained(path, revision=revision)
+        if description.init_kwargs:
+            given = description.init_kwargs
+            check_overrides("init_kwargs", given, config, name, beside=EXTRA_INIT_KWARGS, elsewhere=SET_ELSEWHERE)
+            config = AutoConfig.from_pretrained(path, revision=revision, **description.init_kwargs)
+    description.check_labels(config)
+    hub_files.refuse_pickle("name", path, "")
+    register_classifier(config)
+    with hub_files.reading("name", name, path):
+        loaded: Any = getattr(transformers, description.auto).from_pretrained(
+            path,
+            config=config,
+            revision=revision,
+            dtype=description.dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise StorageError(
+            f"name={name!r}: its files lack {len(missing)} weights ({', '.join(missing[:5])}), which transformers "
+            "filled with random numbers. A language model without a trained score head is no reward model."
+        )
+    if description.chat_template is not None:
+        tokenizer.chat_template = description.chat_template
+    return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def _longest(model: PreTrainedModel) -> int | None:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+@torch.no_grad()
+def logits_of(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], seen: Sequence[PromptVision | None] = ()
+) -> Tensor:
+    """Return a classifier's logits for token ids, padded on the right, in float32: ``(b, labels)`` or ``(b, s,
+    labels)``.
+
+    Args:
+        model: The classifier.
+        rows: Token ids of each text.
+        seen: Vision inputs of the prompt with which a text begins, one per row; empty if none has any.
+    """
+    text_config = model.config.get_text_config()
+    own = text_config.pad_token_id
+    # A decoder reads its score at the last token that is not the pad, so a pad of ours may end no row.
+    pad = own if own is not None else next(i for i in range(len(rows) + 1) if all(row[-1] != i for row in rows))
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=model.device)
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=model.device)
+    text_config.pad_token_id = pad
+    try:
+        with torch.autocast(model.device.type, enabled=False):
+            return model(input_ids=ids, attention_mask=mask, **_seen(model, ids, mask, seen)).logits.float()
+    finally:
+        text_config.pad_token_id = own
+
+
+def _seen(model: PreTrainedModel, ids: Tensor, mask: Tensor, seen: Sequence[PromptVision | None]) -> dict[str, Tensor]:
+    """Return the further inputs of a model over images."""
+    if not any(seen):
+        return {}
+    from lit_rl.models.forward_inputs import text_inputs
+
+    vision = Vision(seen, torch.arange(len(seen)))
+    return text_inputs(model, TokenBatch(ids, mask.bool(), mask.bool(), vision=vision))

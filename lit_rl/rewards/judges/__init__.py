@@ -1,1 +1,0 @@
-"""Judges, which say which of two completions of a prompt is better."""

@@ -1,0 +1,285 @@
+"""Rewards from a server: texts out, numbers back, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import inspect
+import json
+import math
+import os
+import random
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+
+from lit_rl.core.errors import ConfigError, RewardError, in_range
+from lit_rl.core.machine import is_loopback
+from lit_rl.core.visuals import ImageRef, VideoRef, visuals_in
+from lit_rl.rewards.contract import ARGUMENTS
+
+_REQUESTS_PER_SERVER = 4
+_LONGEST_WAIT = 30.0
+_LARGEST_ANSWER = 64 * 2**20
+_RETRIED_STATUSES = (408, 409, 425, 429)
+"""Statuses of the 400s that the same request may not get again: too slow, in conflict, too early, too many."""
+
+
+class RemoteReward:
+    """Rewards from servers; several requests are under way at once.
+
+    One request is ``POST {"prompts": [...], "completions": [...], "columns": {name: [...]}}``, every list of the same
+    length, each entry as a reward function would get it; images are texts ``data:image/png;base64,...`` of their
+    encoded bytes, once a completion, and a video is ``{"frames": [...], "fps": ...}`` of such. The answer is
+    ``{"rewards": [...]}`` with as many finite numbers or nulls (the reward does not apply). Requests go round-robin
+    over the servers, up to four a server at once. One that fails, for whatever reason, is sent to the next server; once
+    all have failed it waits ``backoff`` seconds, doubled every round up to 30 and shortened by up to half at random.
+    After ``attempts`` rounds the run ends: no reward is ever made up.
+
+    Args:
+        urls: The servers, as https:// addresses, or http:// ones of this machine.
+        allow_http: Send prompts and completions unencrypted to http:// addresses of other machines too.
+        columns: Columns of the data to send. None sends all of them.
+        batch_size: Completions of one request.
+        timeout: Seconds that one request may take.
+        attempts: Rounds over the servers before the run ends.
+        backoff: Seconds of the first wait between two rounds.
+        token_env: Environment variable whose value is sent as a bearer token. None sends none.
+
+    Raises:
+        ConfigError: an address that would send texts unencrypted over a network or holds a password, a setting out of
+            range, or an environment variable that is not set.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        allow_http: bool = False,
+        columns: Sequence[str] | None = None,
+        batch_size: int = 64,
+        timeout: float = 60.0,
+        attempts: int = 4,
+        backoff: float = 1.0,
+        token_env: str | None = None,
+    ) -> None:
+        self.urls = [urls] if isinstance(urls, str) else list(urls)
+        if not self.urls:
+            raise ConfigError("urls is empty: give the address of at least one server.")
+        for url in self.urls:
+            _check_url(url, allow_http)
+        for key, value in {"batch_size": batch_size, "attempts": attempts}.items():
+            in_range(key, value, low=1)
+        in_range("timeout", timeout, low=0, open_low=True)
+        in_range("backoff", backoff, low=0)
+        if token_env is not None and not os.environ.get(token_env):
+            raise ConfigError(f"token_env={token_env!r}: there is no environment variable of this name. Set it first.")
+        self.columns = None if columns is None else list(columns)
+        self.batch_size = batch_size
+        self.timeout = timeout
+        self.attempts = attempts
+        self.backoff = backoff
+        self.token_env = token_env
+        self._sent = 0
+        if self.columns is not None:
+            self.__signature__ = _signature(self.columns)
+
+    def __repr__(self) -> str:
+        return f"RemoteReward({', '.join(self.urls)})"
+
+    async def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+    ) -> list[float] | list[float | None]:
+        names = [name for name in columns if name not in ARGUMENTS] if self.columns is None else self.columns
+        sent = {name: columns[name] for name in names}
+        _check_columns(sent)
+        starts = range(0, len(completions), self.batch_size)
+        parts = [slice(start, start + self.batch_size) for start in starts]
+        bodies = [_body(prompts[part], completions[part], {k: v[part] for k, v in sent.items()}) for part in parts]
+        counts = [len(completions[part]) for part in parts]
+        try:
+            with concurrent_posts(self.post, _REQUESTS_PER_SERVER * len(self.urls)) as post:
+                async with asyncio.TaskGroup() as group:  # the first request to fail for good ends the others
+                    asked = [group.create_task(self._ask(*job, post)) for job in zip(bodies, counts)]
+        except* RewardError as errors:
+            raise errors.exceptions[0] from None
+        return [value for task in asked for value in task.result()]
+
+    async def _ask(self, body: bytes, count: int, post: Post) -> list[float | None]:
+        """Send one request until a server answers it."""
+        first, failure = self._sent, ""
+        self._sent += 1
+        tries = self.attempts * len(self.urls)
+        for attempt in range(tries):
+            url = self.urls[(first + attempt) % len(self.urls)]
+            if attempt and attempt % len(self.urls) == 0:
+                rounds = attempt // len(self.urls) - 1
+                await asyncio.sleep(min(_LONGEST_WAIT, self.backoff * 2**rounds) * random.uniform(0.5, 1))
+            try:
+                return _rewards(await post(url, body), count)
+            except NO_ANSWER as error:
+                kind = "" if isinstance(error, RequestRefused) else f"{type(error).__name__}: "
+                failure = f"{url}: {kind}{error}"
+        raise RewardError(
+            f"no server gave the rewards of {count} completions in {tries} attempts. The last one, {failure}. Servers: "
+            f"{', '.join(self.urls)}. Are they running? timeout={self.timeout:g} is the limit of one "
+            "request in seconds, attempts the number of rounds."
+        )
+
+    def post(self, url: str, body: bytes) -> bytes:
+        """Return the answer to a JSON body, read within the limits of this reward.
+
+        Raises:
+            RequestRefused: the server refuses, or answers too much.
+            OSError: it cannot be reached.
+        """
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self.token_env is not None:
+            headers["Authorization"] = f"Bearer {os.environ.get(self.token_env, '').strip()}"
+        request = urllib.request.Request(url, body, headers, method="POST")
+        handlers: list[Any] = [_NoRedirect]
+        if is_loopback(urlsplit(url).hostname):
+            handlers.append(urllib.request.ProxyHandler({}))
+        until = time.monotonic() + self.timeout
+        try:
+            response = urllib.request.build_opener(*handlers).open(request, timeout=self.timeout)
+        except HTTPError as error:
+            with error:
+                raise RequestRefused(
+                    f"answered {error.code} {error.reason} {error.read(200).decode(errors='replace')}",
+                    for_good=400 <= error.code < 500 and error.code not in _RETRIED_STATUSES,
+                ) from error
+        with response:
+            answer = bytearray()
+            while piece := response.read1(2**16):
+                answer += piece
+                if time.monotonic() > until:
+                    raise TimeoutError(f"the answer took longer than {self.timeout:g} seconds")
+                if len(answer) > _LARGEST_ANSWER:
+                    raise RequestRefused(f"the answer is larger than {_LARGEST_ANSWER >> 20} MiB")
+        return bytes(answer)
+
+
+Post = Callable[[str, bytes], Awaitable[bytes]]
+
+
+@contextmanager
+def concurrent_posts(post: Callable[[str, bytes], bytes], at_once: int) -> Iterator[Post]:
+    """Make `post` async with a limit on concurrent calls: each runs in a thread of its own.
+
+    The event loop's own threads would be another limit, of as many as the machine has processors and four more.
+    """
+    threads = ThreadPoolExecutor(at_once, "lit_rl-request")
+
+    async def posted(url: str, body: bytes) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(threads, post, url, body)
+
+    try:
+        yield posted
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+class RequestRefused(Exception):
+    """A server answered, but not with the requested result.
+
+    Args:
+        why: The reason, in words.
+        for_good: The same request would be answered the same again.
+    """
+
+    def __init__(self, why: str, *, for_good: bool = False) -> None:
+        super().__init__(why)
+        self.for_good = for_good
+
+
+NO_ANSWER = (OSError, HTTPException, ValueError, RecursionError, RequestRefused)
+"""Errors after which a request is retried. Invalid JSON or UTF-8 is a ValueError, JSON that is nested too
+deeply a RecursionError."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects, which would turn the request into a GET, and send the token to another server."""
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
+        return None
+
+
+def _check_url(url: str, allow_http: bool) -> None:
+    parts = urlsplit(str(url))
+    shown = str(url).replace(f"{parts.username}:{parts.password}@", "***@") if parts.password else url
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"urls: {shown!r} is no address of a server: it reads https://host:port/path.")
+    if parts.username or parts.password:
+        raise ConfigError(
+            f"urls: {shown!r} holds a user name: put a token into an environment variable, token_env=NAME."
+        )
+    if parts.scheme == "http" and not allow_http and not is_loopback(parts.hostname):
+        raise ConfigError(
+            f"urls: {shown!r} would send prompts and completions unencrypted over the network. Use https, or say "
+            "that this network is yours: allow_http=true."
+        )
+
+
+def _signature(columns: Sequence[str]) -> inspect.Signature:
+    """Return the signature of the columns that are sent, so that a missing column is found before anything is
+    loaded."""
+    names = dict.fromkeys(["prompts", "completions", *columns])
+    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names])
+
+
+def _check_columns(columns: Mapping[str, Sequence[Any]]) -> None:
+    for name, values in columns.items():
+        unseen = [None if visuals_in(value) else value for value in values]  # which are encoded once, in the request
+        try:
+            json.dumps(unseen, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"the column {name!r} cannot be sent as JSON: {error}. Leave it out: name the others in columns=."
+            ) from error
+
+
+def _body(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Any]) -> bytes:
+    body = {"prompts": prompts, "completions": completions, "columns": columns}
+    try:
+        return json.dumps(body, default=_encode_visual).encode()
+    except TypeError as error:  # only values of an environment can be anything but text, numbers, images and videos
+        raise RewardError(
+            f"the episodes cannot be sent as JSON: {error}. Take a reward function of this process, which gets them as "
+            "they are."
+        ) from error
+
+
+def _encode_visual(value: Any) -> Any:
+    """Return an image as a ``data:`` address of its encoded bytes; a video as its frames and their rate."""
+    if isinstance(value, ImageRef):
+        return f"data:image/{value.encoding};base64,{base64.b64encode(value.read()).decode()}"
+    if isinstance(value, VideoRef):
+        return {"frames": list(value.frames), "fps": value.fps}
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def _rewards(answer: bytes, count: int) -> list[float | None]:
+    """Return the rewards in an answer.
+
+    Raises:
+        RequestRefused: it is anything but `count` finite numbers or nulls.
+    """
+    decoded = json.loads(answer)
+    rewards = decoded.get("rewards") if isinstance(decoded, dict) else None
+    if not isinstance(rewards, list):
+        raise RequestRefused(f'answered {answer[:120]!r}, expected {{"rewards": [...]}}')
+    if len(rewards) != count:
+        raise RequestRefused(f"gave {len(rewards)} rewards for {count} completions")
+    for index, value in enumerate(rewards):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and abs(value) < math.inf):
+            raise RequestRefused(
+                f"gave {value!r:.80} for completion {index}, which is neither a finite number nor null"
+            )
+    return rewards

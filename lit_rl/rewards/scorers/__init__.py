@@ -1,1 +1,0 @@
-"""Models that score: classifiers that are loaded here, and rewards from a server."""

@@ -1,1 +1,0 @@
-"""Several reward functions as one number: weighted, by recipes, named by path in a config, watched."""

@@ -1,0 +1,90 @@
+"""The same scripted episodes in another process, for `lit-rl env-check`: with other hashes of texts, another process
+id, at another time.
+
+The process runs this module. It gets the settings of `env=` and not the objects: classes are imported anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_rl.environments.tool_parsers import Parser
+from lit_rl.runs.instantiate import instantiate_plain
+
+_SEEDS = "1", "2"
+"""Seeds of text hashes: the second where this process has the first."""
+
+
+class OtherProcess:
+    """Another process that plays cases, one after another. To be closed.
+
+    Args:
+        settings: The node of `env=`, whose targets were checked.
+        parsers: See `EpisodePlayer`.
+        cases: See `EpisodePlayer`.
+        max_image_pixels: See `EpisodePlayer`.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        parsers: Mapping[str, Parser | None],
+        cases: Sequence[Any],
+        max_image_pixels: int | None = None,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="lit_rl-env-check-")
+        folder = Path(self._folder.name)
+        job, self._result, self._said = folder / "job", folder / "result.json", folder / "said"
+        job.write_bytes(pickle.dumps((dict(settings), dict(parsers), max_image_pixels, list(cases))))
+        hashes = _SEEDS[os.environ.get("PYTHONHASHSEED") == _SEEDS[0]]
+        path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+        with self._said.open("wb") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(job), str(self._result)],
+                env={**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+            )
+
+    def lines(self, seconds: float) -> list[tuple[str, ...]] | str:
+        """Return the lines of each case, see `PlayedEpisode`; or the reason why there are none.
+
+        Args:
+            seconds: To wait for them.
+        """
+        try:
+            code = self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return f"it was not done after {seconds:.0f} seconds"
+        if code:
+            last = self._said.read_text(errors="replace").strip().splitlines()[-1:]
+            return f"it ended with code {code}: {''.join(last)}"
+        return [tuple(lines) for lines in json.loads(self._result.read_text())]
+
+    def close(self) -> None:
+        """End the process, and remove its files."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def _main(job: Path, result: Path) -> None:
+    from lit_rl.runs.env_plays import EpisodePlayer
+
+    settings, parsers, max_image_pixels, cases = pickle.loads(job.read_bytes())
+    player = EpisodePlayer(instantiate_plain(settings), parsers, max_image_pixels)
+    result.write_text(json.dumps([player.play(case).lines for case in cases]))
+
+
+if __name__ == "__main__":
+    _main(*map(Path, sys.argv[1:]))
+    os._exit(0)  # what an environment left behind, such as a thread, keeps nobody waiting

@@ -1,0 +1,519 @@
+"""The rendezvous of processes that rank 0 has not started itself: those of other nodes, or all of torchrun and Slurm.
+
+`ProcessPlacement` is the rank of this process and the address where all meet, from what torchrun, Slurm or the user has
+set. `Rendezvous` is a `TCPStore` at the address that torch's process group takes later: processes meet there before
+anything is loaded, say whom they wait for, and hear from rank 0 how the run stands. Through it rank 0 sends the
+checkpoint to nodes whose file systems are their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from torch.distributed import DistError
+from torch.distributed.constants import default_pg_timeout
+
+from lit_rl.callbacks.checkpoint_io import step_of
+from lit_rl.core import errors
+from lit_rl.core.durable_files import MANIFEST, PARTIAL, flush, replacing
+from lit_rl.core.errors import BackendError, ConfigError, StorageError
+from lit_rl.core.machine import is_loopback
+from lit_rl.runs.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class ProcessPlacement:
+    """The rank of this process, and the address where all processes meet."""
+
+    rank: int
+    size: int
+    node: int
+    nodes: int
+    address: str
+    port: int
+    first_of_node: bool = True
+    opens: bool = False
+    """True if this process opens the port. torchrun opens it itself."""
+    by_hand: bool = False
+    """True if the user starts the other processes, and nothing else does."""
+    attempt: str = ""
+    """A name that differs between attempts that meet at the same port."""
+
+
+def devices_of_launcher(devices: Any) -> Any:
+    """Return the devices of a node that were asked for; `auto` is one for each process that torchrun started there."""
+    if devices not in (None, "auto") or not TorchElasticEnvironment.detect():
+        return devices
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return here if here > 1 else devices
+
+
+def device_count(devices: Any) -> int | None:
+    """Return the number of devices, written as Lightning takes them; None where it depends on the machine."""
+    if isinstance(devices, int | str) and str(devices).isdigit():
+        return int(devices)
+    if isinstance(devices, str):
+        return len([each for each in devices.split(",") if each.strip()]) if "," in devices else None
+    return len(devices) if isinstance(devices, Sequence) else None
+
+
+def find_placement(num_nodes: int) -> ProcessPlacement | None:
+    """Return the placement of this process from the launcher's variables; None where it starts all other processes
+    itself, or is alone.
+
+    Args:
+        num_nodes: `trainer.num_nodes`.
+
+    Raises:
+        ConfigError: what the launcher set does not fit it, or does not say where to meet.
+    """
+    if TorchElasticEnvironment.detect():
+        found = _torchrun_placement()
+    elif SLURMEnvironment.detect():
+        found = _slurm_placement()
+    else:
+        found = _manual_placement(num_nodes)
+    if found is None or found.size == 1:
+        return None
+    if found.nodes != num_nodes:
+        raise ConfigError(
+            f"trainer.num_nodes={num_nodes}, and the launcher has started {found.nodes} nodes: set "
+            f"trainer.num_nodes={found.nodes}."
+        )
+    return found
+
+
+def _torchrun_placement() -> ProcessPlacement:
+    environment, rank = TorchElasticEnvironment(), int(os.environ["RANK"])
+    attempt = "/".join(os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
+    return ProcessPlacement(
+        rank,
+        environment.world_size(),
+        environment.node_rank(),
+        int(os.environ.get("GROUP_WORLD_SIZE", "1")),
+        environment.main_address,
+        environment.main_port,
+        first_of_node=environment.local_rank() == 0,
+        opens=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        attempt=attempt,
+    )
+
+
+def _slurm_placement() -> ProcessPlacement:
+    try:
+        environment = SLURMEnvironment()
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from error
+    rank = environment.global_rank()
+    nodes = int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+    return ProcessPlacement(
+        rank,
+        environment.world_size(),
+        environment.node_rank(),
+        nodes,
+        environment.main_address,
+        environment.main_port,
+        first_of_node=environment.local_rank() == 0,
+        opens=rank == 0,
+    )
+
+
+def _manual_placement(num_nodes: int) -> ProcessPlacement | None:
+    """Return the placement of the first process of a node, which starts the others there."""
+    environment = LightningEnvironment()
+    if num_nodes <= 1 or environment.local_rank() != 0:
+        return None
+    node = environment.node_rank()
+    if node >= num_nodes:
+        raise ConfigError(f"NODE_RANK={node} with trainer.num_nodes={num_nodes}: allowed is 0 to {num_nodes - 1}.")
+    lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if node > 0 and lacking:
+        raise ConfigError(
+            f"This is node {node} of trainer.num_nodes={num_nodes}, and {' and '.join(lacking)} is not set: it takes "
+            "the address of node 0, and the port that node 0 says it waits at."
+        )
+    port = environment.main_port
+    os.environ["MASTER_PORT"] = str(port)  # Lightning would choose another one
+    return ProcessPlacement(
+        node, num_nodes, node, num_nodes, environment.main_address, port, opens=node == 0, by_hand=True
+    )
+
+
+TIMEOUT = default_pg_timeout.total_seconds()
+"""Seconds until a missing process is given up: torch's own timeout."""
+
+_REPORT_AFTER = (1.0, 30.0, 300.0)
+"""Seconds of waiting after which a line is printed."""
+_POLL_INTERVAL = 0.2
+"""Seconds."""
+_END = b"end"
+"""Mark after the last piece."""
+_distributed: Any = torch.distributed
+
+
+class Rendezvous:
+    """All processes, met. Until all are `ready`, a process that waits for a `failed` one ends with it.
+
+    Args:
+        place: Placement of this process.
+        command: The typed command.
+        job: Number of the job of a sweep.
+        patience: Seconds.
+
+    Raises:
+        BackendError: somebody has not come in time, or the port is taken. It names the address.
+        ConfigError: two processes are the same node.
+    """
+
+    def __init__(self, place: ProcessPlacement, command: str, job: int = 0, patience: float = TIMEOUT) -> None:
+        self.place, self._command, self._patience = place, command, patience
+        self._begun = False
+        store = self._opened() if place.opens else self._reached()
+        self._store = _distributed.PrefixStore(f"lit_rl/{place.attempt}/{job}", store)
+        with self._held():
+            if self._store.add(f"as/{place.rank}", 1) > 1:
+                raise ConfigError(
+                    f"Two processes say that they are {self._where(place.rank)}: give each machine a NODE_RANK of its "
+                    f"own, of 0 to {place.nodes - 1}."
+                )
+            self._store.set(f"here/{place.rank}", socket.gethostname())
+        if place.rank == 0:
+            self._wait_for_all("here", range(1, place.size))
+
+    # ------------------------------------------------------------------ what is said
+
+    def tell(self, name: str, what: Mapping[str, Any]) -> None:
+        """Send this to all others. Called by rank 0, once a name."""
+        with self._held():
+            self._store.set(name, json.dumps(what))
+
+    def hear(self, name: str) -> dict[str, Any]:
+        """Wait for a message of rank 0. Called by the others."""
+        self._wait(lambda: self._store.check([name]), lambda: self._where(0))
+        with self._held():
+            return json.loads(self._store.get(name))
+
+    def answer(self, what: Any) -> None:
+        """Send an answer to rank 0. Called by the others, once."""
+        with self._held():
+            self._store.set(f"answer/{self.place.rank}", json.dumps(what))
+
+    def answers(self) -> list[Any]:
+        """Wait for the answers of the others, in the order of ranks. Called by rank 0."""
+        others = range(1, self.place.size)
+        self._wait_for_all("answer", others)
+        with self._held():
+            return [json.loads(self._store.get(f"answer/{rank}")) for rank in others]
+
+    def shared(self, name: str, mine: Any) -> list[Any]:
+        """Gather one value from every rank, in the order of ranks. Called by all, once a name."""
+        with self._held():
+            self._store.set(f"{name}/{self.place.rank}", json.dumps(mine))
+        self._wait_for_all(name, range(self.place.size))
+        with self._held():
+            return [json.loads(self._store.get(f"{name}/{rank}")) for rank in range(self.place.size)]
+
+    def send(self, pieces: Iterable[bytes], receivers: int) -> None:
+        """Send bytes to this number of receivers, with no more than one piece in the store. Called by rank 0."""
+        for number, piece in enumerate(itertools.chain(pieces, [_END])):
+            with self._held():
+                self._store.set(f"piece/{number}", piece)
+            self._wait(lambda n=number: self._store.add(f"taken/{n}", 0) == receivers, lambda: "the others to take it")
+            with self._held():
+                self._store.delete_key(f"piece/{number}")
+
+    def received(self) -> Iterator[bytes]:
+        """Yield the pieces. Called by those receivers."""
+        for number in itertools.count():
+            key = f"piece/{number}"
+            self._wait(lambda key=key: self._store.check([key]), lambda: self._where(0))
+            with self._held():
+                piece = self._store.get(key)
+                self._store.add(f"taken/{number}", 1)
+            if piece == _END:
+                return
+            yield piece
+
+    # ------------------------------------------------------------------ whether all are well
+
+    def ready(self) -> None:
+        """Wait until all ranks have built their run. Called by all."""
+        with self._held():
+            self._store.set(f"ready/{self.place.rank}", b"")
+        self._wait_for_all("ready", range(self.place.size))
+        self._begun = True
+
+    def failed(self, error: Exception) -> None:
+        """Make the others, which would wait for this rank, end with the same error. Called by a rank that never gets
+        ready."""
+        if self._begun:
+            return
+        where = f"{self._where(self.place.rank)} ({socket.gethostname()})"
+        said = [type(error).__name__, f"The run does not begin, as {where} has failed: {error}"]
+        with contextlib.suppress(DistError):
+            self._store.set("failed", json.dumps(said))
+            if self.place.opens:  # what was said is gone with this process
+                time.sleep(5 * _POLL_INTERVAL)
+
+    def _none_failed(self) -> bool:
+        if self._store.check(["failed"]):
+            kind, message = json.loads(self._store.get("failed"))
+            raise getattr(errors, kind, BackendError)(message)
+        return True
+
+    # ------------------------------------------------------------------ how it waits
+
+    def _opened(self) -> Any:
+        port = self.place.port
+        try:  # it listens at every address of this machine, and this one needs no name
+            return _distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        except DistError as error:
+            raise BackendError(
+                f"The processes would meet at port {port} of this machine ({socket.gethostname()}), which cannot be "
+                f"opened: {_first_line(error)}. Set MASTER_PORT to one that is free, the same on every node."
+            ) from error
+
+    def _reached(self) -> Any:
+        address, why = (self.place.address, self.place.port), [""]
+
+        def answers() -> bool:
+            try:
+                socket.create_connection(address, timeout=5).close()
+            except OSError as error:
+                why[0] = f" ({error.strerror or error})"
+                return False
+            return True
+
+        self._wait_until(answers, lambda: f"{self._where(0)}{why[0]}")
+        with self._held():
+            return _distributed.TCPStore(*address, is_master=False, wait_for_workers=False)
+
+    def _wait_for_all(self, what: str, ranks: Iterable[int]) -> None:
+        missing = list(ranks)
+
+        def come() -> bool:
+            missing[:] = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
+            return not missing
+
+        self._wait(come, lambda: _list(self._where(rank) for rank in missing))
+
+    def _wait(self, come: Callable[[], bool], whom: Callable[[], str]) -> None:
+        self._wait_until(lambda: self._none_failed() and come(), whom)
+
+    def _wait_until(self, come: Callable[[], bool], whom: Callable[[], str]) -> None:
+        """Wait until a condition holds; print now and then which ranks are missing."""
+        began, due = time.monotonic(), list(_REPORT_AFTER)
+        while True:
+            with self._held():
+                if come():
+                    return
+            waited = time.monotonic() - began
+            if waited >= self._patience:
+                raise BackendError(f"{whom()} did not come to {self._there()} in {waited:.0f} s.{self._advice()}")
+            if due and waited >= due[0]:
+                due.pop(0)
+                self._say(whom(), waited)
+            time.sleep(_POLL_INTERVAL)
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        try:
+            yield
+        except DistError as error:
+            raise BackendError(
+                f"{self._where(0)} is gone, where the processes of this run meet ({self._there()}): "
+                f"{_first_line(error)}. What it said last is the reason."
+            ) from error
+
+    # ------------------------------------------------------------------ the words
+
+    def _say(self, whom: str, waited: float) -> None:
+        if not self.place.first_of_node:
+            return
+        this = (
+            f"This is {self._where(self.place.rank)} of {self.place.nodes if self.place.by_hand else self.place.size}"
+        )
+        if waited < _REPORT_AFTER[1]:
+            line = f"{this}, waiting for {whom} at {self._there()}.{self._to_type()}"
+        else:
+            line = f"{this}, still waiting for {whom} at {self._there()} after {waited:.0f} s.{self._advice()}"
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+    def _where(self, rank: int) -> str:
+        return f"node {rank}" if self.place.by_hand else f"rank {rank}"
+
+    def _there(self) -> str:
+        return f"{self.place.address}:{self.place.port}"
+
+    def _to_type(self) -> str:
+        """Return the commands that start the other nodes, where the user has to."""
+        if not self.place.by_hand or self.place.rank != 0:
+            return ""
+        reachable = socket.gethostname() if is_loopback(self.place.address) else self.place.address
+        there = f"MASTER_ADDR={reachable} MASTER_PORT={self.place.port}"
+        lines = [f"\n  {there} NODE_RANK={node} {self._command}" for node in range(1, self.place.nodes)]
+        return f" Type there:{''.join(lines)}"
+
+    def _advice(self) -> str:
+        here = f"here it is {self.place.address}"
+        if is_loopback(self.place.address):
+            here += ", which leads every machine to itself"
+        return (
+            f" Where it was started: MASTER_ADDR has to be an address of node 0 that the others reach ({here}), "
+            f"MASTER_PORT={self.place.port} the same on every node and open in firewalls.{self._to_type()}"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n")[0].rstrip(".")
+
+
+def _list(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+_CHUNK_BYTES = 4 * 2**20
+"""Bytes of a file that are sent at once; a store takes 8 MiB."""
+
+
+def send_start(meeting: Rendezvous, run_dir: RunDir, ckpt_path: str | None, *, newest: bool) -> None:
+    """Send the start of the run, and the checkpoint to nodes that lack it. Called by rank 0.
+
+    Args:
+        meeting: All processes.
+        run_dir: Folder of the run.
+        ckpt_path: Checkpoint to resume from.
+        newest: True if the newest checkpoint was asked for: then no node may hold a newer one.
+
+    Raises:
+        StorageError: a node holds a newer one, or lacks one that cannot be sent.
+    """
+    path = None if ckpt_path is None else Path(ckpt_path).absolute()
+    resumed = path is not None and run_dir.summary.exists()
+    meeting.tell(
+        "start",
+        {
+            "run_dir": str(run_dir.path.absolute()),
+            "ckpt_path": path and str(path),
+            "mark": path and _checkpoint_digest(path),
+            "summary": run_dir.read_summary() if resumed else None,
+            "newest": newest,
+        },
+    )
+    answers = meeting.answers()
+    lacking = [answer["host"] for answer in answers if answer["lacks"]]
+    _check_newest(path, [f"{answer['host']}:{answer['newer']}" for answer in answers if answer["newer"]])
+    if path is not None and path.is_dir() and lacking:
+        raise StorageError(
+            f"{path} is a folder with a part of each process, and {', '.join(lacking)} does not see there what "
+            "this node sees. A run with strategy=deepspeed_* goes on where all nodes share the file system of run_dir."
+        )
+    if path is not None and lacking:
+        meeting.send(_read_chunks(path), len(lacking))
+    meeting.tell("carried", {})
+
+
+def send_finished(meeting: Rendezvous) -> None:
+    """Send, in place of `send_start`, that the run has finished. Called by rank 0. Returns once all others have
+    received it, since the store ends with this process."""
+    meeting.tell("start", {"finished": True})
+    meeting.answers()
+
+
+def receive_start(meeting: Rendezvous) -> tuple[RunDir, str | None] | None:
+    """Receive the folder of the run, and the checkpoint to resume from; None where the run has finished. Called by the
+    other ranks.
+
+    Raises:
+        LitRLError: why the run does not begin.
+    """
+    told = meeting.hear("start")
+    if "finished" in told:
+        meeting.answer(None)
+        return None
+    run_dir, path = RunDir(Path(told["run_dir"])), Path(told["ckpt_path"]) if told["ckpt_path"] else None
+    first = meeting.place.first_of_node
+    lacks = first and path is not None and (not path.exists() or _checkpoint_digest(path) != told["mark"])
+    newer = _newer_checkpoint(run_dir, path) if first and told["newest"] else None
+    if first and newer is None:
+        run_dir.error.unlink(missing_ok=True)  # of the attempt before
+        _copy_summary(run_dir, told["summary"])
+    meeting.answer({"host": socket.gethostname(), "lacks": lacks, "newer": newer and str(newer)})
+    if lacks and path is not None:
+        _write_chunks(path, meeting.received())
+    meeting.hear("carried")
+    return run_dir, str(path) if path is not None else None
+
+
+def _check_newest(path: Path | None, newer: Sequence[str]) -> None:
+    if newer:
+        holds = f"node 0 would go on from {path.name}" if path is not None else "node 0 holds none and would begin anew"
+        raise StorageError(
+            f"ckpt_path=last: {holds}, and there is {' and '.join(newer)}. Where nodes have file systems of their own, "
+            "the run is in the folder of node 0: let the machine be node 0 that was it before, or copy the folder. To "
+            "go on without, remove it there."
+        )
+
+
+def _newer_checkpoint(run_dir: RunDir, path: Path | None) -> Path | None:
+    here = max(run_dir.checkpoints.glob("*.ckpt"), key=step_of, default=None)
+    return here if here is not None and (path is None or step_of(here) > step_of(path)) else None
+
+
+def _checkpoint_digest(path: Path) -> str | None:
+    """Return a digest that differs between two checkpoints, without reading all of them; None where there is none."""
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        if path.is_dir():
+            digest.update((path / MANIFEST).read_bytes())
+        else:
+            with zipfile.ZipFile(path) as archive:
+                digest.update(repr([(part.filename, part.file_size, part.CRC) for part in archive.infolist()]).encode())
+    except (OSError, zipfile.BadZipFile):
+        return None
+    return digest.hexdigest()
+
+
+def _read_chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(_CHUNK_BYTES):
+            yield piece
+
+
+def _write_chunks(path: Path, pieces: Iterator[bytes]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, f"{path.name}{PARTIAL}{os.getpid()}") as partial:
+            with partial.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+            flush(partial)
+    except OSError as error:
+        raise StorageError(
+            f"This node ({socket.gethostname()}) lacks the checkpoint {path}, and cannot write it: {error}."
+        ) from error
+
+
+def _copy_summary(run_dir: RunDir, summary: dict[str, Any] | None) -> None:
+    """Write rank 0's summary here. It decides what is measured, which takes all processes."""
+    if summary is not None and run_dir.read_summary() != summary:
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        run_dir.write_summary(summary)

@@ -1,0 +1,308 @@
+"""The run directory: what a start may write there, what is undone when it fails, and the checkpoints in it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lit_rl.callbacks.alarms import BEFORE_ALARM_FOLDER as BEFORE_ALARM
+from lit_rl.callbacks.checkpoint_io import fault_of_contents, newest_whole, unusable_checkpoint, verify_once
+from lit_rl.callbacks.record import RECORD_FILES, record_files
+from lit_rl.core.durable_files import PARTIAL, flush, replacing, write_new
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.models.verified_folder import unpublished_folders
+from lit_rl.reports import run_files
+from lit_rl.reports.run_files import REPORT_FILE, RunPaths
+from lit_rl.reports.secrets import redact
+from lit_rl.runs.run_lock import LOCK_FILE, RunLock
+
+
+@dataclass(frozen=True)
+class SavedPolicy:
+    """The policy in a checkpoint."""
+
+    weights: dict[str, Tensor]
+    """Tensors by their names in the module."""
+    step: int
+    """Optimizer steps that it has taken."""
+    beside: dict[str, Any]
+    """The settings that the checkpoint notes of its run, and the keys that were asked for, where they are there."""
+
+
+def read_saved_policy(checkpoint: Path, beside: Sequence[str] = ()) -> SavedPolicy:
+    """Read a checkpoint.
+
+    Args:
+        checkpoint: The file.
+        beside: Keys of the checkpoint that are wanted too, such as `reference`.
+
+    Raises:
+        StorageError: it is no checkpoint of a run, or is damaged.
+    """
+    verify_once(checkpoint)
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        weights = {name: tensor for name, tensor in saved["state_dict"].items() if name.startswith("policy.")}
+        return SavedPolicy(
+            weights, int(saved["global_step"]), {key: saved[key] for key in ("run", *beside) if key in saved}
+        )
+    except Exception as error:  # an unpickler fails on a file of another kind in every way there is
+        raise unusable_checkpoint(checkpoint, fault_of_contents(error)) from error
+
+
+StartKind = Literal["new", "anew", "resumed"]
+"""Start of a run in its folder: in an empty one; in place of a run that died before its first checkpoint; or from a
+checkpoint."""
+
+HF_STEPS = "hf_steps"
+"""Folder of the exports that `callbacks.export` writes: `step_00000100`."""
+
+AVERAGES = ("hf_ema", "hf_bema", "hf_merged")
+"""Folders of averaged policies."""
+
+REPLACED = (
+    "summary.json",
+    "error.json",
+    REPORT_FILE,
+    "checkpoints/*.ckpt",
+    f"checkpoints/{BEFORE_ALARM}/*.ckpt",
+    "hf",
+    *AVERAGES,
+    f"{HF_STEPS}/step_*",
+    "bad_batch*.pt",
+    *RECORD_FILES,
+)
+"""Names that a run writes, and would replace or add to, beside config.yaml."""
+
+
+@dataclass(frozen=True)
+class FilesBefore:
+    """The files of a run before a start that may be refused."""
+
+    contents: Mapping[Path, bytes | None]
+    """Contents of the files that a start writes anew; None where there is none."""
+    sizes: Mapping[Path, int]
+    """Sizes of the record's files, to which a start adds."""
+
+
+@dataclass(frozen=True)
+class RunDir(RunPaths):
+    """The folder of a run that starts, resumes or has ended: its files, and the ones that may be written."""
+
+    def read_summary(self) -> dict[str, Any]:
+        """Return the summary; empty where there is none. Nothing depends on a damaged one: it is written anew, with a
+        warning."""
+        return run_files.read_summary(self.path)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        _replace(self.summary, json.dumps(nan_to_null(summary), indent=2, allow_nan=False) + "\n")
+
+    def write_config(self, text: str) -> None:
+        _replace(self.config, run_files.with_version_line(text))
+
+    def write_error(self, what: dict[str, Any]) -> dict[str, Any] | None:
+        """Write the error that ended the run. Of several ranks the first one writes it: the others fail because of it.
+
+        Returns:
+            What another rank has said before; None where this is the first.
+        """
+        with contextlib.suppress(OSError, ValueError):  # nothing may hide the error itself
+            try:
+                write_new(self.error, json.dumps(redact(what), indent=2) + "\n")
+            except FileExistsError:
+                return json.loads(self.error.read_text())
+        return None
+
+    @property
+    def finished(self) -> bool:
+        """True if a run here has finished. (A summary without a run is the user's, and is not read.)"""
+        return run_files.is_finished(self.path)
+
+    def open(self, start: StartKind, lock: RunLock | None = None) -> RunLock:
+        """Make the folder, or refuse it: another run's results, and the user's files, are never mixed with this run's.
+
+        Args:
+            start: How the run begins.
+            lock: Of the folder, where it is held already.
+
+        Returns:
+            What keeps other runs out, until it is released.
+
+        Raises:
+            StorageError: it is a file, cannot be written, or is in use.
+            ConfigError: it holds a run and this is not its continuation; or files that no run wrote, under names that
+                this one would write.
+        """
+        run_files.check_not_a_file(self.path)
+        with contextlib.ExitStack() as undo:
+            if lock is None and self.holds_a_run:  # before anything is said of a run that still goes on
+                lock = undo.enter_context(contextlib.closing(RunLock(self.path)))
+            self._check_free(start)
+            self.make()
+            lock = lock or RunLock(self.path)
+            undo.pop_all()
+        if self.holds_a_run:
+            self.error.unlink(missing_ok=True)  # of the attempt before
+        return lock
+
+    def _check_free(self, start: StartKind) -> None:
+        if theirs := next(self._of_the_user(start), None):
+            raise ConfigError(
+                f"run_dir={self.path} holds {theirs.relative_to(self.path)}, which a run would replace and which no "
+                "run wrote: the folder has no config.yaml of a run. Take another run_dir; a new folder is best."
+            )
+        if start == "new" and (self.finished or any(self.checkpoints.glob("*.ckpt")) or self.metrics.exists()):
+            state = "a finished run" if self.finished else "a run that did not finish"
+            raise run_files.folder_taken_error(self.path, state)
+
+    def make(self) -> None:
+        """Make the folder if it is missing.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".writable-{os.getpid()}"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise StorageError(
+                f"run_dir={self.path} cannot be written ({error.strerror}). Take another run_dir."
+            ) from error
+
+    def missing(self) -> list[Path]:
+        """Return the folders that `open` will make, the innermost first."""
+        return [path for path in (self.path, *self.path.parents) if not path.exists()]
+
+    def keeps(self, made: Sequence[Path], kept_for: str) -> bool:
+        """Tell whether `withdraw`, with the same arguments, would leave the folder as it is."""
+        if self.path not in made:
+            return True
+        if not os.path.isdir(self.path):  # the Path's own raises where a name is too long
+            return False
+        logged = self.metrics.is_file() and f'"{kept_for}' in self.metrics.read_text()
+        return logged or any(self.checkpoints.glob("*")) or any(self.path.glob("bad_batch*.pt"))
+
+    def withdraw(self, made: Sequence[Path], kept_for: str) -> None:
+        """Remove the folder of a start that failed before it had anything to keep, if this start made the folder.
+
+        Args:
+            made: What was `missing` before.
+            kept_for: The folder stays if a metric was logged whose name begins so; "" is any.
+        """
+        if self.keeps(made, kept_for):
+            return
+        if not os.path.isdir(self.path):  # those above it were made, and it could not be
+            return _remove_empty(made)
+        theirs = self.path / "hparams.yaml"  # of Lightning's logger for TensorBoard
+        ours = (self.path / LOCK_FILE, self.config, self.summary, self.error, self.page, *record_files(self.path))
+        for path in (*ours, theirs):
+            path.unlink(missing_ok=True)
+        inside = sorted((path for path in self.path.rglob("*") if path.is_dir()), reverse=True)
+        _remove_empty([*inside, *made])
+
+    def stands(self) -> FilesBefore:
+        """Return the files before a start resumes the run, for `put_back`."""
+        written = (self.config, self.summary, self.error, self.page, self.path / "csv" / "metrics.csv")
+        return FilesBefore(
+            {path: path.read_bytes() if path.is_file() else None for path in written},
+            {path: path.stat().st_size for path in record_files(self.path)},
+        )
+
+    def put_back(self, stood: FilesBefore) -> None:
+        """Restore the files after a start that was refused before it resumed the run."""
+        for path, data in stood.contents.items():
+            if data is None:
+                path.unlink(missing_ok=True)
+            elif not path.is_file() or path.read_bytes() != data:
+                _replace(path, data)
+        for path in record_files(self.path):
+            if path not in stood.sizes:
+                path.unlink()
+            elif path.stat().st_size > stood.sizes[path]:
+                os.truncate(path, stood.sizes[path])
+
+    def _of_the_user(self, start: StartKind) -> Iterator[Path]:
+        """Yield files that this run would replace and that no run wrote. A folder is a run's by its config.yaml, or by
+        a checkpoint."""
+        if not self.path.is_dir() or self.holds_a_run:
+            return
+        if self.config.exists():
+            yield self.config
+        if start != "resumed":
+            yield from (path for name in REPLACED for path in sorted(self.path.glob(name)))
+
+    @property
+    def holds_a_run(self) -> bool:
+        """True if a run wrote config.yaml, which is there before anything else of the run is."""
+        return run_files.holds_a_run(self.path)
+
+    def read_config(self) -> dict[str, Any]:
+        """Return config.yaml as a mapping; empty where it cannot be read."""
+        return run_files.read_config(self.path)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run that has ended here; 0 where none has."""
+        return int(self.read_summary().get("steps", 0))
+
+    def remove_partial(self) -> None:
+        """Remove a partial checkpoint or export that a process left when it died. Called by one process, before it
+        trains."""
+        for path in self.checkpoints.glob(f"*.ckpt{PARTIAL}[0-9]*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        steps = self.path / HF_STEPS
+        averages = [self.path / name for name in AVERAGES]
+        begun = {found[1] for path in steps.glob(".step_*") if (found := re.match(r"\.(step_\d{8})", path.name))}
+        for target in (self.hf, *averages, *(steps / name for name in sorted(begun))):
+            for path in unpublished_folders(target):
+                shutil.rmtree(path)
+
+    def clear_record(self) -> None:
+        """Remove the record of a run that died before its first checkpoint: the next one starts from nothing."""
+        if self.holds_a_run and not self.finished:
+            for path in record_files(self.path):
+                path.unlink()
+            self.summary.unlink(missing_ok=True)
+
+    def last_checkpoint(self) -> Path | None:
+        """Return the newest whole checkpoint; None where there is none."""
+        return self.newest_checkpoint()[0]
+
+    def newest_checkpoint(self) -> tuple[Path | None, list[Path]]:
+        """Return the newest whole checkpoint, None where there is none; and the damaged ones that are newer."""
+        return newest_whole(list(self.checkpoints.glob("*.ckpt")))
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove the folders that are empty, the innermost first."""
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it holds something, or is not there
+            folder.rmdir()
+
+
+def nan_to_null(node: Any) -> Any:
+    """Return the tree with null for NaN and infinity, which JSON lacks."""
+    if isinstance(node, dict):
+        return {key: nan_to_null(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [nan_to_null(value) for value in node]
+    return None if isinstance(node, float) and not math.isfinite(node) else node
+
+
+def _replace(path: Path, content: str | bytes) -> None:
+    with replacing(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        flush(partial)

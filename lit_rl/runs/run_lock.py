@@ -1,0 +1,105 @@
+"""A lock on a run's folder, `.lock`: one run at a time writes there.
+
+It is `flock(2)`: a process that dies, however it dies, leaves no lock behind, and Linux passes it on to NFS servers.
+The text in the file is for people.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+from lit_rl.core.errors import StorageError
+
+LOCK_FILE = ".lock"
+
+_TAKEN = (errno.EACCES, errno.EAGAIN)
+_MOST_TRIES = 100
+
+
+class RunLock:
+    """A lock that is held from its construction until `close`, or until the process ends.
+
+    Args:
+        folder: Existing folder of a run.
+        setting: Name of the setting in messages.
+
+    Raises:
+        StorageError: another process holds it, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, setting: str = "run_dir") -> None:
+        self.path, self._setting = folder / LOCK_FILE, setting
+        self._file = self._held()
+        os.register_at_fork(after_in_child=self._file.close)  # a child that lives on must not hold it
+        with contextlib.suppress(OSError):  # of a full disk: what it says is for people
+            self._file.truncate(0)
+            self._file.write(json.dumps(_about_this_process()))
+            self._file.flush()
+
+    def _held(self) -> TextIO:
+        for _ in range(_MOST_TRIES):
+            file = self._opened()
+            if self._names(file):
+                return file
+            file.close()  # who held it before has removed the file in between
+        raise StorageError(f"{self.path} is another file each time that it is looked at. Take another {self._setting}.")
+
+    def _opened(self) -> TextIO:
+        folder = self.path.parent
+        try:
+            file = self.path.open("a+")
+        except OSError as error:
+            raise StorageError(
+                f"The run's folder {folder} cannot be written ({error.strerror}). Take another {self._setting}."
+            ) from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _TAKEN:  # a file system that knows no locks
+                return file
+            with file:
+                raise StorageError(
+                    f"The run's folder {folder} is in use{_holder(file)}. Wait for that run or stop it, or take "
+                    "another "
+                    f"{self._setting}."
+                ) from error
+        return file
+
+    def _names(self, file: TextIO) -> bool:
+        """Tell whether the path still leads to the file that is open."""
+        try:
+            named, held = self.path.stat(), os.fstat(file.fileno())
+        except FileNotFoundError:
+            return False
+        return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
+
+    def close(self) -> None:
+        """Let the next run in. May be called again."""
+        if self._file.closed:
+            return
+        with self._file, contextlib.suppress(OSError):
+            if self._names(self._file):
+                self.path.unlink()
+
+
+def _about_this_process() -> dict[str, str | int]:
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+
+
+def _holder(file: TextIO) -> str:
+    """Return the note of the process that holds it; empty where that cannot be read."""
+    try:
+        file.seek(0)
+        about = json.loads(file.read())
+        return f" by process {about['pid']} on {about['host']} since {about['since']}"
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
