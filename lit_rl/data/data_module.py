@@ -11,14 +11,13 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_rl.core import errors
 from lit_rl.core.errors import ConfigError, DataError, in_range, seed_in_range
-from lit_rl.data.checks import SEVERAL_PATHS
 from lit_rl.data.corpus import Report, list_counts
 from lit_rl.data.loaders import plain_settings
 from lit_rl.data.order import DEFAULT_STEP_ROWS, RolloutOrder, fit_step_rows
 from lit_rl.data.readers import OnBadRow
 from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS
 from lit_rl.data.rows import row_function
-from lit_rl.data.sources import GivenRows, Rows, is_data_set
+from lit_rl.data.sources import SEVERAL_PATHS, GivenRows, Rows, is_data_set
 from lit_rl.data.splits import RowSource, check_rows, parse_sources, refuse_text, require_exactly_one, val_sources
 from lit_rl.data.tasks import Task
 from lit_rl.data.visual_prompts import Processor

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lit_rl.core.errors import ConfigError, DataError, in_range
-from lit_rl.data.checks import one_of
+from lit_rl.core.errors import ConfigError, DataError, in_range, one_of
 from lit_rl.data.encode import (
     KEEP,
     LEARN,

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_rl.core.chat_template import THOUGHTS, call_arguments
-from lit_rl.core.errors import DataError
-from lit_rl.data.checks import excerpt
+from lit_rl.core.errors import DataError, excerpt
 from lit_rl.data.readers import ARGUMENTS, without_none
 
 ROLES = {

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from lit_rl.core.errors import BackendError, ConfigError, DataError, did_you_mean
+from lit_rl.core.errors import BackendError, ConfigError, DataError, did_you_mean, excerpt, one_of
 from lit_rl.core.machine import go_offline_if_unreachable
-from lit_rl.data.checks import excerpt, one_of, refuse_other_files
 from lit_rl.data.kinds import COLUMNS
 from lit_rl.data.message_forms import MESSAGES, SHAREGPT
 from lit_rl.data.readers import (
@@ -23,6 +22,7 @@ from lit_rl.data.readers import (
     OnBadRow,
     parse_json,
     refuse_duplicate_key,
+    refuse_other_files,
     refuse_other_parquet,
     row_of_table,
     rows_of_cells,
@@ -41,6 +41,13 @@ MANY = 1_000_000
 """Rows of a stream after which the user is warned that it may be endless."""
 LONG = 30.0
 """Seconds of reading after which the user is warned, too."""
+
+
+SEVERAL_PATHS = (
+    "data.path takes one file, folder or hub id. Several are 'data.sources=[{path:A},{path:B}]', each with a weight, "
+    "a rename or a map_row of its own where it needs one."
+)
+"""The message where a list was given as a path."""
 
 
 def is_data_set(given: Any) -> bool:

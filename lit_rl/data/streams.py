@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 
-from lit_rl.core.errors import BackendError, ConfigError, DataError
+from lit_rl.core.errors import BackendError, ConfigError, DataError, excerpt, one_of
 from lit_rl.core.examples import ExampleBatch
-from lit_rl.data.checks import excerpt, one_of
 from lit_rl.data.corpus import (
     ExampleCorpus,
     add_counts,

@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from lit_rl.core.episode import End
-from lit_rl.core.errors import ConfigError, LitRLError, StorageError
+from lit_rl.core.errors import ConfigError, LitRLError, StorageError, excerpt
 from lit_rl.core.process_state import is_raised_by_user_code
 from lit_rl.core.visuals import ImageRef
-from lit_rl.data.checks import excerpt
 from lit_rl.environments.environment_base import Environment, Opening, Reply, Turn
 from lit_rl.environments.environment_pool import ObjectLost
 from lit_rl.environments.runner import CALL_CONTEXT, NoReply, TimedOut

@@ -19,11 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lit_rl.core.chat_template import apply_chat_template
-from lit_rl.core.errors import ConfigError
+from lit_rl.core.errors import ConfigError, excerpt
 from lit_rl.core.rollout import Message
 from lit_rl.core.vision_inputs import Later, PromptVision
 from lit_rl.core.visuals import ImageRef
-from lit_rl.data.checks import excerpt
 from lit_rl.data.rendering import control_tokens
 from lit_rl.data.visual_prompts import Processor, PromptVisuals, count_placeholders
 from lit_rl.environments.observations import (

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 from lit_rl.core.chat_template import apply_chat_template
-from lit_rl.core.errors import ConfigError, DataError, GenerationError
+from lit_rl.core.errors import ConfigError, DataError, GenerationError, excerpt
 from lit_rl.core.rollout import Completions, Message, Prompt, PromptBatch
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.core.visuals import ImageRef
-from lit_rl.data.checks import excerpt
 from lit_rl.data.message_forms import tools_argument
 from lit_rl.data.rendering import control_tokens, encode_prompt, render_prompt, row_template_kwargs
 from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS

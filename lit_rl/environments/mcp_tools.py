@@ -27,9 +27,8 @@ from jsonschema.validators import Draft202012Validator, validator_for
 from referencing import Registry
 
 from lit_rl.core import supervisor
-from lit_rl.core.errors import BackendError, ConfigError, did_you_mean
+from lit_rl.core.errors import BackendError, ConfigError, did_you_mean, excerpt
 from lit_rl.core.event_loops import BackgroundLoop
-from lit_rl.data.checks import excerpt
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.observations import IMAGE_LIMIT, content_of, replace_surrogates
 from lit_rl.environments.tools import Tool, ToolAnswer, Toolbox

@@ -19,8 +19,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from lit_rl.core.chat_template import apply_chat_template
-from lit_rl.core.errors import ConfigError, one_of
-from lit_rl.data.checks import excerpt
+from lit_rl.core.errors import ConfigError, excerpt, one_of
 from lit_rl.data.rendering import control_tokens
 from lit_rl.environments.thoughts import (
     BRACKETS,
