@@ -294,18 +294,13 @@ class SourcedDataModule(L.LightningDataModule):
             DataError: the rows do not fill one step, or a source has none left.
         """
         if sum(sizes) < size:
-            counted = f"{sum(sizes)} rows are left for training: {list_counts(counts)}{self._held_together(counts)}"
+            counted = f"{sum(sizes)} rows are left for training: {list_counts(counts)}"
+            if (held := counts.get("held_out", 0)) > self._share_of(counts["kept"] + held):
+                counted += ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
             raise DataError(f"{key}={size}, and {counted}. {self._more_rows(sum(sizes), size, key, counts)}.")
         if 0 in sizes:
             raise DataError(f"data.sources[{sizes.index(0)}]: the filters left no row of it.")
         return RolloutOrder(sizes, size, self.seed, shuffle, self.weights)
-
-    def _held_together(self, counts: Mapping[str, int]) -> str:
-        """Return the reason why more rows are held out than their share; empty where they are not."""
-        held = counts.get("held_out", 0)
-        if held <= self._share_of(counts["kept"] + held):
-            return ""
-        return ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
 
     def fitted(self, size: int | None, now: int, rows: int, key: str) -> int:
         """Return the rows of a step: `size` where the user chose it. Otherwise as many as there are and as divide into

@@ -547,7 +547,7 @@ def pack_examples(
     """
     texts = [text for example in examples for text in example.texts]
     rows = pack([len(text) for text in texts], capacity, how)
-    return [[_piece(texts[piece.text], piece.start, piece.stop) for piece in row] for row in rows]
+    return [[truncate(texts[piece.text], range(piece.start, piece.stop)) for piece in row] for row in rows]
 
 
 def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[PackedPiece]]:
@@ -598,8 +598,3 @@ def _wrapped(lengths: Sequence[int], capacity: int) -> list[list[PackedPiece]]:
             room -= stop - start
             start = stop
     return rows
-
-
-def _piece(text: Encoded, start: int, stop: int) -> Encoded:
-    learned = [i > 0 and flag for i, flag in enumerate(text.learned[start:stop])]
-    return Encoded(text.ids[start:stop], learned, min(max(0, text.prompt_tokens - start), stop - start))

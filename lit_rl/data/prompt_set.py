@@ -197,7 +197,9 @@ def read_prompts(
             continue
         counts["longest"] = max(counts["longest"], len(example.prompt_ids))
         if len(example.prompt_ids) <= options.max_prompt_tokens:
-            kept.append(reader.keep(example))
+            if example.shown is not None:
+                reader.videos.add(example.shown.visuals, example.where)
+            kept.append(example)
         elif options.overlong == "truncate_left" and example.shown:
             raise ConfigError(
                 f"{example.where}: the prompt has {len(example.prompt_ids)} tokens with its images, "
@@ -211,7 +213,11 @@ def read_prompts(
         elif options.overlong == "drop":
             counts["overlong"] += 1
         else:
-            raise DataError(_too_long(example, options.max_prompt_tokens))
+            raise DataError(
+                f"{example.where}: the prompt has {len(example.prompt_ids)} tokens, "
+                f"data.max_prompt_tokens={options.max_prompt_tokens}. Raise it, or set data.overlong to drop or "
+                "truncate_left."
+            )
     if first_error and counts["bad"] - rows.skipped == len(rows):
         raise first_error
     if reader.rows.mixed:
@@ -294,12 +300,6 @@ class _PromptReader:
             return None
         return tools
 
-    def keep(self, example: PromptExample) -> PromptExample:
-        """Return the example, and compare later ones with its videos."""
-        if example.shown is not None:
-            self.videos.add(example.shown.visuals, example.where)
-        return example
-
     def check_whole(self) -> None:
         self.left_out.say()
         if len(self.kinds) > 1:
@@ -309,13 +309,6 @@ class _PromptReader:
             )
         self.rows.check_renamed()
         self.rows.say()
-
-
-def _too_long(example: PromptExample, limit: int) -> str:
-    return (
-        f"{example.where}: the prompt has {len(example.prompt_ids)} tokens, data.max_prompt_tokens={limit}. Raise it, "
-        "or set data.overlong to drop or truncate_left."
-    )
 
 
 def _column(name: str, examples: Sequence[PromptExample]) -> list[Any]:

@@ -91,11 +91,6 @@ class JsonlReader:
             yield number, row
 
 
-def read_jsonl(path: str | Path, *, on_bad_row: OnBadRow = "error") -> JsonlReader:
-    """Return the `(line number, row)` pairs of a file; `.skipped` of the result counts the bad lines left out."""
-    return JsonlReader(path, on_bad_row=on_bad_row)
-
-
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the non-blank lines of a file with their numbers from 1, unparsed and without the byte order mark.
 

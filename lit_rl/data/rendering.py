@@ -98,7 +98,10 @@ class LeftOut:
         lines = {what: f"The chat template leaves out {what}: {excerpt(said)}" for what, said in self._words.items()}
         lines |= self._notes
         if keys := [key for key in self._keys if key not in self._said]:
-            lines[f"keys {keys}"] = _line_of_keys(keys)
+            line = f"The chat template leaves out what these keys of messages say: {', '.join(keys)}."
+            if any(key in _SAYS_WHAT_IS_LEARNED for key in keys):
+                line += " Which messages are learned is chosen by data.learn alone."
+            lines[f"keys {keys}"] = line
         if self._opened is False:
             lines["turn"] = (
                 "The chat template does not open the assistant's turn (add_generation_prompt changes nothing: look "
@@ -155,12 +158,10 @@ class LeftOut:
         """Note a key whose text is missing; for a number, a key whose name the template does not read."""
         texts = [value for value in values if isinstance(value, str) and value]
         others = [value for value in values if not isinstance(value, str) and value not in (None, [], {})]
-        if any(not _is_in(value, text) for value in texts) or (others and not self._reads(key.rpartition(".")[2])):
+        name = re.escape(key.rpartition(".")[2])
+        is_read = re.search(rf"\.{name}\b|['\"]{name}['\"]", self._source) is not None
+        if any(not _is_in(value, text) for value in texts) or (others and not is_read):
             self._keys.setdefault(key)
-
-    def _reads(self, name: str) -> bool:
-        name = re.escape(name)
-        return re.search(rf"\.{name}\b|['\"]{name}['\"]", self._source) is not None
 
     def _lines_of_kwargs(self) -> dict[str, str]:
         names = {f"data.chat_template_kwargs.{name}": name for name in self._kwargs}
@@ -206,13 +207,6 @@ def strings_in(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from strings_in(item)
-
-
-def _line_of_keys(keys: Sequence[str]) -> str:
-    line = f"The chat template leaves out what these keys of messages say: {', '.join(keys)}."
-    if any(key in _SAYS_WHAT_IS_LEARNED for key in keys):
-        line += " Which messages are learned is chosen by data.learn alone."
-    return line
 
 
 def _missing_words(words: str, text: str) -> Iterator[tuple[str, str]]:

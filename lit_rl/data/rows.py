@@ -217,18 +217,14 @@ def _check_calls(calls: Any, where: str) -> None:
 
 
 def _sound_text(text: str, where: str) -> str:
-    for name, bad in (("a NUL character", "\0" in text), ("half of a surrogate pair", not _encodes(text))):
-        if bad:
-            raise DataError(f"{where} holds {name}, which no tokenizer keeps: {excerpt(text)}")
-    return text
-
-
-def _encodes(text: str) -> bool:
     try:
         text.encode()
+        bad = "a NUL character" if "\0" in text else ""
     except UnicodeEncodeError:
-        return False
-    return True
+        bad = "a NUL character" if "\0" in text else "half of a surrogate pair"
+    if bad:
+        raise DataError(f"{where} holds {bad}, which no tokenizer keeps: {excerpt(text)}")
+    return text
 
 
 class RowSettings(Protocol):

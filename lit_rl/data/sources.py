@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -97,11 +97,6 @@ def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
     return rows
 
 
-def load_saved(path: Path, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
-    """Return all rows of the data set that `open_saved` opens."""
-    return [row_of_table(row) for row in open_saved(path, split=split, name=name).to_list()]
-
-
 def open_saved(path: Path, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:
     """Open a folder as a data set: one written by `datasets.save_to_disk`, or one that holds data files.
 
@@ -130,11 +125,6 @@ def open_saved(path: Path, *, split: str | None = None, name: str | None = None,
     if saved and isinstance(data, datasets.Dataset) and split is not None:
         raise ConfigError(f"data.split={split!r} came with {path}, one saved data set without splits: remove it.")
     return _the_split(data, str(path), split)
-
-
-def load_hub(path: str, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
-    """Return all rows of the data set that `open_hub` opens."""
-    return [row_of_table(row) for row in open_hub(path, split=split, name=name).to_list()]
 
 
 def open_hub(path: str, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:
@@ -256,9 +246,9 @@ def load_rows(
     one_of("data.on_bad_row", on_bad_row, ON_BAD_ROW)
     local = local_path(path)
     if local is None:
-        rows = Rows(hub_name(path, split), load_hub(str(path), split=split, name=name))
+        rows = Rows(hub_name(path, split), _all_rows(open_hub(str(path), split=split, name=name)))
     elif local.is_dir():
-        rows = Rows(str(local), load_saved(local, split=split, name=name))
+        rows = Rows(str(local), _all_rows(open_saved(local, split=split, name=name)))
     else:
         rows = _read_file(local, split, name, on_bad_row)
     if local is not None:
@@ -313,6 +303,10 @@ def suffix_of(path: Path, split: str | None, name: str | None) -> str:
             f"data.path={path}: unknown kind of file {suffix!r}; allowed are {', '.join(SUFFIXES)}.{packed}"
         )
     return suffix
+
+
+def _all_rows(data: Any) -> list[dict[str, Any]]:
+    return [row_of_table(row) for row in data.to_list()]
 
 
 def _read_file(path: Path, split: str | None, name: str | None, on_bad_row: OnBadRow) -> Rows:
@@ -382,7 +376,11 @@ def is_one_value(path: Path) -> bool:
     try:
         value = parse_json(first)
     except ValueError:  # the first line of many may be cut off, too: then the others are objects
-        return first.startswith(b"{") and not first.endswith(b"}") and not (_is_object(second) and _ends(third))
+        return (
+            first.startswith(b"{")
+            and not first.endswith(b"}")
+            and not (_is_object(second) and (not third or _is_object(third)))
+        )
     return not second and isinstance(value, dict) and _tables_in(value, path) is not None
 
 
@@ -391,11 +389,6 @@ def _is_object(line: bytes) -> bool:
         return isinstance(parse_json(line.strip()), dict)
     except ValueError:
         return False
-
-
-def _ends(line: bytes) -> bool:
-    """Tell whether a line may come behind a row of JSON Lines: there is none, or it is one."""
-    return not line or _is_object(line)
 
 
 def _rows_in(value: Any, path: Path) -> list[Any]:
@@ -489,11 +482,7 @@ def _nearest(path: Path) -> str:
     folder = next((parent for parent in path.parents if parent.is_dir()), Path())
     if folder != path.parent:
         return f" The folder {path.parent} does not exist."
-    return did_you_mean(path.name, _names(folder))
-
-
-def _names(folder: Path) -> Iterator[str]:
     try:
-        yield from (entry.name for entry in folder.iterdir())
+        return did_you_mean(path.name, [entry.name for entry in folder.iterdir()])
     except OSError:
-        return
+        return ""

@@ -118,7 +118,9 @@ class Journal:
             if self._file is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._file = io.FileIO(self._path, "a")
-            _write_all(self._file, f"{line}\n".encode())
+            data = f"{line}\n".encode()
+            while data:  # a system may take less than it is given, where the disk is nearly full
+                data = data[self._file.write(data) or 0 :]
         except OSError as error:
             raise StorageError(f"env.journal: {self._path} cannot be written: {error}.") from error
 
@@ -222,12 +224,6 @@ def _with_images(given: Any) -> Any:
 
 def _image(written: dict[str, Any]) -> ImageRef:
     return ImageRef.held(written["name"], written["width"], written["height"], base64.b64decode(written["data"]))
-
-
-def _write_all(file: io.FileIO, data: bytes) -> None:
-    """Write all bytes: a system may take fewer at a time where the disk is nearly full."""
-    while data:
-        data = data[file.write(data) or 0 :]
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -276,7 +276,10 @@ class ChatFrames(Frames):
     def _tried(self, kind: AnswerRole) -> _Skeleton:
         """Return the first skeleton that the template renders whole."""
         why = ""
-        for skeleton in self._skeletons_of(kind):
+        forms: Sequence[_Skeleton] = (_Skeleton(kind, "mapping"), _Skeleton(kind, "text"))
+        if kind == "user" or self._calls_are_text:
+            forms = (_Skeleton(kind),)
+        for skeleton in forms:
             try:
                 text = self._rendered(skeleton, _probes(kind, 1))
             except ConfigError:
@@ -295,11 +298,6 @@ class ChatFrames(Frames):
             f"The {self._name} cannot render the answers of the {kind} behind a turn of the assistant: {why}. Give "
             "one that does with model.chat_template=FILE, or take another model."
         )
-
-    def _skeletons_of(self, kind: AnswerRole) -> Sequence[_Skeleton]:
-        if kind == "user" or self._calls_are_text:
-            return (_Skeleton(kind),)
-        return (_Skeleton(kind, "mapping"), _Skeleton(kind, "text"))
 
     def _ends_before(self, skeleton: _Skeleton, count: int) -> int:
         """Return the number of EOS tokens before the one that ends the assistant's turn, in a rendering of `count`

@@ -34,7 +34,6 @@ from lit_rl.environments.observations import (
 )
 from lit_rl.environments.runner import Runner
 from lit_rl.environments.template_checks import CHECK_EVERY, TemplateRewriteCheck
-from lit_rl.environments.thoughts import speaks_on_channels, split_thoughts
 from lit_rl.environments.tool_parsers import Parser, RegexParser, parser_for
 
 
@@ -274,23 +273,14 @@ class Interaction(EpisodeSource):
         self.journal = journal
         self.factory, self._tokenizer, self._eos_ids = factory, tokenizer, tuple(eos_ids)
         self._chat, self._template_kwargs = chat, dict(template_kwargs)
-        self._ready = {name: self._made_ready(kind, {}) for name, kind in factory.kinds.items()}
-        self._ready_of_rows: dict[tuple[str, str], _PreparedKind] = {}
+        self._prepared = {name: self._prepare_kind(kind, {}) for name, kind in factory.kinds.items()}
+        self._prepared_of_rows: dict[tuple[str, str], _PreparedKind] = {}
         """Prepared kinds of the latest rows with chat template arguments of their own, by the kind and these."""
         self._tools_of_rows = 0
         """Tokens of the longest tools of such a row."""
-        self._reading = TurnCodec(
-            self._text,
-            self._thought,
-            self._written,
-            self._shortened,
-            frozenset(eos_ids),
-            placeholders=frozenset(() if processor is None else processor.placeholders),
-            max_image_pixels=None if processor is None else max_image_pixels,
-        )
-        self._on_channels = speaks_on_channels(tokenizer)
-        self._opener = PromptOpener(tokenizer, processor, self._shortened, factory.max_observation_tokens)
-        self._runner, self._told = Runner(), set[str]()
+        self._codec = TurnCodec(tokenizer, eos_ids, processor, max_image_pixels)
+        self._opener = PromptOpener(tokenizer, processor, self._codec.shorten, factory.max_observation_tokens)
+        self._runner, self._logged = Runner(), set[str]()
         self._rewriting = TemplateRewriteCheck(tokenizer)
 
     @property
@@ -309,20 +299,20 @@ class Interaction(EpisodeSource):
     @property
     def max_image_pixels(self) -> int | None:
         """Largest image that a tool or an environment may return, in pixels; None: the policy reads text."""
-        return self._reading.max_image_pixels
+        return self._codec.max_image_pixels
 
     @property
     def parsers(self) -> dict[str, Parser | None]:
         """Parsers of tool calls, by the kind of environment; None where it has no tools."""
-        return {name: ready.parser for name, ready in self._ready.items()}
+        return {name: ready.parser for name, ready in self._prepared.items()}
 
     # ------------------------------------------------------------------ lengths
 
     def lengths(self, longest: int) -> dict[str, int]:
-        opens = any(ready.kind.opens for ready in self._ready.values())
+        opens = any(ready.kind.opens for ready in self._prepared.values())
         return {
             "the longest prompt": longest,
-            "the tools": max(self._tools_of_rows, *map(self._tool_tokens, self._ready.values())),
+            "the tools": max(self._tools_of_rows, *map(self._tool_tokens, self._prepared.values())),
             "env.max_observation_tokens": self.factory.max_observation_tokens if opens else 0,
             "env.max_tokens": self.factory.max_tokens,
         }
@@ -409,10 +399,10 @@ class Interaction(EpisodeSource):
         conversations = Conversations(
             rows,
             self.factory,
-            self._reading,
+            self._codec,
             max_new_tokens=max_new_tokens,
             runner=self._runner,
-            told=self._told,
+            logged=self._logged,
         )
         try:
             openings = conversations.open()
@@ -475,18 +465,18 @@ class Interaction(EpisodeSource):
         """
         kind, own = self.factory.kind_of(columns), row_template_kwargs(columns, "a row of env=") if self._chat else {}
         if not own:
-            return self._ready[kind]
+            return self._prepared[kind]
         key = kind, json.dumps(own, sort_keys=True, default=str)
-        ready = self._ready_of_rows.pop(key, None)
+        ready = self._prepared_of_rows.pop(key, None)
         if ready is None:
-            ready = self._made_ready(self.factory.kinds[kind], own)
+            ready = self._prepare_kind(self.factory.kinds[kind], own)
             self._tools_of_rows = max(self._tools_of_rows, self._tool_tokens(ready))
-            if len(self._ready_of_rows) >= _MAX_PREPARED:
-                del self._ready_of_rows[next(iter(self._ready_of_rows))]  # least recently used
-        self._ready_of_rows[key] = ready
+            if len(self._prepared_of_rows) >= _MAX_PREPARED:
+                del self._prepared_of_rows[next(iter(self._prepared_of_rows))]  # least recently used
+        self._prepared_of_rows[key] = ready
         return ready
 
-    def _made_ready(self, kind: EnvironmentKind, own: Mapping[str, Any]) -> _PreparedKind:
+    def _prepare_kind(self, kind: EnvironmentKind, own: Mapping[str, Any]) -> _PreparedKind:
         chat, template_kwargs = self._chat, {**self._template_kwargs, **own}
         tools = kind.toolbox.schemas if kind.toolbox is not None else None
         parser = None
@@ -511,24 +501,3 @@ class Interaction(EpisodeSource):
             if not isinstance(parser, RegexParser):  # prompts themselves describe a custom form of calls
                 check_tools_are_rendered(self._tokenizer, tools, settings)
         return _PreparedKind(kind, frames, parser, settings)
-
-    def _text(self, ids: Sequence[int]) -> str:
-        if self._on_channels:
-            return split_thoughts(self._written(ids))[0]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-
-    def _thought(self, ids: Sequence[int]) -> str:
-        return split_thoughts(self._written(ids))[1] if self._on_channels else ""
-
-    def _written(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids))
-
-    def _shortened(self, text: str, most: int) -> str:
-        if len(text.encode()) <= most:  # a token is a byte or more
-            return text
-        ids = literal_ids(self._tokenizer, text)
-        if len(ids) <= most:
-            return text
-        mark = f" [cut: of {len(ids)} tokens]"
-        room = most - len(literal_ids(self._tokenizer, mark))
-        return f"{self._tokenizer.decode(ids[:room])}{mark}" if room > 0 else str(self._tokenizer.decode(ids[:most]))

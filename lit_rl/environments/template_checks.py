@@ -85,7 +85,8 @@ class TemplateRewriteCheck:
         is none."""
         if episode.turns == 1:
             return None
-        said: list[Message] = [*_bare(episode.prompt), *_before_last_message(episode.messages)]
+        last = max(place for place, message in enumerate(episode.messages) if message["role"] == "assistant")
+        said: list[Message] = [*_bare(episode.prompt), *episode.messages[:last]]
         try:
             anew = frames.history(said)
         except ConfigError:
@@ -145,11 +146,6 @@ def _bare(prompt: str | Sequence[Message]) -> list[Message]:
     """Return the messages of a prompt, with images bare."""
     assert not isinstance(prompt, str)
     return [{**message, "content": without_payload(message["content"])} for message in prompt]
-
-
-def _before_last_message(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages before the policy's last turn."""
-    return messages[: max(place for place, message in enumerate(messages) if message["role"] == "assistant")]
 
 
 def _thoughts(text: str) -> list[str]:

@@ -344,16 +344,16 @@ def _strict(schema: Any) -> Any:
     """Return the schema made strict: no additional arguments, and null only where it is allowed."""
     if not isinstance(schema, dict):
         return schema
-    strict = {key: _strict_part(key, value) for key, value in schema.items() if key != "nullable"}
+    strict: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "properties":
+            strict[key] = {name: _strict(part) for name, part in value.items()}
+        elif key != "nullable":
+            listed = isinstance(value, list) and key != "enum"
+            strict[key] = [_strict(part) for part in value] if listed else _strict(value)
     if schema.get("type") == "object" and "properties" in schema:
         strict.setdefault("additionalProperties", False)
     return {"anyOf": [strict, {"type": "null"}]} if schema.get("nullable") else strict
-
-
-def _strict_part(key: str, value: Any) -> Any:
-    if key == "properties":
-        return {name: _strict(part) for name, part in value.items()}
-    return [_strict(part) for part in value] if isinstance(value, list) and key != "enum" else _strict(value)
 
 
 def _whole(value: Any, schema: Any, validator: Validator) -> Any:
