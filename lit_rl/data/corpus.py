@@ -18,7 +18,7 @@ from lit_rl.data.encode import Encoder, pack_examples
 from lit_rl.data.example_reader import ExampleOptions, ExampleReader, reason_to_drop
 from lit_rl.data.example_set import Example, ExampleSet, Kind
 from lit_rl.data.prompt_set import PromptExample, PromptOptions, PromptSet, read_prompts
-from lit_rl.data.rendering import LeftOut
+from lit_rl.data.rendering import TemplateOmissions
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import hold_out, prompt_key
 from lit_rl.data.visual_prompts import Processor
@@ -61,7 +61,7 @@ def read_prompt_corpus(
         DataError: a row or a whole set cannot be used; a validation set has no rows left.
     """
     report: Report = {}
-    left_out = LeftOut(tokenizer, options.chat_template_kwargs)
+    left_out = TemplateOmissions(tokenizer, options.chat_template_kwargs)
 
     def examples(rows: Rows, key: str) -> list[PromptExample]:
         found, counts = read_prompts(rows, tokenizer, options, processor, left_out)

@@ -235,7 +235,7 @@ class SourcedDataModule(L.LightningDataModule):
         """Share of the training rows to hold out: none where there is validation data."""
         return 0.0 if self.task is not None or val else self.val_fraction
 
-    def say_if_unvalidated(self, val: dict[str, Rows]) -> None:
+    def log_if_unvalidated(self, val: dict[str, Rows]) -> None:
         """Tell the user where a run has no validation data, and holds nothing out: it may not be meant so."""
         if self.val_fraction not in (0, _HELD_OUT) and not self.held_out(val):
             where = "data.val, data.val_path or data.val_split names" if val and self.task is None else "data.task has"
@@ -248,7 +248,7 @@ class SourcedDataModule(L.LightningDataModule):
             why = "data.task.val_rows=0" if getattr(self.task, "val_rows", None) == 0 else "data.task.val() has no rows"
         rank_zero_info(f"There is no validation: {why}.")
 
-    def say_what_became_of(self, report: Report, limit: str, *, repeats: bool = False) -> None:
+    def log_row_counts(self, report: Report, limit: str, *, repeats: bool = False) -> None:
         """Tell the user in one line a set which rows were left out or cut, and how rows were held out.
 
         Args:
@@ -278,7 +278,7 @@ class SourcedDataModule(L.LightningDataModule):
     def _share_of(self, rows: int) -> int:
         return max(1, round(rows * self.val_fraction))
 
-    def order_of(
+    def make_order(
         self, sizes: tuple[int, ...], size: int, shuffle: bool, key: str, counts: Mapping[str, int]
     ) -> RolloutOrder:
         """Return the order of rows in every epoch, `size` of them a step.
@@ -304,7 +304,7 @@ class SourcedDataModule(L.LightningDataModule):
 
     def fitted(self, size: int | None, now: int, rows: int, key: str) -> int:
         """Return the rows of a step: `size` where the user chose it. Otherwise as many as there are and as divide into
-        the parts of a step, at most `DEFAULT` or, where there are more parts than that, one for each.
+        the parts of a step, at most `DEFAULT_STEP_ROWS` or, where there are more parts than that, one for each.
 
         Args:
             size: The constructor's setting; None where the user chose none.

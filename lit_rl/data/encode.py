@@ -23,7 +23,7 @@ from lit_rl.core.visuals import Visual
 from lit_rl.data.example_formats import Text
 from lit_rl.data.example_set import Encoded, Example
 from lit_rl.data.rendering import (
-    LeftOut,
+    TemplateOmissions,
     borders_of_turns,
     check_prefix,
     check_template_kwargs,
@@ -122,7 +122,7 @@ class Encoder:
         """Tokens at which generation ends. EOS where nothing is generated: the text after it is still not learned."""
         self.closes = bool(self.ends)
         self.ends = self.ends or frozenset((eos,))
-        self.left_out = LeftOut(self.tokenizer, self.template_kwargs)
+        self.left_out = TemplateOmissions(self.tokenizer, self.template_kwargs)
         self.spaces: dict[int, bool] = {}
         self.turn_ends: dict[str, str] = {}
         """The text that the chat template writes after the last turn, by its arguments as JSON; shared by encoders of
@@ -300,7 +300,7 @@ class Encoder:
         check_prefix(begin, whole, where)
         every = every_turn and self.learn != "completion"
         replies = (0, 0) if every else (len(prompt), len(begin))
-        self.left_out.look(messages, whole, where, kwargs, replies=replies)
+        self.left_out.compare(messages, whole, where, kwargs, replies=replies)
         closes = self.closes and messages[-1]["role"] == "assistant"
         if closes and self.turn_end.isspace() and whole.endswith(self.turn_end, len(begin)):
             whole = whole[: -len(self.turn_end)]

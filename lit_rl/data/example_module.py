@@ -328,7 +328,7 @@ class ExampleDataModule(SourcedDataModule):
     def _read(self, encoder: Encoder, kind: Kind) -> ExampleCorpus:
         val = self.val_rows()
         if self.stream_buffer is None:
-            self.say_if_unvalidated(val)
+            self.log_if_unvalidated(val)
             how: dict[str, Any] = {"val_fraction": self.held_out(val), "seed": self.seed}
             corpus = read_example_corpus(self.train_rows(), val, encoder, kind, self.options, **how)
         elif encoder.processor is not None:
@@ -344,18 +344,18 @@ class ExampleDataModule(SourcedDataModule):
                 rows = len(windows.at(windows.start).data)
                 self.batch_size = self.fitted(None, self.batch_size, rows, "data.batch_size")
                 if self.batch_size != windows.batch_size:
-                    windows.take_steps_of(self.batch_size)
+                    windows.set_batch_size(self.batch_size)
             first = windows.at(windows.start)  # bad data shows at once
             corpus = streamed_corpus(first.data, first.sizes, windows.formats, val, encoder, self.options)
             corpus = replace(corpus, train=replace(first.data, examples=(), packs=None))
             self._windows = windows
         report = corpus.report if self._windows is None else {**corpus.report, "train": self._windows.counts}
-        self.say_what_became_of(report, f"data.max_length={self.options.max_length}")
+        self.log_row_counts(report, f"data.max_length={self.options.max_length}")
         return corpus
 
     def _order(self, shuffle: bool) -> RolloutOrder:
         corpus = self.corpus
-        return self.order_of(corpus.sizes, self.batch_size, shuffle, "data.batch_size", corpus.report["train"])
+        return self.make_order(corpus.sizes, self.batch_size, shuffle, "data.batch_size", corpus.report["train"])
 
 
 class SupervisedDataModule(ExampleDataModule):

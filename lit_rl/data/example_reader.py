@@ -43,7 +43,7 @@ class ExampleOptions:
         max_length: Longest text, prompt and completion together, in tokens, at least 2; None is no limit.
         max_completion_tokens: Longest completion (a text without a prompt is one), in tokens, at least 1; None is no
             limit of its own.
-        keep: The end of a too long text that stays; see `windows`.
+        keep: The end of a too long text that stays; see `kept_windows`.
         overlong: Action for a row over either limit: `truncate` cuts it in token space, and drops it where nothing
             learned is left; `drop` leaves the row out and counts it; `error` refuses it.
         on_bad_row: Action for a row that cannot be read: `error` raises, `skip` counts it.

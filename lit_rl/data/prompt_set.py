@@ -19,7 +19,7 @@ from lit_rl.data.message_forms import read_tools
 from lit_rl.data.readers import ON_BAD_ROW, OnBadRow
 from lit_rl.data.rendering import (
     KWARGS_COLUMN,
-    LeftOut,
+    TemplateOmissions,
     check_template_kwargs,
     control_tokens,
     encode_prompt,
@@ -164,7 +164,7 @@ def read_prompts(
     tokenizer: PreTrainedTokenizerBase,
     options: PromptOptions,
     processor: Processor | None = None,
-    left_out: LeftOut | None = None,
+    left_out: TemplateOmissions | None = None,
     chat: bool = False,
 ) -> tuple[list[PromptExample], Counter[str]]:
     """Return every row that passes the filters, and the number that each filter took. With `chat` plain texts are read
@@ -180,7 +180,7 @@ def read_prompts(
     counts = Counter(
         rows=len(rows) + rows.skipped, bad=rows.skipped, empty=0, overlong=0, truncated=0, kept=0, longest=0
     )
-    left_out = left_out or LeftOut(tokenizer, options.chat_template_kwargs)
+    left_out = left_out or TemplateOmissions(tokenizer, options.chat_template_kwargs)
     reader = _PromptReader(tokenizer, options, processor, rows.folder, left_out, chat)
     kept, first_error = [], None
     for i in delayed_progress(range(len(rows)), "tokenising prompts", "row"):
@@ -236,7 +236,7 @@ class _PromptReader:
         options: PromptOptions,
         processor: Processor | None,
         folder: Path | None,
-        left_out: LeftOut,
+        left_out: TemplateOmissions,
         chat: bool,
     ) -> None:
         self.tokenizer, self.processor, self.left_out = tokenizer, processor, left_out

@@ -79,7 +79,7 @@ def read_row(
     map_row: RowFunction | None = None,
     keys: Sequence[str] = (),
 ) -> ReadRow:
-    """Map a row, rename its columns, and normalize its messages (`in_our_form`).
+    """Map a row, rename its columns, and normalize its messages (`normalize_messages`).
 
     Raises:
         DataError: the function raised or returned no dict, two columns would have one name, or messages are of no

@@ -300,7 +300,7 @@ class Windows:
         packed = {} if self.options.packing == "none" else {"packed_rows": self.seen.packed_rows}
         return {**self.seen.counts, **packed, "held_out": 0}
 
-    def take_steps_of(self, batch_size: int) -> None:
+    def set_batch_size(self, batch_size: int) -> None:
         """Set the rows of a step. The window is read again, since positions count steps."""
         self.batch_size, self._held = batch_size, None
 

@@ -197,14 +197,14 @@ class Conversations(Responder):
     def open(self) -> list[Opening]:
         """Make every environment and reset it; what each row begins with."""
         openings = self._each(self._rows, _SeedOffset.RESET, _make_and_reset)
-        return [self._sound(row, opening) for row, opening in zip(self._rows, openings)]
+        return [self._unless_failed(row, opening) for row, opening in zip(self._rows, openings)]
 
     def episodes(self) -> tuple[Episode, ...]:
         """Return every row's episode with its environment's reward, once all are over."""
         rows = [row for row in self._rows if not row.failed and row.environment is not None]
         rewards = self._each(rows, _SeedOffset.REWARD, lambda row: row.made.reward())
         for row, reward in zip(rows, rewards):
-            row.reward = self._sound(row, reward)
+            row.reward = self._unless_failed(row, reward)
         return tuple(row.episode() for row in self._rows)
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class Conversations(Responder):
         rows = [row for row in self._rows if row.environment is not None]
         self._each(rows, _SeedOffset.CLOSE, lambda row: row.made.close())
 
-    def _sound(self, row: EpisodeRow, given: Any) -> Any:
+    def _unless_failed(self, row: EpisodeRow, given: Any) -> Any:
         """Return a result, or record a failure in the row and return None."""
         if isinstance(given, _EnvironmentFailure):
             row.end, row.error = given.end, given.error
@@ -232,7 +232,7 @@ class Conversations(Responder):
         row.tokens += len(said.token_ids)
         row.started = time.perf_counter() if row.started is None else row.started
         if row.end is None and time.perf_counter() > self._end_of(row):
-            self._answered.append(self._heard(said, self._too_late(row), 0.0))
+            self._answered.append(self._record_reply(said, self._too_late(row), 0.0))
             return
         if row.end is not None or row.environment is None:
             self._answered.append(EnvironmentTurn(said.row, None, ended=False))
@@ -246,7 +246,7 @@ class Conversations(Responder):
     def answers(self, *, wait: bool) -> list[EnvironmentTurn]:
         self._answer_in_order()
         while not self._arrived.empty():
-            self._take(*self._arrived.get())
+            self._collect(*self._arrived.get())
         while wait and not self._answered:
             self._wait()
         given, self._answered = self._answered, []
@@ -262,7 +262,7 @@ class Conversations(Responder):
             replies = self._runner.in_order([task for _, task in waiting])
         seconds = (time.perf_counter() - begun) / len(waiting)
         for (said, _), reply in zip(waiting, replies, strict=True):
-            self._answered.append(self._heard(said, self._in_time(reply, self._rows[said.row]), seconds))
+            self._answered.append(self._record_reply(said, self._in_time(reply, self._rows[said.row]), seconds))
 
     def _ask(self, said: PolicyTurn, task: TimedTask) -> None:
         begun, now = self._runner.begin(task), time.perf_counter()
@@ -277,25 +277,25 @@ class Conversations(Responder):
         try:
             with self._time_waited():
                 arrived = self._arrived.get(timeout=min(limit, 0.2))
-            self._take(*arrived)
+            self._collect(*arrived)
         except queue.Empty:
             if not self._is_blocked(limit):
                 return
-            self._runner.leave()
+            self._runner.abandon()
             asked, self._asked = self._asked, {}
             for said, begun in asked.values():
-                if begun.leave():
-                    self._answered.append(self._heard(said, self._too_late(self._rows[said.row]), limit))
+                if begun.abandon():
+                    self._answered.append(self._record_reply(said, self._too_late(self._rows[said.row]), limit))
                 else:
                     self._ask(said, begun.task)
 
-    def _take(self, said: PolicyTurn, since: float, begun: RunningTask) -> None:
+    def _collect(self, said: PolicyTurn, since: float, begun: RunningTask) -> None:
         if self._asked.get(said.row, (None, None))[1] is begun:  # otherwise it was abandoned
             self._asked.pop(said.row)
             reply = self._result(begun, self._rows[said.row])
-            self._answered.append(self._heard(said, reply, time.perf_counter() - since))
+            self._answered.append(self._record_reply(said, reply, time.perf_counter() - since))
 
-    def _heard(self, said: PolicyTurn, reply: Reply | _EnvironmentFailure, seconds: float) -> EnvironmentTurn:
+    def _record_reply(self, said: PolicyTurn, reply: Reply | _EnvironmentFailure, seconds: float) -> EnvironmentTurn:
         """Record the reply to a turn, and return the row's tokens of it."""
         row, factory = self._rows[said.row], self._factory
         row.seconds += seconds
@@ -379,9 +379,9 @@ class Conversations(Responder):
             while not all(each.future.done() for each in begun):
                 futures.wait([each.future for each in begun], timeout=min(limit, 0.2))
                 if self._is_blocked(limit):
-                    self._runner.leave()
+                    self._runner.abandon()
                     begun = [
-                        self._runner.begin(each.task) if not (each.future.done() or each.leave()) else each
+                        self._runner.begin(each.task) if not (each.future.done() or each.abandon()) else each
                         for each in begun
                     ]
                     break
@@ -395,7 +395,7 @@ class Conversations(Responder):
     def _task(self, ask: Callable[[], Coroutine[Any, Any, Any]], row: EpisodeRow, place: int) -> TimedTask:
         until = self._end_of(row) if place < _SeedOffset.REWARD else math.inf  # reward, close: no limit
         seed, in_worker = (row.seed + place * _ODD) & _LARGEST_SEED, self._factory.pool is not None
-        return TimedTask(self._guarded(ask), self._factory.step_timeout, seed, until=until, in_worker=in_worker)
+        return TimedTask(self._catching_errors(ask), self._factory.step_timeout, seed, until=until, in_worker=in_worker)
 
     def _in_time(self, given: Any, row: EpisodeRow) -> Any:
         return self._too_late(row) if isinstance(given, TimedOut) else given
@@ -408,7 +408,7 @@ class Conversations(Responder):
         except TimedOut:
             return self._too_late(row)
 
-    async def _guarded(self, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _catching_errors(self, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Return what it gives, or that it raised: the episode fails, and the others go on."""
         IMAGE_LIMIT.set(self._codec.max_image_pixels)
         try:

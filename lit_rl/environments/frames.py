@@ -122,7 +122,7 @@ class ChatFrames(Frames):
         self._name = template_name(tokenizer)
         self._settings = {"tools": list(tools) if tools else None, **(chat_template_kwargs or {})}
         self._control = sorted({*control_tokens(tokenizer), *(() if processor is None else processor.reserved)})
-        self._skeletons: dict[AnswerRole, _Skeleton] = {kind: self._tried(kind) for kind in kinds}
+        self._skeletons: dict[AnswerRole, _Skeleton] = {kind: self._find_skeleton(kind) for kind in kinds}
         self._ends: dict[tuple[AnswerRole, int], int | None] = {}
         for kind in kinds:
             self._ends[kind, 1] = self._ends_before(self._skeletons[kind], 1)
@@ -273,7 +273,7 @@ class ChatFrames(Frames):
 
     # ------------------------------------------------------------------ trying the template
 
-    def _tried(self, kind: AnswerRole) -> _Skeleton:
+    def _find_skeleton(self, kind: AnswerRole) -> _Skeleton:
         """Return the first skeleton that the template renders whole."""
         why = ""
         forms: Sequence[_Skeleton] = (_Skeleton(kind, "mapping"), _Skeleton(kind, "text"))

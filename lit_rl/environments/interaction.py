@@ -77,26 +77,26 @@ class PromptOpener:
             self._control = sorted({*self._control, *processor.reserved})
             _refuse_spelled_placeholders(tokenizer, processor)
 
-    def told(self, plain: OpenedPrompt, where: str, template_kwargs: Mapping[str, Any]) -> OpenedPrompt:
+    def with_tools(self, plain: OpenedPrompt, where: str, template_kwargs: Mapping[str, Any]) -> OpenedPrompt:
         """Return the prompt of a row, rendered with its tools."""
         if not template_kwargs.get("tools"):
             return plain
         return self._rendered(plain.prompt, plain.seen, where, template_kwargs)
 
-    def begun(
+    def with_opening(
         self, plain: OpenedPrompt, opening: str | Sequence[Message], where: str, template_kwargs: Mapping[str, Any]
     ) -> OpenedPrompt:
         """Return the prompt with the first observation, in which control tokens are text.
 
         Args:
-            plain: Told of its tools.
-            opening: Goes on the end of the last message, or behind the messages.
+            plain: The prompt with its tools.
+            opening: The first observation, for the end of the last message, or messages after it.
             where: The prompt, for messages.
             template_kwargs: Arguments that it is rendered with.
 
         Raises:
-            CannotBegin: the environment begins with too much, with a control token beside images, or with an image that
-                the processor refuses.
+            OpeningFailed: the first observation is too long, has a control token beside images, or an image that the
+                processor refuses.
             ImageReturned: it begins with an image, and the prompt is plain text.
         """
         found = self._with(plain, opening, where, template_kwargs)
@@ -359,7 +359,7 @@ class Interaction(EpisodeSource):
             rollout = request.batch.rollout
             due = rollout >= 0 and rollout % CHECK_EVERY == 0  # validations are below 0
             if due and (frames := conversations.chat_frames):
-                self._rewriting.look(drawn, frames)
+                self._rewriting.check(drawn, frames)
         self.waited += conversations.waited
         return drawn
 
@@ -444,10 +444,12 @@ class Interaction(EpisodeSource):
         ready = self.ready_for(rows[0].columns)
         kwargs = {**tools_argument(rows[0].columns.get("tools")), **ready.template_kwargs}
         where = f"the prompt of row {batch.rows[number]}"
-        opened = self._opener.told(OpenedPrompt(batch.prompts[number], batch.prompt_ids[number], seen), where, kwargs)
+        opened = self._opener.with_tools(
+            OpenedPrompt(batch.prompts[number], batch.prompt_ids[number], seen), where, kwargs
+        )
         if opening is not None:
             try:
-                opened = self._opener.begun(opened, opening, where, kwargs)
+                opened = self._opener.with_opening(opened, opening, where, kwargs)
             except OpeningFailed as why:
                 for row in rows:
                     row.end, row.error = "failed", str(why)

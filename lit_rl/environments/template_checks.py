@@ -51,7 +51,7 @@ class TemplateRewriteCheck:
         self._tokenizer, self._warned = tokenizer, False
         self._counted: tuple[int, int] | None = None
 
-    def look(self, completions: Completions, frames: Sequence[ChatFrames]) -> None:
+    def check(self, completions: Completions, frames: Sequence[ChatFrames]) -> None:
         """Check the episodes of some completions, except failed ones and those answered with images; counts accumulate
         until `pop_metrics`.
 
@@ -67,7 +67,7 @@ class TemplateRewriteCheck:
             for row, each in enumerate(completions.episodes)
             if not each.failed and each.turns and not (later and later[row])  # placeholders that a processor expanded
         ]
-        told = [self._compared(held[row], completions.episodes[row], frames[row]) for row in looked_at]
+        told = [self._describe_change(held[row], completions.episodes[row], frames[row]) for row in looked_at]
         rewritten, looked = self._counted or (0, 0)
         differ = [each for each in told if each is not None]
         self._counted = rewritten + len(differ), looked + len(looked_at)
@@ -80,7 +80,7 @@ class TemplateRewriteCheck:
         counted, self._counted = self._counted, None
         return {} if counted is None else {"template/rewritten": counted}
 
-    def _compared(self, held: list[int], episode: Episode, frames: ChatFrames) -> str | None:
+    def _describe_change(self, held: list[int], episode: Episode, frames: ChatFrames) -> str | None:
         """Describe the template's change to an episode; empty where it is other tokens of the same text, None where it
         is none."""
         if episode.turns == 1:
@@ -93,9 +93,9 @@ class TemplateRewriteCheck:
             raise
         except Exception as error:  # a template may raise anything
             return f"refuse it: {excerpt(str(error), 200)}"
-        return None if anew == held else self._words(held, anew)
+        return None if anew == held else self._describe_difference(held, anew)
 
-    def _words(self, held: Sequence[int], anew: Sequence[int]) -> str:
+    def _describe_difference(self, held: Sequence[int], anew: Sequence[int]) -> str:
         before, after = str(self._tokenizer.decode(held)), str(self._tokenizer.decode(anew))
         if before == after:
             return ""

@@ -62,7 +62,7 @@ class ActionReader(Protocol):
         """Return the action.
 
         Raises:
-            NoAction: the text is none.
+            InvalidAction: the text is none.
         """
         ...
 

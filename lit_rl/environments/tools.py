@@ -77,7 +77,7 @@ class Tool(ABC):
         """Return the same tool of another object, where it is a method."""
         return self
 
-    def wrong_with(self, arguments: Mapping[str, Any]) -> str | None:
+    def argument_error(self, arguments: Mapping[str, Any]) -> str | None:
         """Return the error in the arguments of a call; None where there is none."""
         error = next(
             iter(sorted(self._validator.iter_errors(dict(arguments)), key=lambda e: list(map(str, e.path)))), None
@@ -93,7 +93,7 @@ class Tool(ABC):
         The tool gets copies: the call stays what the policy wrote, in its context, in the record and for rewards.
         """
         arguments = _whole(copy.deepcopy(dict(arguments)), self._validator.schema, self._validator)
-        if wrong := self.wrong_with(arguments):
+        if wrong := self.argument_error(arguments):
             return ToolAnswer(f"error: {self.name}: {wrong}", failed=True)
         return await self._answer(arguments)
 

@@ -446,7 +446,7 @@ def test_arguments_of_rows_are_tried_once_each_the_first_256_and_64_are_kept(mon
     tokenizer, ends = tokenizer_of("qwen3")
     interaction = Interaction(FunctionTools([multiply]), tokenizer, eos_ids=ends, chat=True, template_kwargs={})
     asked_for: list[int] = []
-    (ready,) = interaction._ready.values()
+    (ready,) = interaction._prepared.values()
 
     def made_ready(kind: Any, own: Any) -> Any:
         asked_for.append(own["n"])
