@@ -162,6 +162,12 @@ def one_of(key: str, value: str, allowed: Iterable[str]) -> None:
         raise ConfigError(f"{key}={value!r} is unknown: allowed is {', '.join(choices)}.{near}")
 
 
+def excerpt(text: str, length: int = 80) -> str:
+    """Return the first characters of a text on one line, control characters written as escapes."""
+    head = text[:length]
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in head)
+
+
 def check_draws(temperature: float) -> None:
     """Refuse greedy decoding where a group of completions is to be learned from.
 
