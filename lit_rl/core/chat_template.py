@@ -293,7 +293,7 @@ class _Watch:
         """Interrupt the block when its time is over.
 
         Raises:
-            TookTooLong: in the block, and out of it.
+            TimeLimitExceeded: in the block, and out of it.
         """
         thread = threading.get_ident()
         with self._turn:

@@ -19,7 +19,6 @@ import importlib
 import inspect
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_rl.core.errors import BackendError, ConfigError, did_you_mean
+from lit_rl.core.user_functions import importable_folder
 
 REASONING_GYM_COLUMN = "reasoning_gym"
 """The column of a row that names its problem, as JSON."""
@@ -176,8 +176,7 @@ class TaskSet:
         except Exception as error:  # plugins of anybody's, and pydantic's own errors
             raise ConfigError(
                 f"verifiers cannot play {self.id!r} with {dict(settings)} ({_describe(error)}). It takes the keys of "
-                "an "
-                "environment's config, such as {'agent': {'harness': {'id': 'null'}, 'runtime': {'type': "
+                "an environment's config, such as {'agent': {'harness': {'id': 'null'}, 'runtime': {'type': "
                 "'subprocess'}}}."
             ) from error
 
@@ -354,15 +353,16 @@ def _openai_message(message: Message, number: int) -> Message:
             {
                 "id": call.get("id") or f"call{number}_{place}",
                 "type": "function",
-                "function": {"name": call["function"]["name"], "arguments": _text_of(call["function"]["arguments"])},
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": arguments
+                    if isinstance(arguments := call["function"]["arguments"], str)
+                    else json.dumps(arguments),
+                },
             }
             for place, call in enumerate(calls)
         ]
     return wire
-
-
-def _text_of(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 # ------------------------------------------------------------------ verifiers' own objects
@@ -373,13 +373,12 @@ def _made(taskset: TaskSet) -> Any:
     loaders = verifiers("utils.loaders")
     id, settings = taskset.id, json.loads(taskset.settings)
     try:
-        with _files_here_importable():
+        with importable_folder(Path.cwd()):
             kind, config = loaders.taskset_class(id), loaders.taskset_config_type(id)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"data.task.id={id!r} is no task set of verifiers ({_describe(error)}). It is the name of a module, "
-            "installed "
-            "or a file in the current directory, whose __all__ names one subclass of verifiers.v1.Taskset."
+            "installed or a file in the current directory, whose __all__ names one subclass of verifiers.v1.Taskset."
         ) from error
     try:
         checked = config.model_validate({**settings, "id": id})
@@ -403,20 +402,6 @@ def verifiers(module: str = "") -> Any:
         raise BackendError(
             f"Tasks of verifiers need the package verifiers ({error}): pip install 'lit-rl[verifiers]'."
         ) from error
-
-
-@contextmanager
-def _files_here_importable() -> Iterator[None]:
-    """Let a file in the current directory be imported as a module. Last in line, so it hides no package."""
-    here = str(Path.cwd())
-    added = here not in sys.path
-    if added:
-        sys.path.append(here)
-    try:
-        yield
-    finally:
-        if added:
-            sys.path.remove(here)
 
 
 def _describe(error: BaseException) -> str:

@@ -81,7 +81,7 @@ class Later:
     """Images that a row sees behind its prompt: of one piece of an answer."""
 
     column: int
-    """Column of the piece's first token, counted from the first of the response (in `Heard`, of the answer)."""
+    """Column of the piece's first token, from the response's first (in `EnvironmentTurn`, from the answer's)."""
     seen: PromptVision
     """With values of the piece's tokens in `per_token`."""
     tokens: int

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.core.errors import ConfigError, RewardError, did_you_mean
-from lit_rl.core.model_paths import check_weights
+from lit_rl.core.user_functions import check_weights
 from lit_rl.rewards.caller import Caller, EarlyRows, FunctionScores
 from lit_rl.rewards.contract import Completion, load_function
 from lit_rl.rewards.jobs import Job, TrainerState

@@ -73,7 +73,7 @@ START_LIMIT = 600.0
 
 _POLL = 0.05  # seconds between two checks of the process
 
-_PACKAGE = Path(sys.modules["lit_rl"].__path__[0])
+_PACKAGE = Path(__file__).parents[1]
 
 _WORKER_MODULES = [
     "lit_rl.core.process_state",
