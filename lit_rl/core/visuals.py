@@ -159,20 +159,16 @@ def as_rgb(image: Image) -> Image:
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits")
     if image.mode.startswith("I"):  # Pillow would cut 16 bits at 255: all white
-        image = _eight_bits(image)
+        import numpy as np
+
+        grey = np.asarray(image).astype(np.int64).clip(0, 65535)
+        image = pillow().fromarray(((grey + 128) // 257).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         white = pillow().new("RGBA", image.size, (*WHITE, 255))
         white.alpha_composite(image)
         image = white
     return image.convert("RGB")
-
-
-def _eight_bits(image: Image) -> Image:
-    import numpy as np
-
-    grey = np.asarray(image).astype(np.int64).clip(0, 65535)
-    return pillow().fromarray(((grey + 128) // 257).astype(np.uint8))
 
 
 VIDEO_COLUMNS = ("video", "videos")

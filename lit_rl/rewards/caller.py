@@ -15,7 +15,7 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -212,16 +212,6 @@ RowsOutcome = tuple[Sequence[int], Outcome]
 """Rows of a batch, and the outcome of a call for them, in their order."""
 
 
-def is_independent(function: Any) -> bool:
-    """Tell whether a function has an attribute ``independent_rows`` that is True.
-
-    Its value for a completion then depends on that completion, its prompt and columns alone: it may be called with
-    some of the rows of a batch, in a thread of its own, while other rows are still written.
-    """
-    inner = function.function if isinstance(function, FunctionFromPath) else function
-    return getattr(inner, "independent_rows", False) is True
-
-
 class EarlyCalls:
     """Calls of a function for rows as they are finished, whose outcomes the call of the whole batch takes over.
 
@@ -382,7 +372,11 @@ class Caller:
             completions: The same of the completions, for messages.
         """
         runs_elsewhere = self.pool is not None or is_async(self.function)
-        allowed = is_independent(self.function) or (job.per_sample and runs_elsewhere)
+        inner = self.function.function if isinstance(self.function, FunctionFromPath) else self.function
+        # Its value for a completion then depends on that completion, its prompt and columns alone: it may be called
+        # with some of the rows of a batch, in a thread of its own, while other rows are still generated.
+        is_independent = getattr(inner, "independent_rows", False) is True
+        allowed = is_independent or (job.per_sample and runs_elsewhere)
         if not allowed or (self.logs_metrics and not job.per_sample) or self._cache is not None:
             return None
         return EarlyCalls(
@@ -430,7 +424,13 @@ class Caller:
         self, job: Job, completions: Sequence[Completion], early: EarlyRows | None = None
     ) -> FunctionScores:
         if early is not None:
-            return self._check(job, await self._run_what_is_left(job, completions, *early), completions)
+            calls, rows = early
+            parts = await calls.parts(rows)
+            known_rows = {number for numbers, _ in parts for number in numbers}
+            left = job.select([place for place, number in enumerate(job.numbers) if number not in known_rows])
+            if left.rows:
+                parts.append((left.numbers, await self._run_in_parts(left, completions, hangs=calls.hangs)))
+            return self._check(job, in_order(parts, job.numbers), completions)
         if self._cache is None:
             return self._check(job, await self._run_in_parts(job, completions), completions)
         keys = [key_of(job.row(i)) for i in range(job.rows)]
@@ -460,17 +460,6 @@ class Caller:
             result.failures.append(failure)
         return result
 
-    async def _run_what_is_left(
-        self, job: Job, completions: Sequence[Completion], calls: EarlyCalls, rows: Collection[int]
-    ) -> Outcome:
-        """Run the job for all rows that early calls did not score."""
-        parts = await calls.parts(rows)
-        known = {number for numbers, _ in parts for number in numbers}
-        left = job.select([place for place, number in enumerate(job.numbers) if number not in known])
-        if left.rows:
-            parts.append((left.numbers, await self._run_in_parts(left, completions, hangs=calls.hangs)))
-        return in_order(parts, job.numbers)
-
     async def _run_in_parts(self, job: Job, completions: Sequence[Completion], hangs: int = 0) -> Outcome:
         """Run the whole job; a per-sample one in as many parts as there are workers."""
         parts = min(self.settings.workers, job.rows) if self.pool is not None and job.per_sample else 1
@@ -483,9 +472,10 @@ class Caller:
     async def _run_or_retry_rows(self, job: Job, completions: Sequence[Completion], hangs: int = 0) -> Outcome:
         """Run the job; if it fails and failures have a score, run each completion alone, so that only some fail.
 
-        `hangs` completions of its batch have reached the time limit before.
-
-        So many of its batch have run into the limit before.
+        Args:
+            job: Rows of the batch.
+            completions: Of the whole batch.
+            hangs: Completions of the batch that have reached the time limit before.
         """
         try:
             return await self._run(job)
@@ -523,17 +513,13 @@ class Caller:
         elif is_async(self.function):
             outcome = await self._run_awaited(job, limit)
         else:
-            with self._warn_when_late(limit):
-                outcome = self._run_here(job)
+            in_main = threading.current_thread() is threading.main_thread()
+            seeded = job if in_main else replace(job, seed=None)
+            kept = nullcontext() if seeded.seed is None else preserve_process_state(f"reward function {self.name!r}")
+            with self._warn_when_late(limit), kept:
+                outcome = run(self.function, seeded, FUNCTION_LOOP.wait)
         check_rows(self.name, outcome.returned, job.rows)
         return outcome
-
-    def _run_here(self, job: Job) -> Outcome:
-        """Run it on this thread. The training's random draws are unaffected by it."""
-        if job.seed is None or threading.current_thread() is not threading.main_thread():
-            return run(self.function, replace(job, seed=None), FUNCTION_LOOP.wait)
-        with preserve_process_state(f"reward function {self.name!r}"):
-            return run(self.function, job, FUNCTION_LOOP.wait)
 
     async def _run_awaited(self, job: Job, limit: float | None) -> Outcome:
         with self._warn_when_late(None if limit is None else limit + GRACE):

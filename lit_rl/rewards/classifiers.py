@@ -20,6 +20,16 @@ from lit_rl.core.errors import ConfigError, RewardError, StorageError, did_you_m
 from lit_rl.core.examples import TokenBatch
 from lit_rl.core.vision_inputs import PromptVision, Vision
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from lit_rl.models.vision_processor import VisionProcessor
+
+    ScorerLike = str | PreTrainedModel
+    """A folder or hub id, or a model that is loaded already. Configs that are read from files know the first."""
+else:
+    ScorerLike = str
+
 SET_ELSEWHERE = {
     "dtype": "dtype",
     "torch_dtype": "dtype",
@@ -150,13 +160,6 @@ def in_lockstep(score: Callable[..., Any]) -> Callable[..., Any]:
     return scored
 
 
-def on_all_ranks(mesh: DeviceMesh, flag: bool) -> bool:
-    """Tell whether the flag is set on every rank. A collective."""
-    said = torch.tensor(int(flag), device=mesh.device_type)
-    torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=mesh.get_group())
-    return bool(said)
-
-
 def can_shard(model: Any) -> bool:
     """Tell whether its layers are known, and all of its weights are of one type, as FSDP2 requires."""
     from lit_rl.models.sharding import decoder_layers
@@ -174,29 +177,6 @@ def shard_for_scoring(model: nn.Module, mesh: DeviceMesh) -> None:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
-
-def local_bytes(model: nn.Module) -> int:
-    """Return the bytes of the weights that this process holds between two calls."""
-    parts = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters())
-    return sum(part.nbytes for part in parts)
-
-
-def reshard(model: nn.Module) -> None:
-    """Free gathered weights: those of the outermost module would wait for a backward pass that never happens."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
-
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-    from lit_rl.models.vision_processor import VisionProcessor
-
-    ScorerLike = str | PreTrainedModel
-    """A folder or hub id, or a model that is loaded already. Configs that are read from files know the first."""
-else:
-    ScorerLike = str
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 
@@ -310,7 +290,9 @@ class Classifier(OnRunDevice):
         if fresh:
             self._loaded = _load_classifier(self, torch.device("cpu"))  # the mesh's device never holds all of it
         model, tokenizer = self.load()
-        if on_all_ranks(mesh, fresh and can_shard(model)):
+        everywhere = torch.tensor(int(fresh and can_shard(model)), device=mesh.device_type)
+        torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN, group=mesh.get_group())
+        if everywhere:
             shard_for_scoring(model, mesh)
             self.lockstep = Lockstep(mesh)
         elif fresh:
@@ -336,7 +318,8 @@ class Classifier(OnRunDevice):
         """Bytes of its weights on the run's device; 0 before it is loaded."""
         if self._loaded is None or self.device == "cpu":
             return 0
-        return local_bytes(self._loaded[0])
+        weights = self._loaded[0].parameters()
+        return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in weights)
 
     def longest(self, rows: Sequence[Sequence[int]]) -> int:
         """Return the token limit of the rows.
@@ -360,7 +343,8 @@ class Classifier(OnRunDevice):
             model, _ = self.load()
             for _ in range(idle):
                 logits_of(model, [[0]])
-            reshard(model)
+            if isinstance(model, FSDPModule):  # gathered weights would wait for a backward pass that never happens
+                model.reshard()
 
     def require_chat_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError where there is none."""

@@ -50,7 +50,9 @@ class RewardRecipes(Rewards):
         self.column = column
         self.default = default
         for name, recipe in self.recipes.items():
-            _check_recipe(name, recipe, self.names)
+            if not recipe:
+                raise ConfigError(f"recipes.{name} is empty: name at least one function and its weight.")
+            check_weights(f"recipes.{name}", recipe, self.names)
         if unused := [name for name in self.names if not any(name in recipe for recipe in self.recipes.values())]:
             raise ConfigError(f"functions holds {unused[0]!r}, which is in no recipe: add it to one, or leave it out.")
         if default is not None and default not in self.recipes:
@@ -146,12 +148,6 @@ class _RowsCaller:
         return whole
 
 
-def _check_recipe(name: str, recipe: Mapping[str, float], functions: Sequence[str]) -> None:
-    if not recipe:
-        raise ConfigError(f"recipes.{name} is empty: name at least one function and its weight.")
-    check_weights(f"recipes.{name}", recipe, functions)
-
-
 JOINT = "joint"
 """Its name among the functions."""
 
@@ -220,7 +216,7 @@ class JointRewards(Rewards):
         if JOINT not in self.functions:
             return by_function
         by_function = {name: replace(s, spans=[None] * len(s.values)) for name, s in by_function.items()}
-        values = {name: [_none_for_nan(v) for v in scores.values] for name, scores in by_function.items()}
+        values = {name: [None if math.isnan(v) else v for v in s.values] for name, s in by_function.items()}
         joint = self._callers[JOINT]
         job = joint.job({**inputs, **values}, len(completions), state)
         return by_function | {JOINT: joint.result(job, completions, joint.begin(job, completions))}
@@ -233,7 +229,3 @@ class JointRewards(Rewards):
 
     def _total(self, values: Tensor, weights: Tensor) -> Tensor:
         return values[:, -1].float()
-
-
-def _none_for_nan(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -116,8 +116,7 @@ def _scorer(source: str) -> Callable[[str], float]:
     except (TypeError, ValueError) as error:
         raise RewardError(
             f"The column {REASONING_GYM_COLUMN!r} has {source!r:.80}, which names no problem. reward=reasoning_gym "
-            "scores rows of "
-            "data=reasoning_gym."
+            "scores rows of data=reasoning_gym."
         ) from error
     return problem.scorer()
 

@@ -87,7 +87,9 @@ def serve(connection: socket.socket, call: Callable[[Any], Any]) -> None:
             reply = failure_of(error)
         if os.getpid() != me:  # a forked copy of the function must not answer too
             os._exit(0)
-        _flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # the function closed it
+                stream.flush()
         send(connection, (reply, _has_children()))
 
 
@@ -154,12 +156,6 @@ def _has_children() -> bool:
     except ChildProcessError:
         return False
     return True
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the function closed it
-            stream.flush()
 
 
 def send(connection: socket.socket, message: Any) -> None:

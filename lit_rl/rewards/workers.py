@@ -113,7 +113,10 @@ class WorkerProcess:
         ours.setblocking(False)
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
-        files = [(name, str(_file_of(name))) for name in dict.fromkeys((*_WORKER_MODULES, *modules))]
+        files = [
+            (name, str(_PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(".py")))
+            for name in dict.fromkeys((*_WORKER_MODULES, *modules))
+        ]
         arguments = json.dumps([files, sys.path, theirs.fileno()])
         try:
             self.process = subprocess.Popen(
@@ -222,10 +225,6 @@ class WorkerProcess:
         else:
             how = f"ended with exit code {code}"
         return Failure("WorkerEnded", how, died=True)
-
-
-def _file_of(module: str) -> Path:
-    return _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
 
 
 def _end_worker(process: subprocess.Popen[bytes], connection: socket.socket, output: int, owner: int) -> None:
