@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_rl.core.errors import BackendError, ConfigError, did_you_mean
+from lit_rl.core.process_state import preserve_generators
 from lit_rl.core.user_functions import importable_folder
 
 REASONING_GYM_COLUMN = "reasoning_gym"
@@ -110,14 +111,10 @@ def _generator(name: str, settings: str, seed: int, size: int) -> Any:
 def _own_random_numbers(seed: str) -> Iterator[None]:
     import numpy
 
-    python, array = random.getstate(), numpy.random.get_state()
-    random.seed(seed)
-    numpy.random.seed(random.getrandbits(32))
-    try:
+    with preserve_generators():
+        random.seed(seed)
+        numpy.random.seed(random.getrandbits(32))
         yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(array)
 
 
 Message = dict[str, Any]
@@ -274,7 +271,11 @@ def obstacles_to_scoring(row: TaskRow) -> list[str]:
     scored += [(f"the judge {judge.reward_name}", judge.score) for judge in task.plugged_judges()]
     own = [name for name in ("setup", "finalize") if getattr(type(task), name) is not getattr(vf.Task, name)]
     asked = [*scored, *((name, getattr(task, name)) for name in own)]
-    found = [f"{name} reads the runtime" for name, function in asked if _needs_runtime(function)]
+    found = [
+        f"{name} reads the runtime"
+        for name, function in asked
+        if (runtime := inspect.signature(function).parameters.get("runtime")) and runtime.default is runtime.empty
+    ]
     tools = [*task.toolsets(task.config), *made.toolsets(made.config)]
     found += [f"{type(each).__name__} gives it tools" for each in tools]
     found += [f"@intercept {each.__name__} changes what is said" for each in discover_decorated(task, "intercept")]
@@ -286,11 +287,6 @@ def obstacles_to_scoring(row: TaskRow) -> list[str]:
     if not any(name.startswith(("@reward", "the judge")) for name, _ in scored):
         found.append(f"{type(task).__name__} has no @reward")
     return found
-
-
-def _needs_runtime(function: Callable[..., Any]) -> bool:
-    asked = inspect.signature(function).parameters.get("runtime")
-    return asked is not None and asked.default is asked.empty
 
 
 async def score_completion(row: TaskRow, prompt: Sequence[Message], completion: Sequence[Message]) -> VerifiersScores:

@@ -185,29 +185,6 @@ def call_error(
     )
 
 
-def warn_of_failures(
-    name: str,
-    failures: Sequence[Failure | None],
-    completions: Sequence[Completion],
-    settings: CallSettings,
-    warned: set[str],
-) -> None:
-    """Warn once for each kind of failure of a function, with the first completion that it happened on."""
-    for i, failure in enumerate(failures):
-        if failure is None or failure.kind in warned:
-            continue
-        warned.add(failure.kind)
-        count = sum(other is not None for other in failures)
-        place = f" ({failure.place})" if failure.place else ""
-        warnings.warn(
-            f"reward function {name!r} failed on {count} of {len(failures)} completions, which score "
-            f"on_error={settings.on_error:g}: {failure.kind}: {failure.text}{place}{quote_output(failure.output)}. The "
-            f"first starts {text_of(completions[i])[:80]!r}. Later ones of this kind are counted in "
-            f"rewards/{name}/failure_ratio only.",
-            stacklevel=4,
-        )
-
-
 RowsOutcome = tuple[Sequence[int], Outcome]
 """Rows of a batch, and the outcome of a call for them, in their order."""
 
@@ -414,8 +391,19 @@ class Caller:
     ) -> FunctionScores:
         """Wait for the call that `begin` started, or call the function on this thread."""
         scores = begun.result() if begun is not None else run_without_loop(self._score(job, completions))
-        of_job = [completions[number] for number in job.numbers]
-        warn_of_failures(self.name, scores.failures, of_job, self.settings, self._warned)
+        failed = [(number, each) for number, each in zip(job.numbers, scores.failures, strict=True) if each is not None]
+        for number, failure in failed:  # one warning for each kind, with the first completion that it happened on
+            if failure.kind in self._warned:
+                continue
+            self._warned.add(failure.kind)
+            place = f" ({failure.place})" if failure.place else ""
+            warnings.warn(
+                f"reward function {self.name!r} failed on {len(failed)} of {len(scores.failures)} completions, which "
+                f"score on_error={self.settings.on_error:g}: {failure.kind}: {failure.text}{place}"
+                f"{quote_output(failure.output)}. The first starts {text_of(completions[number])[:80]!r}. Later ones "
+                f"of this kind are counted in rewards/{self.name}/failure_ratio only.",
+                stacklevel=3,
+            )
         return scores
 
     # ---------------------------------------------------------------- one batch; suspends only where it runs on a loop

@@ -6,7 +6,7 @@ Rows are padded on the right and masked.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -56,30 +56,6 @@ _RENDERED = (
     *("return_tensors", "tokenize", "truncation", "max_length"),
 )
 """Arguments of `apply_chat_template` that the rendering of a row fixes."""
-
-
-def check_init_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that are set elsewhere or fixed.
-
-    Raises:
-        ConfigError: names the key, and the setting to use instead.
-    """
-    for key in kwargs:
-        if key in SET_ELSEWHERE:
-            raise ConfigError(f"init_kwargs.{key} is not taken: use {SET_ELSEWHERE[key]}.")
-
-
-def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Refuse keywords of the chat template that are not the user's to set.
-
-    Raises:
-        ConfigError: names them.
-    """
-    if taken := sorted(kwargs.keys() & set(_RENDERED)):
-        raise ConfigError(
-            f"chat_template_kwargs: {', '.join(taken)} cannot be set, since every row is rendered alike: remove it. "
-            "A template of your own is chat_template."
-        )
 
 
 class OnRunDevice:
@@ -233,7 +209,8 @@ class Classifier(OnRunDevice):
         if max_length is not None:
             in_range("max_length", max_length, low=1)
         self._given = None if isinstance(name, str) and tokenizer is None else (name, tokenizer)
-        self.name = name if isinstance(name, str) else _name_of(name)
+        config = getattr(name, "config", None)
+        self.name = name if isinstance(name, str) else str(getattr(config, "_name_or_path", "") or type(name).__name__)
         self.init_kwargs = dict(init_kwargs or {})
         if self._given is not None:
             _check_given(self, *self._given, revision=revision, dtype=dtype)
@@ -246,8 +223,14 @@ class Classifier(OnRunDevice):
         self.overlong = overlong
         self.chat_template = chat_template
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        check_template_kwargs(self.chat_template_kwargs)
-        check_init_kwargs(self.init_kwargs)
+        if taken := sorted(self.chat_template_kwargs.keys() & set(_RENDERED)):
+            raise ConfigError(
+                f"chat_template_kwargs: {', '.join(taken)} cannot be set, since every row is rendered alike: remove "
+                "it. A template of your own is chat_template."
+            )
+        for key in self.init_kwargs:
+            if key in SET_ELSEWHERE:
+                raise ConfigError(f"init_kwargs.{key} is not taken: use {SET_ELSEWHERE[key]}.")
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         self._processor: VisionProcessor | None = None
         self.lockstep: Lockstep | None = None
@@ -269,7 +252,14 @@ class Classifier(OnRunDevice):
             BackendError: the model cannot be reached.
         """
         if self._loaded is None:
-            self._loaded = _load_classifier(self, self.place) if self._given is None else _to_device(self, *self._given)
+            if self._given is None:
+                self._loaded = _load_classifier(self, self.place)
+                return self._loaded
+            model, tokenizer = self._given  # whose weights are not changed, nor is the tokenizer
+            if self.chat_template is not None:
+                tokenizer = copy.deepcopy(tokenizer)
+                tokenizer.chat_template = self.chat_template
+            self._loaded = model.to(self.place).eval(), tokenizer  # pyright: ignore
         return self._loaded
 
     def load_spread(self, mesh: DeviceMesh) -> None:
@@ -327,8 +317,18 @@ class Classifier(OnRunDevice):
         Raises:
             RewardError: a row is longer and `overlong` is `error`, or has no token.
         """
-        limit = self.max_length or _longest(self.load()[0]) or max(map(len, rows), default=0)
-        self._check_lengths(rows, limit)
+        config: Any = self.load()[0].config.get_text_config()
+        lengths = [len(row) for row in rows]
+        limit = self.max_length or getattr(config, "max_position_embeddings", None) or max(lengths, default=0)
+        if 0 in lengths:
+            raise RewardError(f"row {lengths.index(0)} has no token for {self.name!r}: it is empty.")
+        if self.overlong == "error" and max(lengths, default=0) > limit:
+            ways = " or ".join(way for way in self.allowed_overlong if way != "error")
+            raise RewardError(
+                f"row {lengths.index(max(lengths))} has {max(lengths)} tokens for the reward model {self.name!r}, the "
+                f"longest of {sum(length > limit for length in lengths)} with more than max_length={limit}. Raise it, "
+                f"or set overlong to {ways}."
+            )
         return limit
 
     def batches(self, rows: Sequence[Sequence[int]], order: Iterable[int]) -> Iterator[Sequence[int]]:
@@ -364,20 +364,6 @@ class Classifier(OnRunDevice):
                 f"Take a {kind} classifier that was trained with num_labels={self.labels}."
             )
 
-    def _check_lengths(self, rows: Sequence[Sequence[int]], limit: int) -> None:
-        longest = max(range(len(rows)), key=lambda i: len(rows[i]), default=None)
-        if longest is None:
-            return
-        if any(not row for row in rows):
-            raise RewardError(f"row {[len(row) for row in rows].index(0)} has no token for {self.name!r}: it is empty.")
-        if self.overlong == "error" and len(rows[longest]) > limit:
-            ways = " or ".join(way for way in self.allowed_overlong if way != "error")
-            raise RewardError(
-                f"row {longest} has {len(rows[longest])} tokens for the reward model {self.name!r}, the longest of "
-                f"{sum(len(row) > limit for row in rows)} with more than max_length={limit}. Raise it, or set overlong "
-                f"to {ways}."
-            )
-
 
 def _check_given(description: Classifier, model: Any, tokenizer: Any, *, revision: Any, dtype: str) -> None:
     """Refuse an object that is no model of this kind, and settings that are about files.
@@ -408,18 +394,6 @@ def _check_given(description: Classifier, model: Any, tokenizer: Any, *, revisio
         raise ConfigError(
             "revision, dtype and init_kwargs are of loading, and the reward model is loaded already: leave them out."
         )
-
-
-def _name_of(model: Any) -> str:
-    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
-
-
-def _to_device(description: Classifier, model: Any, tokenizer: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a loaded model on its device, in evaluation mode. Neither its weights nor the tokenizer are changed."""
-    if description.chat_template is not None:
-        tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.chat_template = description.chat_template
-    return model.to(description.place).eval(), tokenizer
 
 
 def _load_classifier(description: Classifier, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -459,10 +433,6 @@ def _load_classifier(description: Classifier, device: torch.device) -> tuple[Pre
     if description.chat_template is not None:
         tokenizer.chat_template = description.chat_template
     return model.to(device).eval().requires_grad_(False), tokenizer
-
-
-def _longest(model: PreTrainedModel) -> int | None:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 @torch.no_grad()

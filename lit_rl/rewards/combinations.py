@@ -80,9 +80,8 @@ class RewardRecipes(Rewards):
         return {column: [values[row] for row in rows] for column, values in columns.items()}
 
     def _callers_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Caller]:
-        rows, callers = self._rows_for(inputs), {}
-        for name, caller in self._callers.items():
-            callers[name] = _RowsCaller(caller, rows[name])
+        rows = self._rows_for(inputs)
+        callers: dict[str, Any] = {name: _RowsCaller(each, rows[name]) for name, each in self._callers.items()}
         return callers
 
     def _rows_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
@@ -98,18 +97,16 @@ class RewardRecipes(Rewards):
         """Return the recipe of each row."""
         if self.column not in inputs:
             self.bind([name for name in inputs if name not in ("prompts", "completions", "completion_ids")])
-        return [self.recipes[self._recipe(row, value)] for row, value in enumerate(inputs[self.column])]
-
-    def _recipe(self, row: int, value: Any) -> str:
-        name = str(value) if value is not None else None
-        if name in self.recipes:
-            return name
-        if self.default is None:
-            raise RewardError(
-                f"row {row} has {self.column}={value!r:.80}, which is no recipe: {self._listed(str(value))} Or name "
-                "the recipe of all other rows: default=..."
-            )
-        return self.default
+        recipes: list[dict[str, float]] = []
+        for row, value in enumerate(inputs[self.column]):
+            name = self.default if value is None or str(value) not in self.recipes else str(value)
+            if name is None:
+                raise RewardError(
+                    f"row {row} has {self.column}={value!r:.80}, which is no recipe: {self._listed(str(value))} Or "
+                    "name the recipe of all other rows: default=..."
+                )
+            recipes.append(self.recipes[name])
+        return recipes
 
     def _listed(self, word: str) -> str:
         return f"recipes are {', '.join(self.recipes) or 'none'}.{did_you_mean(word, self.recipes)}"

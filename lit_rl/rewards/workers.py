@@ -310,7 +310,13 @@ class WorkerPool:
             parent=os.getpid(),
         )
         try:
-            await worker.load(setup)
+            failure = await worker.start(setup)
+            if failure is not None:
+                hint = f" It may take {setup.memory_mb} MiB (reward.memory_mb)." if setup.memory_mb else ""
+                raise RewardError(
+                    f"the worker process of {setup.source}:{setup.name} failed while it imported it, with "
+                    f"{failure.kind}: {failure.text}{quote_output(failure.output)}.{hint}"
+                )
         except BaseException:
             worker.kill()
             raise
@@ -321,16 +327,6 @@ class _Worker(WorkerProcess):
     """One process, of one function."""
 
     n_calls = 0
-
-    async def load(self, setup: Setup) -> None:
-        """Wait until the function is loaded."""
-        failure = await self.start(setup)
-        if failure is not None:
-            hint = f" It may take {setup.memory_mb} MiB (reward.memory_mb)." if setup.memory_mb else ""
-            raise RewardError(
-                f"the worker process of {setup.source}:{setup.name} failed while it imported it, with {failure.kind}: "
-                f"{failure.text}{quote_output(failure.output)}.{hint}"
-            )
 
     async def call(self, job: Job, limit: float | None) -> tuple[Outcome | Failure, bool]:
         """Return the outcome of the job, and whether the process can be used for another one."""
