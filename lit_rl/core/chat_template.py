@@ -72,9 +72,8 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> 
     except MemoryError:
         raise ConfigError(
             f"The chat template of {_source_of_template(tokenizer)} asked for more memory than there is, on one "
-            "conversation of "
-            f"{len(messages)} messages. Read it, or take another one with model.chat_template=FILE; if it is sound, "
-            "something else fills this machine."
+            f"conversation of {len(messages)} messages. Read it, or take another one with model.chat_template=FILE; "
+            "if it is sound, something else fills this machine."
         ) from None
     if isinstance(text, str) and len(text) > LONGEST and len(text) > _LONGEST_FACTOR * len(str(messages)):
         raise ConfigError(
@@ -143,6 +142,9 @@ class _Thinking:
 _thinking: dict[str, _Thinking] = {}
 """Cache by template."""
 
+_PROBE, _THOUGHT, _REPLY = "qqpartsqq", "qqthoughtqq", "qqsaidqq"
+"""Texts of trial renderings."""
+
 
 def _with_thoughts(tokenizer: Any, messages: Sequence[Any]) -> Sequence[Any]:
     """Return the messages with thoughts by the key that the template reads."""
@@ -189,9 +191,6 @@ def _takes_thoughts(tokenizer: Any) -> _Thinking:
     return _thinking[source]
 
 
-_THOUGHT, _REPLY = "qqthoughtqq", "qqsaidqq"
-
-
 def _thinks_once(tokenizer: Any, reply: Mapping[str, Any]) -> bool:
     """Tell whether the template writes one thought before the content of a reply, and the reply's own."""
     asked = [{"role": "user", "content": _PROBE}, {"role": "assistant", **reply}]
@@ -199,7 +198,6 @@ def _thinks_once(tokenizer: Any, reply: Mapping[str, Any]) -> bool:
     return all(turn.count(words) == 1 for words in (_THOUGHT, _OPENS, _CLOSES))
 
 
-_PROBE = "qqpartsqq"
 _wanting_parts: dict[str, bool] = {}
 """Cache by template: whether it reads texts in parts alone."""
 

@@ -25,9 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_rl.core.episode import Message
 from lit_rl.core.errors import BackendError, ConfigError, did_you_mean
 from lit_rl.core.process_state import preserve_generators
 from lit_rl.core.user_functions import importable_folder
+
+# ------------------------------------------------------------------ reasoning-gym
 
 REASONING_GYM_COLUMN = "reasoning_gym"
 """The column of a row that names its problem, as JSON."""
@@ -117,8 +120,8 @@ def _own_random_numbers(seed: str) -> Iterator[None]:
         yield
 
 
-Message = dict[str, Any]
-"""One turn of a conversation: ``role`` and ``content``."""
+# ------------------------------------------------------------------ verifiers: task sets, and tasks in rows
+
 
 VERIFIERS_COLUMN = "verifiers"
 """The column of a row that holds its task, as JSON."""
@@ -260,7 +263,7 @@ def prompt_of(task: Any) -> list[Message]:
     return begun
 
 
-# ------------------------------------------------------------------ scores of a completion
+# ------------------------------------------------------------------ verifiers: scores of a completion
 
 
 def obstacles_to_scoring(row: TaskRow) -> list[str]:
@@ -361,7 +364,7 @@ def _openai_message(message: Message, number: int) -> Message:
     return wire
 
 
-# ------------------------------------------------------------------ verifiers' own objects
+# ------------------------------------------------------------------ verifiers: its own objects
 
 
 @functools.lru_cache(maxsize=32)

@@ -1,6 +1,8 @@
 """Calls of one reward function: where it runs, its limits, its cache, early calls, and what a failure means.
 
-`Caller` is the way in. `EarlyCalls` are for completions that are finished while others are still generated.
+`Caller` runs a `Job` and returns `FunctionScores`: in a `WorkerPool`, on an event loop, or on the calling thread, under
+`CallSettings`. Results of equal inputs come from its `ScoreCache`. `EarlyCalls` score completions that are finished
+while others are still generated; the call of the whole batch takes their outcomes over.
 """
 
 from __future__ import annotations
@@ -192,16 +194,16 @@ RowsOutcome = tuple[Sequence[int], Outcome]
 class EarlyCalls:
     """Calls of a function for rows as they are finished, whose outcomes the call of the whole batch takes over.
 
-    Where failures end the run, only success is kept: a row whose call failed is asked about again with all that is
-    left, so that a failure has the words and the consequences that it has without early calls. Where they have a score
-    (``on_error``), a failure counts at once.
+    If failures end the run, only successes are kept: a row whose call failed is scored again with the rest, so that a
+    failure has the same message and consequences as without early calls. If failures have a score (``on_error``), they
+    count at once.
 
     Args:
         job: All rows of the batch, whose inputs are filled as they become known.
         call: Calls the function with some of them.
-        loop: Where.
+        loop: The event loop of the calls.
         at_once: Calls under way at a time.
-        all_that_wait: Whether a call has all rows that wait by then; otherwise one.
+        all_that_wait: Whether a call gets all rows that wait at its start, or one of them.
         most_hangs: Rows that may run into the limit before the rest is left to the call of the batch.
     """
 
@@ -380,7 +382,7 @@ class Caller:
         Args:
             job: Rows of the batch.
             completions: Of the whole batch.
-            early: Calls that were begun before the batch was whole, and the rows that they are right for.
+            early: Calls that began before the batch was complete, and the rows for which they are valid.
         """
         if early is None and self.pool is None and not is_async(self.function):
             return None

@@ -1,4 +1,8 @@
-"""Weighted sums of reward functions, with their checked values: `Rewards`, and `from_paths` for a config."""
+"""Weighted sums of reward functions, with their checked values: `Rewards`, and `from_paths` for a config.
+
+`Rewards` has a `Caller` and a `ValueWatch` for each of its functions. `score` calls them on a batch, checks and sums
+their values, and returns `Scores`. `begin` returns `PendingRewards`, which score completions as they are finished.
+"""
 
 from __future__ import annotations
 
@@ -130,8 +134,8 @@ class PendingRewards:
     Args:
         callers: Of each function, by name.
         inputs: Prompts and columns of the whole batch, under their plural names, one value a completion.
-        rows: Those that each function scores.
-        state: Where the run is.
+        rows: The rows that each function scores.
+        state: The progress of training.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Worker processes that can be killed, seen from the training process: one process, and a pool per function.
 
-`WorkerProcess` also runs environments.
+`WorkerProcess` starts `worker_main` in a fresh interpreter, exchanges messages with it and kills it at its limits; it
+also runs environments. `WorkerPool` has the processes of one reward function.
 """
 
 from __future__ import annotations
