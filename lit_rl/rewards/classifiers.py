@@ -66,7 +66,7 @@ class OnRunDevice:
     """The device of the run, which the training module sets. None outside of a run."""
 
     @property
-    def place(self) -> torch.device:
+    def load_device(self) -> torch.device:
         """The device to load the model on; without a name and outside of a run the process's GPU, else the CPU.
 
         Raises:
@@ -253,13 +253,13 @@ class Classifier(OnRunDevice):
         """
         if self._loaded is None:
             if self._given is None:
-                self._loaded = _load_classifier(self, self.place)
+                self._loaded = _load_classifier(self, self.load_device)
                 return self._loaded
             model, tokenizer = self._given  # whose weights are not changed, nor is the tokenizer
             if self.chat_template is not None:
                 tokenizer = copy.deepcopy(tokenizer)
                 tokenizer.chat_template = self.chat_template
-            self._loaded = model.to(self.place).eval(), tokenizer  # pyright: ignore
+            self._loaded = model.to(self.load_device).eval(), tokenizer  # pyright: ignore
         return self._loaded
 
     def load_spread(self, mesh: DeviceMesh) -> None:
@@ -286,7 +286,7 @@ class Classifier(OnRunDevice):
             shard_for_scoring(model, mesh)
             self.lockstep = Lockstep(mesh)
         elif fresh:
-            self._loaded = model.to(self.place), tokenizer  # pyright: ignore[reportArgumentType]
+            self._loaded = model.to(self.load_device), tokenizer  # pyright: ignore[reportArgumentType]
 
     def processor(self) -> VisionProcessor | None:
         """Return the processor of prompts with images, loaded on first use. None for a model over text.
