@@ -91,7 +91,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
-_OURS = os.path.abspath(sys.modules["lit_rl"].__path__[0]) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (os.path.dirname(os.path.abspath(os.__file__)) + os.sep, "<frozen ")
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 

@@ -12,9 +12,8 @@ from typing import Any, Protocol, cast
 
 from lit_rl.core.episode import Message, Prompt
 from lit_rl.core.errors import ConfigError, DataError, LitRLError, describe_error, did_you_mean, excerpt
-from lit_rl.core.model_paths import FUNCTION_FORM
 from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, temporarily_seeded
-from lit_rl.core.user_functions import is_file_path, load_by_path
+from lit_rl.core.user_functions import FUNCTION_FORM, is_file_path, load_by_path
 from lit_rl.core.visuals import Visual
 from lit_rl.data.message_forms import normalize_messages, to_plain
 from lit_rl.data.row_visuals import KEYS_OF_IMAGES, RowImages, check_parts, text_of

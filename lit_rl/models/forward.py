@@ -155,14 +155,14 @@ def _distribution(sampling: Sampling, **wanted: bool) -> Distribution:
 
 def _history(completions: Completions, sampling: Sampling) -> History | None:
     """Return how earlier tokens change the logits of each response token; None where they do not."""
-    holds = sampling.min_new_tokens > 0 and completions.held_back is not None
+    holds = sampling.min_new_tokens > 0 and completions.blocked_eos is not None
     if sampling.repetition_penalty == 1 and not holds:
         return None
     ids, p = completions.response_ids, completions.prompt_ids.shape[1]
     rows, columns = (torch.arange(size, device=ids.device) for size in ids.shape)
-    ends = completions.held_back[0] if holds and completions.held_back is not None else ids.new_empty(0)
+    ends = completions.blocked_eos[0] if holds and completions.blocked_eos is not None else ids.new_empty(0)
     return History(
-        early=completions.spoken < sampling.min_new_tokens,
+        early=completions.index_in_turn < sampling.min_new_tokens,
         row=rows[:, None].expand(ids.shape),
         place=(p + columns).expand(ids.shape),
         texts=torch.cat([completions.prompt_ids, ids], 1).masked_fill(~completions.attention_mask, -1),
