@@ -136,7 +136,9 @@ def _message(given: Any) -> Message:
     message: Message = {"role": "system" if given["role"] == "developer" else given["role"]}
     message["content"] = _text(given.get("content"))
     if calls := _listed("tool_calls", given.get("tool_calls")):
-        message["tool_calls"] = [_checked_call(each) for each in calls]
+        for call in calls:
+            _function_of(call, "call of a function: that has function.name")
+        message["tool_calls"] = calls
     if given["role"] == "tool":
         message["tool_call_id"] = str(given.get("tool_call_id") or "")
     return message
@@ -148,11 +150,12 @@ def _listed(name: str, given: Any) -> list[Any]:
     return given or []
 
 
-def _checked_call(given: Any) -> Any:
+def _function_of(given: Any, what: str) -> dict[str, Any]:
+    """Return the function of a call or a tool; refuse one without a name."""
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ChatRequestRefused(f"{excerpt(repr(given))} is no call of a function: that has function.name")
-    return given
+        raise ChatRequestRefused(f"{excerpt(repr(given))} is no {what}")
+    return function
 
 
 def _text(content: Any) -> str:
@@ -164,9 +167,7 @@ def _text(content: Any) -> str:
 
 
 def _tool(given: Any) -> dict[str, Any]:
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ChatRequestRefused(f"{excerpt(repr(given))} is no function that can be called")
+    function = _function_of(given, "function that can be called")
     described = {"name": function["name"], "description": function.get("description") or ""}
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     return {"type": "function", "function": {**described, "parameters": parameters}}

@@ -169,7 +169,12 @@ class HFGenerator(InProcessGenerator):
         sampler = TokenSampler.of(batch, prompts, sampling)
         config = _generation_config(prompts, sampling, self.generation_kwargs)
         if self.static_cache:
-            _refuse_autocast(ids.device)
+            # It has one type for both, and autocast gives float32 keys and narrow values.
+            if torch.is_autocast_enabled(ids.device.type):
+                raise ConfigError(
+                    "generator.static_cache=true cannot decode under autocast: set trainer.precision=bf16-true or "
+                    "32-true, or generator.static_cache=false."
+                )
             config.cache_implementation = "static"
         draws = _BatchDraws(sampler, Responses(prompts, sampling, len(ids), ids.device), ids)
         # By its number, not as a slice: see `DecodingSteps`.
@@ -250,16 +255,6 @@ def _generation_config(prompts: Prompts, sampling: Sampling, kwargs: dict[str, A
     )
 
 
-def _refuse_autocast(device: torch.device) -> None:
-    """Refuse autocast: transformers' static cache has one type for both, and autocast gives float32 keys and narrow
-    values."""
-    if torch.is_autocast_enabled(device.type):
-        raise ConfigError(
-            "generator.static_cache=true cannot decode under autocast: set trainer.precision=bf16-true or 32-true, or "
-            "generator.static_cache=false."
-        )
-
-
 @contextmanager
 def blank_generation_config(policy: nn.Module) -> Iterator[None]:
     """Put a blank generation config on the model, under a PEFT wrapper too, and restore the old one at the end."""
@@ -292,7 +287,12 @@ class ContinuousDraws:
         self._sampler = TokenSampler.of(batch, prompts, sampling)
         self._responses = Responses(prompts, sampling, len(batch.keys), device)
         self._device, self._longest = device, sampling.max_new_tokens
-        self._rows = _row_by_request(batch, forks)
+        # The row of a decode batch by the engine's name for it.
+        count, names = batch.repeats, ["", *(f"__child#{fork}" for fork in range(batch.repeats - 1))]
+        self._rows = {str(row): row for row in range(len(batch.keys))}
+        if forks:
+            prompts_of_batch = range(len(batch.prompt_ids))
+            self._rows = {f"{i}{name}": i * count + k for i in prompts_of_batch for k, name in enumerate(names)}
         self._all = torch.arange(len(batch.keys), device=device)
         self._requests: list[str] = []
         self._running, self._steps = self._all, 0
@@ -349,14 +349,6 @@ class ContinuousDraws:
         return self._responses.decoded()
 
 
-def _row_by_request(batch: DecodeBatch, forks: bool) -> dict[str, int]:
-    """Return the row of a decode batch by the engine's name for it."""
-    if not forks:
-        return {str(row): row for row in range(len(batch.keys))}
-    names = ["", *(f"__child#{fork}" for fork in range(batch.repeats - 1))]
-    return {f"{i}{name}": i * batch.repeats + k for i in range(len(batch.prompt_ids)) for k, name in enumerate(names)}
-
-
 class HFContinuousGenerator(InProcessGenerator):
     """A generator that decodes with the policy's continuous batching: `NativeGenerator`'s samples, another scheduler.
 
@@ -385,19 +377,19 @@ class HFContinuousGenerator(InProcessGenerator):
         yield batch.rows, decode(batch, prompts, sampling)
 
     def _decode_batch(self, model: Any, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
-        with (
-            torch.inference_mode(False),
-            _restored_state(model, batch.keys.device),
-        ):  # tensors that a thread writes into
+        from transformers import GenerationConfig
+
+        # Not inference mode: a thread writes into the tensors.
+        with torch.inference_mode(False), _restored_state(model, batch.keys.device):
             forks = _forks(batch, self.rows_a_batch)
             draws = ContinuousDraws(batch, prompts, sampling, forks)
             try:
-                manager = model.init_continuous_batching(
-                    generation_config=_continuous_generation_config(sampling, batch.repeats if forks else 1),
-                    continuous_batching_config=_continuous_batching_config(
-                        model, batch, sampling, self.rows_a_batch, forks
-                    ),
-                )
+                # Greedy over our draws and without an EOS: the longest response alone is the engine's limit.
+                config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)
+                config.num_return_sequences = batch.repeats if forks else 1  # the constructor refuses greedy ones
+                config.eos_token_id = -1
+                batching = _continuous_batching_config(model, batch, sampling, self.rows_a_batch, forks)
+                manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
                 manager.logit_processor = draws
                 manager.warmup()  # makes the cache
                 _keep_dtype(manager.batch_processor.cache, model.dtype)
@@ -470,17 +462,6 @@ def _continuous_model(policy: nn.Module) -> Any:
             "continuous batching. Use generator=native with it."
         )
     return model
-
-
-def _continuous_generation_config(sampling: Sampling, sequences: int) -> Any:
-    """Return a config that is greedy over our processor's choice and without an EOS; the longest response alone is the
-    engine's limit."""
-    from transformers import GenerationConfig
-
-    config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)
-    config.num_return_sequences = sequences  # refused by the constructor, which takes greedy ones to be equal
-    config.eos_token_id = -1
-    return config
 
 
 def _continuous_batching_config(

@@ -133,9 +133,15 @@ class DecodeLoop:
     def _step(self) -> bool:
         """Give every row a token. Return whether it is time to look for rows that may continue or begin."""
         assert self._steps is not None
-        rows, tokens = self._rows, self._next_tokens()
+        rows = self._rows
+        if self._due is None:
+            tokens = self._draw()
+        elif self._graphs is None:
+            tokens = self._go_on(self._due)
+        else:
+            tokens = self._graphs(self._go_on, self._responses.added, self._steps, self._due)
         self._tokens += 1
-        if self._looks():
+        if self._steps.full or self._tokens % self._responses.look_every == 0 or self._tokens >= self._over_at:
             look = self._responses.look(rows)
             if self._talk:
                 self._talk.tell(rows, look)
@@ -149,15 +155,6 @@ class DecodeLoop:
             return False
         self._give(tokens)
         return True
-
-    def _next_tokens(self) -> Tensor:
-        """Draw the next token of every row, long ``(m,)``, after it was given the one before."""
-        if self._due is None:
-            return self._draw()
-        if self._graphs is None:
-            return self._go_on(self._due)
-        assert self._steps is not None
-        return self._graphs(self._go_on, self._responses.added, self._steps, self._due)
 
     def _go_on(self, tokens: Tensor) -> Tensor:
         """Give every row a token, and draw its next, without a query of the device."""
@@ -177,11 +174,6 @@ class DecodeLoop:
             self._talk.passed_by(self._rows)
         self._steps.advance(tokens)
         self._due = None
-
-    def _looks(self) -> bool:
-        """Tell whether to look which rows still run."""
-        assert self._steps is not None
-        return self._steps.full or self._tokens % self._responses.look_every == 0 or self._tokens >= self._over_at
 
     def _drop(self, look: RowStates, tokens: Tensor) -> bool:
         """Drop the finished rows."""
@@ -344,9 +336,17 @@ class NativeGenerator(InProcessGenerator):
         (whole,) = decode_batches(prompts, None, device)
         longest = prompts.longest_response(sampling)
         kind = DecodingSteps if prompts.vision else self._kind(policy, whole.prompt_ids.shape[1] + longest)
-        self.steps = _steps_name(kind)
-        if prompts.responder is not None and kind is DecodingSteps:
-            _refuse_partial_caches(policy)
+        if isinstance(kind, partial):
+            steps: Any = kind.func
+            self.steps = "cuda_graphs" if steps.whole else "lean_steps"
+        else:
+            self.steps = "own" if kind is DecodingSteps else "grouped_cache"
+        # A waiting row of a conversation keeps its part of the cache, which has to be all of its text.
+        if prompts.responder is not None and kind is DecodingSteps and not keeps_all(policy, empty_cache(policy)):
+            raise ConfigError(
+                f"generator=native cannot hold conversations with {type(base_of(policy)).__name__}: it is no model of "
+                "transformers, or layers of its cache have a window and may drop tokens. Use generator=hf with it."
+            )
         graphs = None
         if self.steps == "cuda_graphs":
             from lit_rl.generation.fast_decoding import StepGraphs
@@ -366,43 +366,23 @@ class NativeGenerator(InProcessGenerator):
 
     def _kind(self, policy: nn.Module, length: int) -> MakeSteps:
         """Return the steps for texts of up to `length` tokens."""
+        from lit_rl.generation.fast_decoding import (
+            GraphedSteps,
+            LeanModel,
+            LeanSteps,
+            fits_lean_steps,
+            lean_steps_proven,
+            step_graphs_proven,
+        )
         from lit_rl.generation.grouped_cache import GroupedSteps, fits_grouped_cache, grouped_cache_proven
 
         grouped = self.grouped_cache and fits_grouped_cache(policy, length) and grouped_cache_proven(policy)
-        lean = self._lean(policy, length) if grouped else None
-        graphed = self._graphed(policy, lean) if self.cuda_graphs else None
-        return graphed or lean or (GroupedSteps if grouped else DecodingSteps)
-
-    def _lean(self, policy: nn.Module, length: int) -> partial[Any] | None:
-        """Return lean steps over the model's weights, where they are proven; else None."""
-        from lit_rl.generation.fast_decoding import LeanModel, LeanSteps, fits_lean_steps, lean_steps_proven
-
-        lean = self.lean_steps and fits_lean_steps(policy) and lean_steps_proven(policy)
-        return partial(LeanSteps, LeanModel(policy, length)) if lean else None
-
-    def _graphed(self, policy: nn.Module, lean: partial[Any] | None) -> MakeSteps | None:
-        """Return captured lean steps, where they are proven; else None."""
-        from lit_rl.generation.fast_decoding import GraphedSteps, step_graphs_proven
-
-        fits = step_graphs_proven(policy, lean=lean is not None)
-        return partial(GraphedSteps, *lean.args) if lean and fits else None
-
-
-def _steps_name(kind: MakeSteps) -> str:
-    """Return the value of `NativeGenerator.steps`."""
-    if not isinstance(kind, partial):
-        return "own" if kind is DecodingSteps else "grouped_cache"
-    steps: Any = kind.func
-    return "cuda_graphs" if steps.whole else "lean_steps"
-
-
-def _refuse_partial_caches(policy: nn.Module) -> None:
-    """Refuse a cache that does not keep all of a text: a waiting row of a conversation keeps its part of it."""
-    if not keeps_all(policy, empty_cache(policy)):
-        raise ConfigError(
-            f"generator=native cannot hold conversations with {type(base_of(policy)).__name__}: it is no model of "
-            "transformers, or layers of its cache have a window and may drop tokens. Use generator=hf with it."
-        )
+        lean = grouped and self.lean_steps and fits_lean_steps(policy) and lean_steps_proven(policy)
+        model = LeanModel(policy, length) if lean else None
+        graphed = self.cuda_graphs and step_graphs_proven(policy, lean=lean)
+        if model is not None:
+            return partial(GraphedSteps if graphed else LeanSteps, model)
+        return GroupedSteps if grouped else DecodingSteps
 
 
 def for_another_policy(generator: Generator) -> Generator:

@@ -129,7 +129,9 @@ class RolloutHandle:
         for together in self._together(texts, rooms):
             most = max(rooms[place] for place in together)
             parts = self._drawn([texts[place] for place in together], [numbers[place] for place in together], most)
-            drawn |= {place: _cut_to_length(*part, rooms[place]) for place, part in zip(together, parts)}
+            for place, (ids, logprobs, ended) in zip(together, parts):
+                room = rooms[place]  # a longer completion has not come to its end there
+                drawn[place] = ids[:room], logprobs[:room], ended and len(ids) <= room
         completions = [drawn[place] for place in range(len(texts))]
         columns = dict(zip(("completion_ids", "logprobs", "ended"), map(list, zip(*completions))))
         return {"prompt_ids": texts, **columns}
@@ -150,26 +152,23 @@ class RolloutHandle:
     def _together(self, texts: Sequence[list[int]], rooms: Sequence[int]) -> Iterator[list[int]]:
         """Yield the places of the texts of each call. All are drawn with the room of the largest, which changes nothing
         for a text that stays in the context, and whose EOS `min_new_tokens` blocks for as long as it would alone."""
-        left = list(range(len(texts)))
+        left, least = list(range(len(texts))), self.sampling.min_new_tokens
         while left:
             most = max(rooms[place] for place in left)
             now = [
                 place
                 for place in left
                 if rooms[place] == most
-                or (self._least(rooms[place]) == self._least(most) and len(texts[place]) + most <= self._context)
+                or (min(least, rooms[place]) == min(least, most) and len(texts[place]) + most <= self._context)
             ]
             yield now
             left = [place for place in left if place not in now]
-
-    def _least(self, room: int) -> int:
-        return min(self.sampling.min_new_tokens, room)
 
     def _drawn(
         self, texts: Sequence[list[int]], rows: Sequence[int], room: int
     ) -> list[tuple[list[int], list[float], bool]]:
         """Return tokens and log-probs of the continuations, and whether each came to its end."""
-        sampling = replace(self.sampling, max_new_tokens=room, min_new_tokens=self._least(room))
+        sampling = replace(self.sampling, max_new_tokens=room, min_new_tokens=min(self.sampling.min_new_tokens, room))
         begun = time.perf_counter()
         with background_thread():  # ranks call it as often as they like: none waits for another
             out = self._generate(self._prompts(texts, rows), sampling)
@@ -211,13 +210,6 @@ class RolloutHandle:
         return replace(asked, token_ids=prompt_ids, keys=keys, group_size=1)
 
 
-def _cut_to_length(
-    ids: list[int], logprobs: list[float], ended: bool, room: int
-) -> tuple[list[int], list[float], bool]:
-    """Cut a completion to its room: a longer one has not come to its end there."""
-    return ids[:room], logprobs[:room], ended and len(ids) <= room
-
-
 _ROLES = ("assistant", "tool", "user", "system")
 
 
@@ -251,7 +243,7 @@ def read_messages(given: Any, turns: int) -> list[Message]:
         turns: The policy's turns, by the tokens.
 
     Raises:
-        NoMessages: one has no role, text or readable call; or there is not one message for each turn.
+        InvalidMessages: one has no role, text or readable call; or there is not one message for each turn.
     """
     listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     if not all(isinstance(each, Mapping) and each.get("role") in _ROLES for each in listed):
@@ -383,19 +375,16 @@ class ReturnedRollout:
                     f"gave completion {index} other prompt_ids than the first of its group: the {group_size} "
                     "completions of a prompt are compared, and answer the same"
                 )
-            self._check_lengths(index, row, max_prompt_tokens, max_tokens)
-
-    def _check_lengths(self, index: int, row: ReturnedRow, max_prompt_tokens: int, max_tokens: int) -> None:
-        if len(row.prompt_ids) > max_prompt_tokens:
-            raise self._wrong(
-                f"gave completion {index} a prompt of {len(row.prompt_ids)} tokens, and the run is planned for "
-                f"{max_prompt_tokens}: set env.max_prompt_tokens"
-            )
-        if len(row.token_ids) > max_tokens:
-            raise self._wrong(
-                f"gave completion {index} {len(row.token_ids)} tokens, and env.max_tokens={max_tokens}: raise it, or "
-                "end conversations earlier"
-            )
+            if len(row.prompt_ids) > max_prompt_tokens:
+                raise self._wrong(
+                    f"gave completion {index} a prompt of {len(row.prompt_ids)} tokens, and the run is planned for "
+                    f"{max_prompt_tokens}: set env.max_prompt_tokens"
+                )
+            if len(row.token_ids) > max_tokens:
+                raise self._wrong(
+                    f"gave completion {index} {len(row.token_ids)} tokens, and env.max_tokens={max_tokens}: raise it, "
+                    "or end conversations earlier"
+                )
 
     def _wrong(self, what: str) -> GenerationError:
         return GenerationError(f"env.path={self._who} {what}.")
@@ -423,11 +412,10 @@ class ReturnedRollout:
         is_ended = None if ended is None else self._bit(index, ENDED, ended)
         failure = None if error is None else self._failure(index, error)
         row = ReturnedRow(prompt, tokens[:end], found[:end], written[:end], is_ended, failure=failure)
-        return row if messages is None else replace(row, messages=self._messages(index, messages, row.turns[-1] + 1))
-
-    def _messages(self, index: int, given: Any, turns: int) -> list[Message]:
+        if messages is None:
+            return row
         try:
-            return read_messages(given, turns)
+            return replace(row, messages=read_messages(messages, row.turns[-1] + 1))
         except InvalidMessages as why:
             raise self._wrong(f"gave completion {index} {MESSAGES}, which {why}") from why
 
@@ -443,7 +431,7 @@ class ReturnedRollout:
 
     def _ids(self, index: int, key: str, ids: Any) -> list[int]:
         listed: Any = ids.tolist() if hasattr(ids, "tolist") else ids
-        if not isinstance(listed, Sequence) or not listed or not all(map(_is_token, listed)):
+        if not isinstance(listed, Sequence) or not listed or not all(isinstance(i, int) and i >= 0 for i in listed):
             raise self._wrong(f"gave completion {index} {excerpt(repr(ids))} as {key}; it takes one token id or more")
         return list(listed)
 
@@ -502,10 +490,6 @@ class ReturnedRollout:
 def _is_listed(value: Any) -> bool:
     """Tell whether it is a list, a tuple or an array: an entry a completion."""
     return isinstance(value, list | tuple) or (hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0)
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
 
 
 class RolloutFunction(Interactive):

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lit_rl.core.episode import EnvironmentTurn
 from lit_rl.core.errors import ConfigError, GenerationError, LitRLError, in_range, one_of
 from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation import ranks
@@ -89,7 +88,11 @@ class ConversationWork(EngineWork):
         while self._open and not given:
             heard = responder.answers(wait=wait)
             for each in heard:
-                _refuse_images(each)
+                if each.seen:  # an engine is asked with tokens
+                    raise ConfigError(
+                        "A tool or an environment returned an image, and generator=vllm and vllm_server show images of "
+                        "prompts alone. Take generator=native, or hf."
+                    )
                 if self._responses.hear(each):
                     given.append((each.row, self._request(each.row)))
                 else:
@@ -124,19 +127,6 @@ class ConversationWork(EngineWork):
         """Return the next turn of a row, with its text so far and the room for it."""
         turn, (text,), room = self._responses.turn(row), self._responses.texts([row]), self._responses.room(row)
         return turn_request(self._prompts, self._sampling, row, turn, text, room, self._kwargs)
-
-
-def _refuse_images(heard: EnvironmentTurn) -> None:
-    """Refuse an answer with an image: an engine gets tokens, and shows images of prompts alone.
-
-    Raises:
-        ConfigError: an answer shows one.
-    """
-    if heard.seen:
-        raise ConfigError(
-            "A tool or an environment returned an image, and generator=vllm and vllm_server show images of prompts "
-            "alone. Take generator=native, or hf."
-        )
 
 
 class ProgressLine:

@@ -145,12 +145,6 @@ that vLLM takes down with any of them, so all are shut down with the last.
 """
 
 
-def _step(engine: Any) -> list[Any]:
-    """Advance all requests by a token, and return the outputs of those that are finished."""
-    with uninterruptible(), _generation_errors():  # vLLM takes no other step once it was left in the middle of one
-        return [output for output in engine.step() if output.finished]
-
-
 @contextmanager
 def _generation_errors() -> Iterator[None]:
     """Raise vLLM's errors as errors of generation."""
@@ -255,8 +249,10 @@ class InProcessEngine:
             try:
                 with interruptible(alone=self._steps_alone):
                     self._complete(work, heartbeat)
-            finally:
-                self._abort()
+            finally:  # nothing of an interrupted rollout may run in the next one
+                engine = self._llm.llm_engine
+                if left := list(engine.output_processor.request_states):
+                    engine.abort_request(left, internal=True)
 
     def _complete(self, work: EngineWork, heartbeat: Heartbeat | None) -> None:
         """Send new requests and take finished answers, until nothing is left."""
@@ -266,7 +262,9 @@ class InProcessEngine:
             running |= zip(self._enqueue([request for _, request in given]), given)
             if not running:
                 return
-            for output in _step(engine):
+            with uninterruptible(), _generation_errors():  # vLLM takes no step after one that was cut short
+                finished = [output for output in engine.step() if output.finished]
+            for output in finished:
                 number, request = running.pop(output.request_id)
                 check_prompt_tokens(request, number, output.prompt_token_ids)
                 work.done(number, [read_output(output, one) for one in output.outputs])
@@ -284,13 +282,6 @@ class InProcessEngine:
             asked = [SamplingParams(**sampling_arguments(request.fields)) for request in requests]
             names = self._llm.enqueue(prompts, asked, use_tqdm=False, lora_request=self._adapter)
         return [name.partition("-")[0] for name in names]  # vLLM adds something random, and takes it off again
-
-    def _abort(self) -> None:
-        """Abort what is left of an interrupted rollout: nothing of it may run in the next one."""
-        engine = self._llm.llm_engine
-        left = list(engine.output_processor.request_states)
-        if left:
-            engine.abort_request(left, internal=True)
 
     def sleep(self) -> None:
         with restored_process_state():

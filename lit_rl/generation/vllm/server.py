@@ -83,7 +83,9 @@ class VLLMServerGenerator(EngineGenerator):
         }.items():
             in_range(f"generator.{key}", value, low=0, open_low=True)
         in_range("generator.lag", lag, low=0)
-        self.urls, self.launch, self.log = _addresses(urls), launch, log
+        if isinstance(urls, str):
+            raise ConfigError(f"generator.urls={urls!r} is a string; it takes a list of addresses: [{urls}].")
+        self.urls, self.launch, self.log = [Client(url).url for url in urls], launch, log
         self.transport, self.lag = transport, lag
         self.deadline, self.answer_deadline, self.start_deadline = deadline, answer_deadline, start_deadline
         if launch == bool(self.urls):
@@ -206,14 +208,16 @@ class VLLMServerGenerator(EngineGenerator):
     def _attempt(self, work: EngineWork) -> None:
         assert self.engine is not None
         engine = self.engine
-        super()._run(work)
-        ranks.run_on_all_ranks(lambda: self._unchanged(engine))
 
-    def _unchanged(self, engine: Engine) -> None:
-        """Refuse answers of a server that was restarted, or updated by another program: they have other weights."""
-        version = engine.facts().version
-        if version != self._version:
-            raise EngineLost(f"The servers hold version {version}, not {self._version}: another program updates them.")
+        def check_version() -> None:  # another version means that the answers have other weights
+            version = engine.facts().version
+            if version != self._version:
+                raise EngineLost(
+                    f"The servers hold version {version}, not {self._version}: another program updates them."
+                )
+
+        super()._run(work)
+        ranks.run_on_all_ranks(check_version)
 
     def _with_recovery(self, work: Any, policy: nn.Module) -> Any:
         """Do `work`; where an engine is lost, bring it back and do it once more. The same on every rank."""
@@ -292,10 +296,3 @@ class VLLMServerGenerator(EngineGenerator):
         if process is not None:
             process.stop()
         super().close()
-
-
-def _addresses(urls: Sequence[str]) -> list[str]:
-    """Return the addresses in their normal form; refuse invalid ones."""
-    if isinstance(urls, str):
-        raise ConfigError(f"generator.urls={urls!r} is a string; it takes a list of addresses: [{urls}].")
-    return [Client(url).url for url in urls]

@@ -291,10 +291,13 @@ class NCCL(Transport):
         from vllm.distributed.weight_transfer import clients, nccl_engine  # pyright: ignore[reportMissingImports]
 
         url = self.clients[0].url
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            listener.bind(("", 0))
+            port = int(listener.getsockname()[1])
         info = nccl_engine.NCCLTrainerInitInfo(
             rank=0,
             master_address=own_address(url),
-            master_port=_free_port(),
+            master_port=port,
             world_size=1 + self.clients[0].world_size(self.deadline),
         )
         client = clients.HTTPVLLMWeightSyncClient(url, timeout=self.deadline)
@@ -362,12 +365,6 @@ def own_address(url: str) -> str:
                 "generator.transport=shared_memory."
             ) from error
         return str(probe.getsockname()[0])
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 def on_this_machine(urls: Sequence[str]) -> bool:
