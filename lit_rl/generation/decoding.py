@@ -350,7 +350,15 @@ class GeometricMixture(nn.Module):
                 self._reference_cache = empty_cache(reference)
             theirs = _last_logits(reference, inputs, extra, self._reference_cache)
         if first:
-            _append_layers(cache, self._reference_cache)
+            # A model looks its mask up by the first layer of a kind.
+            if set(cache.is_sliding) != set(self._reference_cache.is_sliding):
+                raise ConfigError(
+                    "The policy and the reference have layers of different kinds (sliding and full attention), and "
+                    "their caches cannot be kept together. Take a reference of the policy's own architecture, such as "
+                    "reference=auto."
+                )
+            # The same objects: rows that are repeated or dropped in one are in both.
+            cache.layers.extend(self._reference_cache.layers)
         if own.shape != theirs.shape:
             raise ConfigError(
                 f"The policy's logits are over {own.shape[-1]} tokens and the reference's over {theirs.shape[-1]}: "
@@ -364,13 +372,3 @@ def _last_logits(model: nn.Module, inputs: dict[str, Any], extra: dict[str, Any]
     parameters = forward_parameters(model)
     named = {name: value for name, value in extra.items() if name in parameters}
     return model(**inputs, **named, **cache_input(model, cache)).logits[:, -1:].float()
-
-
-def _append_layers(cache: Any, other: Any) -> None:
-    """Append the other cache's layers, the same objects: rows that are repeated or dropped in one are in both."""
-    if set(cache.is_sliding) != set(other.is_sliding):  # a model looks its mask up by the first layer of a kind
-        raise ConfigError(
-            "The policy and the reference have layers of different kinds (sliding and full attention), and their "
-            "caches cannot be kept together. Take a reference of the policy's own architecture, such as reference=auto."
-        )
-    cache.layers.extend(other.layers)

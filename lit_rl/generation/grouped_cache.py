@@ -449,36 +449,24 @@ class GroupedProvingCache(GroupedCache):
     gets the logits of the plain way to the last bits, whatever its weights' type.
     """
 
-    def _whole_mask(self, own: int, queries: int) -> Tensor:
-        """Return bool `(b, 1, c, p + t)`: the tokens of its prompt and its own that each query sees."""
-        of_prompt = ~self._whole_padding()[self._prompt_of]
-        rows = len(self._prompt_of)
-        if self._seen is not None:
-            of_own = self._seen[:, None]
-        else:
-            of_own = (torch.arange(own, device=of_prompt.device) >= self._begins()[:, None])[:, None, None]
-        return torch.cat([of_prompt.expand(rows, 1, queries, -1), of_own], -1)
-
     def attend(self, module: nn.Module, layer: GroupedLayer, query: Tensor, scaling: float) -> Tensor:
         assert layer.own is not None
         shared = layer.prompt_keys, layer.prompt_values
         keys, values = (torch.cat([part[self._prompt_of], own], 2) for part, own in zip(shared, layer.own))
-        seen = self._whole_mask(layer.own[0].shape[2], query.shape[2])
+        # Bool `(b, 1, c, p + t)`: the tokens of its prompt and its own that each query sees.
+        own = torch.arange(layer.own[0].shape[2], device=query.device)
+        of_own = (own >= self._begins()[:, None])[:, None, None] if self._seen is None else self._seen[:, None]
+        of_prompt = ~self._whole_padding()[self._prompt_of]
+        seen = torch.cat([of_prompt.expand(-1, 1, query.shape[2], -1), of_own], -1)
         mask = None if bool(seen.all()) else seen
+        wide = GroupedLayer(layer.prompt_keys.double(), layer.prompt_values.double(), 0)
+        wide._views, wide._length = (layer.own[0].double(), layer.own[1].double()), layer.own_length
         with torch.autocast(query.device.type, enabled=False):
-            ours = super().attend(module, _in_float64(layer), query.double(), scaling)
+            ours = super().attend(module, wide, query.double(), scaling)
             theirs = plain_attention(module, query.double(), keys.double(), values.double(), mask, scaling)
         if not torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10, equal_nan=True):
             raise NotGrouped("its attention over the grouped keys differs from plain attention")
         return plain_attention(module, query, keys, values, mask, scaling)
-
-
-def _in_float64(layer: GroupedLayer) -> GroupedLayer:
-    assert layer.own is not None
-    twin = GroupedLayer(layer.prompt_keys.double(), layer.prompt_values.double(), 0)
-    twin._views = layer.own[0].double(), layer.own[1].double()
-    twin._length = layer.own_length
-    return twin
 
 
 def grouped_attention(

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from lit_rl.core.errors import GenerationError, NumericError
 from lit_rl.core.interrupts import interruptible
-from lit_rl.core.vision_inputs import Picture
 from lit_rl.core.visuals import as_png
 from lit_rl.generation import ranks
 from lit_rl.generation.generator import EngineLost
@@ -257,7 +256,9 @@ def ask_server(
 
 def image_body(pictured: ImagePrompt, fields: dict[str, Any], model: str) -> dict[str, Any]:
     """Return the body of ``POST /inference/v1/generate``."""
-    parts = [{"type": "image_url", "url": _data_uri(image)} for image in pictured.images]
+    # PNG keeps the very pixels of the policy, and the conversion of other modes to RGB stays ours.
+    encoded = [base64.b64encode(as_png(image.open(), compress_level=1)).decode() for image in pictured.images]
+    parts = [{"type": "image_url", "url": f"data:image/png;base64,{image}"} for image in encoded]
     return {
         "model": model,
         "token_ids": pictured.token_ids,
@@ -265,12 +266,6 @@ def image_body(pictured: ImagePrompt, fields: dict[str, Any], model: str) -> dic
         "sampling_params": fields,
         "return_token_ids": True,
     }
-
-
-def _data_uri(image: Picture) -> str:
-    """Return a ``data:`` URI of the very pixels of the policy: PNG loses none, and the conversion of other modes to RGB
-    stays ours."""
-    return f"data:image/png;base64,{base64.b64encode(as_png(image.open(), compress_level=1)).decode()}"
 
 
 ADAPTER = "lit_rl_policy"
@@ -315,7 +310,8 @@ class ServerEngine:
         self._leftovers = after_loss
         self._asked = list(range(len(self.clients)))
         """The numbers of the servers that are not lost."""
-        self._names = [self._name(client) for client in self.clients]
+        with engine_errors():
+            self._names = [next(iter(client.models(answer_deadline))) for client in self.clients]
         facts = self._all_facts()
         self._instances = [each.instance for each in facts]
         self._rooms = [_QUEUE_FACTOR * each.max_num_seqs for each in facts]
@@ -325,10 +321,6 @@ class ServerEngine:
     def lost(self) -> list[str]:
         """Addresses of the servers that were lost while others answered. Their weights are unknown."""
         return [client.url for number, client in enumerate(self.clients) if number not in self._asked]
-
-    def _name(self, client: Client) -> str:
-        with engine_errors():
-            return next(iter(client.models(self.answer_deadline)))
 
     def _all_facts(self) -> list[Facts]:
         """Return the facts of the servers that are not lost."""

@@ -142,11 +142,12 @@ class WeightProbe:
             sight = "" if self._picture is None else " and of that of a prompt with an image"
             raise GenerationError(
                 f"The engine does not hold policy version {version}: over {gap.tokens} tokens of a probe, its "
-                f"log-probs differ from the trainer's by {gap.mean:.3g} nats on average (allowed in {gap.dtype}: {limit.mean:g}) "
-                f"and by {gap.max:.3g} at most (allowed: {limit.max:g}). Compared were the prompt log-probs of a fixed "
-                f"text, and the sampled log-probs of its continuation{sight}, at temperature 1. Wrong weights differ "
-                "by whole nats: then look at `lit-rl doctor`. A coarse type differs by little: set generator.dtype to the "
-                "training's, or raise generator.probe_mean_limit and generator.probe_max_limit."
+                f"log-probs differ from the trainer's by {gap.mean:.3g} nats on average (allowed in {gap.dtype}: "
+                f"{limit.mean:g}) and by {gap.max:.3g} at most (allowed: {limit.max:g}). Compared were the prompt "
+                f"log-probs of a fixed text, and the sampled log-probs of its continuation{sight}, at temperature 1. "
+                "Wrong weights differ by whole nats: then look at `lit-rl doctor`. A coarse type differs by little: "
+                "set generator.dtype to the training's, or raise generator.probe_mean_limit and "
+                "generator.probe_max_limit."
             )
         ours, theirs = self._ours, asked.scored
         if self._then is not None and torch.equal(theirs, self._then[1]):
