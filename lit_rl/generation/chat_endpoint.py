@@ -38,10 +38,6 @@ from lit_rl.generation.rollout_function import RolloutHandle
 _SPARE_THREADS = 32
 """Threads for other uses, such as the lookup of names."""
 
-_LARGEST_BODY = 2**25
-"""Bytes of a request: a conversation of some million tokens."""
-_PIECE = 2**16
-
 Result = TypeVar("Result")
 
 Agent = Callable[[int, str], Awaitable[Result]]
@@ -264,6 +260,14 @@ class _Waiting:
     since: float = field(default_factory=time.monotonic)
 
 
+# ------------------------------------------------------------------ HTTP
+
+_LARGEST_BODY = 2**25
+"""Bytes of a request: a conversation of some million tokens."""
+
+_PIECE = 2**16
+
+
 class _ChatServer:
     """The HTTP server, on the loopback alone, under a path that cannot be guessed."""
 
@@ -294,18 +298,6 @@ class _HTTPServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a client that is gone."""
-
-
-def _row_of(path: str, key: str, route: str) -> int:
-    """Return the number of the completion that a route belongs to.
-
-    Raises:
-        RequestRefused: there is no such route; also to those who do not know the key.
-    """
-    parts = path.split("?")[0].strip("/").split("/", 3)
-    if len(parts) == 4 and parts[0] == key and parts[1].isdigit() and parts[2:] == ["v1", route]:
-        return int(parts[1])
-    raise ChatRequestRefused(f"there is no route {route} here", status=404)
 
 
 def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[BaseHTTPRequestHandler]:
@@ -358,3 +350,15 @@ def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[Bas
             """Log no requests."""
 
     return Handler
+
+
+def _row_of(path: str, key: str, route: str) -> int:
+    """Return the number of the completion that a route belongs to.
+
+    Raises:
+        RequestRefused: there is no such route; also to those who do not know the key.
+    """
+    parts = path.split("?")[0].strip("/").split("/", 3)
+    if len(parts) == 4 and parts[0] == key and parts[1].isdigit() and parts[2:] == ["v1", route]:
+        return int(parts[1])
+    raise ChatRequestRefused(f"there is no route {route} here", status=404)

@@ -142,6 +142,9 @@ def _retry_once_where_lost(draw: Callable[[], Completions], bring_back: Callable
         raise GenerationError(f"{lost} It was the second time in one rollout, and the run ends.") from lost
 
 
+# ------------------------------------------------------------------ texts of completions
+
+
 def response_ids(completions: Completions) -> list[list[int]]:
     """Return the sampled tokens of each row, EOS included, without padding and the text that an environment wrote."""
     host = completions.on_host
@@ -183,8 +186,13 @@ def answer_to(prompt: Prompt, text: str) -> str | list[Message]:
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
+# ------------------------------------------------------------------ the text of each token
+
 UNFINISHED = "\ufffd"
 """The text of bytes that are no whole character."""
+
+_MAX_UTF8_BYTES = 4
+"""Most bytes of a character in UTF-8, and so most tokens of one."""
 
 
 def pieces_of(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[list[str]]:
@@ -225,10 +233,6 @@ def _row_pieces(row: list[int], alone: dict[int, str], tokenizer: Any) -> list[s
         else:
             start += 1
     return pieces
-
-
-_MAX_UTF8_BYTES = 4
-"""Most bytes of a character in UTF-8, and so most tokens of one."""
 
 
 def _end_of_character(row: list[int], start: int, tokenizer: Any) -> int:

@@ -244,6 +244,29 @@ def _behind(positions: Tensor) -> Tensor:
     return last + 1
 
 
+# ------------------------------------------------------------------ caches
+
+
+def empty_cache(policy: nn.Module) -> Any:
+    """Return a cache of the model's own layer kinds. Refuse one that cannot be repeated over a group."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
+
+    model = base_of(policy)
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"generator=native cannot decode {type(model).__name__}: {why}. Use generator=hf with it.")
+
+    if cache_name(policy) is None:
+        raise refuse("its forward takes neither cache nor past_key_values, so it keeps no cache of keys and values")
+    if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
+        raise refuse("its PEFT adapter adds virtual tokens to every call")
+    cache = DynamicCache(config=model.config)
+    for layer in caching_layers(cache):
+        if not isinstance(layer, DynamicLayer) or isinstance(layer, LinearAttentionCacheLayerMixin):
+            raise refuse(f"its cache holds a {type(layer).__name__}, which cannot be repeated over a group")
+    return cache
+
+
 def keeps_all(policy: nn.Module, cache: Any) -> bool:
     """Tell whether it is a model of transformers, and every layer of its cache keeps all of a text."""
     from transformers import PreTrainedModel
@@ -273,24 +296,7 @@ def joined(one: Tensor, other: Tensor) -> Tensor:
     return torch.cat([nn.functional.pad(part, (0, 0, length - part.shape[2], 0)) for part in (one, other)])
 
 
-def empty_cache(policy: nn.Module) -> Any:
-    """Return a cache of the model's own layer kinds. Refuse one that cannot be repeated over a group."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
-
-    model = base_of(policy)
-
-    def refuse(why: str) -> ConfigError:
-        return ConfigError(f"generator=native cannot decode {type(model).__name__}: {why}. Use generator=hf with it.")
-
-    if cache_name(policy) is None:
-        raise refuse("its forward takes neither cache nor past_key_values, so it keeps no cache of keys and values")
-    if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
-        raise refuse("its PEFT adapter adds virtual tokens to every call")
-    cache = DynamicCache(config=model.config)
-    for layer in caching_layers(cache):
-        if not isinstance(layer, DynamicLayer) or isinstance(layer, LinearAttentionCacheLayerMixin):
-            raise refuse(f"its cache holds a {type(layer).__name__}, which cannot be repeated over a group")
-    return cache
+# ------------------------------------------------------------------ two models as one
 
 
 class GeometricMixture(nn.Module):

@@ -442,33 +442,6 @@ class GroupedCache(Cache):
         return x if self._place is None else x[self._place]
 
 
-class GroupedProvingCache(GroupedCache):
-    """A cache that compares each attention with plain attention over repeated and joined keys and values, in float64.
-
-    Later layers get the latter, computed as plain ``sdpa`` computes it. So a model that uses this cache as intended
-    gets the logits of the plain way to the last bits, whatever its weights' type.
-    """
-
-    def attend(self, module: nn.Module, layer: GroupedLayer, query: Tensor, scaling: float) -> Tensor:
-        assert layer.own is not None
-        shared = layer.prompt_keys, layer.prompt_values
-        keys, values = (torch.cat([part[self._prompt_of], own], 2) for part, own in zip(shared, layer.own))
-        # Bool `(b, 1, c, p + t)`: the tokens of its prompt and its own that each query sees.
-        own = torch.arange(layer.own[0].shape[2], device=query.device)
-        of_own = (own >= self._begins()[:, None])[:, None, None] if self._seen is None else self._seen[:, None]
-        of_prompt = ~self._whole_padding()[self._prompt_of]
-        seen = torch.cat([of_prompt.expand(-1, 1, query.shape[2], -1), of_own], -1)
-        mask = None if bool(seen.all()) else seen
-        wide = GroupedLayer(layer.prompt_keys.double(), layer.prompt_values.double(), 0)
-        wide._views, wide._length = (layer.own[0].double(), layer.own[1].double()), layer.own_length
-        with torch.autocast(query.device.type, enabled=False):
-            ours = super().attend(module, wide, query.double(), scaling)
-            theirs = plain_attention(module, query.double(), keys.double(), values.double(), mask, scaling)
-        if not torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10, equal_nan=True):
-            raise NotGrouped("its attention over the grouped keys differs from plain attention")
-        return plain_attention(module, query, keys, values, mask, scaling)
-
-
 def grouped_attention(
     module: nn.Module,
     query: Tensor,
@@ -513,10 +486,7 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, grouped_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, no_mask)
 
 
-_GROUPED_TRIAL = EquivalenceTrial(
-    "generator.grouped_cache", "Each sample has its prompt's keys and values for itself", most=0.01
-)
-"""On deterministic kernels the logits of the two ways are equal."""
+# ------------------------------------------------------------------ decode steps
 
 
 class GroupedSteps(DecodingSteps):
@@ -573,10 +543,6 @@ class GroupedSteps(DecodingSteps):
         self._cache.join(others._cache)
 
 
-class _GroupedProvingSteps(GroupedSteps):
-    kind = GroupedProvingCache
-
-
 def fits_grouped_cache(policy: nn.Module, length: int) -> bool:
     """Tell whether a policy may be able to: a model of transformers with its ``sdpa`` attention, whose cache keeps
     every token of texts of ``length``."""
@@ -586,9 +552,48 @@ def fits_grouped_cache(policy: nn.Module, length: int) -> bool:
     return text_config(model)._attn_implementation == "sdpa" and keeps_whole_texts(empty_cache(policy), length)
 
 
+# ------------------------------------------------------------------ the proof of a model
+
+_GROUPED_TRIAL = EquivalenceTrial(
+    "generator.grouped_cache", "Each sample has its prompt's keys and values for itself", most=0.01
+)
+"""On deterministic kernels the logits of the two ways are equal."""
+
+
 def grouped_cache_proven(policy: nn.Module) -> bool:
     """Decode a few tokens of two prompts both ways, and compare. Call it in evaluation mode, without gradient."""
     return _GROUPED_TRIAL.passes(policy, lambda: decode_both_ways(policy, partial(_GroupedProvingSteps, policy)))
+
+
+class GroupedProvingCache(GroupedCache):
+    """A cache that compares each attention with plain attention over repeated and joined keys and values, in float64.
+
+    Later layers get the latter, computed as plain ``sdpa`` computes it. So a model that uses this cache as intended
+    gets the logits of the plain way to the last bits, whatever its weights' type.
+    """
+
+    def attend(self, module: nn.Module, layer: GroupedLayer, query: Tensor, scaling: float) -> Tensor:
+        assert layer.own is not None
+        shared = layer.prompt_keys, layer.prompt_values
+        keys, values = (torch.cat([part[self._prompt_of], own], 2) for part, own in zip(shared, layer.own))
+        # Bool `(b, 1, c, p + t)`: the tokens of its prompt and its own that each query sees.
+        own = torch.arange(layer.own[0].shape[2], device=query.device)
+        of_own = (own >= self._begins()[:, None])[:, None, None] if self._seen is None else self._seen[:, None]
+        of_prompt = ~self._whole_padding()[self._prompt_of]
+        seen = torch.cat([of_prompt.expand(-1, 1, query.shape[2], -1), of_own], -1)
+        mask = None if bool(seen.all()) else seen
+        wide = GroupedLayer(layer.prompt_keys.double(), layer.prompt_values.double(), 0)
+        wide._views, wide._length = (layer.own[0].double(), layer.own[1].double()), layer.own_length
+        with torch.autocast(query.device.type, enabled=False):
+            ours = super().attend(module, wide, query.double(), scaling)
+            theirs = plain_attention(module, query.double(), keys.double(), values.double(), mask, scaling)
+        if not torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10, equal_nan=True):
+            raise NotGrouped("its attention over the grouped keys differs from plain attention")
+        return plain_attention(module, query, keys, values, mask, scaling)
+
+
+class _GroupedProvingSteps(GroupedSteps):
+    kind = GroupedProvingCache
 
 
 def decode_both_ways(policy: nn.Module, quicker: Callable[[DecodeBatch, int], DecodingSteps]) -> tuple[Tensor, Tensor]:

@@ -31,89 +31,6 @@ from lit_rl.generation.token_sampler import Drawn, TokenSampler
 from lit_rl.models.forward_inputs import forward_parameters, masks_that_hide
 
 
-class TurnByTurn:
-    """The conversations of a request, held by an engine that decodes one turn of some rows at a time.
-
-    Args:
-        decode: Decodes a batch of one turn, of a request without a responder.
-        prompts: The requested completions; their responder answers.
-        sampling: How to draw; ``max_new_tokens`` are those of a turn.
-        places: Most rows that are decoded at a time; None: all.
-        device: The device of the tokens.
-    """
-
-    def __init__(
-        self,
-        decode: Callable[[DecodeBatch, Prompts, Sampling], Decoded],
-        prompts: Prompts,
-        sampling: Sampling,
-        places: int | None,
-        device: torch.device,
-    ) -> None:
-        self._decode, self._prompts, self._sampling, self._places = decode, prompts, sampling, places
-        (self._whole,) = decode_batches(prompts, None, device)
-        self._responses = Responses(prompts, sampling, len(self._whole.rows), device)
-
-    def run(self) -> Decoded:
-        """Return the responses of all rows."""
-        responder, device = self._prompts.responder, self._whole.keys.device
-        assert responder is not None
-        self._speak(decode_batches(self._prompts, self._places, device))
-        unanswered = len(self._whole.rows)
-        while unanswered:
-            heard = [*responder.answers(wait=True), *responder.answers(wait=False)]
-            speaking = [each.row for each in heard if self._responses.hear(each)]
-            unanswered -= len(heard) - len(speaking)
-            self._speak(self._batches(speaking))
-        return self._responses.decoded()
-
-    def _speak(self, batches: Iterable[DecodeBatch]) -> None:
-        """Decode a turn for the rows of each batch, and pass it to the responder."""
-        responder, device = self._prompts.responder, self._whole.keys.device
-        assert responder is not None
-        alone = dataclasses.replace(self._prompts, responder=None)
-        for batch in batches:
-            rows, room = batch.rows.to(device), self._responses.room(int(batch.rows[0]))
-            least = min(self._sampling.min_new_tokens, room)
-            turn = dataclasses.replace(self._sampling, max_new_tokens=room, min_new_tokens=least)
-            decoded = self._decode(batch, alone, turn)
-            for column in range(decoded.ids.shape[1]):
-                mass = None if decoded.kept_logmass is None else decoded.kept_logmass[:, column]
-                self._responses.add(rows, Drawn(decoded.ids[:, column], decoded.logprobs[:, column], mass))
-            self._responses.look(rows)
-            for said in self._responses.said(batch.rows.tolist()):
-                responder.tell(said)
-
-    def _batches(self, rows: Sequence[int]) -> Iterator[DecodeBatch]:
-        """Yield the next turn of these rows: those with equal room together, so that none leaves the model's
-        context."""
-        by_room: dict[int, list[int]] = {}
-        for row in sorted(rows, key=lambda row: int(self._responses.lengths[row])):
-            by_room.setdefault(self._responses.room(row), []).append(row)
-        for together in by_room.values():
-            for start in range(0, len(together), self._places or len(together)):
-                yield self._batch(together[start : start + (self._places or len(together))])
-
-    def _batch(self, rows: Sequence[int]) -> DecodeBatch:
-        prompts, device = self._prompts, self._whole.keys.device
-        said = self._responses.texts(rows)
-        numbers = [row // prompts.group_size for row in rows]
-        texts = [[*prompts.token_ids[number], *text] for number, text in zip(numbers, said)]
-        which = torch.tensor(rows)
-        ids, mask, at = in_one_transfer(device, *left_pad(texts, prompts.pad_id), which)
-        seen = tuple(
-            with_later(
-                prompts.vision[number] if prompts.vision else None,
-                len(prompts.token_ids[number]),
-                self._responses.later(row),
-                len(text),
-            )
-            for row, number, text in zip(rows, numbers, said)
-        )
-        keys, begun = self._whole.keys[at], self._responses.lengths[at]
-        return DecodeBatch(ids, mask, 1, keys, which, rows, begun, seen, padded=has_padding(texts))
-
-
 class HFGenerator(InProcessGenerator):
     """A generator that decodes with the policy's ``generate``: any model of transformers, and no shared prompts.
 
@@ -272,6 +189,63 @@ def blank_generation_config(policy: nn.Module) -> Iterator[None]:
             vars(module)["generation_config"] = config
 
 
+# ------------------------------------------------------------------ continuous batching
+
+
+class HFContinuousGenerator(InProcessGenerator):
+    """A generator that decodes with the policy's continuous batching: `NativeGenerator`'s samples, another scheduler.
+
+    Keys and values lie in pages, a prompt is read once a group, and no step waits for the longest sequence. It pays for
+    responses of very different lengths on a GPU with model.attn_implementation=flash_attention_2. Any other attention
+    compares every token with all that the cache holds, other sequences included: take generator=native there. The cache
+    is made anew for every call, so nothing in it is older than the weights.
+
+    Args:
+        batch_size: Sequences that are decoded at a time, whose whole length the cache has room for; None decodes all at
+            once. Bounds memory: samples do not depend on it.
+    """
+
+    def __init__(self, batch_size: int | None = None) -> None:
+        super().__init__(batch_size)
+
+    def _decode(
+        self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
+    ) -> Iterator[tuple[Tensor, Decoded]]:
+        decode = partial(self._decode_batch, _continuous_model(policy))
+        if prompts.responder is not None:
+            rows = torch.arange(len(prompts) * prompts.group_size)
+            yield rows, TurnByTurn(decode, prompts, sampling, None, device).run()
+            return
+        (batch,) = decode_batches(prompts, None, device)  # the engine, which fills the places, has to see every row
+        yield batch.rows, decode(batch, prompts, sampling)
+
+    def _decode_batch(self, model: Any, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
+        from transformers import GenerationConfig
+
+        # Not inference mode: a thread writes into the tensors.
+        with torch.inference_mode(False), _restored_state(model, batch.keys.device):
+            forks = _forks(batch, self.rows_a_batch)
+            draws = ContinuousDraws(batch, prompts, sampling, forks)
+            try:
+                # Greedy over our draws and without an EOS: the longest response alone is the engine's limit.
+                config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)
+                config.num_return_sequences = batch.repeats if forks else 1  # the constructor refuses greedy ones
+                config.eos_token_id = -1
+                batching = _continuous_batching_config(model, batch, sampling, self.rows_a_batch, forks)
+                manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
+                manager.logit_processor = draws
+                manager.warmup()  # makes the cache
+                _keep_dtype(manager.batch_processor.cache, model.dtype)
+            except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"generator=hf_continuous cannot decode {type(model).__name__}: {error} Use generator=native or "
+                    "generator=hf with it."
+                ) from error
+            requests = (batch.prompt_ids, batch.prompt_mask) if forks else batch.repeated()
+            _run_requests(manager, requests, sampling, draws)
+        return draws.decoded()
+
+
 class ContinuousDraws:
     """The engine's logits processors: draws every token with our noise, and leaves the engine no other choice.
 
@@ -347,60 +321,6 @@ class ContinuousDraws:
 
     def decoded(self) -> Decoded:
         return self._responses.decoded()
-
-
-class HFContinuousGenerator(InProcessGenerator):
-    """A generator that decodes with the policy's continuous batching: `NativeGenerator`'s samples, another scheduler.
-
-    Keys and values lie in pages, a prompt is read once a group, and no step waits for the longest sequence. It pays for
-    responses of very different lengths on a GPU with model.attn_implementation=flash_attention_2. Any other attention
-    compares every token with all that the cache holds, other sequences included: take generator=native there. The cache
-    is made anew for every call, so nothing in it is older than the weights.
-
-    Args:
-        batch_size: Sequences that are decoded at a time, whose whole length the cache has room for; None decodes all at
-            once. Bounds memory: samples do not depend on it.
-    """
-
-    def __init__(self, batch_size: int | None = None) -> None:
-        super().__init__(batch_size)
-
-    def _decode(
-        self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
-    ) -> Iterator[tuple[Tensor, Decoded]]:
-        decode = partial(self._decode_batch, _continuous_model(policy))
-        if prompts.responder is not None:
-            rows = torch.arange(len(prompts) * prompts.group_size)
-            yield rows, TurnByTurn(decode, prompts, sampling, None, device).run()
-            return
-        (batch,) = decode_batches(prompts, None, device)  # the engine, which fills the places, has to see every row
-        yield batch.rows, decode(batch, prompts, sampling)
-
-    def _decode_batch(self, model: Any, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
-        from transformers import GenerationConfig
-
-        # Not inference mode: a thread writes into the tensors.
-        with torch.inference_mode(False), _restored_state(model, batch.keys.device):
-            forks = _forks(batch, self.rows_a_batch)
-            draws = ContinuousDraws(batch, prompts, sampling, forks)
-            try:
-                # Greedy over our draws and without an EOS: the longest response alone is the engine's limit.
-                config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)
-                config.num_return_sequences = batch.repeats if forks else 1  # the constructor refuses greedy ones
-                config.eos_token_id = -1
-                batching = _continuous_batching_config(model, batch, sampling, self.rows_a_batch, forks)
-                manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
-                manager.logit_processor = draws
-                manager.warmup()  # makes the cache
-                _keep_dtype(manager.batch_processor.cache, model.dtype)
-            except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"generator=hf_continuous cannot decode {type(model).__name__}: {error} Use generator=native or "
-                    "generator=hf with it."
-                ) from error
-            requests = (batch.prompt_ids, batch.prompt_mask) if forks else batch.repeated()
-            _run_requests(manager, requests, sampling, draws)
-        return draws.decoded()
 
 
 def _run_requests(manager: Any, requests: tuple[Tensor, Tensor], sampling: Sampling, draws: ContinuousDraws) -> None:
@@ -511,3 +431,89 @@ def _restored_state(model: Any, device: torch.device) -> Iterator[None]:
         log.setLevel(level)
         if model.config._attn_implementation != attention:
             model.set_attn_implementation(attention)
+
+
+# ------------------------------------------------------------------ conversations
+
+
+class TurnByTurn:
+    """The conversations of a request, held by an engine that decodes one turn of some rows at a time.
+
+    Args:
+        decode: Decodes a batch of one turn, of a request without a responder.
+        prompts: The requested completions; their responder answers.
+        sampling: How to draw; ``max_new_tokens`` are those of a turn.
+        places: Most rows that are decoded at a time; None: all.
+        device: The device of the tokens.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[DecodeBatch, Prompts, Sampling], Decoded],
+        prompts: Prompts,
+        sampling: Sampling,
+        places: int | None,
+        device: torch.device,
+    ) -> None:
+        self._decode, self._prompts, self._sampling, self._places = decode, prompts, sampling, places
+        (self._whole,) = decode_batches(prompts, None, device)
+        self._responses = Responses(prompts, sampling, len(self._whole.rows), device)
+
+    def run(self) -> Decoded:
+        """Return the responses of all rows."""
+        responder, device = self._prompts.responder, self._whole.keys.device
+        assert responder is not None
+        self._speak(decode_batches(self._prompts, self._places, device))
+        unanswered = len(self._whole.rows)
+        while unanswered:
+            heard = [*responder.answers(wait=True), *responder.answers(wait=False)]
+            speaking = [each.row for each in heard if self._responses.hear(each)]
+            unanswered -= len(heard) - len(speaking)
+            self._speak(self._batches(speaking))
+        return self._responses.decoded()
+
+    def _speak(self, batches: Iterable[DecodeBatch]) -> None:
+        """Decode a turn for the rows of each batch, and pass it to the responder."""
+        responder, device = self._prompts.responder, self._whole.keys.device
+        assert responder is not None
+        alone = dataclasses.replace(self._prompts, responder=None)
+        for batch in batches:
+            rows, room = batch.rows.to(device), self._responses.room(int(batch.rows[0]))
+            least = min(self._sampling.min_new_tokens, room)
+            turn = dataclasses.replace(self._sampling, max_new_tokens=room, min_new_tokens=least)
+            decoded = self._decode(batch, alone, turn)
+            for column in range(decoded.ids.shape[1]):
+                mass = None if decoded.kept_logmass is None else decoded.kept_logmass[:, column]
+                self._responses.add(rows, Drawn(decoded.ids[:, column], decoded.logprobs[:, column], mass))
+            self._responses.look(rows)
+            for said in self._responses.said(batch.rows.tolist()):
+                responder.tell(said)
+
+    def _batches(self, rows: Sequence[int]) -> Iterator[DecodeBatch]:
+        """Yield the next turn of these rows: those with equal room together, so that none leaves the model's
+        context."""
+        by_room: dict[int, list[int]] = {}
+        for row in sorted(rows, key=lambda row: int(self._responses.lengths[row])):
+            by_room.setdefault(self._responses.room(row), []).append(row)
+        for together in by_room.values():
+            for start in range(0, len(together), self._places or len(together)):
+                yield self._batch(together[start : start + (self._places or len(together))])
+
+    def _batch(self, rows: Sequence[int]) -> DecodeBatch:
+        prompts, device = self._prompts, self._whole.keys.device
+        said = self._responses.texts(rows)
+        numbers = [row // prompts.group_size for row in rows]
+        texts = [[*prompts.token_ids[number], *text] for number, text in zip(numbers, said)]
+        which = torch.tensor(rows)
+        ids, mask, at = in_one_transfer(device, *left_pad(texts, prompts.pad_id), which)
+        seen = tuple(
+            with_later(
+                prompts.vision[number] if prompts.vision else None,
+                len(prompts.token_ids[number]),
+                self._responses.later(row),
+                len(text),
+            )
+            for row, number, text in zip(rows, numbers, said)
+        )
+        keys, begun = self._whole.keys[at], self._responses.lengths[at]
+        return DecodeBatch(ids, mask, 1, keys, which, rows, begun, seen, padded=has_padding(texts))

@@ -28,6 +28,121 @@ from lit_rl.models.trunk import base_of
 if TYPE_CHECKING:
     from lit_rl.generation.fast_decoding import StepGraphs
 
+MakeSteps = Callable[[nn.Module, DecodeBatch, int], DecodingSteps]
+"""A function that makes the steps of a policy for a batch of rows and their number of new tokens."""
+
+
+class NativeGenerator(InProcessGenerator):
+    """A generator that decodes in this process with the live policy: no copy, no server, nothing to install.
+
+    The prompts are run once a group, and one token a row a step follows. Rows that ended leave. Works with bf16
+    weights, autocast and PEFT: logits are sampled in float32.
+
+    Args:
+        batch_size: Sequences that are decoded at a time; None decodes all at once. Bounds memory: samples do not depend
+            on it.
+        grouped_cache: Hold the keys and values of a prompt once a group, with an attention of our own that reads them
+            for all its rows together: less memory, and faster. Only where a model is proven to attend so. Switched off,
+            and for any other model, transformers' own attention and cache decode, in which a prompt is repeated for
+            each sample.
+        lean_steps: Take decode steps over such a cache by operations on the model's weights, past transformers'
+            modules: faster for small models. Only where a model is proven to be made of the same operations (Llama,
+            Qwen2, Qwen3, Mistral, SmolLM2, with LoRA or without). Switched off, and for any other model, its own
+            modules take the steps.
+        cuda_graphs: Capture lean steps, draws included, as CUDA graphs, and replay them: where the host cannot launch
+            the operations of a step as fast as a GPU computes them, that is faster. No card has shown yet that it is,
+            nor that samples stay as they are: off by default. Only where lean steps are taken on a CUDA device, and a
+            model is proven to be captured right; not with images. Switched off, and for any other model, the host
+            launches each operation of each step.
+        continuous_batching: Let groups that wait take the places of rows that ended, in the middle of a batch. Only
+            where every layer of a model's cache keeps all of a text. Switched off, and for any other model, the next
+            groups begin when all rows of those before are over. Samples do not depend on it.
+    """
+
+    sees = True
+
+    def __init__(
+        self,
+        batch_size: int | None = None,
+        grouped_cache: bool = True,
+        lean_steps: bool = True,
+        continuous_batching: bool = True,
+        cuda_graphs: bool = False,
+    ) -> None:
+        super().__init__(batch_size)
+        self.grouped_cache = grouped_cache
+        self.lean_steps = lean_steps
+        self.continuous_batching = continuous_batching
+        self.cuda_graphs = cuda_graphs
+        self.steps: str | None = None
+        """The steps of the last batch: `cuda_graphs` of lean steps, `lean_steps`, a `grouped_cache` without them, or,
+        with none of these, the model's `own` attention and cache."""
+
+    def _decode(
+        self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
+    ) -> Iterator[tuple[Tensor, Decoded]]:
+        (whole,) = decode_batches(prompts, None, device)
+        longest = prompts.longest_response(sampling)
+        kind = DecodingSteps if prompts.vision else self._kind(policy, whole.prompt_ids.shape[1] + longest)
+        if isinstance(kind, partial):
+            steps: Any = kind.func
+            self.steps = "cuda_graphs" if steps.whole else "lean_steps"
+        else:
+            self.steps = "own" if kind is DecodingSteps else "grouped_cache"
+        # A waiting row of a conversation keeps its part of the cache, which has to be all of its text.
+        if prompts.responder is not None and kind is DecodingSteps and not keeps_all(policy, empty_cache(policy)):
+            raise ConfigError(
+                f"generator=native cannot hold conversations with {type(base_of(policy)).__name__}: it is no model of "
+                "transformers, or layers of its cache have a window and may drop tokens. Use generator=hf with it."
+            )
+        graphs = None
+        if self.steps == "cuda_graphs":
+            from lit_rl.generation.fast_decoding import StepGraphs
+
+            graphs = StepGraphs(device)
+        places = self.rows_a_batch or len(whole.rows)
+        loop = DecodeLoop(
+            lambda batch: kind(policy, batch, longest),
+            prompts,
+            sampling,
+            places,
+            whole,
+            continuous=self.continuous_batching,
+            graphs=graphs,
+        )
+        yield whole.rows, loop.run()
+
+    def _kind(self, policy: nn.Module, length: int) -> MakeSteps:
+        """Return the steps for texts of up to `length` tokens."""
+        from lit_rl.generation.fast_decoding import (
+            GraphedSteps,
+            LeanModel,
+            LeanSteps,
+            fits_lean_steps,
+            lean_steps_proven,
+            step_graphs_proven,
+        )
+        from lit_rl.generation.grouped_cache import GroupedSteps, fits_grouped_cache, grouped_cache_proven
+
+        grouped = self.grouped_cache and fits_grouped_cache(policy, length) and grouped_cache_proven(policy)
+        lean = grouped and self.lean_steps and fits_lean_steps(policy) and lean_steps_proven(policy)
+        model = LeanModel(policy, length) if lean else None
+        graphed = self.cuda_graphs and step_graphs_proven(policy, lean=lean)
+        if model is not None:
+            return partial(GraphedSteps if graphed else LeanSteps, model)
+        return GroupedSteps if grouped else DecodingSteps
+
+
+def for_another_policy(generator: Generator) -> Generator:
+    """Return a generator for another model than the policy: a teacher, an opponent.
+
+    An engine holds the policy and nothing else, so such completions are decoded in this process. An in-process
+    generator decodes with any model that it is synced to, and is returned itself.
+    """
+    return generator if isinstance(generator, InProcessGenerator) else NativeGenerator()
+
+
+# ------------------------------------------------------------------ the decode loop
 
 _COMPACT_BELOW = 0.75
 """The share of running rows at which finished ones are dropped. That copies the cache of the others, and so does a join
@@ -278,117 +393,3 @@ class _Conversations:
 def _split(steps: DecodingSteps, rows: Sequence[int], which: Sequence[int]) -> DecodingSteps:
     """Return those rows as steps of their own."""
     return steps if len(which) == len(rows) else steps.split(torch.tensor(which, device=steps.logits.device))
-
-
-MakeSteps = Callable[[nn.Module, DecodeBatch, int], DecodingSteps]
-"""A function that makes the steps of a policy for a batch of rows and their number of new tokens."""
-
-
-class NativeGenerator(InProcessGenerator):
-    """A generator that decodes in this process with the live policy: no copy, no server, nothing to install.
-
-    The prompts are run once a group, and one token a row a step follows. Rows that ended leave. Works with bf16
-    weights, autocast and PEFT: logits are sampled in float32.
-
-    Args:
-        batch_size: Sequences that are decoded at a time; None decodes all at once. Bounds memory: samples do not depend
-            on it.
-        grouped_cache: Hold the keys and values of a prompt once a group, with an attention of our own that reads them
-            for all its rows together: less memory, and faster. Only where a model is proven to attend so. Switched off,
-            and for any other model, transformers' own attention and cache decode, in which a prompt is repeated for
-            each sample.
-        lean_steps: Take decode steps over such a cache by operations on the model's weights, past transformers'
-            modules: faster for small models. Only where a model is proven to be made of the same operations (Llama,
-            Qwen2, Qwen3, Mistral, SmolLM2, with LoRA or without). Switched off, and for any other model, its own
-            modules take the steps.
-        cuda_graphs: Capture lean steps, draws included, as CUDA graphs, and replay them: where the host cannot launch
-            the operations of a step as fast as a GPU computes them, that is faster. No card has shown yet that it is,
-            nor that samples stay as they are: off by default. Only where lean steps are taken on a CUDA device, and a
-            model is proven to be captured right; not with images. Switched off, and for any other model, the host
-            launches each operation of each step.
-        continuous_batching: Let groups that wait take the places of rows that ended, in the middle of a batch. Only
-            where every layer of a model's cache keeps all of a text. Switched off, and for any other model, the next
-            groups begin when all rows of those before are over. Samples do not depend on it.
-    """
-
-    sees = True
-
-    def __init__(
-        self,
-        batch_size: int | None = None,
-        grouped_cache: bool = True,
-        lean_steps: bool = True,
-        continuous_batching: bool = True,
-        cuda_graphs: bool = False,
-    ) -> None:
-        super().__init__(batch_size)
-        self.grouped_cache = grouped_cache
-        self.lean_steps = lean_steps
-        self.continuous_batching = continuous_batching
-        self.cuda_graphs = cuda_graphs
-        self.steps: str | None = None
-        """The steps of the last batch: `cuda_graphs` of lean steps, `lean_steps`, a `grouped_cache` without them, or,
-        with none of these, the model's `own` attention and cache."""
-
-    def _decode(
-        self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
-    ) -> Iterator[tuple[Tensor, Decoded]]:
-        (whole,) = decode_batches(prompts, None, device)
-        longest = prompts.longest_response(sampling)
-        kind = DecodingSteps if prompts.vision else self._kind(policy, whole.prompt_ids.shape[1] + longest)
-        if isinstance(kind, partial):
-            steps: Any = kind.func
-            self.steps = "cuda_graphs" if steps.whole else "lean_steps"
-        else:
-            self.steps = "own" if kind is DecodingSteps else "grouped_cache"
-        # A waiting row of a conversation keeps its part of the cache, which has to be all of its text.
-        if prompts.responder is not None and kind is DecodingSteps and not keeps_all(policy, empty_cache(policy)):
-            raise ConfigError(
-                f"generator=native cannot hold conversations with {type(base_of(policy)).__name__}: it is no model of "
-                "transformers, or layers of its cache have a window and may drop tokens. Use generator=hf with it."
-            )
-        graphs = None
-        if self.steps == "cuda_graphs":
-            from lit_rl.generation.fast_decoding import StepGraphs
-
-            graphs = StepGraphs(device)
-        places = self.rows_a_batch or len(whole.rows)
-        loop = DecodeLoop(
-            lambda batch: kind(policy, batch, longest),
-            prompts,
-            sampling,
-            places,
-            whole,
-            continuous=self.continuous_batching,
-            graphs=graphs,
-        )
-        yield whole.rows, loop.run()
-
-    def _kind(self, policy: nn.Module, length: int) -> MakeSteps:
-        """Return the steps for texts of up to `length` tokens."""
-        from lit_rl.generation.fast_decoding import (
-            GraphedSteps,
-            LeanModel,
-            LeanSteps,
-            fits_lean_steps,
-            lean_steps_proven,
-            step_graphs_proven,
-        )
-        from lit_rl.generation.grouped_cache import GroupedSteps, fits_grouped_cache, grouped_cache_proven
-
-        grouped = self.grouped_cache and fits_grouped_cache(policy, length) and grouped_cache_proven(policy)
-        lean = grouped and self.lean_steps and fits_lean_steps(policy) and lean_steps_proven(policy)
-        model = LeanModel(policy, length) if lean else None
-        graphed = self.cuda_graphs and step_graphs_proven(policy, lean=lean)
-        if model is not None:
-            return partial(GraphedSteps if graphed else LeanSteps, model)
-        return GroupedSteps if grouped else DecodingSteps
-
-
-def for_another_policy(generator: Generator) -> Generator:
-    """Return a generator for another model than the policy: a teacher, an opponent.
-
-    An engine holds the policy and nothing else, so such completions are decoded in this process. An in-process
-    generator decodes with any model that it is synced to, and is returned itself.
-    """
-    return generator if isinstance(generator, InProcessGenerator) else NativeGenerator()

@@ -261,6 +261,8 @@ class _Turns:
         self.now = torch.zeros(shape[0], dtype=torch.long, device=device)
 
 
+# ------------------------------------------------------------------ reports of finished rows
+
 OnFinished = Callable[[int, list[int]], None]
 """A function of a row of the completions and its tokens."""
 

@@ -40,6 +40,161 @@ from lit_rl.generation.ranks import background_thread
 from lit_rl.rewards.contract import ARGUMENTS, SINGULAR
 
 
+class RolloutFunction(Interactive):
+    """The settings of `env=rollout_func`.
+
+    Args:
+        path: ``package.module:name`` or ``./file.py:name``; in Python also the function itself.
+        columns: Further keys of the returned dict, which reward functions take as arguments. A function may name them
+            itself, by an attribute ``columns``.
+        max_tokens: Most tokens of a completion, with those that the policy did not write. None: 2048, or as many as the
+            model's context leaves.
+        max_prompt_tokens: Most tokens of a prompt; None: those of the longest prompt of the data.
+        rollout_timeout: Seconds that a call of the function may take. After a timeout its rollout is lost, and the run
+            is saved and ends. None is no limit.
+        max_failed: Share of a rollout's completions that the function may mark as failed. They are not learned from; a
+            larger share ends the run.
+
+    Raises:
+        ConfigError: there is no such function, it cannot be called so, or a setting is out of range.
+    """
+
+    converses = False
+
+    def __init__(
+        self,
+        path: str | Callable[..., Any],
+        *,
+        columns: Sequence[str] = (),
+        max_tokens: int | None = None,
+        max_prompt_tokens: int | None = None,
+        rollout_timeout: float | None = None,
+        max_failed: float = Interactive.max_failed,
+    ) -> None:
+        if max_tokens is not None:
+            in_range("env.max_tokens", max_tokens, low=1)
+        if isinstance(columns, str):
+            raise ConfigError(f"env.columns={columns!r} is a text; it takes a list of names: [{columns}].")
+        if max_prompt_tokens is not None:
+            in_range("env.max_prompt_tokens", max_prompt_tokens, low=1)
+        if rollout_timeout is not None:
+            in_range("env.rollout_timeout", rollout_timeout, low=0, open_low=True)
+        in_range("env.max_failed", max_failed, low=0, high=1)
+        self.function, self.name = _load_function(path)
+        self.max_tokens = Interactive.max_tokens if max_tokens is None else max_tokens
+        self.untyped, self.max_prompt_tokens = frozenset(("max_tokens",) * (max_tokens is None)), max_prompt_tokens
+        self.rollout_timeout, self.max_failed = rollout_timeout, max_failed
+        self.columns = ("episodes", *dict.fromkeys([*getattr(self.function, "columns", ()), *columns]))
+
+
+def _load_function(path: str | Callable[..., Any]) -> tuple[Callable[..., Any], str]:
+    """Return the function and its name. Refuse one that cannot be called with two arguments."""
+    function: Any = load_by_path(path, "env.path").value if isinstance(path, str) else path
+    name = path if isinstance(path, str) else getattr(path, "__name__", type(path).__name__)
+    if not callable(function):
+        raise ConfigError(f"env.path={name} is a {type(function).__name__}; it takes a function(prompts, trainer).")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"env.path={name} is async. It is called as function(prompts, trainer) and waited for: write it as `def`, "
+            "with asyncio.run inside where it needs one."
+        )
+    try:
+        inspect.signature(function).bind([], None)
+    except TypeError as error:
+        raise ConfigError(f"env.path={name} cannot be called as function(prompts, trainer): {error}.") from error
+    except ValueError:
+        pass  # a builtin without a signature
+    return function, name
+
+
+class RolloutCalls(EpisodeSource):
+    """The calls of a rollout function.
+
+    Args:
+        settings: The settings that name the function.
+        tokenizer: The policy's.
+        template_kwargs: The data's arguments of the chat template.
+        longest: Tokens of the longest prompt of the data.
+    """
+
+    def __init__(
+        self, settings: RolloutFunction, tokenizer: Any, template_kwargs: Mapping[str, Any], longest: int
+    ) -> None:
+        self._settings, self._tokenizer, self._template_kwargs = settings, tokenizer, dict(template_kwargs)
+        self._longest_prompt = self.longest_prompt(longest)
+
+    @property
+    def settings(self) -> RolloutFunction:
+        return self._settings
+
+    def lengths(self, longest: int) -> dict[str, int]:
+        most = self._settings.max_prompt_tokens
+        prompt = {"the longest prompt": longest} if most is None else {"env.max_prompt_tokens": most}
+        return {**prompt, "env.max_tokens": self._settings.max_tokens}
+
+    def draw(self, request: EpisodeRequest) -> Completions:
+        encode = partial(encode_prompt, self._tokenizer, chat_template_kwargs=self._template_kwargs)
+        handle = RolloutHandle(request, encode, self._tokenizer, self._template_kwargs, self._settings.max_tokens)
+        return request.agree(lambda: self._drawn(handle, request))
+
+    def _drawn(self, handle: RolloutHandle, request: EpisodeRequest) -> Completions:
+        batch, asked = request.batch, request.prompts
+        begun, count = time.perf_counter(), len(batch) * asked.group_size
+        returned = ReturnedRollout(
+            self._called(batch, handle, mix_seed("env.path", *request.row_keys)),
+            self._settings.name,
+            count,
+            group_size=asked.group_size,
+            max_prompt_tokens=self._longest_prompt,
+            max_tokens=self._settings.max_tokens,
+        )
+        waited = time.perf_counter() - begun - handle.seconds
+        self.waited, seconds = self.waited + waited, waited / count
+        extra = returned.extra(list(batch.columns), self._settings.columns[1:])
+        asked = replace(asked, token_ids=[row.prompt_ids for row in returned.rows[:: asked.group_size]])
+        decoded = returned.decoded(asked)
+        completions = assemble(asked, [(torch.arange(count), decoded)], version=0, device=torch.device("cpu"))
+        facts = zip(returned.rows, handle.of_completions(batch.prompts), decoded.ended.tolist(), extra, strict=True)
+        return replace(completions, episodes=tuple(self._episode(*each, seconds) for each in facts))
+
+    def _called(self, batch: PromptBatch, handle: RolloutHandle, seed: int) -> Any:
+        limit, prompts = self._settings.rollout_timeout, handle.of_completions(batch.prompts)
+        try:
+            with preserve_process_state(f"env.path={self._settings.name}"), time_limit(limit, "env.rollout_timeout"):
+                seed_generators(seed)
+                return self._settings.function(prompts, handle)
+        except LitRLError:
+            raise
+        except TimeLimitExceeded as error:
+            raise GenerationError(
+                f"env.path={self._settings.name} took longer than env.rollout_timeout={limit:g} s. Nothing of what it "
+                "made can be learned from: limit inside it what it waits for, or allow more."
+            ) from error
+        except BaseException as error:
+            if not is_raised_by_user_code(error):
+                raise
+            raise GenerationError(f"env.path={self._settings.name} raised {describe_error(error)}") from error
+
+    def _episode(self, row: ReturnedRow, prompt: Prompt, ended: bool, extra: dict[str, Any], seconds: float) -> Episode:
+        messages = row.messages
+        if messages is None:
+            messages = decoded_messages(row.token_ids, row.written, self._tokenizer)
+        end: End = "answered" if ended else "cut"
+        return Episode(
+            prompt=prompt,
+            messages=messages,
+            end=end if row.failure is None else row.failure.end,
+            turns=row.turns[-1] + 1,
+            observed_tokens=row.written.count(False),
+            seconds=seconds,
+            extra=extra,
+            error=None if row.failure is None else row.failure.error,
+        )
+
+
+# ------------------------------------------------------------------ the second argument
+
+
 class RolloutHandle:
     """The `trainer` of a rollout function: the tokenizer, and the run's generator, synced to the policy.
 
@@ -210,81 +365,7 @@ class RolloutHandle:
         return replace(asked, token_ids=prompt_ids, keys=keys, group_size=1)
 
 
-_ROLES = ("assistant", "tool", "user", "system")
-
-
-class InvalidMessages(ValueError):
-    """Returned messages that are invalid, and the reason."""
-
-
-def decoded_messages(token_ids: Sequence[int], written: Sequence[bool], tokenizer: Any) -> list[Message]:
-    """Return each stretch of tokens by one author as a message. Tokens do not name the author of answers: it is the
-    user.
-
-    Args:
-        token_ids: The completion's tokens.
-        written: True for those that the policy wrote.
-        tokenizer: The policy's.
-    """
-    return [
-        {
-            "role": "assistant" if by_policy else "user",
-            "content": str(tokenizer.decode([token for _, token in part], skip_special_tokens=True)),
-        }
-        for by_policy, part in groupby(zip(written, token_ids, strict=True), key=lambda each: each[0])
-    ]
-
-
-def read_messages(given: Any, turns: int) -> list[Message]:
-    """Return the messages of a rollout function, with the arguments of calls as mappings.
-
-    Args:
-        given: The messages of one completion.
-        turns: The policy's turns, by the tokens.
-
-    Raises:
-        InvalidMessages: one has no role, text or readable call; or there is not one message for each turn.
-    """
-    listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
-    if not all(isinstance(each, Mapping) and each.get("role") in _ROLES for each in listed):
-        raise InvalidMessages(
-            f"takes messages, each a dict with the role {', '.join(_ROLES)}; here {excerpt(repr(given))}"
-        )
-    said = sum(message["role"] == "assistant" for message in listed)
-    if said != turns:
-        raise InvalidMessages(
-            f"takes a message of the assistant for each of the {turns} turns that env_mask has; here {said}"
-        )
-    return [_read_message(message) for message in listed]
-
-
-def _read_message(message: Mapping[str, Any]) -> Message:
-    calls = message.get("tool_calls") or []
-    content = "" if message.get("content") is None and calls else message.get("content")
-    if not isinstance(content, str):
-        raise InvalidMessages(f"takes a text under 'content'; here {excerpt(repr(dict(message)))}")
-    read: Message = {**message, "content": content}
-    if calls:
-        read["tool_calls"] = [_read_call(call) for call in calls]
-    try:
-        json.dumps(read)
-    except (TypeError, ValueError) as error:
-        raise InvalidMessages(f"takes what JSON can write ({error}); here {excerpt(repr(read))}") from error
-    return read
-
-
-def _read_call(call: Any) -> Message:
-    try:
-        function = call["function"]
-        arguments = function["arguments"]
-        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        return {**call, "function": {**function, "name": str(function["name"]), "arguments": dict(arguments)}}
-    except (KeyError, TypeError, ValueError) as error:
-        raise InvalidMessages(
-            "takes calls such as {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}; here "
-            f"{excerpt(repr(call))}"
-        ) from error
-
+# ------------------------------------------------------------------ the returned dict
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 MASK = "env_mask"
@@ -292,45 +373,9 @@ ENDED = "ended"
 MESSAGES = "episode_messages"
 ERROR = "episode_error"
 _OPTIONAL = (MASK, ENDED, MESSAGES, ERROR)
+
 _OWN = (*REQUIRED, *_OPTIONAL)
 """Keys of its own; all others are for rewards."""
-
-
-@dataclass(frozen=True)
-class CompletionFailure:
-    """The reason why a completion is neither scored nor learned from."""
-
-    end: Literal["failed", "timeout"]
-    error: str
-
-
-@dataclass(frozen=True)
-class ReturnedRow:
-    """One completion."""
-
-    prompt_ids: list[int]
-    token_ids: list[int]
-    """Up to the last one that the policy wrote: later ones have no effect."""
-    logprobs: list[float]
-    """0 where the policy did not write."""
-    written: list[bool]
-    """True for the tokens that the policy wrote."""
-    ended: bool | None
-    """True where it came to its end; None where that was not returned."""
-    messages: list[Message] | None = None
-    """Its messages, where they were returned: one of the assistant for each turn of the policy."""
-    failure: CompletionFailure | None = None
-    """None where nothing failed."""
-
-    @property
-    def turns(self) -> list[int]:
-        """The turn of each token: tokens between two turns of the policy count to the first."""
-        turns, now, begun = list[int](), 0, False
-        for before, written in zip([False, *self.written], self.written):
-            now += begun and written and not before
-            begun = begun or written
-            turns.append(now)
-        return turns
 
 
 class ReturnedRollout:
@@ -487,158 +532,121 @@ class ReturnedRollout:
         )
 
 
+@dataclass(frozen=True)
+class ReturnedRow:
+    """One completion."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    """Up to the last one that the policy wrote: later ones have no effect."""
+    logprobs: list[float]
+    """0 where the policy did not write."""
+    written: list[bool]
+    """True for the tokens that the policy wrote."""
+    ended: bool | None
+    """True where it came to its end; None where that was not returned."""
+    messages: list[Message] | None = None
+    """Its messages, where they were returned: one of the assistant for each turn of the policy."""
+    failure: CompletionFailure | None = None
+    """None where nothing failed."""
+
+    @property
+    def turns(self) -> list[int]:
+        """The turn of each token: tokens between two turns of the policy count to the first."""
+        turns, now, begun = list[int](), 0, False
+        for before, written in zip([False, *self.written], self.written):
+            now += begun and written and not before
+            begun = begun or written
+            turns.append(now)
+        return turns
+
+
+@dataclass(frozen=True)
+class CompletionFailure:
+    """The reason why a completion is neither scored nor learned from."""
+
+    end: Literal["failed", "timeout"]
+    error: str
+
+
 def _is_listed(value: Any) -> bool:
     """Tell whether it is a list, a tuple or an array: an entry a completion."""
     return isinstance(value, list | tuple) or (hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0)
 
 
-class RolloutFunction(Interactive):
-    """The settings of `env=rollout_func`.
+# ------------------------------------------------------------------ messages
+
+_ROLES = ("assistant", "tool", "user", "system")
+
+
+class InvalidMessages(ValueError):
+    """Returned messages that are invalid, and the reason."""
+
+
+def read_messages(given: Any, turns: int) -> list[Message]:
+    """Return the messages of a rollout function, with the arguments of calls as mappings.
 
     Args:
-        path: ``package.module:name`` or ``./file.py:name``; in Python also the function itself.
-        columns: Further keys of the returned dict, which reward functions take as arguments. A function may name them
-            itself, by an attribute ``columns``.
-        max_tokens: Most tokens of a completion, with those that the policy did not write. None: 2048, or as many as the
-            model's context leaves.
-        max_prompt_tokens: Most tokens of a prompt; None: those of the longest prompt of the data.
-        rollout_timeout: Seconds that a call of the function may take. After a timeout its rollout is lost, and the run
-            is saved and ends. None is no limit.
-        max_failed: Share of a rollout's completions that the function may mark as failed. They are not learned from; a
-            larger share ends the run.
+        given: The messages of one completion.
+        turns: The policy's turns, by the tokens.
 
     Raises:
-        ConfigError: there is no such function, it cannot be called so, or a setting is out of range.
+        InvalidMessages: one has no role, text or readable call; or there is not one message for each turn.
     """
-
-    converses = False
-
-    def __init__(
-        self,
-        path: str | Callable[..., Any],
-        *,
-        columns: Sequence[str] = (),
-        max_tokens: int | None = None,
-        max_prompt_tokens: int | None = None,
-        rollout_timeout: float | None = None,
-        max_failed: float = Interactive.max_failed,
-    ) -> None:
-        if max_tokens is not None:
-            in_range("env.max_tokens", max_tokens, low=1)
-        if isinstance(columns, str):
-            raise ConfigError(f"env.columns={columns!r} is a text; it takes a list of names: [{columns}].")
-        if max_prompt_tokens is not None:
-            in_range("env.max_prompt_tokens", max_prompt_tokens, low=1)
-        if rollout_timeout is not None:
-            in_range("env.rollout_timeout", rollout_timeout, low=0, open_low=True)
-        in_range("env.max_failed", max_failed, low=0, high=1)
-        self.function, self.name = _load_function(path)
-        self.max_tokens = Interactive.max_tokens if max_tokens is None else max_tokens
-        self.untyped, self.max_prompt_tokens = frozenset(("max_tokens",) * (max_tokens is None)), max_prompt_tokens
-        self.rollout_timeout, self.max_failed = rollout_timeout, max_failed
-        self.columns = ("episodes", *dict.fromkeys([*getattr(self.function, "columns", ()), *columns]))
-
-
-def _load_function(path: str | Callable[..., Any]) -> tuple[Callable[..., Any], str]:
-    """Return the function and its name. Refuse one that cannot be called with two arguments."""
-    function: Any = load_by_path(path, "env.path").value if isinstance(path, str) else path
-    name = path if isinstance(path, str) else getattr(path, "__name__", type(path).__name__)
-    if not callable(function):
-        raise ConfigError(f"env.path={name} is a {type(function).__name__}; it takes a function(prompts, trainer).")
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(
-            f"env.path={name} is async. It is called as function(prompts, trainer) and waited for: write it as `def`, "
-            "with asyncio.run inside where it needs one."
+    listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(each, Mapping) and each.get("role") in _ROLES for each in listed):
+        raise InvalidMessages(
+            f"takes messages, each a dict with the role {', '.join(_ROLES)}; here {excerpt(repr(given))}"
         )
+    said = sum(message["role"] == "assistant" for message in listed)
+    if said != turns:
+        raise InvalidMessages(
+            f"takes a message of the assistant for each of the {turns} turns that env_mask has; here {said}"
+        )
+    return [_read_message(message) for message in listed]
+
+
+def _read_message(message: Mapping[str, Any]) -> Message:
+    calls = message.get("tool_calls") or []
+    content = "" if message.get("content") is None and calls else message.get("content")
+    if not isinstance(content, str):
+        raise InvalidMessages(f"takes a text under 'content'; here {excerpt(repr(dict(message)))}")
+    read: Message = {**message, "content": content}
+    if calls:
+        read["tool_calls"] = [_read_call(call) for call in calls]
     try:
-        inspect.signature(function).bind([], None)
-    except TypeError as error:
-        raise ConfigError(f"env.path={name} cannot be called as function(prompts, trainer): {error}.") from error
-    except ValueError:
-        pass  # a builtin without a signature
-    return function, name
+        json.dumps(read)
+    except (TypeError, ValueError) as error:
+        raise InvalidMessages(f"takes what JSON can write ({error}); here {excerpt(repr(read))}") from error
+    return read
 
 
-class RolloutCalls(EpisodeSource):
-    """The calls of a rollout function.
+def _read_call(call: Any) -> Message:
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        return {**call, "function": {**function, "name": str(function["name"]), "arguments": dict(arguments)}}
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidMessages(
+            "takes calls such as {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}; here "
+            f"{excerpt(repr(call))}"
+        ) from error
+
+
+def decoded_messages(token_ids: Sequence[int], written: Sequence[bool], tokenizer: Any) -> list[Message]:
+    """Return each stretch of tokens by one author as a message. Tokens do not name the author of answers: it is the
+    user.
 
     Args:
-        settings: The settings that name the function.
+        token_ids: The completion's tokens.
+        written: True for those that the policy wrote.
         tokenizer: The policy's.
-        template_kwargs: The data's arguments of the chat template.
-        longest: Tokens of the longest prompt of the data.
     """
-
-    def __init__(
-        self, settings: RolloutFunction, tokenizer: Any, template_kwargs: Mapping[str, Any], longest: int
-    ) -> None:
-        self._settings, self._tokenizer, self._template_kwargs = settings, tokenizer, dict(template_kwargs)
-        self._longest_prompt = self.longest_prompt(longest)
-
-    @property
-    def settings(self) -> RolloutFunction:
-        return self._settings
-
-    def lengths(self, longest: int) -> dict[str, int]:
-        most = self._settings.max_prompt_tokens
-        prompt = {"the longest prompt": longest} if most is None else {"env.max_prompt_tokens": most}
-        return {**prompt, "env.max_tokens": self._settings.max_tokens}
-
-    def draw(self, request: EpisodeRequest) -> Completions:
-        encode = partial(encode_prompt, self._tokenizer, chat_template_kwargs=self._template_kwargs)
-        handle = RolloutHandle(request, encode, self._tokenizer, self._template_kwargs, self._settings.max_tokens)
-        return request.agree(lambda: self._drawn(handle, request))
-
-    def _drawn(self, handle: RolloutHandle, request: EpisodeRequest) -> Completions:
-        batch, asked = request.batch, request.prompts
-        begun, count = time.perf_counter(), len(batch) * asked.group_size
-        returned = ReturnedRollout(
-            self._called(batch, handle, mix_seed("env.path", *request.row_keys)),
-            self._settings.name,
-            count,
-            group_size=asked.group_size,
-            max_prompt_tokens=self._longest_prompt,
-            max_tokens=self._settings.max_tokens,
-        )
-        waited = time.perf_counter() - begun - handle.seconds
-        self.waited, seconds = self.waited + waited, waited / count
-        extra = returned.extra(list(batch.columns), self._settings.columns[1:])
-        asked = replace(asked, token_ids=[row.prompt_ids for row in returned.rows[:: asked.group_size]])
-        decoded = returned.decoded(asked)
-        completions = assemble(asked, [(torch.arange(count), decoded)], version=0, device=torch.device("cpu"))
-        facts = zip(returned.rows, handle.of_completions(batch.prompts), decoded.ended.tolist(), extra, strict=True)
-        return replace(completions, episodes=tuple(self._episode(*each, seconds) for each in facts))
-
-    def _called(self, batch: PromptBatch, handle: RolloutHandle, seed: int) -> Any:
-        limit, prompts = self._settings.rollout_timeout, handle.of_completions(batch.prompts)
-        try:
-            with preserve_process_state(f"env.path={self._settings.name}"), time_limit(limit, "env.rollout_timeout"):
-                seed_generators(seed)
-                return self._settings.function(prompts, handle)
-        except LitRLError:
-            raise
-        except TimeLimitExceeded as error:
-            raise GenerationError(
-                f"env.path={self._settings.name} took longer than env.rollout_timeout={limit:g} s. Nothing of what it "
-                "made can be learned from: limit inside it what it waits for, or allow more."
-            ) from error
-        except BaseException as error:
-            if not is_raised_by_user_code(error):
-                raise
-            raise GenerationError(f"env.path={self._settings.name} raised {describe_error(error)}") from error
-
-    def _episode(self, row: ReturnedRow, prompt: Prompt, ended: bool, extra: dict[str, Any], seconds: float) -> Episode:
-        messages = row.messages
-        if messages is None:
-            messages = decoded_messages(row.token_ids, row.written, self._tokenizer)
-        end: End = "answered" if ended else "cut"
-        return Episode(
-            prompt=prompt,
-            messages=messages,
-            end=end if row.failure is None else row.failure.end,
-            turns=row.turns[-1] + 1,
-            observed_tokens=row.written.count(False),
-            seconds=seconds,
-            extra=extra,
-            error=None if row.failure is None else row.failure.error,
-        )
+    return [
+        {
+            "role": "assistant" if by_policy else "user",
+            "content": str(tokenizer.decode([token for _, token in part], skip_special_tokens=True)),
+        }
+        for by_policy, part in groupby(zip(written, token_ids, strict=True), key=lambda each: each[0])
+    ]

@@ -26,26 +26,6 @@ from lit_rl.generation.generator import EngineLost
 from lit_rl.generation.noise import turn_key
 from lit_rl.models.engine_weights import base_weights, weight_shapes, whole_weights
 
-_TEMPERATURES = 0.01, 2.0
-"""vLLM refuses higher ones, and raises lower ones without an error."""
-
-_SEED_BITS = 62
-"""vLLM counts a prompt's seed up by one for each further completion, in a signed 64-bit integer."""
-
-
-@dataclass(frozen=True)
-class ImagePrompt:
-    """vLLM's form of a prompt with images: it expands the placeholders and makes the pixels itself.
-
-    Expanded placeholders would be expanded again, without an error.
-    """
-
-    token_ids: list[int]
-    """Tokens with one placeholder an image."""
-    images: Sequence[Picture]
-    row: int
-    """Number of the prompt in its data set; -1: in none."""
-
 
 @dataclass(frozen=True)
 class Request:
@@ -69,6 +49,20 @@ class Request:
 
 
 @dataclass(frozen=True)
+class ImagePrompt:
+    """vLLM's form of a prompt with images: it expands the placeholders and makes the pixels itself.
+
+    Expanded placeholders would be expanded again, without an error.
+    """
+
+    token_ids: list[int]
+    """Tokens with one placeholder an image."""
+    images: Sequence[Picture]
+    row: int
+    """Number of the prompt in its data set; -1: in none."""
+
+
+@dataclass(frozen=True)
 class EngineAnswer:
     """One completion."""
 
@@ -80,6 +74,15 @@ class EngineAnswer:
     """True where an EOS or a stop string ended it; False where it reached its length."""
     prompt_logprobs: list[float] | None = None
     """Log-softmax of each prompt token but the first, at temperature 1. None where the request did not ask."""
+
+
+# ------------------------------------------------------------------ from prompts to requests
+
+_TEMPERATURES = 0.01, 2.0
+"""vLLM refuses higher ones, and raises lower ones without an error."""
+
+_SEED_BITS = 62
+"""vLLM counts a prompt's seed up by one for each further completion, in a signed 64-bit integer."""
 
 
 def requests_of(prompts: Prompts, sampling: Sampling, kwargs: Mapping[str, Any] | None = None) -> list[Request]:
@@ -136,33 +139,6 @@ def turn_request(
     return Request([*prompts.token_ids[number], *text], fields, pictured)
 
 
-def _image_prompt(prompts: Prompts, number: int) -> ImagePrompt | None:
-    vision = prompts.vision[number] if prompts.vision else None
-    if vision is None:
-        return None
-    if vision.source is None or prompts.encode is None:
-        raise GenerationError(
-            f"Prompt {number} of the batch has pixels, and vLLM makes them itself: it takes the images "
-            "(PromptVision.source) and a tokenizer for the text around them (Prompts.encode). Data modules and "
-            "lit_rl.data.visual_prompts.PromptVisuals give both."
-        )
-    if vision.from_environment:
-        raise ConfigError(
-            "An environment began an episode with an image, and generator=vllm and vllm_server show images of the data "
-            "alone. Take generator=native, or hf."
-        )
-    if video := next((each for each in vision.source.visuals if isinstance(each, VideoRef)), None):
-        raise ConfigError(
-            f"Prompt {number} of the batch, row {vision.row} of its data, shows the video {video.name}, and the "
-            "generators of vLLM are given images alone. Set generator=native or generator=hf."
-        )
-    return ImagePrompt(list(prompts.encode(vision.source.text)), vision.source.visuals, vision.row)
-
-
-def _seed(key: int) -> int:
-    return key & ((1 << _SEED_BITS) - 1)
-
-
 def check_temperature(sampling: Sampling) -> None:
     """Refuse temperatures at which vLLM would sample in another way.
 
@@ -214,59 +190,34 @@ def structured_fields(sampling: Sampling) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def check_prompt_tokens(request: Request, number: int, ids: Sequence[int] | None) -> None:
-    """Refuse an answer to another prompt with images than the policy will be trained on.
-
-    Args:
-        request: The request.
-        number: Its number.
-        ids: The engine's tokens of the prompt.
-
-    Raises:
-        GenerationError: they are not the policy's.
-    """
-    ours, theirs = request.token_ids, list(ids or ())
-    if request.pictured is None or ours == theirs:
-        return
-    row = f"row {request.pictured.row} of the data" if request.pictured.row >= 0 else "the probe's image"
-    first = next((i for i, (mine, its) in enumerate(zip(ours, theirs)) if mine != its), min(len(ours), len(theirs)))
-    raise GenerationError(
-        f"Prompt {number} of the batch ({row}) has {len(ours)} tokens with its images, and the engine made "
-        f"{len(theirs)} of it, which differ from token {first} on. Its processor is not the policy's: start the server "
-        "for the same model with the same versions of transformers and torchvision, or take generator=native."
-    )
-
-
-def check_answer(answer: EngineAnswer, row: int, version: int, never: Sequence[int] = ()) -> None:
-    """Refuse an invalid answer.
-
-    Args:
-        answer: The engine's.
-        row: Row of the completions.
-        version: Version of the engine's weights.
-        never: Forbidden tokens: placeholders of images.
-
-    Raises:
-        GenerationError: tokens or log-probs are missing, or a token stands for an image that is not there.
-        NumericError: a log-prob is NaN.
-    """
-    if not answer.token_ids or len(answer.token_ids) != len(answer.logprobs):
+def _image_prompt(prompts: Prompts, number: int) -> ImagePrompt | None:
+    vision = prompts.vision[number] if prompts.vision else None
+    if vision is None:
+        return None
+    if vision.source is None or prompts.encode is None:
         raise GenerationError(
-            f"Completion {row} of the engine has {len(answer.token_ids)} tokens and {len(answer.logprobs)} "
-            "log-probs: it takes one or more, and one for each. A server has to be started by `lit-rl serve`."
+            f"Prompt {number} of the batch has pixels, and vLLM makes them itself: it takes the images "
+            "(PromptVision.source) and a tokenizer for the text around them (Prompts.encode). Data modules and "
+            "lit_rl.data.visual_prompts.PromptVisuals give both."
         )
-    if any(map(math.isnan, answer.logprobs)):
-        raise NumericError(
-            f"The engine's log-probs of completion {row} hold NaN (policy version {version}): the weights "
-            "diverged, or its type is too narrow for this model. Lower optimizer.lr, or set "
-            "generator.dtype=bfloat16 or float32."
+    if vision.from_environment:
+        raise ConfigError(
+            "An environment began an episode with an image, and generator=vllm and vllm_server show images of the data "
+            "alone. Take generator=native, or hf."
         )
-    if said := set(never).intersection(answer.token_ids):
-        raise GenerationError(
-            f"Completion {row} of the engine holds the token {min(said)}, which stands for an image: the policy gives "
-            "it no probability, and no pass over the completion could be made. lit_rl's workers rule it out: start the "
-            "server by `lit-rl serve`, with the trainer's version of lit_rl."
+    if video := next((each for each in vision.source.visuals if isinstance(each, VideoRef)), None):
+        raise ConfigError(
+            f"Prompt {number} of the batch, row {vision.row} of its data, shows the video {video.name}, and the "
+            "generators of vLLM are given images alone. Set generator=native or generator=hf."
         )
+    return ImagePrompt(list(prompts.encode(vision.source.text)), vision.source.visuals, vision.row)
+
+
+def _seed(key: int) -> int:
+    return key & ((1 << _SEED_BITS) - 1)
+
+
+# ------------------------------------------------------------------ from answers to completions
 
 
 def completions_of(
@@ -303,6 +254,64 @@ def completions_of(
         kept_logmass=None,
     )
     return assemble(prompts, [(torch.arange(len(rows)), decoded)], version=version, device=device)
+
+
+def check_answer(answer: EngineAnswer, row: int, version: int, never: Sequence[int] = ()) -> None:
+    """Refuse an invalid answer.
+
+    Args:
+        answer: The engine's.
+        row: Row of the completions.
+        version: Version of the engine's weights.
+        never: Forbidden tokens: placeholders of images.
+
+    Raises:
+        GenerationError: tokens or log-probs are missing, or a token stands for an image that is not there.
+        NumericError: a log-prob is NaN.
+    """
+    if not answer.token_ids or len(answer.token_ids) != len(answer.logprobs):
+        raise GenerationError(
+            f"Completion {row} of the engine has {len(answer.token_ids)} tokens and {len(answer.logprobs)} "
+            "log-probs: it takes one or more, and one for each. A server has to be started by `lit-rl serve`."
+        )
+    if any(map(math.isnan, answer.logprobs)):
+        raise NumericError(
+            f"The engine's log-probs of completion {row} hold NaN (policy version {version}): the weights "
+            "diverged, or its type is too narrow for this model. Lower optimizer.lr, or set "
+            "generator.dtype=bfloat16 or float32."
+        )
+    if said := set(never).intersection(answer.token_ids):
+        raise GenerationError(
+            f"Completion {row} of the engine holds the token {min(said)}, which stands for an image: the policy gives "
+            "it no probability, and no pass over the completion could be made. lit_rl's workers rule it out: start the "
+            "server by `lit-rl serve`, with the trainer's version of lit_rl."
+        )
+
+
+def check_prompt_tokens(request: Request, number: int, ids: Sequence[int] | None) -> None:
+    """Refuse an answer to another prompt with images than the policy will be trained on.
+
+    Args:
+        request: The request.
+        number: Its number.
+        ids: The engine's tokens of the prompt.
+
+    Raises:
+        GenerationError: they are not the policy's.
+    """
+    ours, theirs = request.token_ids, list(ids or ())
+    if request.pictured is None or ours == theirs:
+        return
+    row = f"row {request.pictured.row} of the data" if request.pictured.row >= 0 else "the probe's image"
+    first = next((i for i, (mine, its) in enumerate(zip(ours, theirs)) if mine != its), min(len(ours), len(theirs)))
+    raise GenerationError(
+        f"Prompt {number} of the batch ({row}) has {len(ours)} tokens with its images, and the engine made "
+        f"{len(theirs)} of it, which differ from token {first} on. Its processor is not the policy's: start the server "
+        "for the same model with the same versions of transformers and torchvision, or take generator=native."
+    )
+
+
+# ------------------------------------------------------------------ work
 
 
 class EngineWork(ABC):
@@ -376,6 +385,17 @@ class CompletionWork(EngineWork):
     def progress(self) -> tuple[int, int]:
         return sum(map(len, self._answers.values())), self._asked
 
+
+def complete(
+    engine: Engine, requests: Sequence[Request], heartbeat: Heartbeat | None = None
+) -> list[list[EngineAnswer]]:
+    """Return the completions of each request, in order."""
+    work = CompletionWork(requests)
+    engine.run(work, heartbeat)
+    return work.answers
+
+
+# ------------------------------------------------------------------ the engine and its weights
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Whole shapes by the names of the plain Hugging Face model."""
@@ -473,15 +493,6 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def complete(
-    engine: Engine, requests: Sequence[Request], heartbeat: Heartbeat | None = None
-) -> list[list[EngineAnswer]]:
-    """Return the completions of each request, in order."""
-    work = CompletionWork(requests)
-    engine.run(work, heartbeat)
-    return work.answers
 
 
 def push_weights(engine: Engine, weights: Weights, version: int) -> None:

@@ -51,107 +51,6 @@ from lit_rl.models.trunk import base_of
 from lit_rl.models.vision_parts import placeholder_ids
 
 
-class ConversationWork(EngineWork):
-    """The conversations of all rows of a request, numbered as the completions are.
-
-    The first turns equal those without a responder. The seed of a later one is made of the prompt's key, the turn and
-    the sample, and so depends on no other row. A row's earlier text is in the engine's prefix cache, except for the
-    last block.
-
-    Args:
-        prompts: The requested completions; their responder answers.
-        sampling: How to draw; ``max_new_tokens`` are those of a turn.
-        version: The version of the engine's weights.
-        never: Forbidden tokens.
-        kwargs: Further fields of every request, by vLLM's names.
-    """
-
-    def __init__(
-        self,
-        prompts: Prompts,
-        sampling: Sampling,
-        version: int,
-        never: Sequence[int] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.at_once = len(prompts) * prompts.group_size
-        self._prompts, self._sampling, self._version, self._never = prompts, sampling, version, never
-        self._kwargs = kwargs
-        self._responses = Responses(prompts, sampling, self.at_once, torch.device("cpu"))
-        self._requests = [(row, self._request(row)) for row in range(self.at_once)]
-        self._open = self.at_once
-
-    def requests(self, *, wait: bool) -> list[tuple[int, Request]]:
-        responder = self._prompts.responder
-        assert responder is not None
-        given, self._requests = self._requests, []
-        while self._open and not given:
-            heard = responder.answers(wait=wait)
-            for each in heard:
-                if each.seen:  # an engine is asked with tokens
-                    raise ConfigError(
-                        "A tool or an environment returned an image, and generator=vllm and vllm_server show images of "
-                        "prompts alone. Take generator=native, or hf."
-                    )
-                if self._responses.hear(each):
-                    given.append((each.row, self._request(each.row)))
-                else:
-                    self._open -= 1
-            if not wait:
-                break
-        return given
-
-    def done(self, number: int, answers: list[EngineAnswer]) -> None:
-        responder, (answer,) = self._prompts.responder, answers
-        assert responder is not None
-        check_answer(answer, number, self._version, self._never)
-        self._responses.take(number, answer.token_ids, answer.logprobs, ended=answer.ended)
-        (said,) = self._responses.said([number])
-        responder.tell(said)
-
-    def again(self) -> None:
-        raise ConversationsLost(f"The engine was lost in the middle of {self.at_once} conversations, and is back.")
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        return self.at_once - self._open, self.at_once
-
-    def completions(self, device: torch.device) -> Completions:
-        """Return the finished conversations on this device."""
-        said = replace(self._responses.decoded(), kept_logmass=None)  # the engine does not report it
-        moved: dict[str, Any] = {name: None if part is None else part.to(device) for name, part in vars(said).items()}
-        rows = torch.arange(self.at_once)
-        return assemble(self._prompts, [(rows, Decoded(**moved))], version=self._version, device=device)
-
-    def _request(self, row: int) -> Request:
-        """Return the next turn of a row, with its text so far and the room for it."""
-        turn, (text,), room = self._responses.turn(row), self._responses.texts([row]), self._responses.room(row)
-        return turn_request(self._prompts, self._sampling, row, turn, text, room, self._kwargs)
-
-
-class ProgressLine:
-    """A printer of the number of finished completions, at most once in `every` seconds; None prints nothing."""
-
-    def __init__(self, every: float | None) -> None:
-        self._every, self._last = every, time.monotonic()
-
-    def __call__(self, done: int, asked: int) -> None:
-        now = time.monotonic()
-        if self._every is not None and now - self._last >= self._every:
-            self._last = now
-            sys.stdout.write(f"generating: {done} of {asked} completions\n")
-            sys.stdout.flush()
-
-
-def _of_installed(kwargs: Mapping[str, Any]) -> Sequence[str]:
-    """Return the settings of the installed vLLM, where a requested one is not in our list."""
-    if VLLM_NAMES.knows(kwargs) or importlib.util.find_spec("vllm") is None:
-        return ()
-    from vllm import SamplingParams  # pyright: ignore
-
-    return [name for name in inspect.signature(SamplingParams).parameters if not name.startswith("_")]
-
-
 class EngineGenerator(Generator):
     """Abstract: a generator whose engine holds a copy of the policy.
 
@@ -428,3 +327,104 @@ class EngineGenerator(Generator):
         if self.engine is not None:
             self.engine.close()
         self._forget()
+
+
+def _of_installed(kwargs: Mapping[str, Any]) -> Sequence[str]:
+    """Return the settings of the installed vLLM, where a requested one is not in our list."""
+    if VLLM_NAMES.knows(kwargs) or importlib.util.find_spec("vllm") is None:
+        return ()
+    from vllm import SamplingParams  # pyright: ignore
+
+    return [name for name in inspect.signature(SamplingParams).parameters if not name.startswith("_")]
+
+
+class ProgressLine:
+    """A printer of the number of finished completions, at most once in `every` seconds; None prints nothing."""
+
+    def __init__(self, every: float | None) -> None:
+        self._every, self._last = every, time.monotonic()
+
+    def __call__(self, done: int, asked: int) -> None:
+        now = time.monotonic()
+        if self._every is not None and now - self._last >= self._every:
+            self._last = now
+            sys.stdout.write(f"generating: {done} of {asked} completions\n")
+            sys.stdout.flush()
+
+
+class ConversationWork(EngineWork):
+    """The conversations of all rows of a request, numbered as the completions are.
+
+    The first turns equal those without a responder. The seed of a later one is made of the prompt's key, the turn and
+    the sample, and so depends on no other row. A row's earlier text is in the engine's prefix cache, except for the
+    last block.
+
+    Args:
+        prompts: The requested completions; their responder answers.
+        sampling: How to draw; ``max_new_tokens`` are those of a turn.
+        version: The version of the engine's weights.
+        never: Forbidden tokens.
+        kwargs: Further fields of every request, by vLLM's names.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        version: int,
+        never: Sequence[int] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.at_once = len(prompts) * prompts.group_size
+        self._prompts, self._sampling, self._version, self._never = prompts, sampling, version, never
+        self._kwargs = kwargs
+        self._responses = Responses(prompts, sampling, self.at_once, torch.device("cpu"))
+        self._requests = [(row, self._request(row)) for row in range(self.at_once)]
+        self._open = self.at_once
+
+    def requests(self, *, wait: bool) -> list[tuple[int, Request]]:
+        responder = self._prompts.responder
+        assert responder is not None
+        given, self._requests = self._requests, []
+        while self._open and not given:
+            heard = responder.answers(wait=wait)
+            for each in heard:
+                if each.seen:  # an engine is asked with tokens
+                    raise ConfigError(
+                        "A tool or an environment returned an image, and generator=vllm and vllm_server show images of "
+                        "prompts alone. Take generator=native, or hf."
+                    )
+                if self._responses.hear(each):
+                    given.append((each.row, self._request(each.row)))
+                else:
+                    self._open -= 1
+            if not wait:
+                break
+        return given
+
+    def done(self, number: int, answers: list[EngineAnswer]) -> None:
+        responder, (answer,) = self._prompts.responder, answers
+        assert responder is not None
+        check_answer(answer, number, self._version, self._never)
+        self._responses.take(number, answer.token_ids, answer.logprobs, ended=answer.ended)
+        (said,) = self._responses.said([number])
+        responder.tell(said)
+
+    def again(self) -> None:
+        raise ConversationsLost(f"The engine was lost in the middle of {self.at_once} conversations, and is back.")
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self.at_once - self._open, self.at_once
+
+    def completions(self, device: torch.device) -> Completions:
+        """Return the finished conversations on this device."""
+        said = replace(self._responses.decoded(), kept_logmass=None)  # the engine does not report it
+        moved: dict[str, Any] = {name: None if part is None else part.to(device) for name, part in vars(said).items()}
+        rows = torch.arange(self.at_once)
+        return assemble(self._prompts, [(rows, Decoded(**moved))], version=self._version, device=device)
+
+    def _request(self, row: int) -> Request:
+        """Return the next turn of a row, with its text so far and the room for it."""
+        turn, (text,), room = self._responses.turn(row), self._responses.texts([row]), self._responses.room(row)
+        return turn_request(self._prompts, self._sampling, row, turn, text, room, self._kwargs)

@@ -33,13 +33,14 @@ from lit_rl.models.sharding import device_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 _TEXT = (
     "A train leaves at 7:45 and arrives at 9:10. How long does it travel? From 7:45 to 8:45 is one hour, and from 8:45 "
     "to 9:10 are 25 minutes, so it travels for 1 hour and 25 minutes. Then 3 + 4 = 7, and 12 * 5 = 60. "
 )
+
 _SCORED = 32
 """Tokens of the text that is scored."""
+
 _WRITTEN = 8
 """Tokens that the engine adds to the long prompt."""
 
@@ -200,6 +201,8 @@ def _as_completions(prompt: list[int], response: list[int], policy: nn.Module) -
 def _logprobs(policy: nn.Module, completions: Completions) -> Tensor:
     return score(policy, completions, Sampling()).logprobs[0].cpu()
 
+
+# ------------------------------------------------------------------ the prompt with an image
 
 _SIDE = 64
 _WHERE = "the probe of the generator"
