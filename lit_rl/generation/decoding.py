@@ -162,9 +162,9 @@ class DecodingSteps:
         if batch.repeats > 1:
             self._cache.batch_repeat_interleave(batch.repeats)
         self._length = batch.prompt_mask.shape[1]
-        self._mask = self._with_room(batch.prompt_mask.repeat_interleave(batch.repeats, 0))
+        self._mask = self._with_new_columns(batch.prompt_mask.repeat_interleave(batch.repeats, 0))
 
-    def _with_room(self, mask: Tensor) -> Tensor:
+    def _with_new_columns(self, mask: Tensor) -> Tensor:
         # True for every token to come: what a finished row writes is attended by that row alone, and thrown away.
         return nn.functional.pad(mask, (0, self._max_new_tokens), value=True)
 
@@ -178,7 +178,7 @@ class DecodingSteps:
         self._hides = True
         whole = torch.cat([self._mask[:, : self._length], mask], 1)
         logits = self._logits(ids, positions, lasts, attention_mask=whole, **seen)
-        self._length, self._mask = whole.shape[1], self._with_room(whole)
+        self._length, self._mask = whole.shape[1], self._with_new_columns(whole)
         return logits
 
     def _shift(self, columns: Tensor) -> None:
@@ -188,7 +188,7 @@ class DecodingSteps:
             for layer in self._layers():
                 layer.keys, layer.values = at_columns(layer.keys, index), at_columns(layer.values, index)
             there = torch.arange(self._length, device=columns.device) >= columns[:, None]
-            self._mask = self._with_room(self._mask[:, : self._length].gather(1, index) & there)
+            self._mask = self._with_new_columns(self._mask[:, : self._length].gather(1, index) & there)
         self._drop_unused()
 
     def _layers(self) -> list[Any]:
@@ -207,13 +207,16 @@ class DecodingSteps:
         if unused:
             for layer in self._layers():
                 layer.keys, layer.values = layer.keys[:, :, unused:], layer.values[:, :, unused:]
-            self._length, self._mask = self._length - unused, self._with_room(self._mask[:, unused : self._length])
+            self._length, self._mask = (
+                self._length - unused,
+                self._with_new_columns(self._mask[:, unused : self._length]),
+            )
 
     def _join_cache(self, others: Self) -> None:
         self._hides = True
         length = max(self._length, others._length)
         masks = [part._mask[:, : part._length] for part in (self, others)]
-        self._mask = self._with_room(torch.cat([nn.functional.pad(m, (length - m.shape[1], 0)) for m in masks]))
+        self._mask = self._with_new_columns(torch.cat([nn.functional.pad(m, (length - m.shape[1], 0)) for m in masks]))
         for mine, theirs in zip(self._layers(), others._layers(), strict=True):
             mine.keys, mine.values = joined(mine.keys, theirs.keys), joined(mine.values, theirs.values)
             theirs.keys = theirs.values = None  # used up: not all of it is held twice until the last layer
@@ -332,7 +335,7 @@ class GeometricMixture(nn.Module):
 
     @property
     def model(self) -> nn.Module:
-        """The policy without its adapters. `models.policy.positions` reads the positions of image tokens from
+        """The policy without its adapters. `lit_rl.models` reads the positions of image tokens from
         `.model`."""
         return base_of(self.policy)
 

@@ -382,9 +382,9 @@ def _refuse_difference(what: str, ours: Tensor, theirs: Tensor, x: Tensor) -> No
 # ------------------------------------------------------------------ CUDA graphs of lean steps
 
 _WARMUP_STEPS = 4
-"""Steps that are launched one by one before one is captured: of rows and room that stay for so few a graph would cost
-more than it saves. An estimate: to capture a step takes the host about as long as to launch it, and to make a graph of
-it some milliseconds. The last of them runs on the stream of the capture, as PyTorch asks for."""
+"""Steps that are launched one by one before one is captured: for rows and a buffer that stay for fewer, a graph would
+cost more than it saves. An estimate: to capture a step takes the host about as long as to launch it, and to make a
+graph of it some milliseconds. The last of them runs on the stream of the capture, as PyTorch asks for."""
 
 
 class GraphedSteps(LeanSteps):
@@ -393,17 +393,17 @@ class GraphedSteps(LeanSteps):
     whole = True
 
     @property
-    def room_left(self) -> int:
+    def capacity_left(self) -> int:
         """The own tokens of each row that fit before new memory is allocated."""
         layer: Any = self._cache.layers[0]
-        return layer.room_left
+        return layer.capacity_left
 
     @property
-    def moved(self) -> int:
+    def allocations(self) -> int:
         """The number of times that the rows' own tokens got new memory: whenever rows leave or join, and when it
         grows."""
         layer: Any = self._cache.layers[0]
-        return layer.moved
+        return layer.allocations
 
     @property
     def own_length(self) -> int:
@@ -417,7 +417,7 @@ class GraphedSteps(LeanSteps):
 
     def replayed(self) -> None:
         """Count a replayed step."""
-        self._cache.wrote()
+        self._cache.count_written()
 
 
 class StepGraphs:
@@ -450,13 +450,13 @@ class StepGraphs:
             steps: The `GraphedSteps` that it advances.
             tokens: The newest ones.
         """
-        if self._of is None or self._of[0] is not steps or self._of[1] != steps.moved:
-            self._of, self._plain, self._graph = (steps, steps.moved), 0, None
-        if self._graph is not None and steps.room_left:
+        if self._of is None or self._of[0] is not steps or self._of[1] != steps.allocations:
+            self._of, self._plain, self._graph = (steps, steps.allocations), 0, None
+        if self._graph is not None and steps.capacity_left:
             replayed()
             steps.replayed()
             return self._replay(tokens, steps.own_length)
-        if steps.room_left < _WARMUP_STEPS or self._plain < _WARMUP_STEPS - 1:
+        if steps.capacity_left < _WARMUP_STEPS or self._plain < _WARMUP_STEPS - 1:
             self._plain += 1
             return step(tokens)
         if self._plain == _WARMUP_STEPS - 1:
@@ -526,7 +526,7 @@ _GRAPH_TRIAL = EquivalenceTrial(
 """The same kernels on the same shapes: the logits of the two ways are equal."""
 
 _PROOF_STEPS = 8
-"""Steps of a proof: one to make room, those that are launched before a capture, and three replays."""
+"""Steps of a proof: one to allocate the buffer, those that are launched before a capture, and three replays."""
 
 
 def step_graphs_proven(policy: nn.Module, *, lean: bool) -> bool:
@@ -543,10 +543,12 @@ def _decode_graphed_and_launched(policy: nn.Module, lean: bool) -> tuple[Tensor,
         raise Unfit("it takes no lean steps")
     if batch.keys.device.type != "cuda":
         raise Unfit(f"CUDA graphs are of CUDA devices, and it is on {batch.keys.device.type}")
-    room = _PROOF_STEPS + _WARMUP_STEPS
-    model = LeanModel(policy, batch.prompt_ids.shape[1] + room)
+    capacity = _PROOF_STEPS + _WARMUP_STEPS
+    model = LeanModel(policy, batch.prompt_ids.shape[1] + capacity)
     graphs = StepGraphs(batch.keys.device)
-    launched, replayed = (_decode_steps(GraphedSteps(model, policy, batch, room), batch, way) for way in (None, graphs))
+    launched, replayed = (
+        _decode_steps(GraphedSteps(model, policy, batch, capacity), batch, way) for way in (None, graphs)
+    )
     assert graphs.replays > 1, graphs.replays  # the first takes the very numbers of the capture
     return replayed, launched
 

@@ -170,7 +170,7 @@ def as_generator(generator: Any) -> Generator:
     if isinstance(generator, str):
         raise ConfigError(
             f"generator={generator!r} is a text, and no generator: pass an object. Of lit_rl.generation: "
-            "native.NativeGenerator(), hf.HFGenerator(), continuous.HFContinuousGenerator(), "
+            "native.NativeGenerator(), hf.HFGenerator(), hf.HFContinuousGenerator(), "
             "vllm.in_process.VLLMGenerator(), vllm.server.VLLMServerGenerator(urls=[...]) (docs/generators.md)."
         )
     came = f"the class {generator.__name__}" if isinstance(generator, type) else type(generator).__name__

@@ -134,9 +134,9 @@ class _BatchDraws:
 
     def over(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Return bool ``(b,)``: the finished rows. Stop strings are searched every few tokens."""
-        if (input_ids.shape[1] - self._prompt_width) % self.responses.look_every == 0:
-            self.responses.look_for_stops(self._rows)
-        return self.responses.over(self._rows)
+        if (input_ids.shape[1] - self._prompt_width) % self.responses.poll_every == 0:
+            self.responses.end_at_stop_strings(self._rows)
+        return self.responses.finished(self._rows)
 
 
 def _reshaped_by(kwargs: dict[str, Any]) -> tuple[str, ...]:
@@ -303,11 +303,12 @@ class ContinuousDraws:
         drawn = self._sampler(scores[: len(rows)], self._responses.lengths[rows], rows)
         self._responses.add(rows, drawn)
         self._steps += 1
-        if self._steps % self._responses.look_every == 0:
-            look = self._responses.look(self._all)  # at rows that the engine has ended since the last look too
+        if self._steps % self._responses.poll_every == 0:
+            states = self._responses.read_states(self._all)  # at rows that the engine has ended since the last look too
             for request in self._requests:
                 row = self._rows[request]
-                if not look.running[row] and look.lengths[row] < self._longest:  # longer ones the engine ends by itself
+                # The engine ends longer ones by itself.
+                if not states.running[row] and states.lengths[row] < self._longest:
                     assert self.end is not None
                     self.end(request)
         forced[: len(rows)].scatter_(1, drawn.tokens[:, None], 0.0)
@@ -316,7 +317,7 @@ class ContinuousDraws:
     @property
     def complete(self) -> bool:
         """Tell whether every row ended or has its full length."""
-        self._responses.look_for_stops(self._all)
+        self._responses.end_at_stop_strings(self._all)
         return self._responses.complete
 
     def decoded(self) -> Decoded:
@@ -467,7 +468,7 @@ class TurnByTurn:
         unanswered = len(self._whole.rows)
         while unanswered:
             heard = [*responder.answers(wait=True), *responder.answers(wait=False)]
-            speaking = [each.row for each in heard if self._responses.hear(each)]
+            speaking = [each.row for each in heard if self._responses.add_answer(each)]
             unanswered -= len(heard) - len(speaking)
             self._speak(self._batches(speaking))
         return self._responses.decoded()
@@ -478,15 +479,15 @@ class TurnByTurn:
         assert responder is not None
         alone = dataclasses.replace(self._prompts, responder=None)
         for batch in batches:
-            rows, room = batch.rows.to(device), self._responses.room(int(batch.rows[0]))
+            rows, room = batch.rows.to(device), self._responses.tokens_left(int(batch.rows[0]))
             least = min(self._sampling.min_new_tokens, room)
             turn = dataclasses.replace(self._sampling, max_new_tokens=room, min_new_tokens=least)
             decoded = self._decode(batch, alone, turn)
             for column in range(decoded.ids.shape[1]):
                 mass = None if decoded.kept_logmass is None else decoded.kept_logmass[:, column]
                 self._responses.add(rows, Drawn(decoded.ids[:, column], decoded.logprobs[:, column], mass))
-            self._responses.look(rows)
-            for said in self._responses.said(batch.rows.tolist()):
+            self._responses.read_states(rows)
+            for said in self._responses.newest_turns(batch.rows.tolist()):
                 responder.tell(said)
 
     def _batches(self, rows: Sequence[int]) -> Iterator[DecodeBatch]:
@@ -494,7 +495,7 @@ class TurnByTurn:
         context."""
         by_room: dict[int, list[int]] = {}
         for row in sorted(rows, key=lambda row: int(self._responses.lengths[row])):
-            by_room.setdefault(self._responses.room(row), []).append(row)
+            by_room.setdefault(self._responses.tokens_left(row), []).append(row)
         for together in by_room.values():
             for start in range(0, len(together), self._places or len(together)):
                 yield self._batch(together[start : start + (self._places or len(together))])
@@ -510,7 +511,7 @@ class TurnByTurn:
             with_later(
                 prompts.vision[number] if prompts.vision else None,
                 len(prompts.token_ids[number]),
-                self._responses.later(row),
+                self._responses.images(row),
                 len(text),
             )
             for row, number, text in zip(rows, numbers, said)

@@ -191,11 +191,11 @@ class DecodeLoop:
         self._rows = torch.zeros(0, dtype=torch.long, device=whole.keys.device)
         self._steps: DecodingSteps | None = None
         # The newest tokens, which the model has not read yet.
-        self._due: Tensor | None = None
-        self._group, self._tokens, self._broken = prompts.group_size, 0, False
+        self._unread: Tensor | None = None
+        self._group, self._tokens, self._diverged = prompts.group_size, 0, False
         # The step by which every row has finished, and the most tokens of a row's first turn.
-        self._over_at, self._first_turn = 0, min(sampling.max_new_tokens, prompts.longest_response(sampling))
-        self._talk = (
+        self._last_finish, self._first_turn = 0, min(sampling.max_new_tokens, prompts.longest_response(sampling))
+        self._conversations = (
             None
             if prompts.responder is None
             else _Conversations(prompts.responder, prompts, self._responses, self._sampler)
@@ -205,21 +205,21 @@ class DecodeLoop:
 
     def run(self) -> Decoded:
         """Return the responses of all rows. Logits that are not finite end it early, and are part of the responses."""
-        while self._take_places():
+        while self._fill_places():
             while not self._step():
                 pass
         return self._responses.decoded()
 
-    def _take_places(self) -> bool:
+    def _fill_places(self) -> bool:
         """Let answered rows continue and waiting groups begin, as far as there are places; return False where none runs
         then."""
         wait = False
-        while not self._broken:
-            for joining in self._talk.answered(wait=wait) if self._talk else ():
+        while not self._diverged:
+            for joining in self._conversations.answered(wait=wait) if self._conversations else ():
                 self._join(*joining)
             if batch := self._next_batch():
                 self._join(self._begin(batch), batch.rows.to(self._rows.device), self._first_turn)
-            held = self._talk.held if self._talk else 0
+            held = self._conversations.held if self._conversations else 0
             if self._steps is not None or not (held or self._waiting):
                 return self._steps is not None
             wait = held > 0
@@ -227,7 +227,7 @@ class DecodeLoop:
 
     def _next_batch(self) -> DecodeBatch | None:
         """Return the groups that may begin now."""
-        held = self._talk.held if self._talk else 0
+        held = self._conversations.held if self._conversations else 0
         if not self._continuous and (self._steps is not None or held):
             return None
         free = self._places - len(self._rows) - held
@@ -238,7 +238,7 @@ class DecodeLoop:
 
     def _join(self, steps: DecodingSteps, rows: Tensor, most: int) -> None:
         """Add these rows to those that run. ``most``: most tokens of a row in its turn."""
-        self._over_at = max(self._over_at, self._tokens + most)
+        self._last_finish = max(self._last_finish, self._tokens + most)
         if self._steps is None:
             self._steps, self._rows = steps, rows
         else:
@@ -249,56 +249,56 @@ class DecodeLoop:
         """Give every row a token. Return whether it is time to look for rows that may continue or begin."""
         assert self._steps is not None
         rows = self._rows
-        if self._due is None:
+        if self._unread is None:
             tokens = self._draw()
         elif self._graphs is None:
-            tokens = self._go_on(self._due)
+            tokens = self._advance_and_draw(self._unread)
         else:
-            tokens = self._graphs(self._go_on, self._responses.added, self._steps, self._due)
+            tokens = self._graphs(self._advance_and_draw, self._responses.count_token, self._steps, self._unread)
         self._tokens += 1
-        if self._steps.full or self._tokens % self._responses.look_every == 0 or self._tokens >= self._over_at:
-            look = self._responses.look(rows)
-            if self._talk:
-                self._talk.tell(rows, look)
+        if self._steps.full or self._tokens % self._responses.poll_every == 0 or self._tokens >= self._last_finish:
+            states = self._responses.read_states(rows)
+            if self._conversations:
+                self._conversations.report(rows, states)
             if self._finished:
-                self._finished.tell(look)
-            if sum(look.running) <= _COMPACT_BELOW * len(rows) or self._steps.full:
-                self._broken = not look.finite
-                return self._drop(look, tokens)
-        self._due = tokens
-        if not (self._talk and self._talk.held) or self._tokens % _POLL_TOKENS:
+                self._finished.report(states)
+            if sum(states.running) <= _COMPACT_BELOW * len(rows) or self._steps.full:
+                self._diverged = not states.finite
+                return self._drop_finished(states, tokens)
+        self._unread = tokens
+        if not (self._conversations and self._conversations.held) or self._tokens % _POLL_TOKENS:
             return False
-        self._give(tokens)
+        self._advance(tokens)
         return True
 
-    def _go_on(self, tokens: Tensor) -> Tensor:
+    def _advance_and_draw(self, tokens: Tensor) -> Tensor:
         """Give every row a token, and draw its next, without a query of the device."""
-        self._give(tokens)
+        self._advance(tokens)
         return self._draw()
 
     def _draw(self) -> Tensor:
         assert self._steps is not None
         rows = self._rows
-        drawn = self._sampler(self._steps.logits, self._responses.spoken(rows), rows)
+        drawn = self._sampler(self._steps.logits, self._responses.turn_lengths(rows), rows)
         self._responses.add(rows, drawn)
         return drawn.tokens
 
-    def _give(self, tokens: Tensor) -> None:
+    def _advance(self, tokens: Tensor) -> None:
         assert self._steps is not None
-        if self._talk:
-            self._talk.passed_by(self._rows)
+        if self._conversations:
+            self._conversations.count_fillers(self._rows)
         self._steps.advance(tokens)
-        self._due = None
+        self._unread = None
 
-    def _drop(self, look: RowStates, tokens: Tensor) -> bool:
+    def _drop_finished(self, states: RowStates, tokens: Tensor) -> bool:
         """Drop the finished rows."""
         assert self._steps is not None
-        if self._talk:
-            self._talk.hold(self._steps, look)
-        going_on = [place for place, runs in enumerate(look.running) if runs]
-        kept = torch.tensor(going_on, dtype=torch.long, device=self._rows.device)
-        self._rows, self._due = self._rows[kept], None
-        if going_on:
+        if self._conversations:
+            self._conversations.hold(self._steps, states)
+        running = [place for place, runs in enumerate(states.running) if runs]
+        kept = torch.tensor(running, dtype=torch.long, device=self._rows.device)
+        self._rows, self._unread = self._rows[kept], None
+        if running:
             self._steps.keep(kept)
             self._steps.advance(tokens[kept])
         else:
@@ -320,7 +320,7 @@ class _Conversations:
         self._responder, self._responses, self._sampler = responder, responses, sampler
         lengths = [len(ids) for ids in prompts.token_ids for _ in range(prompts.group_size)]
         self._prompt_lengths = lengths
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         # Filler tokens that a finished row has read while it was still in the batch.
         self._stale = torch.zeros_like(responses.lengths)
         self._parts: list[tuple[DecodingSteps, list[int]]] = []
@@ -331,23 +331,25 @@ class _Conversations:
         """The number of rows that wait for an answer."""
         return sum(len(rows) for _, rows in self._parts)
 
-    def tell(self, rows: Tensor, look: RowStates) -> None:
+    def report(self, rows: Tensor, states: RowStates) -> None:
         """Pass the finished turns to the responder."""
-        if look.behind is not None:
-            self._stale[rows] += look.behind
-        new = [row for row, runs in zip(look.rows, look.running, strict=True) if not runs and row not in self._told]
-        self._told.update(new)
-        for said in self._responses.said(new) if new else ():
+        if states.behind is not None:
+            self._stale[rows] += states.behind
+        new = [
+            row for row, runs in zip(states.rows, states.running, strict=True) if not runs and row not in self._reported
+        ]
+        self._reported.update(new)
+        for said in self._responses.newest_turns(new) if new else ():
             self._responder.tell(said)
 
-    def passed_by(self, rows: Tensor) -> None:
+    def count_fillers(self, rows: Tensor) -> None:
         """Count one filler token for each finished row that is still in the batch."""
-        self._stale[rows] += self._responses.over(rows)
+        self._stale[rows] += self._responses.finished(rows)
 
-    def hold(self, steps: DecodingSteps, look: RowStates) -> None:
+    def hold(self, steps: DecodingSteps, states: RowStates) -> None:
         """Take finished rows out of those that run."""
-        if over := [place for place, runs in enumerate(look.running) if not runs]:
-            self._parts.append((_split(steps, look.rows, over), [look.rows[place] for place in over]))
+        if over := [place for place, runs in enumerate(states.running) if not runs]:
+            self._parts.append((_split(steps, states.rows, over), [states.rows[place] for place in over]))
 
     def answered(self, *, wait: bool) -> Iterator[tuple[DecodingSteps, Tensor, int]]:
         """Yield the rows that continue, after they have read their answers, and the most tokens that one may write
@@ -367,12 +369,12 @@ class _Conversations:
             chunks = {place: chunk for place, chunk in read.items() if chunk is not None}
             if chunks:
                 steps = _split(steps, rows, list(chunks))  # frees the cache of the others before more is read
-                going_on = [rows[place] for place in chunks]
+                running = [rows[place] for place in chunks]
                 ids, before, room, seen = zip(*chunks.values())
-                of, positions = torch.tensor([going_on, before], device=self._stale.device)
+                of, positions = torch.tensor([running, before], device=self._stale.device)
                 steps.feed(ids, positions, self._stale[of], seen)
                 self._stale[of] = 0
-                self._told.difference_update(going_on)
+                self._reported.difference_update(running)
                 yield steps, of, max(room)
 
     def _read(self, row: int, said: list[int]) -> tuple[list[int], int, int, tuple[Later, ...]] | None:
@@ -383,7 +385,7 @@ class _Conversations:
             None where the conversation is over.
         """
         heard = self._heard.pop(row)
-        if not (room := self._responses.hear(heard)):
+        if not (room := self._responses.add_answer(heard)):
             return None
         read = [said[-1], *(heard.token_ids or ())]
         self._sampler.next_turn(row, [*said[:-1], *read])

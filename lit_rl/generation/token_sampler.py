@@ -340,7 +340,7 @@ def bad_word_ids(prompts: Prompts, sampling: Sampling) -> list[list[int]]:
     """
     sequences: list[list[int]] = []
     for word in sampling.bad_words:
-        assert prompts.encode is not None  # base.check_request saw to it
+        assert prompts.encode is not None  # see check_request
         plain, spaced = (list(prompts.encode(text)) for text in (word.lstrip(), f" {word.lstrip()}"))
         if not plain:
             raise ConfigError(f"sampling.bad_words: the tokenizer makes no token of {word!r}.")
@@ -403,7 +403,7 @@ class EndDetector:
         return None
 
     def _completes(self, tail: Sequence[int]) -> bool:
-        assert self._decode is not None  # base.check_request saw to it
+        assert self._decode is not None  # see check_request
         text = self._decode(tail)
         if not any(stop in text for stop in self._stop):
             return False

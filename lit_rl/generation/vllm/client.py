@@ -98,9 +98,9 @@ class JSONCalls:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
 
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         """End the calls that other threads wait for, as `ServerDead`, and every later one."""
-        self._connections.cut()
+        self._connections.abort()
 
     def get(self, route: str, deadline: float, **query: Any) -> Any:
         """Return the JSON of an answer; None where it is empty.
@@ -196,7 +196,7 @@ class Connections:
     """The connections of some calls. Threads may share it."""
 
     def __init__(self) -> None:
-        self._lock, self._is_cut = threading.Lock(), False
+        self._lock, self._is_aborted = threading.Lock(), False
         self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     def handlers(self) -> list[urllib.request.BaseHandler]:
@@ -223,10 +223,10 @@ class Connections:
 
         return [PlainHandler(), EncryptedHandler()]
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """End all calls in flight, and all later ones. A server then drops their requests too."""
         with self._lock:
-            self._is_cut = True
+            self._is_aborted = True
             left = list(self._open)
         for each in left:
             with contextlib.suppress(OSError):  # it has ended by itself
@@ -234,7 +234,7 @@ class Connections:
 
     def _opened(self, connection: socket.socket) -> None:
         with self._lock:
-            if self._is_cut:
+            if self._is_aborted:
                 raise ConnectionAbortedError("the call was given up")
             self._open.add(connection)
 
@@ -323,7 +323,7 @@ _RETRY_AFTER = 0.05
 class Client(JSONCalls):
     """A client of one server with vLLM's routes of training, started by `lit-rl serve`, by `launch` or otherwise.
 
-    Every method raises `calls.ServerDead`, `ServerHung` or `ServerRefused`; answers are checked in `answers`.
+    Every method raises `ServerDead`, `ServerHung` or `ServerRefused`, also for an invalid answer.
     """
 
     def health(self, deadline: float) -> None:
@@ -363,12 +363,12 @@ class Client(JSONCalls):
         return parse_results(self._answered(f"rpc {method}", self.post("/collective_rpc", deadline, body)))
 
     def complete(self, payload: Mapping[str, Any], deadline: float) -> JSONAnswer:
-        """Return the answer of ``POST /v1/completions``, for `answers.completions_in`."""
+        """Return the answer of ``POST /v1/completions``, for `parse_completions`."""
         return self._answered("POST /v1/completions", self.post("/v1/completions", deadline, payload))
 
     def generate(self, payload: Mapping[str, Any], deadline: float) -> JSONAnswer:
         """Return the answer of ``POST /inference/v1/generate``, which takes images beside token ids, for
-        `answers.drawn_in`. A server started with ``--enable-scale-out`` has this route."""
+        `parse_generated`. A server started with ``--enable-scale-out`` has this route."""
         route = "/inference/v1/generate"
         return self._answered(f"POST {route}", self.post(route, deadline, payload))
 

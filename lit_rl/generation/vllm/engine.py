@@ -226,12 +226,12 @@ def completions_of(
     *,
     version: int,
     device: torch.device,
-    never: Sequence[int] = (),
+    forbidden: Sequence[int] = (),
 ) -> Completions:
     """Return answers, one list a prompt, as completions on `device`.
 
     Raises:
-        GenerationError: completions are missing, or one is refused by `check_answer`, which says what `never` is.
+        GenerationError: completions are missing, or one is refused by `check_answer`, which says what `forbidden` is.
         NumericError: a log-prob is NaN.
     """
     for index, group in enumerate(answers):
@@ -241,7 +241,7 @@ def completions_of(
             )
     rows = [answer for group in answers for answer in group]
     for row, answer in enumerate(rows):
-        check_answer(answer, row, version, never)
+        check_answer(answer, row, version, forbidden)
     width = max(len(answer.token_ids) for answer in rows)
     lengths = torch.tensor([len(answer.token_ids) for answer in rows])
     ids = torch.tensor([answer.token_ids + [prompts.pad_id] * (width - len(answer.token_ids)) for answer in rows])
@@ -256,14 +256,14 @@ def completions_of(
     return assemble(prompts, [(torch.arange(len(rows)), decoded)], version=version, device=device)
 
 
-def check_answer(answer: EngineAnswer, row: int, version: int, never: Sequence[int] = ()) -> None:
+def check_answer(answer: EngineAnswer, row: int, version: int, forbidden: Sequence[int] = ()) -> None:
     """Refuse an invalid answer.
 
     Args:
         answer: The engine's.
         row: Row of the completions.
         version: Version of the engine's weights.
-        never: Forbidden tokens: placeholders of images.
+        forbidden: Forbidden tokens: placeholders of images.
 
     Raises:
         GenerationError: tokens or log-probs are missing, or a token stands for an image that is not there.
@@ -280,7 +280,7 @@ def check_answer(answer: EngineAnswer, row: int, version: int, never: Sequence[i
             "diverged, or its type is too narrow for this model. Lower optimizer.lr, or set "
             "generator.dtype=bfloat16 or float32."
         )
-    if said := set(never).intersection(answer.token_ids):
+    if said := set(forbidden).intersection(answer.token_ids):
         raise GenerationError(
             f"Completion {row} of the engine holds the token {min(said)}, which stands for an image: the policy gives "
             "it no probability, and no pass over the completion could be made. lit_rl's workers rule it out: start the "
@@ -317,7 +317,7 @@ def check_prompt_tokens(request: Request, number: int, ids: Sequence[int] | None
 class EngineWork(ABC):
     """Abstract: requests, and the use of their answers. Used by one thread."""
 
-    at_once: int
+    max_concurrent: int
     """Most requests at the same time."""
 
     @abstractmethod
@@ -335,7 +335,7 @@ class EngineWork(ABC):
         """Take the answers of the last request with this number."""
 
     @abstractmethod
-    def again(self) -> None:
+    def restart(self) -> None:
         """Begin again: the engine was lost and is back.
 
         Raises:
@@ -359,14 +359,14 @@ class CompletionWork(EngineWork):
     def __init__(
         self, requests: Sequence[Request], on_finished: Callable[[int, list[EngineAnswer]], None] | None = None
     ) -> None:
-        self.at_once, self._all, self._on_finished = len(requests), requests, on_finished
+        self.max_concurrent, self._all, self._on_finished = len(requests), requests, on_finished
         self._asked = sum(request.completions for request in requests)
-        self.again()
+        self.restart()
 
     @property
     def answers(self) -> list[list[EngineAnswer]]:
         """The answers to each request, in order, when all is done."""
-        return [self._answers[number] for number in range(self.at_once)]
+        return [self._answers[number] for number in range(self.max_concurrent)]
 
     def requests(self, *, wait: bool) -> list[tuple[int, Request]]:
         given, self._requests = self._requests, []
@@ -377,7 +377,7 @@ class CompletionWork(EngineWork):
         if self._on_finished is not None:
             self._on_finished(number, answers)
 
-    def again(self) -> None:
+    def restart(self) -> None:
         self._requests = list(enumerate(self._all))
         self._answers: dict[int, list[EngineAnswer]] = {}
 

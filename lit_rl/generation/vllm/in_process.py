@@ -66,7 +66,7 @@ class VLLMGenerator(EngineGenerator):
         if sleep == "always" and vllm_settings.runs_on_cpu():
             rank_zero_warn("generator.sleep=always: vLLM on a CPU ignores it, and frees no memory.")
 
-    _OF_THE_ENGINE = (*EngineGenerator._OF_THE_ENGINE, "_asleep")
+    _ENGINE_STATE = (*EngineGenerator._ENGINE_STATE, "_asleep")
 
     def _forget(self) -> None:
         super()._forget()

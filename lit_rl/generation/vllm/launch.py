@@ -116,14 +116,14 @@ class ServerProcess:
         while True:
             if not self.alive:
                 self.stop()
-                raise self.death(f"The vLLM server for {self.url} ended before it was ready.")
+                raise self.failure(f"The vLLM server for {self.url} ended before it was ready.")
             try:
                 return self.client.health(_HEALTH_DEADLINE)
             except ServerError:
                 now = time.monotonic()
             if now - started > deadline:
                 self.stop()
-                raise self.death(f"The vLLM server for {self.url} was not ready within {deadline:g} seconds.")
+                raise self.failure(f"The vLLM server for {self.url} was not ready within {deadline:g} seconds.")
             if say is not None and now >= next_line:
                 say(f"The vLLM server is starting, {now - started:.0f} s so far; its output is in {self.log}")
                 next_line = now + _SAY_EVERY
@@ -149,7 +149,7 @@ class ServerProcess:
         """Return the last lines of its output since it started."""
         return self._lines()[-lines:]
 
-    def death(self, what: str) -> GenerationError:
+    def failure(self, what: str) -> GenerationError:
         """Return an error with the log's first exception, the usual cause of the last lines, and these."""
         found = self._lines()
         last = found[-_LAST_LINES:]
@@ -208,7 +208,7 @@ def server_arguments(
     """Return the flags of vLLM's OpenAI-compatible server. Where the environment has a key, every route requires it.
 
     Args:
-        engine: Engine arguments by vLLM's names, with those of `settings.model_arguments`.
+        engine: Engine arguments by vLLM's names, with those of `model_arguments`.
         name: The model's name in requests.
         host: Address to listen on.
         port: Port to listen on.
@@ -313,9 +313,9 @@ class LaunchedServer:
         self._process.start()
         self._process.wait_healthy(deadline, say)
 
-    def death(self, what: str) -> GenerationError:
+    def failure(self, what: str) -> GenerationError:
         """Return an error with the last lines of its log."""
-        return self._process.death(what)
+        return self._process.failure(what)
 
     def stop(self) -> None:
         self._process.stop()

@@ -41,7 +41,7 @@ class VLLMServerGenerator(EngineGenerator):
     one of several is lost        `ServerEngine` goes on without it; `EngineLost` where it was the last one
     at every later sync           `_revise_servers`: lost ones out, those that answer again in, by `_switch_to`
     `EngineLost`                  `_with_recovery`: `_restart_own`, `_wait_for_servers`, `_reconnect`; once more
-    `EngineLost` once more        `_last_words`: the end, with the last lines of the log of a server of ours
+    `EngineLost` once more        `_failure`: the end, with the last lines of the log of a server of ours
     ============================  ===================================================================================
 
     Args:
@@ -105,7 +105,7 @@ class VLLMServerGenerator(EngineGenerator):
         if launch:
             require_vllm("generator.launch=true")
 
-    _OF_THE_ENGINE = (*EngineGenerator._OF_THE_ENGINE, "_process")
+    _ENGINE_STATE = (*EngineGenerator._ENGINE_STATE, "_process")
 
     def _forget(self) -> None:
         super()._forget()
@@ -134,7 +134,7 @@ class VLLMServerGenerator(EngineGenerator):
             return self._connect(urls)
         except EngineLost as error:
             if self.launch:
-                raise self._last_words(str(error)) from error
+                raise self._failure(str(error)) from error
             raise GenerationError(
                 f"{error} Start a server with `lit-rl serve model={self.model.name}`, or set generator.launch=true."
             ) from error
@@ -145,7 +145,7 @@ class VLLMServerGenerator(EngineGenerator):
         return ServerEngine(
             clients,
             transport_for(self.transport, clients, self.answer_deadline, device_of(self._policy)),
-            say=self._say,
+            say=self._print,
             deadline=self.deadline,
             answer_deadline=self.answer_deadline,
             after_loss=after_loss,
@@ -159,7 +159,7 @@ class VLLMServerGenerator(EngineGenerator):
             self._process.stop()
         own = self._process = LaunchedServer(policy, self.model, self.settings_for(policy), self.log)
         with interruptible():
-            own.start(self.start_deadline, self._say)
+            own.start(self.start_deadline, self._print)
         return [own.url]
 
     # ------------------------------------------------------------------ one that is lost
@@ -200,7 +200,7 @@ class VLLMServerGenerator(EngineGenerator):
         def synced() -> None:
             if self._pushed is None:  # it was lost and is back
                 super(VLLMServerGenerator, self).sync(policy, version)
-                work.again()
+                work.restart()
             self._attempt(work)
 
         self._with_recovery(synced, policy)
@@ -232,14 +232,14 @@ class VLLMServerGenerator(EngineGenerator):
         try:
             return work()
         except EngineLost as lost:
-            raise self._last_words(f"The server was lost again, right after it was brought back: {lost}") from lost
+            raise self._failure(f"The server was lost again, right after it was brought back: {lost}") from lost
 
     def _restart_own(self, error: EngineLost) -> None:
         """Restart our own server; no rank may look for it before it is gone."""
-        self._say(f"{error} Trying once to get it back.")
+        self._print(f"{error} Trying once to get it back.")
         if self._process is not None:
-            self._say(str(self._last_words("It is stopped and started again.")))
-            self._process.start(self.start_deadline, self._say)
+            self._print(str(self._failure("It is stopped and started again.")))
+            self._process.start(self.start_deadline, self._print)
 
     def _wait_for_servers(self, lost: EngineLost) -> list[str]:
         """Return, on rank 0, the servers that answer, once one does."""
@@ -253,7 +253,7 @@ class VLLMServerGenerator(EngineGenerator):
             with interruptible():
                 return wait_for_servers(urls, self.start_deadline, self.answer_deadline)
         except ServerError as error:
-            raise self._last_words(
+            raise self._failure(
                 f"{lost} It did not come back within generator.start_deadline={self.start_deadline:g} seconds: {error}"
             ) from error
 
@@ -261,9 +261,9 @@ class VLLMServerGenerator(EngineGenerator):
         try:
             self._switch_to(urls, policy)
         except EngineLost as error:
-            raise self._last_words(str(error)) from error
+            raise self._failure(str(error)) from error
         if len(urls) >= len(self.urls):
-            self._say("It is back.")
+            self._print("It is back.")
 
     def _switch_to(self, urls: Sequence[str], policy: nn.Module) -> None:
         """Continue with these servers; all weights have to be sent to them."""
@@ -278,15 +278,15 @@ class VLLMServerGenerator(EngineGenerator):
         if len(self.urls) > 1:
             away = ", ".join(url for url in self.urls if url not in urls)
             tried = f"; {away} will be tried again at the next update" if away else ""
-            self._say(f"Servers that take the weights: {len(urls)} of {len(self.urls)}{tried}.")
+            self._print(f"Servers that take the weights: {len(urls)} of {len(self.urls)}{tried}.")
 
-    def _last_words(self, what: str) -> GenerationError:
+    def _failure(self, what: str) -> GenerationError:
         """Return an error with the last lines of the server's log, where it is ours."""
         if self._process is not None:
-            return self._process.death(what)
+            return self._process.failure(what)
         return GenerationError(f"{what} Its log is where it was started.")
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if ranks.rank() == 0:
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()

@@ -87,7 +87,7 @@ class ServerEngine:
         answer_deadline: float,
         after_loss: bool = False,
     ) -> None:
-        self.clients, self.transport, self._say = list(clients), transport, say
+        self.clients, self.transport, self._print = list(clients), transport, say
         self.deadline, self.answer_deadline = deadline, answer_deadline
         self._adapter: str | None = None
         self._leftovers = after_loss
@@ -97,7 +97,7 @@ class ServerEngine:
             self._names = [next(iter(client.models(answer_deadline))) for client in self.clients]
         facts = self._all_facts()
         self._instances = [each.instance for each in facts]
-        self._rooms = [_QUEUE_FACTOR * each.max_num_seqs for each in facts]
+        self._capacities = [_QUEUE_FACTOR * each.max_num_seqs for each in facts]
         self._vocabularies = [each.vocabulary for each in facts]
 
     @property
@@ -195,7 +195,7 @@ class ServerEngine:
     def run(self, work: EngineWork, heartbeat: Heartbeat | None = None) -> None:
         """Do the work on the servers, as `Dealer` distributes it. A server that is silent meanwhile is detected."""
         events = queue.SimpleQueue[TaskDone | TaskFailed]()
-        asking = {server: self._asking(server, min(_AT_ONCE, work.at_once), events) for server in self._asked}
+        asking = {server: self._asking(server, min(_AT_ONCE, work.max_concurrent), events) for server in self._asked}
         try:
             with interruptible(), engine_errors():
                 self._deal(work, asking, events, heartbeat)
@@ -207,16 +207,16 @@ class ServerEngine:
         client, name = Client(self.clients[server].url), self._adapter or self._names[server]  # whose calls may be cut
         vocabulary = self._vocabularies[server]
 
-        def look() -> None:
+        def check() -> None:
             with engine_errors():
                 self._same(server, self._facts_of(client))
 
         return ServerThreads(
             server,
             ask=lambda task: ask_server(client, name, task.number, task.request, task.until, vocabulary),
-            look=look,
-            tell=events.put,
-            hang_up=client.hang_up,
+            check=check,
+            report=events.put,
+            abort=client.abort,
             threads=threads,
         )
 
@@ -229,26 +229,26 @@ class ServerEngine:
     ) -> None:
         """Send new requests and take finished answers, until nothing is left."""
         servers = list(asking)
-        at_once = [self._rooms[server] for server in servers]
+        at_once = [self._capacities[server] for server in servers]
         dealer = Dealer(capacities_for_rank(ranks.rank(), ranks.world_size(), servers, at_once))
         while True:
             for number, request in work.requests(wait=not dealer.busy):
                 dealer.add(ServerTask(number, request, time.monotonic() + self.deadline))
-            for server, task in dealer.give():
+            for server, task in dealer.assign():
                 asking[server].put(task)
             if not dealer.busy:
                 return
             with contextlib.suppress(queue.Empty):
                 event = events.get(timeout=_POLL_SECONDS)
                 if isinstance(event, TaskFailed):
-                    self._lose(dealer, event.server, event.error)
+                    self._drop_server(dealer, event.server, event.error)
                     asking[event.server].stop()
                 elif dealer.done(event.server, event.task.number):
                     work.done(event.task.number, event.answers)
             if heartbeat is not None:
                 heartbeat(*work.progress)
 
-    def _lose(self, dealer: Dealer, server: int, error: Exception) -> None:
+    def _drop_server(self, dealer: Dealer, server: int, error: Exception) -> None:
         """Continue without a lost server, where another is left; else raise its error.
 
         A late answer means the rollout's own deadline, which no other server could keep.
@@ -257,9 +257,9 @@ class ServerEngine:
             return
         if not isinstance(error, ServerDead | EngineLost) or len(dealer.servers) == 1:
             raise error
-        owed = dealer.lose(server)
+        owed = dealer.drop(server)
         self._asked.remove(server)
-        self._say(f"{error} The rollout goes on: {owed} requests that it has not answered are asked of the others.")
+        self._print(f"{error} The rollout goes on: {owed} requests that it has not answered are asked of the others.")
 
 
 class engine_errors:
@@ -301,44 +301,46 @@ class Dealer:
     free server. The next turn of a request goes to the same server, whose cache holds its text.
 
     Args:
-        rooms: Completions that each server gets at once, by its number; in the order of `capacities_for_rank`.
+        capacities: Completions that each server gets at once, by its number; in the order of `capacities_for_rank`.
     """
 
-    def __init__(self, rooms: Mapping[int, int]) -> None:
-        self._rooms = dict(rooms)
-        self._running: dict[int, dict[int, ServerTask]] = {server: {} for server in rooms}
-        self._completions, self._tokens = dict.fromkeys(rooms, 0), dict.fromkeys(rooms, 0)
-        self._homes: dict[int, int] = {}
-        self._at_home: deque[tuple[int, ServerTask]] = deque()
+    def __init__(self, capacities: Mapping[int, int]) -> None:
+        self._capacities = dict(capacities)
+        self._running: dict[int, dict[int, ServerTask]] = {server: {} for server in capacities}
+        self._completions, self._tokens = dict.fromkeys(capacities, 0), dict.fromkeys(capacities, 0)
+        self._server_of: dict[int, int] = {}
+        self._next_turns: deque[tuple[int, ServerTask]] = deque()
         self._waiting: deque[ServerTask] = deque()
 
     @property
     def servers(self) -> list[int]:
         """The servers in use."""
-        return list(self._rooms)
+        return list(self._capacities)
 
     @property
     def busy(self) -> bool:
         """Tell whether an answer is still to come."""
-        return bool(self._waiting or self._at_home or any(self._running.values()))
+        return bool(self._waiting or self._next_turns or any(self._running.values()))
 
     def add(self, task: ServerTask) -> None:
         """Add a request."""
-        home = self._homes.get(task.number)
-        if home is None:
+        server = self._server_of.get(task.number)
+        if server is None:
             self._waiting.append(task)
         else:
-            self._at_home.append((home, task))
+            self._next_turns.append((server, task))
 
-    def give(self) -> Iterator[tuple[int, ServerTask]]:
+    def assign(self) -> Iterator[tuple[int, ServerTask]]:
         """Yield the requests to send now, each with its server."""
-        while self._at_home:
-            yield self._given(*self._at_home.popleft())
-        while self._waiting and (free := [s for s, room in self._rooms.items() if self._completions[s] < room]):
-            yield self._given(min(free, key=lambda server: self._tokens[server]), self._waiting.popleft())
+        while self._next_turns:
+            yield self._assigned(*self._next_turns.popleft())
+        while self._waiting and (
+            free := [s for s, capacity in self._capacities.items() if self._completions[s] < capacity]
+        ):
+            yield self._assigned(min(free, key=lambda server: self._tokens[server]), self._waiting.popleft())
 
-    def _given(self, server: int, task: ServerTask) -> tuple[int, ServerTask]:
-        self._homes[task.number] = server
+    def _assigned(self, server: int, task: ServerTask) -> tuple[int, ServerTask]:
+        self._server_of[task.number] = server
         self._running[server][task.number] = task
         self._completions[server] += task.request.completions
         self._tokens[server] += task.request.most_tokens
@@ -353,12 +355,12 @@ class Dealer:
         self._tokens[server] -= task.request.most_tokens
         return True
 
-    def lose(self, server: int) -> int:
+    def drop(self, server: int) -> int:
         """Drop a server. Its open requests go to the others, before all others; return their number."""
-        del self._rooms[server]
-        left = [*self._running.pop(server).values(), *(task for home, task in self._at_home if home == server)]
-        self._at_home = deque((home, task) for home, task in self._at_home if home != server)
-        self._homes = {number: home for number, home in self._homes.items() if home != server}
+        del self._capacities[server]
+        left = [*self._running.pop(server).values(), *(task for server, task in self._next_turns if server == server)]
+        self._next_turns = deque((server, task) for server, task in self._next_turns if server != server)
+        self._server_of = {number: server for number, server in self._server_of.items() if server != server}
         self._waiting.extendleft(reversed(left))
         return len(left)
 
@@ -375,9 +377,9 @@ def capacities_for_rank(rank: int, world_size: int, servers: Sequence[int], at_o
         servers: Their numbers.
         at_once: Completions that each of them gets at once from all ranks together.
     """
-    rooms = {server: -(-most // world_size) for server, most in zip(servers, at_once, strict=True)}
+    capacities = {server: -(-most // world_size) for server, most in zip(servers, at_once, strict=True)}
     first = rank * len(servers) // world_size
-    return {server: rooms[server] for server in (*servers[first:], *servers[:first])}
+    return {server: capacities[server] for server in (*servers[first:], *servers[:first])}
 
 
 # ------------------------------------------------------------------ threads of a server
@@ -385,7 +387,7 @@ def capacities_for_rank(rank: int, world_size: int, servers: Sequence[int], at_o
 THREAD_NAME = "lit_rl-server"
 """The name of the threads."""
 
-_LOOK_EVERY = 2.0
+_CHECK_EVERY = 2.0
 """Seconds."""
 
 
@@ -414,10 +416,10 @@ class ServerThreads:
     Args:
         server: Its number.
         ask: Returns the server's answers.
-        look: Raises where the server has changed. /health would not do: a process in front of the engine answers it,
+        check: Raises where the server has changed. /health would not do: a process in front of the engine answers it,
             also where the engine hangs.
-        tell: Called with the result of each task, and with a failed check.
-        hang_up: Ends the calls of `ask` and `look` in flight.
+        report: Called with the result of each task, and with a failed check.
+        abort: Ends the calls of `ask` and `check` in flight.
         threads: Most requests that wait at the same time.
     """
 
@@ -425,18 +427,18 @@ class ServerThreads:
         self,
         server: int,
         ask: Callable[[ServerTask], list[EngineAnswer]],
-        look: Callable[[], Any],
-        tell: Callable[[TaskDone | TaskFailed], None],
-        hang_up: Callable[[], None],
+        check: Callable[[], Any],
+        report: Callable[[TaskDone | TaskFailed], None],
+        abort: Callable[[], None],
         threads: int,
     ) -> None:
-        self._server, self._ask, self._look, self._tell, self._threads = server, ask, look, tell, threads
-        self._hang_up = hang_up
+        self._server, self._ask, self._check, self._report, self._threads = server, ask, check, report, threads
+        self._hang_up = abort
         self._tasks = queue.SimpleQueue[ServerTask | None]()
         self._stop = threading.Event()
         for _ in range(threads):
             threading.Thread(target=self._wait_for_answers, name=THREAD_NAME, daemon=True).start()
-        threading.Thread(target=self._look_after, name=THREAD_NAME, daemon=True).start()
+        threading.Thread(target=self._check_repeatedly, name=THREAD_NAME, daemon=True).start()
 
     def put(self, task: ServerTask) -> None:
         self._tasks.put(task)
@@ -451,16 +453,16 @@ class ServerThreads:
     def _wait_for_answers(self) -> None:
         while (task := self._tasks.get()) is not None and not self._stop.is_set():
             try:
-                self._tell(TaskDone(self._server, task, self._ask(task)))
+                self._report(TaskDone(self._server, task, self._ask(task)))
             except Exception as error:
-                self._tell(TaskFailed(self._server, error))
+                self._report(TaskFailed(self._server, error))
 
-    def _look_after(self) -> None:
-        while not self._stop.wait(_LOOK_EVERY):
+    def _check_repeatedly(self) -> None:
+        while not self._stop.wait(_CHECK_EVERY):
             try:
-                self._look()
+                self._check()
             except Exception as error:
-                self._tell(TaskFailed(self._server, error))
+                self._report(TaskFailed(self._server, error))
                 return
 
 

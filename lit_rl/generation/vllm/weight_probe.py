@@ -83,7 +83,7 @@ class WeightProbe:
     Args:
         tokenizer: The policy's: encodes the probe's text.
         picture: One prompt with an image. None for a policy over text.
-        never: Forbidden tokens.
+        forbidden: Forbidden tokens.
         mean_limit: Largest mean difference, in nats. None takes that of the type in `LIMITS`.
         max_limit: Largest difference of a token, in nats. None takes that of the type in `LIMITS`.
     """
@@ -93,12 +93,12 @@ class WeightProbe:
         tokenizer: PreTrainedTokenizerBase,
         picture: Prompts | None = None,
         *,
-        never: Sequence[int] = (),
+        forbidden: Sequence[int] = (),
         mean_limit: float | None = None,
         max_limit: float | None = None,
     ) -> None:
         self._text = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
-        self._picture, self._never = picture, never
+        self._picture, self._forbidden = picture, forbidden
         self._limits = mean_limit, max_limit
         self._then: tuple[Tensor, Tensor] | None = None
         self._ours = torch.zeros(0)
@@ -126,7 +126,7 @@ class WeightProbe:
             long = Prompts(token_ids=[asked.ids], keys=[0], group_size=1, eos_ids=(), pad_id=0)
             for prompts, answers in zip((long, self._picture), asked.written):
                 assert prompts is not None
-                written = completions_of(prompts, [answers], version=0, device=device, never=self._never)
+                written = completions_of(prompts, [answers], version=0, device=device, forbidden=self._forbidden)
                 parts.append(_logprobs(policy, written) - written.sampler_logprobs[0].cpu())
         differences = torch.cat(parts).abs().nan_to_num(nan=torch.inf)
         dtype = coarser_dtype(asked.dtype, policy)
