@@ -352,8 +352,8 @@ class ChatReading:
             return message
         message["content"] = parsed.content + "".join(call.text for call in parsed.calls if isinstance(call, BadCall))
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
-        told = [_call(call, number + place) for place, call in enumerate(calls)]
-        return message | {"tool_calls": told} if told else message
+        written = [_call(call, number + place) for place, call in enumerate(calls)]
+        return message | {"tool_calls": written} if written else message
 
     def plain_turn(self, ids: Sequence[int]) -> Message:
         """Return a turn in which no tool can be called, as a message for the agent."""

@@ -294,7 +294,7 @@ class _ChatServer:
 class _HTTPServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024  # all agents of a rollout connect at once
-    block_on_close = False  # a client that keeps its connection open holds up nobody
+    block_on_close = False  # a connection that a client keeps open does not delay the end
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a client that is gone."""

@@ -40,7 +40,7 @@ class HFGenerator(InProcessGenerator):
     Args:
         batch_size: Sequences per decode batch; None decodes all at once. Bounds memory: samples do not depend on it.
         static_cache: Hold keys and values in a cache of the longest length from the first token on. On a GPU
-            transformers then compiles the decode step to a CUDA graph, anew for other numbers of rows and for longer
+            transformers then compiles the decode step to a CUDA graph, again for other numbers of rows and for longer
             texts than before.
         generation_kwargs: Further fields of `GenerationConfig`, such as `no_repeat_ngram_size`. With one that changes
             what is drawn the samples are weighted as those of another engine (`algo/correction`). Its processors read
@@ -198,7 +198,7 @@ class HFContinuousGenerator(InProcessGenerator):
     Keys and values lie in pages, a prompt is read once a group, and no step waits for the longest sequence. It pays for
     responses of very different lengths on a GPU with model.attn_implementation=flash_attention_2. Any other attention
     compares every token with all that the cache holds, other sequences included: take generator=native there. The cache
-    is made anew for every call, so nothing in it is older than the weights.
+    is made for every call, so nothing in it is older than the weights.
 
     Args:
         batch_size: Sequences that are decoded at a time, whose whole length the cache has room for; None decodes all at
@@ -351,8 +351,8 @@ def _run_requests(manager: Any, requests: tuple[Tensor, Tensor], sampling: Sampl
 def _forks(batch: DecodeBatch, batch_size: int | None) -> bool:
     """Tell whether a group is one request, which the engine forks once all of the prompt but its last token is read.
 
-    With a prompt of one token that would be a step of nothing, which fails; and where not all rows have room, the forks
-    take it from each other for ever.
+    With a prompt of one token that would be an empty step, which fails; and where not all rows have room, the forks
+    take it from each other forever.
     """
     room = batch_size is None or batch_size >= len(batch.keys)
     return room and batch.repeats > 1 and int(batch.prompt_mask.sum(1).min()) > 1

@@ -83,14 +83,16 @@ class NativeGenerator(InProcessGenerator):
     ) -> Iterator[tuple[Tensor, Decoded]]:
         (whole,) = decode_batches(prompts, None, device)
         longest = prompts.longest_response(sampling)
-        kind = DecodingSteps if prompts.vision else self._kind(policy, whole.prompt_ids.shape[1] + longest)
-        if isinstance(kind, partial):
-            steps: Any = kind.func
+        make_steps = (
+            DecodingSteps if prompts.vision else self._choose_steps(policy, whole.prompt_ids.shape[1] + longest)
+        )
+        if isinstance(make_steps, partial):
+            steps: Any = make_steps.func
             self.steps = "cuda_graphs" if steps.whole else "lean_steps"
         else:
-            self.steps = "own" if kind is DecodingSteps else "grouped_cache"
+            self.steps = "own" if make_steps is DecodingSteps else "grouped_cache"
         # A waiting row of a conversation keeps its part of the cache, which has to be all of its text.
-        if prompts.responder is not None and kind is DecodingSteps and not keeps_all(policy, empty_cache(policy)):
+        if prompts.responder is not None and make_steps is DecodingSteps and not keeps_all(policy, empty_cache(policy)):
             raise ConfigError(
                 f"generator=native cannot hold conversations with {type(base_of(policy)).__name__}: it is no model of "
                 "transformers, or layers of its cache have a window and may drop tokens. Use generator=hf with it."
@@ -102,7 +104,7 @@ class NativeGenerator(InProcessGenerator):
             graphs = StepGraphs(device)
         places = self.rows_a_batch or len(whole.rows)
         loop = DecodeLoop(
-            lambda batch: kind(policy, batch, longest),
+            lambda batch: make_steps(policy, batch, longest),
             prompts,
             sampling,
             places,
@@ -112,7 +114,7 @@ class NativeGenerator(InProcessGenerator):
         )
         yield whole.rows, loop.run()
 
-    def _kind(self, policy: nn.Module, length: int) -> MakeSteps:
+    def _choose_steps(self, policy: nn.Module, length: int) -> MakeSteps:
         """Return the steps for texts of up to `length` tokens."""
         from lit_rl.generation.fast_decoding import (
             GraphedSteps,
@@ -200,8 +202,8 @@ class DecodeLoop:
             if prompts.responder is None
             else _Conversations(prompts.responder, prompts, self._responses, self._sampler)
         )
-        told = prompts.on_finished
-        self._finished = None if told is None else FinishedRows(told, self._responses)
+        on_finished = prompts.on_finished
+        self._finished = None if on_finished is None else FinishedRows(on_finished, self._responses)
 
     def run(self) -> Decoded:
         """Return the responses of all rows. Logits that are not finite end it early, and are part of the responses."""
@@ -335,10 +337,7 @@ class _Conversations:
         """Pass the finished turns to the responder."""
         if states.behind is not None:
             self._stale[rows] += states.behind
-        new = [
-            row for row, runs in zip(states.rows, states.running, strict=True) if not runs and row not in self._reported
-        ]
-        self._reported.update(new)
+        new = states.newly_finished(self._reported)
         for said in self._responses.newest_turns(new) if new else ():
             self._responder.tell(said)
 

@@ -34,6 +34,12 @@ class RowStates:
     finite: bool
     """True where the newest log-prob of every row is finite."""
 
+    def newly_finished(self, reported: set[int]) -> list[int]:
+        """Return the rows whose turn has ended and that are not in the set, and add them to it."""
+        new = [row for row, runs in zip(self.rows, self.running, strict=True) if not runs and row not in reported]
+        reported.update(new)
+        return new
+
 
 class Responses:
     """Tokens and log-probs of ``n`` rows, and the state of each.
@@ -281,10 +287,7 @@ class FinishedRows:
 
     def report(self, states: RowStates) -> None:
         """Report those of these rows that are finished, and were not reported before."""
-        new = [
-            row for row, runs in zip(states.rows, states.running, strict=True) if not runs and row not in self._reported
-        ]
-        self._reported.update(new)
+        new = states.newly_finished(self._reported)
         for row, ids in zip(new, self._responses.texts(new) if new else (), strict=True):
             self._on_finished(row, ids)
 

@@ -279,51 +279,51 @@ class RolloutHandle:
         self._check(prompt_ids, numbers)
         if not numbers:
             return {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "ended")}
-        texts, rooms = [list(ids) for ids in prompt_ids], self._rooms(max_new_tokens, len(numbers))
+        texts, limits = [list(ids) for ids in prompt_ids], self._limits(max_new_tokens, len(numbers))
         drawn: dict[int, tuple[list[int], list[float], bool]] = {}
-        for together in self._together(texts, rooms):
-            most = max(rooms[place] for place in together)
+        for together in self._together(texts, limits):
+            most = max(limits[place] for place in together)
             parts = self._drawn([texts[place] for place in together], [numbers[place] for place in together], most)
             for place, (ids, logprobs, ended) in zip(together, parts):
-                room = rooms[place]  # a longer completion has not come to its end there
-                drawn[place] = ids[:room], logprobs[:room], ended and len(ids) <= room
+                limit = limits[place]  # a longer completion has not come to its end there
+                drawn[place] = ids[:limit], logprobs[:limit], ended and len(ids) <= limit
         completions = [drawn[place] for place in range(len(texts))]
         columns = dict(zip(("completion_ids", "logprobs", "ended"), map(list, zip(*completions))))
         return {"prompt_ids": texts, **columns}
 
-    def _rooms(self, max_new_tokens: int | Sequence[int] | None, count: int) -> list[int]:
+    def _limits(self, max_new_tokens: int | Sequence[int] | None, count: int) -> list[int]:
         """Return the most new tokens of each of ``count`` texts."""
         given = self.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
-        rooms = [given] * count if isinstance(given, int) else list(given)
-        if len(rooms) != count:
+        limits = [given] * count if isinstance(given, int) else list(given)
+        if len(limits) != count:
             raise GenerationError(
-                f"trainer.generate was given {count} texts and {len(rooms)} max_new_tokens: give one number, or one "
+                f"trainer.generate was given {count} texts and {len(limits)} max_new_tokens: give one number, or one "
                 "for each text."
             )
-        for room in set(rooms):
-            in_range("max_new_tokens", room, low=1)
-        return rooms
+        for limit in set(limits):
+            in_range("max_new_tokens", limit, low=1)
+        return limits
 
-    def _together(self, texts: Sequence[list[int]], rooms: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the places of the texts of each call. All are drawn with the room of the largest, which changes nothing
+    def _together(self, texts: Sequence[list[int]], limits: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the places of the texts of each call. All are drawn with the largest limit, which changes nothing
         for a text that stays in the context, and whose EOS `min_new_tokens` blocks for as long as it would alone."""
         left, least = list(range(len(texts))), self.sampling.min_new_tokens
         while left:
-            most = max(rooms[place] for place in left)
+            most = max(limits[place] for place in left)
             now = [
                 place
                 for place in left
-                if rooms[place] == most
-                or (min(least, rooms[place]) == min(least, most) and len(texts[place]) + most <= self._context)
+                if limits[place] == most
+                or (min(least, limits[place]) == min(least, most) and len(texts[place]) + most <= self._context)
             ]
             yield now
             left = [place for place in left if place not in now]
 
     def _drawn(
-        self, texts: Sequence[list[int]], rows: Sequence[int], room: int
+        self, texts: Sequence[list[int]], rows: Sequence[int], limit: int
     ) -> list[tuple[list[int], list[float], bool]]:
         """Return tokens and log-probs of the continuations, and whether each came to its end."""
-        sampling = replace(self.sampling, max_new_tokens=room, min_new_tokens=min(self.sampling.min_new_tokens, room))
+        sampling = replace(self.sampling, max_new_tokens=limit, min_new_tokens=min(self.sampling.min_new_tokens, limit))
         begun = time.perf_counter()
         with background_thread():  # ranks call it as often as they like: none waits for another
             out = self._generate(self._prompts(texts, rows), sampling)

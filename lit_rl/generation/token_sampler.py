@@ -128,7 +128,7 @@ class TokenSampler:
         if self._seen is None:
             ids, mask = self._prompt
             # Padding does not count as seen: it would make a row depend on the batch it stands in. It goes to a column
-            # of its own, so that nobody asks the device where it is.
+            # of its own, so that the device is not queried.
             size = logits.shape[-1]
             seen = torch.zeros((len(ids), size + 1), dtype=torch.bool, device=logits.device)
             self._seen = seen.scatter_(1, ids.masked_fill(~mask, size), True)[:, :size]

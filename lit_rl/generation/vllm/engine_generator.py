@@ -41,7 +41,7 @@ from lit_rl.generation.vllm.engine import (
     turn_request,
 )
 from lit_rl.generation.vllm.engine_settings import EngineSettings
-from lit_rl.generation.vllm.transports import PUSHES, WeightSender, rank_of_adapter, torch_dtype
+from lit_rl.generation.vllm.transports import PUSHES, WeightSender, rank_of_adapter
 from lit_rl.generation.vllm.weight_probe import WeightProbe, image_probe
 from lit_rl.generation.vllm.worker import shape_of
 from lit_rl.models.engine_weights import fingerprint
@@ -213,7 +213,7 @@ class EngineGenerator(Generator):
 
     def _push(self, policy: nn.Module, version: int) -> None:
         assert self.engine is not None and self.facts is not None
-        weights = Weights(policy, torch_dtype(self.dtype(policy)))
+        weights = Weights(policy, getattr(torch, self.dtype(policy)))
         self._sender(self.engine, self.facts, weights, version, sends=self.sends)
 
     def _prove(self, policy: nn.Module, version: int) -> None:

@@ -38,7 +38,7 @@ class VLLMServerGenerator(EngineGenerator):
 
     ============================  ===================================================================================
     at the first sync             `_start`: `_launch` one where that is asked for, then `_connect_first`
-    one of several is lost        `ServerEngine` goes on without it; `EngineLost` where it was the last one
+    one of several is lost        `ServerEngine` continues without it; `EngineLost` where it was the last one
     at every later sync           `_revise_servers`: lost ones out, those that answer again in, by `_switch_to`
     `EngineLost`                  `_with_recovery`: `_restart_own`, `_wait_for_servers`, `_reconnect`; once more
     `EngineLost` once more        `_failure`: the end, with the last lines of the log of a server of ours

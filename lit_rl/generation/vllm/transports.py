@@ -76,7 +76,7 @@ class WeightSender:
         ranks.run_on_all_ranks(work)
 
     def _send_adapter(self, engine: Engine, policy: nn.Module, version: int, sends: bool) -> None:
-        # Kept until the next one is there: a server reads it again whenever it makes room for the adapter.
+        # Kept until the next one is there: a server reads it again whenever it loads the adapter again.
         before = self._folder
         self._folder = tempfile.TemporaryDirectory(prefix="lit_rl_adapter_", dir=shared_memory())
         folder = ranks.gather_objects(self._folder.name)[0]  # rank 0 writes, for all of one machine
@@ -104,11 +104,6 @@ def rank_of_adapter(policy: nn.Module) -> int | None:
     lora: Any = policy
     config = lora.peft_config[lora.active_adapter]
     return max(config.r, *(config.rank_pattern or {}).values(), 0)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return ``torch.float32`` for "float32"."""
-    return getattr(torch, name)
 
 
 # ------------------------------------------------------------------ transports to servers
