@@ -433,7 +433,7 @@ class ServerThreads:
         threads: int,
     ) -> None:
         self._server, self._ask, self._check, self._report, self._threads = server, ask, check, report, threads
-        self._hang_up = abort
+        self._abort = abort
         self._tasks = queue.SimpleQueue[ServerTask | None]()
         self._stop = threading.Event()
         for _ in range(threads):
@@ -448,7 +448,7 @@ class ServerThreads:
         self._stop.set()
         for _ in range(self._threads):
             self._tasks.put(None)
-        self._hang_up()
+        self._abort()
 
     def _wait_for_answers(self) -> None:
         while (task := self._tasks.get()) is not None and not self._stop.is_set():
